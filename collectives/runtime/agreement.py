@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Value]:
-    """Gather one value per rank and return them by rank; if any is an error, raise it on all ranks. Collective."""
+    """Allgather `value`: return the list by rank, or raise on all ranks if one passed an `InvalidInput`. Collective."""
     values: list[Value] = []
     for rank, other in enumerate(comm.allgather(value)):
         if isinstance(other, InvalidInput):
@@ -65,7 +65,7 @@ UNKNOWN = MemoryVisibility()
 
 
 def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
-    """Agree over all ranks if the call has its send buffers in shared memory, and if it is in place. Collective."""
+    """Agree if all ranks send from shared memory, and if all are in place; both False without mailboxes. Collective."""
     size = comm.Get_size()
     if node is None or size == 1:
         return UNKNOWN
@@ -74,7 +74,7 @@ def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) ->
 
 
 def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
-    """True if ranks of the same node can read all memory that this rank sends from in the call."""
+    """True if this rank sends only from its buffers in the call, and the node's other ranks have mapped all of them."""
     if not node.reads or call.copy_input or forwards_data(call.collective, size):
         return False
     ends = zip((call.source, call.target), buffer_spans(call), strict=True)

@@ -19,7 +19,7 @@ from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
 
 
 class AlgorithmChooser:
-    """Chooses algorithm and segments of each call on a communicator; `native`: MPI's own collectives are allowed."""
+    """Chooses algorithm and segments of each call on a communicator; `native`: ``"auto"`` may select MPI's own."""
 
     def __init__(self, selector: Selector, native: bool) -> None:
         self.selector, self._native = selector, native
@@ -27,7 +27,7 @@ class AlgorithmChooser:
     def choose(
         self, call: Call, algorithm: Any, segments: Any, form: Form, memory: MemoryVisibility = UNKNOWN
     ) -> AlgorithmChoice:
-        """Validate the user's `algorithm` and `segments`; return algorithm and segment count, equal on all ranks."""
+        """Validate `algorithm` and `segments` and return the choice: without communication, but equal on all ranks."""
         if algorithm == "auto":
             may_native = self._native and segments is None and native.refusal(call, form) is None
             traits = CallTraits(
@@ -55,7 +55,7 @@ class AlgorithmChooser:
         return choice._replace(segments=number) if call.collective != "barrier" else choice
 
     def select(self, collective: str, nbytes: int, op: MPI.Op, form: Form, shared: bool, in_place: bool) -> Selection:
-        """Choice of ``algorithm="auto"`` for a message size: algorithm, segments, predicted seconds, their source."""
+        """Choice of ``"auto"`` for the size class of `nbytes`: algorithm, segments, predicted seconds, their source."""
         base = catalog_name(collective)
         ordered, v_form = MEANINGS[base].reduces and not is_commutative(op), base != collective
         may_native = self._native and native.unsound(native.METHODS[base][v_form], form) is None

@@ -123,7 +123,7 @@ class _ProgramBinder:
             self.steps += self.wire.wait_calls(messages)
 
     def swap(self) -> ExchangeSupport | None:
-        """Fused exchange that replaces the program, if that is one round of messages without local work; else None."""
+        """The program as one fused exchange; None if it is not one round of messages, or the transport has none."""
         if len(self.exchanges) != 1:
             return None
         messages = self.exchanges[0]
@@ -214,7 +214,7 @@ class _ProgramBinder:
         self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
 
     def _sends(self, step: Send, changing: list[MemorySpan]) -> Iterator[tuple[Any, list[MemorySpan]]]:
-        """Bound send of each segment of a step, and the memory it reads, which must not change before it completes."""
+        """Bind a step's send, in segments; yield each message with the memory it reads. Reductions write `changing`."""
         for rows in split(aligned(self.chunks.locations(step.chunks)), self.chunks.segment_counts(step)):
             places = [place for (place,) in rows]
             stable = not overlap(places, changing)

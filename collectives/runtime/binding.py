@@ -92,7 +92,7 @@ def buffer_spans(call: Call) -> tuple[int, int]:
 
 
 def changes_target(call: Call) -> bool:
-    """True if the call writes to its target buffer; False at the root of a broadcast and without received blocks."""
+    """True if the call writes to its target buffer: it receives a block that is not there already."""
     if call.source is call.target and call.combine is None and call.recv_blocks.keys() <= call.send_blocks.keys():
         return False
     return bool(call.recv_blocks)
@@ -143,7 +143,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
-    """(call with the device's reduction, device); None unless one device holds all buffers and can reduce."""
+    """(call with the device's reduction, device); None unless one device holds all buffers, dense, and can reduce."""
     ends = call.buffers
     if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
         return None
@@ -195,19 +195,19 @@ def reduce_kernel(call: Call) -> Combiner | None:
 
 
 def needs_staging(call: Call) -> bool:
-    """True if some buffer of the call is on a device or not contiguous, so that its data must be copied to the host."""
+    """True if some buffer of the call is on a device or not contiguous: a host program then works on dense copies."""
     return any(map(staged, call.buffers))
 
 
 def longest() -> int:
-    """Message size in bytes up to which blocking calls use eager (intermediate) buffers."""
+    """Largest buffer in bytes that blocking calls copy through eager buffers; single exchanges have a higher limit."""
     return COMPILED if compiled_exchange.available() else SLOT
 
 
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:
-    """Checksum of the arguments that must be equal on all ranks, carried by messages: 0 <= mark < MARKS.
+    """Checksum, below `MARKS`, of the arguments that must be equal on all ranks; in the flags of mailbox messages.
 
-    It is in the flags of messages; by it a receiver detects messages of another call.
+    By it a receiver detects messages of another call.
     """
     facts: list[object] = [call.collective, call.root, choice.algorithm, choice.segments]
     if call.combine is not None:
@@ -247,7 +247,7 @@ class EagerBuffers(NamedTuple):
 
 
 def fits_eager_buffers(call: Call) -> bool:
-    """True if the call can use eager buffers: up to `SWAPPED` bytes, blocks without gaps, no further memory."""
+    """True if the call can use eager buffers: up to `SWAPPED` bytes, no gaps, no temporary copy of input or output."""
     if max(buffer_spans(call)) * call.unit.itemsize > SWAPPED or call.separate_output or call.copy_input:
         return False
     sides = call.send_blocks, call.recv_blocks

@@ -92,12 +92,12 @@ class Call(NamedTuple):
 
 
 def staged(buffer: Buffer) -> bool:
-    """True if the buffer is on a device or not contiguous, so that its data is copied to dense host memory first."""
+    """True if the buffer is on a device or not contiguous, so that host code works on a dense copy of its data."""
     return buffer.device or not buffer.contiguous
 
 
 def call_device(call: Call) -> DeviceMemory | None:
-    """Device of the call's arrays, None for host memory."""
+    """Device of the first buffer of the call that is on one; None if all are in host memory."""
     return next((DeviceMemory(buffer.owner) for buffer in call.buffers if buffer.device), None)
 
 

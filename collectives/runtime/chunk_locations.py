@@ -79,7 +79,7 @@ class ChunkLocations:
         return sum(map(self._length, numbers(chunks))) * self._task.itemsize
 
     def segment_counts(self, step: Send | Recv | RecvReduce) -> Sequence[int]:
-        """Number of elements in each segment of a step's message; empty if its chunks have no elements."""
+        """Elements per segment of a step's message: () for chunks without elements (no message), (0,) for no chunks."""
         elements = sum(map(self._length, numbers(step.chunks)))
         if not elements:
             return () if step.chunks else (0,)
@@ -137,7 +137,10 @@ class ChunkLocations:
         return True
 
     def is_windowed(self, steps: Sequence[Step]) -> bool:
-        """True if a round has only network messages of distinct chunks, one of more than `MESSAGE_WINDOW` segments."""
+        """True if a round has only network messages, at most one each way per peer, and some have many segments.
+
+        Many: more than `MESSAGE_WINDOW`. Reduced chunks must be distinct, and none of them be sent.
+        """
         messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
         if len(messages) < len(steps) or all(len(self.segment_counts(step)) <= MESSAGE_WINDOW for step in messages):
             return False

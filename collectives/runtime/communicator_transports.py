@@ -55,7 +55,7 @@ class Transports:
         self._tags = (32767 if largest_tag is None else int(largest_tag)) // 2
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Allocate an array of `nbytes` in shared memory, as `SharedHeap.allocate`. Collective."""
+        """Allocate a uint8 array of `nbytes`, in shared memory if the ranks of the node share any. Collective."""
         array = self.heap.allocate(nbytes)
         for edges in self.edges.values():
             for edge in edges.values():
@@ -79,9 +79,10 @@ class Transports:
         shared: bool = False,
         compiles: bool = True,
     ) -> Wire:
-        """Create the transport of one program: a mailbox channel for peers of the node if usable, else MPI with a tag.
+        """Create the transport of a program: mailboxes of `channel` within the node, MPI with a tag between nodes.
 
-        Messages are split between elements: an element larger than a cell needs reads from peer memory, or MPI.
+        MPI alone for non-blocking calls, without mailboxes, or if `channel` is None. Messages are split between
+        elements: an element larger than a cell needs reads from peer memory, or MPI.
         """
         if form == "nonblocking":
             return ImmediateTransport(self._comm)
@@ -100,7 +101,7 @@ class Transports:
 
 
 def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
-    """Communicator of the ranks that share memory with this one, and its node number in `nodes` if that is given."""
+    """Split `comm` by shared memory, and by number in `nodes` if given; return this rank's part. Collective."""
     sharing = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
     if nodes is None:
         return sharing

@@ -34,7 +34,7 @@ class CountExchange(NamedTuple):
             self.known[block] = call.lengths[block]
 
     def with_counts(self, call: Call) -> Call:
-        """Copy of the call with the lengths of all blocks: exchanged, or as in the call for blocks that it receives."""
+        """Copy of the call with the lengths of all blocks it handles: exchanged, or its own for those it receives."""
         lengths = self.known.tolist()
         for block in call.recv_blocks:
             lengths[block] = call.lengths[block]

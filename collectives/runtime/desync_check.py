@@ -44,7 +44,7 @@ def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
 
 
 def caller() -> str:
-    """Source line ``file:line in function`` of the innermost frame outside this package."""
+    """Source line ``file:line in function`` of the innermost frame outside the package `collectives`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE):
         frame = frame.f_back
@@ -103,7 +103,7 @@ class DesyncChecker:
         return agreed
 
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
-        """Report to all ranks that this one raises `error`; returns a test that is True once all have received it."""
+        """Send `error` to all ranks as this one's record; returns a test that is True once all have sent one."""
         error_class = error.Get_error_class() if isinstance(error, MPI.Exception) else MPI.ERR_ARG
         text = f"{type(error).__name__}: {error}"[: RECORD // 2]
         facts = {"facts": {"collective": collective, "form": form}, "where": caller(), "rank": self._rank}

@@ -50,7 +50,10 @@ class Inherited(MPI.Intracomm):
         return super().__new__(cls, comm)
 
     def _accompany(self, call: Callable[[], Result], after_barrier: bool = False) -> Result:
-        """Run a collective of mpi4py and progress active requests: in a thread meanwhile, or in a barrier before."""
+        """Run a collective of mpi4py and return its result, with progress of active requests.
+
+        A thread progresses them meanwhile; a barrier before the call if `after_barrier`, or if threads are not allowed.
+        """
         if after_barrier or not self._threads:
             progress_until(MPI.Intracomm.Ibarrier(self).Test)
         elif active_requests:
@@ -115,7 +118,7 @@ def _collective(self: Inherited, name: str, *arguments: Any, **keywords: Any) ->
 
 
 def _with_progress(name: str, active: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of mpi4py's method `name`: calls `active` while requests are active, else the original."""
+    """Method that calls `active` while requests are active (`_collective` always), else mpi4py's method `name`."""
     method = getattr(MPI.Intracomm, name)
 
     @wraps(method)

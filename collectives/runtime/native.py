@@ -60,7 +60,7 @@ def unsound(method: str, form: str) -> str | None:
 
 
 def refusal(call: Call, form: Form) -> str | None:
-    """Reason why the MPI's own collective cannot run the call, the same on all ranks; None if it can."""
+    """Known reason why MPI's own collective cannot run the call (bug, operation, dtype), or None; same on all ranks."""
     wrong = unsound(METHODS[call.collective][call.v_form], form)
     if wrong is not None or call.operation is None:
         return wrong
@@ -114,14 +114,14 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 # ------------------------------------------------------------------------------------------ programs
 
 
-class InPlaceAdapter(NamedTuple):
+class DirectCollective(NamedTuple):
     """`ExchangeSupport` for a blocking collective of the MPI, called directly on the arrays given at run time."""
 
     method: Callable[..., None]
     call: Call
 
     def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
-        """Function (sendbuf, recvbuf) that runs the MPI's collective directly on such arrays, not on eager buffers."""
+        """Function (sendbuf, recvbuf) that runs the MPI's collective on the arrays given, not on eager buffers."""
         method, op, byte = self.method, self.call.operation, MPI.BYTE
         root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
         if self.call.collective == "broadcast":
@@ -145,7 +145,7 @@ def program(
     first: Sequence[Callable[[], object] | Wait] = (),
     last: Sequence[Callable[[], object] | Wait] = (),
 ) -> Program:
-    """Program that calls mpi4py's method on these dense arrays; raises if the MPI has no persistent form.
+    """Program that calls mpi4py's method on these dense arrays; raises if `form` is persistent and the MPI lacks it.
 
     `first` and `last` run before and after, such as staging.
     """
@@ -164,7 +164,7 @@ def program(
     bound = Program([*first, *middle, *last], held, 0, (source, target))
     bound.waits_in_mpi = form == "blocking"
     if form == "blocking" and not first and not last and not call.v_form:
-        bound.swap = InPlaceAdapter(getattr(comm, method), call)
+        bound.swap = DirectCollective(getattr(comm, method), call)
     return bound
 
 

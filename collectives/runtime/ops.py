@@ -80,7 +80,7 @@ OP_NAMES |= {MPI.REPLACE.handle: "REPLACE", MPI.NO_OP.handle: "NO_OP"}
 
 
 def is_commutative(op: MPI.Op) -> bool:
-    """True if ``x op y == y op x``, so that ranks may be combined in any order.
+    """True if ``x op y == y op x``, as declared for user-defined ones, so that ranks may be combined in any order.
 
     >>> is_commutative(MPI.SUM), is_commutative(MPI.REPLACE)
     (True, False)

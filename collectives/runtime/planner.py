@@ -67,7 +67,7 @@ class IdlePrograms:
 
 
 class Planner:
-    """Runs the collective calls of one communicator over `comm`, a private duplicate of it that `free` frees.
+    """Runs the collective calls of one communicator over `comm`, a private duplicate of it that the planner owns.
 
     The duplicate is used for nothing else, so that its messages never match the user's. `transports` is created from
     the other arguments; `cache` holds the programs of blocking calls.
@@ -87,7 +87,7 @@ class Planner:
         self._channels = ChannelAllocator(comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
-        """Check that the call's buffers do not overlap; return its memory properties on all ranks. Collective."""
+        """Raise if this rank's buffers overlap; else return the call's memory properties on all ranks. Collective."""
         binding.check_no_overlap(call)
         return agree_on_memory(self.comm, self.node, call)
 
@@ -102,7 +102,7 @@ class Planner:
         recvbuf: Any = None,
         op: MPI.Op = MPI.SUM,
     ) -> None:
-        """Run a blocking call; its program is then cached under `cache_key` for calls with the same arguments."""
+        """Run a blocking call and cache its program, unless data is staged; later calls can find it by `cache_key`."""
         self.cache.check_in_step()
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
@@ -135,7 +135,7 @@ class Planner:
     def _compile_call(
         self, call: Call, choice: AlgorithmChoice, s: np.ndarray, r: np.ndarray, program: Program
     ) -> CompiledExchange | None:
-        """Compile a call to one function if it only exchanges messages with one peer; None for all others."""
+        """Compile a call to one function if it is a supported exchange with one peer alone; None for all others."""
         if choice.algorithm == NATIVE:
             return None
         exchange = as_single_exchange(binding.call_task(call, choice, self.rank, self.size, self.nodes))
@@ -178,7 +178,7 @@ class Planner:
             return request
 
     def init(self, call: Call, choice: AlgorithmChoice, shared: bool = False) -> Request:
-        """Create the persistent request of a call; `shared`: all ranks send from shared memory."""
+        """Create the persistent request of a call; `shared`: all ranks send from shared memory. Collective."""
         binding.check_no_overlap(call)
         self.transports.consume_persistent_tag()
         call, device = self._on_device(call, choice)
@@ -220,7 +220,7 @@ class Planner:
             ended()
 
     def free(self) -> None:
-        """Free programs, idle requests, shared memory and the private communicator, without waiting for other ranks."""
+        """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank."""
         self.cache.free()
         self._idle.free()
         for exchange in self._count_exchanges.values():
@@ -272,7 +272,7 @@ class Planner:
         return bind_after_exchange(call, bind_count_exchange(call, *place, self.nodes), bind_known, device)
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
-        """Exchange the block lengths of a blocking call and return the call with all of them. Collective."""
+        """Exchange the block lengths of a blocking call; return it with those of the blocks it handles. Collective."""
         key = call.collective, choice.algorithm, call.root
         exchange = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
         if exchange is None:
@@ -286,13 +286,13 @@ class Planner:
         return exchange.with_counts(call)
 
     def _is_eager(self, call: Call, choice: AlgorithmChoice) -> bool:
-        """True if the call is short or a single exchange and fits eager buffers, so that it runs on them."""
+        """True if the call runs on eager buffers: it fits them, and is short or a single exchange."""
         nbytes = max(binding.buffer_spans(call)) * call.unit.itemsize
         short = nbytes <= binding.longest()
         return binding.fits_eager_buffers(call) and (short or self._is_single_exchange(call, choice, nbytes))
 
     def _is_single_exchange(self, call: Call, choice: AlgorithmChoice, nbytes: int) -> bool:
-        """True if this rank sends and receives at most one message each, which fits one shared-memory mailbox cell."""
+        """True if this rank has at most one message each way, within the node, and two buffers of at most a cell."""
         if call.source is None or call.target is None or call.source is call.target:
             return False
         if self.node is None or choice.algorithm == NATIVE or nbytes > self.node.cells[BLOCKING_CHANNEL]:
@@ -315,7 +315,7 @@ class Planner:
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))
 
     def _recycle(self, key: Hashable, request: Request, program: Program) -> None:
-        """End a non-blocking call: keep its program for the next call with the same key."""
+        """End a non-blocking call: keep its program for calls with the same `key`; free it if that is None."""
         self._live.discard(request)
         if program.broken:
             self._orphans.append(request)

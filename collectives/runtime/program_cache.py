@@ -60,7 +60,7 @@ UNCACHEABLE = CallKey((), (), None)
 
 
 class CachedCall(NamedTuple):
-    """Cache entry of a blocking call: its program and eager buffers, ready to run with arrays of known shape.
+    """Cache entry of a blocking call: its program, and eager buffers in the arrays' shape if the program has them.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ _CONSTANTS = {id(op): op for op in vars(MPI).values() if isinstance(op, MPI.Op)}
 def _one_array_key(
     name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
 ) -> CallKey:
-    """Cache key of a call in which at least one buffer argument is None or MPI.IN_PLACE."""
+    """Cache key of a call with at most one array, the other None or MPI.IN_PLACE; `UNCACHEABLE` for other arguments."""
     call = name, id(op), root, algorithm, segments
     if sendbuf is None and recvbuf is None:
         return CallKey(call, call, None)
@@ -228,9 +228,10 @@ class ProgramCache:
     def store(
         self, key: CallKey, sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable, compile_call: Compile
     ) -> None:
-        """Add a call to the cache, with the key that `run_cached` returned for the same arguments.
+        """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
 
-        `bound` is the key of its program in `bound`; `compile_call` compiles the call for such arrays, if possible.
+        `key` is what `run_cached` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined `op`, a full
+        cache, and most arrays with gaps. Once short calls are frequent (`compiles`), `compile_call` compiles this one.
         """
         entry = self.bound.get(bound)
         if key is UNCACHEABLE or entry is None or len(self.ready) >= 4 * MAX_PROGRAMS:
@@ -262,7 +263,10 @@ class ProgramCache:
         self.ready[key.shape] = CachedCall(swap, calls, load, store, finish, program, bound)
 
     def _count_repeat(self) -> None:
-        """Count a repeated short call; at `COMPILE_AFTER` evict such calls' programs, to be bound anew and compiled."""
+        """Count a repeated short call; from `COMPILE_AFTER` in all on, short calls are compiled, if numba is available.
+
+        Their programs are evicted then, to be bound anew.
+        """
         self._repeats += 1
         if self._repeats == COMPILE_AFTER and compiled_exchange.available():
             for key in [key for key, entry in self.bound.items() if isinstance(entry, EagerBuffers)]:
@@ -291,7 +295,7 @@ class ProgramCache:
         return program
 
     def poison(self, error: BaseException) -> None:
-        """Clear the cache and make all later blocking calls raise: messages of the aborted one may still arrive."""
+        """Make all later blocking calls on this communicator raise, as messages of the aborted one may still arrive."""
         self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
         self._clear()
 

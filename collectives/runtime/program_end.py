@@ -34,7 +34,7 @@ _abort_status = 0
 
 
 def close_all() -> None:
-    """Release all communicators at exit, so that MPI reports no leaks; do nothing after an uncaught exception."""
+    """Release all communicators at exit, so that MPI reports no leaks; not if the job is aborted after an exception."""
     end_helper()
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
@@ -94,7 +94,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _await_threads(status: int) -> None:
-    """Wait `PATIENCE` seconds for threads in collectives, then abort: the interpreter would wait for them forever."""
+    """Wait up to `PATIENCE` seconds for threads in collectives; abort if any remain: the interpreter would wait on."""
     deadline = time.monotonic() + PATIENCE
     while _threads_in_collectives() and not MPI.Is_finalized():
         if time.monotonic() > deadline:

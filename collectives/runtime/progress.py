@@ -30,7 +30,7 @@ def progress_count() -> int:
 
 
 def progress() -> None:
-    """Progress all active requests without blocking."""
+    """Progress all active requests without blocking; an error in one of them is raised here."""
     global _progress_count
     with progress_lock:
         _progress_count += 1
@@ -70,7 +70,7 @@ def run_program(program: Program) -> None:
 
 
 def with_progress_thread(call: Callable[[], Result]) -> Result:
-    """Run a call that blocks in MPI while a thread progresses active requests. Needs a thread-safe MPI."""
+    """Run a call that blocks in MPI, return its result; a thread progresses active requests. Needs THREAD_MULTIPLE."""
     over, errors = threading.Event(), []
 
     def progress_active() -> None:

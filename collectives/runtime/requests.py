@@ -19,7 +19,7 @@ _acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half t
 
 
 def wait_all(requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> Literal[True]:
-    """Wait until all requests, of Chorus or mpi4py, are complete, and return True. Raises if one of them was freed."""
+    """Wait until all requests, of Chorus or mpi4py, are complete; return True. Raises if one was freed or aborted."""
     pending = list(requests)
     while not test_all(pending, statuses):
         pause()
@@ -39,7 +39,7 @@ def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Statu
 
 
 def start_all(requests: Iterable[Request]) -> None:
-    """Start all persistent requests; if one of them cannot start, raise and start none."""
+    """Start all persistent requests; if one of them is not idle, raise InvalidArgument and start none."""
     several = list(requests)
     for request in several:
         if not request._startable:
@@ -119,7 +119,7 @@ class Request:
         return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
 
     def __bool__(self) -> bool:
-        """False if the operation is complete, or a persistent request freed, as for a null handle of MPI."""
+        """False once a non-blocking request is complete, or a persistent one freed, as for a null handle of MPI."""
         return not self._freed if self._persistent else self.active or self._broken
 
     def __eq__(self, other: object) -> bool:
@@ -178,7 +178,7 @@ class Request:
             self._end()
 
     def _do(self, step: Callable[[], Any]) -> Any:
-        """Call `step` in the request's device context and return its result; any error aborts the operation."""
+        """Return `step()`, run in the request's device context; an error aborts the operation and is raised."""
         try:
             if self._context is None:
                 return step()
@@ -208,7 +208,7 @@ class Request:
             self._ended()
 
     def lapse(self) -> None:
-        """Release the program because the communicator is freed; afterwards only `Free` is valid."""
+        """Release an idle request as its communicator is freed: from then on `Start` raises, all other methods work."""
         self.Free()
         self._freed, self._lapsed = False, True
         self._release = lambda *_: None
@@ -270,7 +270,7 @@ class Request:
         raise InvalidArgument(MPI.ERR_REQUEST, f"Cancel of {self!r}: collectives cannot be cancelled")
 
     def _deactivate_alone(self) -> bool:
-        """Make the request inactive and return True if no other is active: then no other thread progresses it."""
+        """Make this request inactive if no other is active, so that no thread progresses it; True if that was done."""
         _acquire()
         try:
             alone = self.active and len(active_requests) == 1

@@ -41,7 +41,7 @@ class SingleExchange(NamedTuple):
 
 
 def single_messages(schedule: Schedule) -> list[Send | Recv | RecvReduce] | None:
-    """Messages of a schedule of one round with at most one send and one receive; None for any other schedule."""
+    """Messages of a schedule of at most one send and one receive, in one round, without local steps; else None."""
     rounds = [steps for steps in schedule if steps]
     steps = list(chain.from_iterable(rounds))
     messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
@@ -52,7 +52,7 @@ def single_messages(schedule: Schedule) -> list[Send | Recv | RecvReduce] | None
 
 
 def as_single_exchange(task: Task) -> SingleExchange | None:
-    """`SingleExchange` with the messages and the copy of a task; None if the task does anything else."""
+    """`SingleExchange` with the messages and the copy of a task, each contiguous; None if it does anything else."""
     messages = single_messages(task.schedule)
     if not messages or len({step.peer for step in messages}) != 1 or not all(step.chunks for step in messages):
         return None

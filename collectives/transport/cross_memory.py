@@ -47,7 +47,7 @@ class CrossMemoryAttach:
             into, origin, nbytes = into + done, origin + done, nbytes - done
 
     def able(self, into: int, origin: int, nbytes: int) -> bool:
-        """Try such a `read`; True if the kernel permits it."""
+        """Try to `read` these bytes; True if the kernel permits it."""
         with suppress(OSError):
             if self._call is not None:
                 self.read(into, origin, nbytes)

@@ -119,7 +119,7 @@ def _is_shared(address, nbytes, numbers):
 
 @_compile
 def _spin(address, wanted, spins):
-    """Poll the word at `address` until it reaches `wanted`; return the polls left of `spins`, or -1 if none are."""
+    """Poll the word at `address` until it reaches `wanted`; return the polls left of `spins`, or -1 if it gave up."""
     while _load(address) < wanted:
         _relax()
         spins -= 1

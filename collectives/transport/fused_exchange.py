@@ -196,7 +196,7 @@ def compile_swap(
     receive: Callable[[np.ndarray, np.ndarray], None] | None,
     mark: int,
 ) -> CompiledExchange:
-    """Compile an exchange from its plan, an int64 array: `numbers` are its entries by index, all others 0."""
+    """Compile an exchange from its plan: `numbers` are entries by index, labels follow from `mark`, others are 0."""
     plan = np.zeros(compiled.ADDRESS_LABEL + 1, np.int64)
     for place, number in numbers.items():
         plan[place] = number
@@ -266,7 +266,7 @@ class _ExchangeEnds(NamedTuple):
         return SplitExchange(send, Wait(partial(end, source, target), test))
 
     def sending(self) -> Callable[[np.ndarray], None] | None:
-        """Function ``send(sendbuf)``, an inlined `EagerSend.start`; None if the exchange sends nothing."""
+        """Function ``send(sendbuf)``, an inlined `EagerSend.write` that waits for a slot; None if nothing is sent."""
         if self.out is None:
             return None
         edge, flags, outgoing = self.out.edge, self.out.flags, self.outgoing
@@ -286,7 +286,7 @@ class _ExchangeEnds(NamedTuple):
         return send
 
     def receiving(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
-        """Functions ``receive(sendbuf, recvbuf)``, an inlined `Receive.take`, and ``has_arrived()``; or None."""
+        """Functions (receive(sendbuf, recvbuf), has_arrived()), inlined from `Receive`; None if nothing is received."""
         if self.into is None or self.slow is None:
             return None
         edge, flags, tag, nbytes = self.into.edge, self.into.flags, self.into.label, self.into.nbytes

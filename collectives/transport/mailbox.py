@@ -90,7 +90,7 @@ def usable_cores() -> set[int]:
 
 
 def label(nbytes: int, mark: int) -> int:
-    """Flag label (length and mark of the call) of an eager message, whose data is in its slot."""
+    """Flag label of an eager message: mark of the call, and length (`IN_CELL` if over `INLINE` bytes)."""
     return mark * LENGTHS + (nbytes if nbytes <= INLINE else IN_CELL)
 
 
@@ -171,7 +171,7 @@ class NodeMemory:
         return rank in self.places
 
     def free(self) -> None:
-        """Free the memory without synchronising with other ranks."""
+        """Free the mailboxes and the node's communicator without synchronising with other ranks."""
         for words in self.words:
             words.release()
         self.words, self.bytes = [], []
@@ -182,7 +182,7 @@ class NodeMemory:
 
 
 class MailboxEdge:
-    """Link to another rank of the node on one channel: mailbox offsets and message counts of both directions."""
+    """Link to the rank with node rank `peer` on one channel: mailbox offsets and message counts of both directions."""
 
     __slots__ = (
         "awaited", "cell", "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox",
@@ -217,7 +217,7 @@ class MailboxEdge:
         self.queue: deque[Any] = deque()  # started sends that wait for a free slot
 
     def update_segments(self) -> None:
-        """Update in `numbers` the shared-memory segments that the two ranks have mapped of each other."""
+        """Update in `numbers` the newest shared-memory segments that the two ranks have mapped of each other."""
         ours, theirs = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
         self.numbers[OUR_SEGMENTS], self.numbers[PEER_SEGMENTS] = len(ours), len(theirs)
         for index, (base, memory) in enumerate(ours):

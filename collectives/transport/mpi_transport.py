@@ -74,7 +74,7 @@ class _LengthCheck:
 
 
 def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[_LengthCheck | None]) -> Wait:
-    """Wait and test functions that complete all `requests`; `lengths` has the check of each receive, None for sends."""
+    """Wait and test functions that complete ``requests()``; `lengths` has the check of each receive, None for sends."""
     statuses = [MPI.Status() if length is None else length.status for length in lengths]
     checks = [length.check for length in lengths if length is not None]
 

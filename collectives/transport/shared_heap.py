@@ -82,7 +82,7 @@ class _FreeList:
 
 
 def _available() -> int | None:
-    """Bytes of memory that are available on this system or to this container; None if unknown."""
+    """Bytes of memory available on this system, or to this container if less; None if unknown."""
     limits = []
     try:
         with open("/proc/meminfo") as lines:
@@ -139,9 +139,9 @@ class SharedHeap:
         return self.peer_view(self._place, address, nbytes) is not None
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Allocate `nbytes` bytes, freed with the last array on them. Collective; ranks may differ in `nbytes`.
+        """Allocate `nbytes` uninitialised bytes, shared if possible, freed with the last array on them. Collective.
 
-        Raises `OutOfMemory` on all ranks if one of them cannot allocate its share.
+        `nbytes` may differ between ranks. Raises `OutOfMemory` on all of them if one cannot allocate its share.
         """
         room = max(1, -(-nbytes // LINE)) * LINE
         while self._returned:
@@ -174,7 +174,7 @@ class SharedHeap:
             self._returned.append((index, start, room))
 
     def _grow(self, room: int) -> None:
-        """Add a segment of at least `room` bytes (none if 0). Collective; `OutOfMemory` if a rank cannot."""
+        """Add a segment of at least `room` bytes (none if 0). Collective; `OutOfMemory` on all ranks if one cannot."""
         lacking = -(-room // PAGE) * PAGE
         generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
         outcomes: list[tuple[int, str | None]] = []
@@ -195,7 +195,7 @@ class SharedHeap:
         raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have {nbytes} bytes of shared memory: {error}")
 
     def _over_limit(self, nbytes: int) -> str | None:
-        """Error message if the bytes of all ranks of the node exceed the available memory, else None."""
+        """Error message if the bytes of all ranks of the node exceed the available memory, else None. Collective."""
         total = nbytes if self._neighbours is None else reduced(self._neighbours, min(nbytes, MOST))
         available = _available()
         if available is None or total <= available or not nbytes:
@@ -237,7 +237,7 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Create memory that other processes can map: (file descriptor, memory); descriptor -1 if not supported."""
+    """Create memory that other processes can map: (file descriptor, memory); (-1, private memory) if not supported."""
     if not hasattr(os, "memfd_create"):
         return -1, mmap.mmap(-1, nbytes)
     descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -265,9 +265,9 @@ def map_segments(comm: MPI.Intracomm, descriptor: int, mine: HeapSegment | None)
 
 
 def map_all(comm: MPI.Intracomm, nbytes: int) -> list[np.ndarray]:
-    """Create `nbytes` zeroed bytes on every rank and map those of all ranks; empty list if one cannot. Collective.
+    """Create `nbytes` bytes on every rank and map those of all, by rank; empty list if one cannot. Collective.
 
-    Unlike MPI's shared windows, these are freed by each rank on its own, in any order.
+    Zero but for the first 16. Unlike MPI's shared windows, these are freed by each rank on its own, in any order.
     """
     mine, descriptor = None, -1
     with suppress(OSError, ValueError):

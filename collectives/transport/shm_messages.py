@@ -226,7 +226,7 @@ class Receive:
         self._acknowledge(number)
 
     def _acknowledge(self, number: int) -> None:
-        """Acknowledge message `number` to the sender, which frees the slot."""
+        """Acknowledge message `number` to the sender, which frees the slot, and complete this receive."""
         edge = self.edge
         self._number = 0
         edge.awaited.popleft()

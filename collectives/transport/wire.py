@@ -43,14 +43,14 @@ class Wire(Protocol):
         """Pairs of functions (wait, test) that together complete all the messages."""
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
-        """Bytes per part of a message of `nbytes` to `peer`; 0 for a single part, None without shared memory.
+        """Bytes per part of a message of `nbytes` to or from `peer`; 0 for a single part, None without shared memory.
 
         Incoming parts are reduced by `combine`, directly from the sender's memory.
         """
         return None
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        """True if the send buffer is reusable once the start function returns.
+        """True if a send that is not `stable` is copied once a slot is free, so that its buffer is then reusable.
 
         `before` is the number of messages to the same peer that start earlier in the round.
         """
@@ -67,7 +67,7 @@ class Wire(Protocol):
         raise TypeError("this transport has no shared memory")
 
     def swap(self, messages: Sequence[Any]) -> ExchangeSupport | None:
-        """One fused exchange for the messages (a send and a receive), or None if the transport has none."""
+        """One fused exchange for the messages (at most a send and a receive), or None if not supported."""
         return None
 
     def free(self) -> None:
@@ -75,7 +75,7 @@ class Wire(Protocol):
 
 
 class ExchangeSupport(Protocol):
-    """A fused exchange: one message out and one message in, between arrays given at the call."""
+    """A fused exchange between arrays given at the call: at most one message each way, or an MPI collective."""
 
     def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
         """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; or None if not supported."""
