@@ -61,7 +61,7 @@ class _LeaderGroups(NamedTuple):
         return self.layout.members[self.node]
 
     def leader(self, node: int) -> int:
-        """The rank that leads a node."""
+        """The rank that leads a node: the root on the root's node, else the first rank of the node."""
         return self.root if self.layout.node[self.root] == node else self.layout.members[node][0]
 
     def among(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
@@ -73,7 +73,7 @@ class _LeaderGroups(NamedTuple):
         return on(self.leader, rounds, chunks) if self.leader(self.node) == self.rank else ([] for _ in rounds)
 
     def within(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """Rounds of this rank in a collective of its node, rooted at its leader; all nodes have equally many."""
+        """Rounds of this rank in a collective of its node, rooted at the leader; as many as in the largest node."""
         place, count = self.layout.place, len(self.members)
         rounds = generate(place[self.rank], count, place[self.leader(self.node)])
         return chain(on(self.members, rounds, chunks), repeat([], ceil_log(self.layout.widest) - ceil_log(count)))

@@ -53,7 +53,7 @@ def doubling_scan(rank: int, size: int) -> Rounds:
 
 
 def doubling_exscan(rank: int, size: int) -> Rounds:
-    """As the doubling scan, with a second partial sum that leaves out the rank's own term.
+    """As the doubling scan, with a second partial sum, the result, that leaves out the rank's own term.
 
     Cost: q (alpha + n beta + 2 n gamma). Keeps rank order.
     """

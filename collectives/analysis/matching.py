@@ -45,7 +45,8 @@ def describe(step: Step) -> str:
 def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, ScheduleLocation]:
     """Map each receive to its send: the k-th receive from a rank matches the k-th send of that rank to the receiver.
 
-    ScheduleError if a message has no partner, goes to its own rank or to none, or is not as long as its partner.
+    The data has `count` chunks; numbers beyond are scratch. ScheduleError if a message has no partner, goes to its own
+    rank or to none, or is not as long as its partner.
     """
     sends: dict[tuple[int, int], deque[tuple[ScheduleLocation, Send]]] = defaultdict(deque)
     receives: list[tuple[ScheduleLocation, Recv | RecvReduce]] = []

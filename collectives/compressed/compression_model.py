@@ -68,9 +68,9 @@ def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
 
 
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
-    """Ranks per core on the most crowded node, at least 1; `nodes`, `cores`: of each rank, its node and usable cores.
+    """Ranks per core on the most crowded node, at least 1; its cores are all that any of its ranks may use.
 
-    A node's cores are the union of those that its ranks may use.
+    `nodes` and `cores` have the node of each rank, and the cores that it may use.
 
     >>> crowding([0, 0, 0, 1], [{0, 1}, {0, 1}, {0, 1}, {0}])
     1.5

@@ -53,7 +53,7 @@ class MemorySpan(NamedTuple):
 
 
 def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
-    """Merge adjacent spans and drop empty ones, in order."""
+    """Merge consecutive spans that are contiguous in memory; drop empty ones."""
     runs: list[MemorySpan] = []
     for place in places:
         if place.start == place.stop:

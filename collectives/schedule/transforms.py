@@ -21,7 +21,7 @@ from collectives.schedule.steps import (
 
 
 def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
-    """Reverse order and messages of a rank's rounds: scatter to gather, or when `reducing`, broadcast to reduce.
+    """Reverse order and messages of a rank's rounds: scatter to gather or, when `reducing`, broadcast to reduce.
 
     The result keeps rank order if every subtree is a range of ranks on one side of the sender, as in `mst`: an operand
     from a higher rank is combined on the right. ValueError for steps other than `Send` and `Recv`.

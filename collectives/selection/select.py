@@ -52,7 +52,7 @@ class CallTraits(NamedTuple):
     """Properties of a call that decide its algorithm, equal on all ranks."""
 
     collective: str  #: name in the catalogue
-    nbytes: int  #: of the whole vector, or of all blocks together; ignored with `local_counts`
+    nbytes: int  #: of the whole vector, or of all blocks that one rank holds; ignored with `local_counts`
     ordered: bool = False  #: the operation needs rank order
     local_counts: bool = False  #: ranks know only their own block's length
     native: bool = False  #: the MPI's own collective may be taken, if it was measured to be the fastest
@@ -257,9 +257,9 @@ def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) ->
 def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
     """Predicted seconds by the catalogue's formulas, for an algorithm that does not use the topology.
 
-    `nbytes` are those of the whole vector, or of all blocks together; `wire` is the cost of every edge. Formulas of an
-    algorithm that cuts the data itself count segments. In all others segments follow one another through the busiest
-    rank: each after the first costs its messages once more, and only the first waits for the whole path.
+    `nbytes` are those of the whole vector, or of all blocks that one rank holds; `wire` is the cost of every edge.
+    Formulas of an algorithm that cuts the data itself count segments. In all others segments follow one another through
+    the busiest rank: each after the first costs its messages once more, and only the first waits for the whole path.
     """
     if size == 1:
         return 0.0
@@ -292,7 +292,7 @@ def predict(
     collective, algorithm : str
         Names as in `algorithms`, except ``"native"``, which raises ValueError.
     size, nbytes, segments : int
-        Ranks; bytes of the whole vector, or of all blocks together; segments that the data is cut into, by default 1.
+        Ranks; bytes of the whole vector, or of all blocks that one rank holds; segments that these are cut into, or 1.
     nodes : tuple of int, optional
         Node of each rank; None if all ranks are on one.
     costs : Costs
