@@ -164,7 +164,7 @@ class Communicator(CollectiveMethods):
         return self._planner
 
     def _run(self, call: Call, algorithm: Any, segments: Any, key: CallKey = UNCACHEABLE, *arguments: Any) -> None:
-        """Run a blocking collective; `key` and `arguments` are passed to `ProgramCache.store`."""
+        """Run a blocking collective; cache it, where possible, under `key` with `arguments` (sendbuf, recvbuf, op)."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             planner.cache.check_in_step()

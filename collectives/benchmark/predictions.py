@@ -13,7 +13,7 @@ from collectives.schedule.semantics import vector
 from collectives.schedule.topology import regular
 
 FEW_ROUNDS, LARGEST = 6, 1 << 17
-"""Ranks up to which a schedule with at most so many times log2 p rounds is simulated."""
+"""A schedule of up to `LARGEST` ranks is simulated if it has at most `FEW_ROUNDS` times log2 p rounds."""
 
 MESSAGES = 1 << 17
 """Ranks times rounds up to which any schedule is simulated."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOVES, ADDS, INK = "#0b6fbf", "#e07b00", "#333333"
 GROUNDS = ("#e3eefb", "#fdebd3", "#e1f3e6", "#f6e3f2", "#f3efd6", "#fbe0e0", "#e6e4fa", "#dff2f2")
-"""Behind the ranks of a node."""
+"""Background colours of nodes, behind the lines of their ranks."""
 
 TAIL, HEAD = 0.1, 0.62
 """Where arrows start and end within their round; the rest has room for the label."""

@@ -42,7 +42,7 @@ EXCLUDED = (
 """Cases that are not run, as patterns of ``module.class.method``, each with the reason."""
 
 EXCLUDED_ARRAYS = "FakeGPUArray"
-"""First letters of the classes in mpi4py's ``arrayimpl`` that no case is run with, as for `FAKE_GPU`."""
+"""Start of the names of the classes in mpi4py's ``arrayimpl`` that no case is run with, as for `FAKE_GPU`."""
 
 
 def reason(name: str) -> str | None:
