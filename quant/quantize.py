@@ -34,18 +34,21 @@ def quantize(
 ) -> QuantizedArray:
     """Quantise an array by a spec; returns its codes, scales and zero points.
 
+    ValueError if a scale is too large for its format, and for NaN and infinity unless `nonfinite` is "poison".
+
     Parameters
     ----------
     x : array of floats, any shape
         NumPy or CuPy, or anything `numpy.asarray` takes; converted to float32. TypeError for other numbers.
     spec : QuantSpec
     scales, zeros : array of float32, shape (rows, groups), optional
-        Scales, and for asymmetric specs zero points, to use instead of those of the groups' own ranges (from
-        calibration). Elements beyond the range saturate.
+        Scales, and for asymmetric specs zero points (else ignored), to use instead of those of the groups' own ranges
+        (from calibration). Elements beyond the range saturate.
     seed : int, optional
         Seed of stochastic rounding (required there).
     nonfinite : str
-        Handling of NaN and infinity: "raise" a ValueError, or "poison": all elements of their group become NaN.
+        "raise" a ValueError for NaN and infinity, or "poison": all elements of their group become NaN (kmeans and
+        integer scales, which have no NaN, still raise).
     out : QuantizedArray, optional
         Destination of the same spec and shape, which is returned. After an error its contents are undefined.
 
@@ -180,7 +183,7 @@ def _nonfinite_message(x: Array, spec: QuantSpec, nonfinite: str) -> str:
 
 
 def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
-    """Scales or zero points from the caller as float32 of shape (rows, groups). ValueError for a wrong number."""
+    """Scales or zero points from the caller as float32 of shape (rows, groups). ValueError unless one per group."""
     blocks, numbers = out.layout.blocks, array_namespace(out.buffer).asarray(numbers).astype(np.float32)
     if numbers.size != blocks.groups:
         raise ValueError(f"{name}: expected {blocks.groups} numbers, one per group, found {numbers.size}")

@@ -124,7 +124,7 @@ def milp(table: SearchTable, budget: float) -> Choice:
     a choice is cut off, with all that cost no less in any layer, and the search continues, up to `CUTS` times, and once
     more within a budget smaller by `MARGIN`. The result is within the budget and no worse than `dynamic`: the optimum,
     to HiGHS's accuracy, or after more than `CUTS` cuts no worse than the optimum within the smaller budget. ValueError
-    if nothing is within the budget.
+    if nothing is within the budget, ImportError without scipy.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint

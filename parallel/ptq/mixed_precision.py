@@ -87,9 +87,10 @@ def mixture(
     estimate: LossEstimate,
     comm: Any,
 ) -> PrecisionMixture:
-    """Quantise every layer of `layers_of(model)` by every option of `specs`, and estimate their losses. Collective.
+    """Quantise each of `layers` by each of `specs`, and estimate the losses. Collective.
 
-    `moments` is the result of `calibrate`, `method` a key of `METHODS`, `estimate` a result of one of `SENSITIVITIES`.
+    `layers` are `layers_of(model)`, `moments` is the result of `calibrate`, `method` a key of `METHODS`, `estimate` a
+    result of one of `SENSITIVITIES`.
     """
     flat = rounded([(layer, spec) for layer in layers for spec in specs], moments, method, comm)
     weights = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]

@@ -17,7 +17,7 @@ BLOCKS = {"Q4_0": Q4_0, "Q8_0": Q8_0}
 
 
 def to_blocks(q: QuantizedArray) -> Array:
-    """Convert a Q4_0 or Q8_0 array to ggml blocks: uint8, shape (..., bytes per row). ValueError if not possible.
+    """Convert a Q4_0 or Q8_0 array to ggml blocks: uint8, shape (..., bytes per row). ValueError for parts of blocks.
 
     >>> from quant import quantize
     >>> to_blocks(quantize(np.ones((2, 64), np.float32), Q4_0)).shape
