@@ -61,7 +61,7 @@ def all_in(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """Context that yields a new temporary folder, locked, beside `target`; it is removed if an exception is raised.
+    """Context that yields a new locked folder beside `target`, to be renamed to it; it is removed after an exception.
 
     Unfinished folders of processes that have ended are removed. OSError if `target` exists, or a
     folder cannot be made beside it.

@@ -63,7 +63,7 @@ class SleepingStage:
 
 
 def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> tuple[float, float, float]:
-    """Run a plan with sleeping stages; returns this rank's seconds: in all, computing, in messages. Collective."""
+    """Run a plan with sleeping stages; returns this rank's seconds: in all, computing, waiting. Collective."""
     recorder = Profiler()
     runner, actions = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
     stage = SleepingStage(seconds)

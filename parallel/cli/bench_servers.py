@@ -35,7 +35,7 @@ GOAL = 0.8  # least ratio to the plain speed
 
 
 def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
-    """Run `work` after a barrier; returns its seconds on this rank."""
+    """Run `work` after a barrier of all ranks; returns its seconds on this rank."""
     comm.Barrier()
     began = MPI.Wtime()
     work()

@@ -122,7 +122,7 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
 
 
 def short_name(spec: QuantSpec) -> str:
-    """Name of a spec as `quant.parse` accepts it, or the name of its code if it has none.
+    """Name of a spec, as for `quant.parse` if linear, else made from its code's name; the type of scales is left out.
 
     >>> short_name(parse("int3_g64")), short_name(parse("nf4"))
     ('int3_g64', 'NF4')

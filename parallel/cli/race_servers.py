@@ -1,4 +1,4 @@
-"""Train with one slow worker under several consistency rules of the parameter server; compare time, loss and clocks.
+"""Train with one slow worker under several consistency rules of the parameter server; compare time and clocks.
 
 mpiexec -n 5 python scripts/race_servers.py
 mpiexec -n 5 python scripts/race_servers.py --plot out/clocks.png --rules bsp,ssp:0,ssp:3,async
@@ -33,7 +33,7 @@ GOAL = 0.7  # most seconds of an asynchronous rule, relative to bsp
 
 
 class RuleResult(NamedTuple):
-    """Result of a training under one rule, valid on rank 0; `ticks` are (seconds, worker, steps made)."""
+    """Result of a training under one rule, whole only on rank 0; `ticks` are (seconds, worker, steps made)."""
 
     rule: str
     seconds: float

@@ -224,7 +224,7 @@ class TrainingRun:
         plot_learning(self._args.plot, self._metrics.lines, title_of(self._training), machine())
 
     def _memory(self) -> dict[str, int]:
-        """Peak bytes, maximum over ranks: by the engine's memory ledger, and of the whole process. Collective."""
+        """Peak bytes by memory ledger and of the process: maximum over ranks (if fault-tolerant: own). Collective."""
         ledger = self._training.engine.ledger
         peaks = {
             "peak_bytes": sum(ledger.allocated.values()) + ledger.work,

@@ -38,7 +38,7 @@ MODELS = {
 UNITS = {"mlp": 2, "gpt": 4}  # units by model: the most parts of a pipeline
 
 PIPELINES = [f"pp:{name}" for name, entry in SCHEDULES.items() if entry.version is None]
-"""Schedules with the gradients of one rank."""
+"""Pipeline layouts whose gradients equal those of one rank: schedules without stale weights."""
 
 VARIANTS = (("--recompute",), ("--bucket-bytes", "16384"))
 """Options that must not change the result. With small buckets there are several, which can overlap."""
@@ -110,7 +110,7 @@ def first_difference(one: Path, other: Path) -> str | None:
 
 
 def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int) -> Iterator[bool]:
-    """Train all rows and print a table; yields True for each whose checkpoint equals the first row's bit by bit."""
+    """Train all rows and print a table; yields per row: True if its checkpoint equals the first row's bit by bit."""
     reference: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(rows):

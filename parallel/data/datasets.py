@@ -71,7 +71,7 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class LearningTask:
-    """Training and test data sets (disjoint), kind of targets, and shapes of inputs and outputs.
+    """Training and test data sets, kind of targets, shape of inputs, and number of outputs.
 
     Attributes
     ----------

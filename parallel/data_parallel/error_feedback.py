@@ -19,7 +19,7 @@ from quant.types import Array
 
 
 class ErrorFeedbackReducer(PlainReducer):
-    """Bucket reducer with a compressed sum over ranks and error feedback; a rank's micro-batches are summed exactly.
+    """Bucket reducer with a compressed sum over ranks and error feedback; a rank's own micro-batches add uncompressed.
 
     `residual` are gradients minus sent values of this rank, over all steps; only the sum over all ranks has a meaning.
     It is kept in units of the step's mean gradient, so neither the number of samples in a step nor the loss scale

@@ -34,7 +34,7 @@ class ReplicatedParams:
     def reshard(self) -> None: ...
 
     def allgather_updates(self) -> None:
-        """All-gather the weights of each bucket, of which every rank has updated its own part. Collective."""
+        """All-gather each bucket's weights, of which every rank has updated its part; no-op in DDP. Collective."""
         for bucket in self._buckets:
             with self._context.recorder("communication", "allgather", bucket=bucket.number):
                 run = self.vector[self._context.flat.within(bucket.span)]
