@@ -105,7 +105,7 @@ class TrainEngine(BaseEngine):
     # ------------------------------------------------------------------------------------------ methods of each engine
 
     def _foresee(self, mine: list[Batch]) -> None:
-        """Raise an error if this rank's micro-batches `mine` are invalid for the model; called before communication."""
+        """Hook of subclasses: raise an error, before communication, if this rank's micro-batches are invalid."""
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         """Run forward and backward on this rank's micro-batches `mine` and sum gradients over the ranks."""

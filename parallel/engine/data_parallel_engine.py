@@ -53,7 +53,7 @@ class Engine(TrainEngine):
 
     Raises
     ------
-    ValueError, RankMismatch
+    TypeError, ValueError, RankMismatch
         If an argument is invalid; on all ranks, if models or settings differ (it names the first difference).
 
     All methods are collective, except `forecast`, `share`, `state`, `load`, and `tensor_slices` without compression.

@@ -43,7 +43,7 @@ class Settings:
     recompute : recompute activations in the backward pass
     reproducible : sum gradients in canonical order, bitwise equal on any mesh
     seed : of initial values, sample order and dropout, at least 0
-    check_every : compare parameters between ranks every so many steps; 0 for never
+    check_every : compare replicated parameters between ranks every so many steps; 0 for never
     bucket_bytes, first_bytes : least bytes of a gradient bucket, and of the bucket that is complete first
     compress : gradient compression, as in `parallel.grad_compression`; "none", or "auto" to measure and choose
     pool : ranks take micro-batches from a shared queue as they get ready

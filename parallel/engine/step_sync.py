@@ -1,4 +1,4 @@
-"""Synchronisation of ranks, twice per step: exchange micro-batch numbers, then sum losses or exchange errors."""
+"""Synchronisation of ranks, twice per step: check micro-batch numbers, then sum losses; both exchange errors."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ def buckets(
     """Group parameters, last first as in a backward pass, into gradient buckets of `nbytes` or more (first: `first`).
 
     A bucket is closed when it has `nbytes` (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2), the first one
-    when it has `first` bytes: a small one lets communication begin early. A remainder below
-    `first` bytes joins the last bucket, as each exchange has a fixed cost.
+    when it has `first` bytes: a small one lets communication begin early. A remainder below `first`
+    bytes joins the last bucket, as each exchange has a fixed cost; a larger one is a bucket, perhaps a small one.
     """
     done: list[tuple[ParamSpan, ...]] = []
     open_: list[ParamSpan] = []
