@@ -25,7 +25,7 @@ class ParameterMismatch(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Raised on all ranks if a step or evaluation failed on any; "nothing was updated" is in its text where true."""
+    """Raised on all ranks if a step or evaluation failed on any; if sure of it, its text has "nothing was updated"."""
 
     elsewhere = False
     """Set by the parameter server: True if only another rank knows the cause."""
