@@ -143,7 +143,7 @@ def _type(buffer: Buffer) -> str:
 def _blocks(
     spec: Any, size: int, name: str, v_form: bool, writable: bool = False
 ) -> tuple[Buffer, tuple[int, ...], Blocks]:
-    """Parse the buffer argument `name` of `size` blocks: the buffer, block lengths and start offsets, in bytes."""
+    """Parse buffer argument `name` of `size` blocks: buffer, block lengths and offsets (packed if staged), in bytes."""
     if not v_form:
         buffer = arguments.blocks(spec, size, name, writable)
         block = buffer.block * buffer.itemsize

@@ -285,7 +285,7 @@ class ProgramCache:
             self.evict(next(iter(self.bound))).free()
 
     def evict(self, key: Hashable) -> Program:
-        """Remove a program and all cached calls that use it, and return it; the caller frees it."""
+        """Remove a program and all cached calls that use it, and return it, not freed: its messages may be active."""
         program = program_of(self.bound.pop(key))
         self.nbytes -= program.nbytes
         for known in [known for known, cached in self.ready.items() if cached.program is program]:

@@ -41,7 +41,7 @@ def available() -> bool:
 
 @cache
 def swap(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
-    """Compiled functions (begin, end) of an exchange between 1-D arrays of `dtype`.
+    """Compile (begin, end) for 1-D arrays of `dtype`: `begin` runs an exchange until it would wait, `end` receives.
 
     ``begin(sendbuf, recvbuf, numbers, plan)`` runs the exchange, up to the point where it would have to wait; `end`
     with the same arguments receives a message that has arrived. Both return one of the results above. `numbers` are

@@ -253,7 +253,10 @@ def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def map_segments(comm: MPI.Intracomm, descriptor: int, mine: HeapSegment | None) -> list[HeapSegment | None] | None:
-    """Map the segments of all ranks that have one; None on all ranks if one cannot map another's. Collective."""
+    """Map the segments of all ranks that have one, by rank; None on all if one cannot map another's. Collective.
+
+    Overwrites the first 16 bytes of each with a token that identifies it.
+    """
     token = secrets.token_bytes(16)
     base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
     if mine is not None:
