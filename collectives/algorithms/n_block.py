@@ -31,7 +31,7 @@ def _skips(size: int) -> tuple[int, ...]:
 
 
 def _first_block(place: int, skips: tuple[int, ...]) -> int:
-    """First block that rank root + `place` gets: index of the smallest skip of `place` split greedily into skips."""
+    """Block that rank root + `place` gets in a complete cycle 0: smallest skip index of `place` split greedily."""
     last = len(skips) - 2
     for index in range(last - 1, -1, -1):
         if skips[index] == place:

@@ -135,7 +135,7 @@ def write(path: str | os.PathLike[str], table: TimingTable) -> None:
 
 
 def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> TimingTable | None:
-    """Return on all ranks the timing table that `tuning` names on rank 0, or None. Collective.
+    """Return on all ranks the timing table that `tuning` selects on rank 0, or None. Collective.
 
     `tuning` of rank 0: True for the user's default table, None or False for none, a path, or a table. Rank 0 warns of
     a file that cannot be used, and of a path without a file.
