@@ -136,7 +136,7 @@ _DOCUMENTED = {
     "op": "op : MPI.Op\n    Predefined or user-defined; ranks are combined in order if it does not commute.",
     "root": "root : int",
     "recvcounts": "recvcounts : sequence of int, optional\n"
-    "    Elements for each rank; by default the size of each rank's `recvbuf`.",
+    "    Elements for each rank; by default the size of each rank's `recvbuf`; required in place.",
 }
 
 _FROM_COMMUNICATOR = {

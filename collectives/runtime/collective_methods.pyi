@@ -356,7 +356,7 @@ class CollectiveMethods(Inherited):
         recvbuf : buffer
             One block; in place all blocks: the result is stored at the beginning, the rest is unchanged.
         recvcounts : sequence of int, optional
-            Elements for each rank; by default the size of each rank's `recvbuf`.
+            Elements for each rank; by default the size of each rank's `recvbuf`; required in place.
         op : MPI.Op
             Predefined or user-defined; ranks are combined in order if it does not commute.
         """
