@@ -55,7 +55,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--bucket-bytes", type=int, metavar="N", help="size of a bucket of gradients (default 4 MiB)")
     add("--compress", metavar="HOW", help=f"compression of gradients: {', '.join(COMPRESSORS)}, {AUTO}, {NONE}")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
-    add("--threads", type=int, metavar="N", help="BLAS threads per rank (default: cores of the node / its ranks)")
+    threads = "BLAS threads per rank (default: cores that the node's ranks may use / their number; 1 if reproducible)"
+    add("--threads", type=int, metavar="N", help=threads)
     _add_strategies(parser)
 
 
