@@ -82,28 +82,28 @@ class WeightStashing(StageTrainer):
     ):
         super().__init__(*args, **options)
         self._intervals, self._begin, self._apply, self._versions = intervals, begin, apply, versions
-        self._missing: set[int] = set()
+        self._is_incomplete = False  # an array of another stage is missing: it has failed
         self._begin_next(0)
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
         self._versions.use(microbatch)
+        self._is_incomplete |= x is None and not self._chunks[chunk].first
         return super().forward(chunk, microbatch, x)
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
         self._versions.use(microbatch)
-        if dy is None and not self._chunks[chunk].last:
-            self._missing.add(microbatch)
+        self._is_incomplete |= dy is None and not self._chunks[chunk].last
         dx = super().backward(chunk, microbatch, dy, whole)
         self._versions.end_backward()
         return dx
 
     def update(self, chunk: int, number: int) -> None:
-        """Begin the next weight version; apply update `number` to it if there was no error and no missing gradient."""
+        """Begin the next weight version; apply update `number` to it unless this stage or a neighbour has failed."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
         self._versions.begin_version()
         try:
-            if self.problem is None and not self._missing:
+            if self.problem is None and not self._is_incomplete:
                 self._apply(self._intervals[number])
         except FloatingPointError as error:
             self.problem = error

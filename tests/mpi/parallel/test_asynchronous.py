@@ -93,6 +93,14 @@ def test_twice_the_same_bits_and_learning(comm, schedule, optimizer):
     assert differing(*found) == []
 
 
+@schedules
+def test_a_training_goes_on_from_its_state(comm, schedule):
+    with engine(comm, schedule, 8) as first, engine(comm, schedule, 8) as second:
+        first.step(tiny_models.batches(first.share(8)))
+        second.load(first.state())
+        assert (second.steps, second.updates) == (first.steps, first.updates)
+
+
 def test_updates_of_a_line():
     plan = build("pipedream-2bw", 2, 2, steps=3)
     assert intervals_of(plan.actions[0]) == [[0, 1], [2, 3], [4, 5]]
@@ -116,6 +124,23 @@ def test_a_stage_that_fails(comm, schedule):
         if comm.Get_rank() == comm.size - 1:
             del net.items[-1].forward
         assert made.step(tiny_models.batches(made.share(8))).count == 40
+
+
+@schedules
+def test_no_stage_updates_after_a_failure_of_the_first(comm, schedule):
+    net = model(comm.size)
+
+    def fail(x, run):
+        raise RuntimeError("the unit has had enough")
+
+    with engine(comm, schedule, 8, net, SGD(rate=0.05, momentum=0.9, decay=0.1)) as made:
+        made.step(tiny_models.batches(made.share(8)))
+        before = whole(comm, made)
+        if comm.Get_rank() == 0:
+            net.items[0].forward = fail
+        with pytest.raises(StepFailed, match="the unit has had enough"):
+            made.step(tiny_models.batches(made.share(8)))
+        assert differing(whole(comm, made), before) == []
 
 
 @pytest.mark.parametrize(
