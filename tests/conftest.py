@@ -1,5 +1,6 @@
 """What all tests share: the harness for many ranks, and the communicators to test with."""
 
+import gc
 import hashlib
 import os
 import sys
@@ -41,6 +42,21 @@ def pytest_collection_modifyitems(items):
             if values <= seen:
                 item.add_marker(pytest.mark.full)
             seen |= values
+
+
+def pytest_collection_finish():
+    freeze_objects()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        freeze_objects()
+
+
+def freeze_objects():
+    """Exclude modules, collected tests and compiled code from garbage collection, which would visit them every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

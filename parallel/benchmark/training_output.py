@@ -33,15 +33,16 @@ def unit(training: Training) -> str:
 
 
 def short(number: float) -> str:
-    """Format a number with three significant digits and a unit prefix (k, M, G).
+    """Format a number with three significant digits and a unit prefix (k, M, G, T).
 
-    >>> short(12345), short(7.25)
-    ('12.3k', '7.25')
+    >>> short(12345), short(7.25), short(999.9)
+    ('12.3k', '7.25', '1k')
     """
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{letter}"
-    return f"{number:.3g}"
+    rounded = float(f"{number:.3g}")
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rounded >= limit:
+            return f"{rounded / limit:.3g}{letter}"
+    return f"{rounded:.3g}"
 
 
 def format_speed(training: Training, speed: Throughput) -> str:

@@ -223,14 +223,14 @@ def name_all(model: Operator) -> list[Parameter]:
     ValueError if an operator holds others, or parameters, outside of the tree, as in a dictionary.
     """
     _expect_in_tree(model)
-    for parameter in model.parameters():
-        parameter.name, parameter.uses = "", 0
-    for path, value in model.walk():
+    for _, value in model.walk():
+        value.name = ""
         if isinstance(value, Parameter):
-            value.name = value.name or path
+            value.uses = 0
+    for path, value in model.walk():
+        value.name = value.name or path
+        if isinstance(value, Parameter):
             value.uses += 1
-        else:
-            value.name = path
     return model.parameters()
 
 

@@ -386,15 +386,15 @@ def mixed(comm, which, line, n, dtype, root, in_place):
 
 
 @pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[0] != "Barrier"])
-def test_every_algorithm(comm, method, algorithm):
+@pytest.mark.parametrize(("nbytes", "segments"), [(shm.RENDEZVOUS_BYTES, None), (mailbox.CELL + 64, 2)])
+def test_every_algorithm(comm, method, algorithm, nbytes, segments):
     """Lengths around which messages begin to travel otherwise; one of a few kinds of memory and one form each."""
-    line, size = TABLE[method], comm.Get_size()
-    kinds, segments = cycle(memories(comm)), cycle([None, 2])
-    for number, nbytes in enumerate((shm.RENDEZVOUS_BYTES, mailbox.CELL + 64)[: 2 if size <= 3 else 1]):
-        in_place = line.in_place and (number + len(algorithm)) % 2 == 1
-        exchange = mixed(comm, next(kinds), line, nbytes // 4 // (1 if line.reduces else size) + 1, "f", 0, in_place)
-        form = FORMS[(number + len(method) + len(algorithm)) % 3]
-        perform(comm, form, method, exchange, turns=2, algorithm=algorithm, segments=next(segments))
+    line, size, number = TABLE[method], comm.Get_size(), len(algorithm) + (segments is None)
+    kinds = list(memories(comm))
+    count = nbytes // 4 // (1 if line.reduces else size) + 1
+    exchange = mixed(comm, kinds[number % len(kinds)], line, count, "f", 0, line.in_place and number % 2 == 1)
+    form = FORMS[(number + len(method)) % 3]
+    perform(comm, form, method, exchange, turns=2, algorithm=algorithm, segments=segments)
 
 
 @pytest.mark.parametrize("which", memories(MPI.COMM_SELF))
@@ -415,13 +415,14 @@ def test_several_megabytes(comm, method, which):
     perform(comm, "blocking", method, exchange, turns=2)
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[0] != "Barrier"])
-def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm):
+def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm, in_place):
     """Whole messages between the cells of persistent channels and what is read where it lies, in place and not."""
     line, size = TABLE[method], comm.Get_size()
-    for in_place in (False, True)[: 2 if line.in_place else 1]:
-        exchange = mixed(comm, "symmetric", line, 50_001 // (1 if line.reduces else size), "f", 0, in_place)
-        perform(comm, "persistent", method, exchange, turns=3, algorithm=algorithm, segments=1)
+    in_place &= line.in_place
+    exchange = mixed(comm, "symmetric", line, 50_001 // (1 if line.reduces else size), "f", 0, in_place)
+    perform(comm, "persistent", method, exchange, turns=3, algorithm=algorithm, segments=1)
 
 
 def arriving(request):

@@ -2,11 +2,12 @@
 
 import sys
 import threading
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.tiers import default
 
 from collectives import Communicator
 
@@ -117,9 +118,14 @@ def run(world, calls):
 
 
 PAIRS = list(combinations_with_replacement(WORKS, 2))
+DIFFERENT = list(pairwise([*WORKS, WORKS[0]]))  # with every kind of work, in the default tier
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
+@pytest.mark.parametrize(
+    "pair",
+    default(PAIRS, *DIFFERENT, *(pair[::-1] for pair in DIFFERENT)),
+    ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}",
+)
 def test_two_threads(world, pair):
     run(world, pair)
 

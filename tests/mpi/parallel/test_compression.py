@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support import tiny_models
+from support.tiers import default
 
 from collectives import Communicator
 from collectives.analysis.cost_functions import LinearCost
@@ -214,7 +215,8 @@ def train(made, steps):
     return [made.step(tiny_models.batches(made.share(4), 0)).loss for _ in steps]
 
 
-@pytest.mark.parametrize("how,layout", [*((how, "dp") for how in HOWS), ("int8", "dp-naive"), ("sign", "dp-bucket")])
+@pytest.mark.parametrize("how", default(HOWS, "int8", "sign", "topk:0.05", "powersgd:1"))
+@pytest.mark.parametrize("layout", ["dp", "dp-naive", "dp-bucket"])
 def test_it_learns_and_replicas_stay_the_same(comm, how, layout):
     with engine(comm, how, layout, check_every=1) as made:
         losses = train(made, range(40))
@@ -227,7 +229,7 @@ def test_all_elements_sent_is_plain_training(comm):
         np.testing.assert_allclose(train(made, range(10)), train(plain, range(10)), rtol=1e-5)
 
 
-@hows
+@pytest.mark.parametrize("how", default(HOWS, "int4", "qsgd:6", "terngrad", "powersgd:3"))
 def test_a_restart_goes_on_bit_for_bit(comm, how, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
     with engine(comm, how) as made:

@@ -165,16 +165,16 @@ def test_all_counts_and_roots(collective, name, in_place):
 
 @every_entry
 @pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
-def test_segments_and_cut_messages(collective, name, in_place):
+@pytest.mark.parametrize(("segments", "cut"), [(2, 0), (3, 8), (1, 24)])
+def test_segments_and_cut_messages(collective, name, in_place, segments, cut):
     """The schedule pipelined in segments; messages that combine cut in parts of 8 to 64 bytes; and both."""
     for size in (2, 3, 5, 8):
-        for segments, cut in ((2, 0), (3, 8), (1, 24)):
-            for n in (size - 1, 50):
-                case = Case(collective, name, size, n, size - 1, segments, in_place, cut)
-                for turn in (0, 1):
-                    case.fill(turn)
-                    case.step_by_step()
-                    case.check(turn)
+        for n in (size - 1, 50):
+            case = Case(collective, name, size, n, size - 1, segments, in_place, cut)
+            for turn in (0, 1):
+                case.fill(turn)
+                case.step_by_step()
+                case.check(turn)
 
 
 @every_entry
