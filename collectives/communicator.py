@@ -168,8 +168,9 @@ class Communicator(CollectiveMethods):
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             planner.cache.check_in_step()
+            agreed = self._checker.check("blocking", call, choice)
             planner.transports.consume_tag()
-            progress_until(self._checker.check("blocking", call, choice))
+            progress_until(agreed)
         planner.run(call, choice, key, *arguments)
 
     def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
@@ -182,8 +183,9 @@ class Communicator(CollectiveMethods):
         """Create the persistent request of a collective."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "persistent")
         if self._checker is not None:
+            agreed = self._checker.check("persistent", call, choice)
             planner.transports.consume_tag()
-            progress_until(self._checker.check("persistent", call, choice))
+            progress_until(agreed)
         memory = planner.visibility(call)
         if memory.shared:
             choice = self._chooser.choose(call, algorithm, segments, "persistent", memory)

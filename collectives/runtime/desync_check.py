@@ -18,13 +18,14 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
 from collectives.runtime.agreement import gather_or_raise
+from collectives.runtime.binding import check_no_overlap
 from collectives.runtime.call import Call
 from collectives.runtime.ops import OP_NAMES
 from collectives.selection.timing_table import AlgorithmChoice
 from collectives.transport.wire import pause
 
 RECORD = 1024
-"""Bytes of a record; longer lists of lengths are left out."""
+"""Bytes of a record; longer lists of lengths are left out, longer texts cut off."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -87,8 +88,9 @@ class DesyncChecker:
         """Start comparing this call with other ranks' calls; returns a test that is True once all agree.
 
         It raises on every rank, naming two calls that differ and their source lines, or a rank with invalid arguments.
-        `last`: no other comparison precedes the call.
+        `last`: no other comparison precedes the call. Raises at once, with nothing sent, if the call's buffers overlap.
         """
+        check_no_overlap(call)  # once the call is sent, no error of this rank alone may follow: others would hang
         arrived, records = self._send(record(form, call, choice, self._rank))
         self.reported = last
 
@@ -105,7 +107,7 @@ class DesyncChecker:
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
         """Send `error` to all ranks as this one's record; returns a test that is True once all have sent one."""
         error_class = error.Get_error_class() if isinstance(error, MPI.Exception) else MPI.ERR_ARG
-        text = f"{type(error).__name__}: {error}"[: RECORD // 2]
+        text = f"{type(error).__name__}: {error}"
         facts = {"facts": {"collective": collective, "form": form}, "where": caller(), "rank": self._rank}
         arrived, _ = self._send({**facts, "lengths": [], "refused": [error_class, text]})
         self.reported = True
@@ -124,10 +126,15 @@ class DesyncChecker:
 
 
 def _encode(facts: dict[str, Any]) -> np.ndarray:
+    facts, most = dict(facts), RECORD
     if len(json.dumps(facts)) > RECORD:
-        facts = {**facts, "lengths": []}
-    while len(text := json.dumps(facts).encode()) > RECORD and facts["where"]:
-        facts["where"] = facts["where"][len(facts["where"]) // 4 + 1 :]
+        facts["lengths"] = []
+    while len(text := json.dumps(facts).encode()) > RECORD and most > 1:  # up to 12 bytes for a character
+        most = most * 3 // 4
+        facts["where"] = facts["where"][-most:]
+        if "refused" in facts:
+            error_class, error = facts["refused"]
+            facts["refused"] = [error_class, error[:most]]
     padded = np.zeros(RECORD, np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return padded

@@ -104,9 +104,9 @@ class Planner:
     ) -> None:
         """Run a blocking call and cache its program, unless data is staged; later calls can find it by `cache_key`."""
         self.cache.check_in_step()
+        binding.check_no_overlap(call)
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
-        binding.check_no_overlap(call)
         call, device = self._on_device(call, choice)
         if device is None and binding.needs_staging(call):  # anew in every call
             program = self._bind(call, choice, "blocking")

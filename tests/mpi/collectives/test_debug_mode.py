@@ -248,6 +248,30 @@ REFUSALS = {
         InvalidArgument,
         "InvalidArgument: root: expected a rank from 0 to",
     ),
+    "a root with an error of many bytes": (
+        lambda c: c.Bcast(numbers(), "ä" * 400),
+        lambda c: c.Bcast(numbers(), 0),
+        InvalidType,
+        "InvalidType: root: expected a rank, found 'ää",
+    ),
+    "buffers that overlap": (
+        lambda c: c.Allreduce((both := numbers(12))[:8], both[4:]),
+        lambda c: c.Allreduce(numbers(8), numbers(8)),
+        InvalidArgument,
+        "sendbuf and recvbuf overlap",
+    ),
+    "overlapping buffers of a non-blocking call": (
+        lambda c: c.Iallreduce((both := numbers(12))[:8], both[4:]),
+        lambda c: c.Iallreduce(numbers(8), numbers(8)).Wait(),
+        InvalidArgument,
+        "sendbuf and recvbuf overlap",
+    ),
+    "overlapping buffers of a persistent call": (
+        lambda c: c.Allreduce_init((both := numbers(12))[:8], both[4:]),
+        lambda c: c.Allreduce_init(numbers(8), numbers(8)),
+        InvalidArgument,
+        "sendbuf and recvbuf overlap",
+    ),
     "no buffer": (
         lambda c: c.Allreduce("no buffer", numbers()),
         lambda c: c.Allreduce(numbers(), numbers()),

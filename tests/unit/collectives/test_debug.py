@@ -136,6 +136,17 @@ def test_records_fit_whatever_the_file_is_called(name):
     assert back["where"].endswith(".py:12 in f")
 
 
+@pytest.mark.parametrize("letter", "xä目🎼")
+def test_records_fit_whatever_the_error_says(letter):
+    facts = {"facts": {"collective": "bcast"}, "where": letter * 900 + ".py:12 in f", "lengths": [], "rank": 0}
+    encoded = desync_check._encode(facts | {"refused": [12, f"InvalidType: root: found {letter * 900}"]})
+    back = json.loads(encoded.tobytes().rstrip(b"\0"))
+    assert back["where"].endswith(f"{letter}.py:12 in f")
+    error_class, text = back["refused"]
+    assert error_class == 12
+    assert text.startswith(f"InvalidType: root: found {letter}")
+
+
 def test_many_ranks_with_blocks_of_their_own_lengths_fit_too():
     counts = tuple(range(2000))
     call = Call("allgather", counts, calls.BYTE)
