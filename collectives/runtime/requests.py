@@ -39,11 +39,13 @@ def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Statu
 
 
 def start_all(requests: Iterable[Request]) -> None:
-    """Start all persistent requests; if one of them is not idle, raise InvalidArgument and start none."""
+    """Start all persistent requests; if one is not idle or is there twice, raise InvalidArgument and start none."""
     several = list(requests)
     for request in several:
         if not request._startable:
             raise request._not_startable()
+    if len(set(several)) < len(several):
+        raise InvalidArgument(MPI.ERR_REQUEST, "requests: expected each of them once, found one of them twice")
     for request in several:
         request.Start()
 

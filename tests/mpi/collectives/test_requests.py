@@ -216,6 +216,9 @@ def test_what_requests_refuse(comm):
     with pytest.raises(InvalidArgument, match="only an idle persistent request starts"):
         start_all([bound, comm.Iallreduce(mine, total.copy())])
     assert not bound.active, "one of several cannot start, so none does"
+    with pytest.raises(InvalidArgument, match="requests: expected each of them once"):
+        start_all([bound, bound])
+    assert not bound.active, "nor does one that is there twice"
     bound.Free()
     for verb in ("Start", "Test", "Wait", "Free"):
         with pytest.raises(InvalidArgument, match="freed"):
