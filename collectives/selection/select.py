@@ -122,7 +122,7 @@ class Selector:
         entry = catalog.CATALOG[traits.collective].get(choice.algorithm)
         if entry is None or (traits.local_counts and not exact and not entry.private):
             return False
-        return entry.alike and _fits(entry, traits.ordered, self.nodes)
+        return choice.segments <= MOST_SEGMENTS and entry.alike and _fits(entry, traits.ordered, self.nodes)
 
     def _from_model(self, traits: CallTraits, costs: Costs) -> Selection:
         """Fastest suitable algorithm and segment count by the cost model; with local counts, by `_fewest_rounds`.

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,29 @@ def from_json(content: Any) -> TimingTable:
     try:
         costs = Costs(**{name: UniformNetwork(**_positive(wire)) for name, wire in content["costs"].items()})
         entries = {
-            TimingKey(str(entry["collective"]), str(entry["form"]), int(entry["ranks"]), str(entry["placement"])): {
-                int(row["bytes"]): {parse(label): s for label, s in _positive(row["seconds"]).items()}
-                for row in sorted(entry["rows"], key=lambda row: row["bytes"])
+            TimingKey(
+                str(entry["collective"]), str(entry["form"]), _integer(entry, "ranks", 1), str(entry["placement"])
+            ): {
+                _integer(row, "bytes", 0): {parse(label): s for label, s in _positive(row["seconds"]).items()}
+                for row in sorted(entry["rows"], key=lambda row: index(row["bytes"]))
             }
             for entry in content["entries"]
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedTable(f"is damaged: {type(error).__name__}: {error}") from None
     return TimingTable(costs, entries)
 
 
+def _integer(fields: Mapping[str, Any], name: str, least: int) -> int:
+    number = index(fields[name])
+    if not least <= number < 1 << 63:
+        raise ValueError(f"{name}: expected an integer from {least} to 2**63 - 1, found {number}")
+    return number
+
+
 def _positive(numbers: Mapping[str, Any]) -> dict[str, float]:
+    if not numbers:
+        raise ValueError("expected positive numbers, found none")
     for name, number in numbers.items():
         if not 0 < float(number) < math.inf:
             raise ValueError(f"{name}: expected a positive number, found {number}")
@@ -116,7 +128,7 @@ def read(path: str | os.PathLike[str]) -> TimingTable:
         return from_json(json.loads(Path(path).read_bytes()))
     except TableError as error:
         raise type(error)(f"{path} {error}") from None
-    except ValueError as error:  # no JSON, or no text at all
+    except (ValueError, RecursionError) as error:  # no JSON, or no text at all
         raise DamagedTable(f"{path} is damaged: {error}") from None
 
 
@@ -137,24 +149,30 @@ def write(path: str | os.PathLike[str], table: TimingTable) -> None:
 def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> TimingTable | None:
     """Return on all ranks the timing table that `tuning` selects on rank 0, or None. Collective.
 
-    `tuning` of rank 0: True for the user's default table, None or False for none, a path, or a table. Rank 0 warns of
-    a file that cannot be used, and of a path without a file.
+    `tuning` of rank 0, the only one used: True for the user's default table, None or False for none, a path, or a
+    table; all ranks raise InvalidType for anything else. Rank 0 warns of a file that cannot be used, and of a path
+    without a file.
     """
-    if not isinstance(tuning, (bool, str, os.PathLike, TimingTable, type(None))):
-        raise InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {tuning!r}")
-    table: TimingTable | None = comm.bcast(_read_or_warn(tuning) if comm.Get_rank() == 0 else None)
-    return table
+    found: TimingTable | Exception | None = comm.bcast(_table_or_error(tuning) if comm.Get_rank() == 0 else None)
+    if isinstance(found, InvalidType):
+        raise found
+    if not isinstance(found, Exception):
+        return found
+    if comm.Get_rank() == 0:  # after the broadcast, as Python may be told to turn warnings into errors
+        warnings.warn(f"continuing without a tuned table: {found}", stacklevel=_user_stack_level())
+    return None
 
 
-def _read_or_warn(tuning: bool | str | os.PathLike[str] | TimingTable | None) -> TimingTable | None:
+def _table_or_error(tuning: Any) -> TimingTable | Exception | None:
+    """Table that `tuning` selects, None without one, or the error that all ranks are to know of."""
     if tuning is None or tuning is False or isinstance(tuning, TimingTable):
         return tuning or None
+    if not isinstance(tuning, (bool, str, os.PathLike)):
+        return InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {tuning!r}")
     try:
         return read(default_path() if tuning is True else tuning)
     except (OSError, RuntimeError, TableError) as error:
-        if tuning is not True or not isinstance(error, FileNotFoundError):
-            warnings.warn(f"continuing without a tuned table: {error}", stacklevel=_user_stack_level())
-    return None
+        return None if tuning is True and isinstance(error, FileNotFoundError) else error
 
 
 def _user_stack_level() -> int:

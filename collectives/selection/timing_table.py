@@ -37,13 +37,16 @@ class AlgorithmChoice(NamedTuple):
 
 
 def parse(label: str) -> AlgorithmChoice:
-    """Parse an algorithm and its number of segments, such as ``chain x16``.
+    """Parse an algorithm and its number of segments, such as ``chain x16``; ValueError unless that is 1 or more.
 
     >>> parse("chain x16"), str(AlgorithmChoice("ring"))
     (AlgorithmChoice(algorithm='chain', segments=16), 'ring')
     """
-    name, _, segments = label.partition(" x")
-    return AlgorithmChoice(name, int(segments or 1))
+    name, _, text = label.partition(" x")
+    segments = int(text or 1)
+    if segments < 1:
+        raise ValueError(f"segments: expected at least 1, found {label!r}")
+    return AlgorithmChoice(name, segments)
 
 
 Row: TypeAlias = Mapping[AlgorithmChoice, float]

@@ -1,6 +1,7 @@
 """A communicator that goes by a table takes what was measured, alike on all ranks; and the tuner makes such tables."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli import tune
+from collectives.errors import InvalidType
 from collectives.runtime import native
 from collectives.selection import timing_file
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable, shape
@@ -139,6 +141,18 @@ def test_a_broken_table_is_told_of_once_and_everything_works(world, folder):
     with comm:
         assert comm.choice("allreduce", 64).source == "model"
         total(comm)
+
+
+def test_what_rank_0_refuses_is_refused_by_all(world):
+    for tuning in (3.5, 3.5 if world.Get_rank() == 0 else False):
+        with pytest.raises(InvalidType, match=r"tuning: expected a path, True, False or None, found 3\.5"):
+            Communicator(world, tuning=tuning)
+
+
+def test_a_warning_that_is_an_error_leaves_no_rank_waiting(world, folder):
+    with warnings.catch_warnings(), pytest.raises(UserWarning) if world.Get_rank() == 0 else nullcontext():
+        warnings.simplefilter("error")
+        Communicator(world, tuning=folder / "missing.json").close()
 
 
 @pytest.mark.parametrize(

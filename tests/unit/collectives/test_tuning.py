@@ -9,6 +9,7 @@ from collectives.analysis.cost_functions import UniformNetwork
 from collectives.errors import InvalidType
 from collectives.selection import timing_file
 from collectives.selection.cost_model import BUILT_IN, Costs
+from collectives.selection.select import CallTraits, Selector
 from collectives.selection.timing_file import TableError, broadcast_table, default_path, read, to_json, write
 from collectives.selection.timing_table import AlgorithmChoice, TimingKey, TimingTable, interpolate, parse, shape
 
@@ -124,6 +125,30 @@ BAD = {
         changed(entries=[{**KEY._asdict(), "rows": [{"bytes": 8, "seconds": {"ring": "quick"}}]}]),
         "damaged",
     ),
+    "deeper than Python reads": ("[" * 100_000, "damaged"),
+    "costs beyond all numbers": (
+        changed(costs={"shared": {"alpha": 10**400, "beta": 1, "gamma": 1}}),
+        "damaged: OverflowError",
+    ),
+    **{
+        f"ranks {ranks!s:.5}": (changed(entries=[{**KEY._asdict(), "ranks": ranks, "rows": []}]), "damaged.*integer")
+        for ranks in (0, -1, 1e999, 2.5, 10**400)
+    },
+    **{
+        f"bytes {nbytes!s:.5}": (
+            changed(entries=[{**KEY._asdict(), "rows": [{"bytes": nbytes, "seconds": {"ring": 1}}]}]),
+            "damaged.*integer",
+        )
+        for nbytes in (-5, -1, 1e999, 2.5, 10**400)
+    },
+    **{
+        label: (
+            changed(entries=[{**KEY._asdict(), "rows": [{"bytes": 8, "seconds": {label: 1}}]}]),
+            f"damaged.*segments: expected at least 1, found '{label}'",
+        )
+        for label in ("ring x0", "ring x-2")
+    },
+    "a row without times": (changed(entries=[{**KEY._asdict(), "rows": [{"bytes": 8, "seconds": {}}]}]), "found none"),
     "infinite times": (
         changed(entries=[{**KEY._asdict(), "rows": [{"bytes": 8, "seconds": {"ring": 1e999}}]}]),
         "damaged",
@@ -166,6 +191,11 @@ def test_the_user_s_table_is_looked_for_in_the_cache_directory(tmp_path, monkeyp
 def test_other_things_than_paths_are_refused():
     with pytest.raises(InvalidType, match=r"tuning: expected a path, True, False or None, found 3\.5"):
         broadcast_table(Alone(), 3.5)
+
+
+def test_segments_that_no_program_could_hold_are_not_taken():
+    table = TimingTable(entries={KEY: {8: {AlgorithmChoice("ring", 10**9): 1e-9, RING: 1.0}}})
+    assert Selector(4, table=table).decide(CallTraits("allreduce", 8))[:2] == RING
 
 
 # ------------------------------------------------------------------------------------------ the tuner's own parts
