@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 PIPELINE_MICROBATCHES = 8
@@ -183,8 +184,9 @@ DEFAULTS = Settings()
 def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
     """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
-    `RUN_FIELDS`, and for another layout `LAYOUT_FIELDS`, are not taken from `previous`; unknown names are ignored.
-    Raises ValueError if a value is out of range, or given without use: `momentum` without sgd, `length` without a text.
+    `RUN_FIELDS`, and for another layout `LAYOUT_FIELDS`, are not taken from `previous`, nor are names that are no
+    fields (of another version). Raises ValueError if a given name is no field, or if a value is out of range or given
+    without use: `momentum` without sgd, `length` without a text.
 
     >>> complete({"data": "pydoc", "steps": None}).model
     'gpt:mini'
@@ -195,6 +197,7 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     >>> complete({"layout": "dp"}, previous={"layout": "local", "tau": 4}).tau is None
     True
     """
+    _refuse_unknown(given)
     values, previous = {name: value for name, value in given.items() if value is not None}, dict(previous or {})
     explicit = set(values)
     other_layout = values.get("layout", previous.get("layout")) != previous.get("layout")
@@ -211,6 +214,13 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     settings = Settings(**{name: value for name, value in values.items() if name in NAMES})
     _refuse_unused(settings, explicit)
     return settings
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in NAMES:
+            nearest = get_close_matches(name, NAMES, n=1, cutoff=0)[0]
+            raise ValueError(f"settings: expected names of fields, such as {nearest!r}, found {name!r}")
 
 
 def _refuse_unused(settings: Settings, given: set[str]) -> None:

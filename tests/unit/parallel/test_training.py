@@ -169,3 +169,10 @@ def test_a_forged_checkpoint_changes_nothing(written, where, value, words):
 def test_settings_of_a_wrong_kind(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected "):
         complete(SAID | wrong)
+
+
+def test_names_of_no_setting_are_refused_unless_they_are_another_versions():
+    for name, value in (("batchh", 3), ("Batch", None)):
+        with pytest.raises(ValueError, match=f"settings: expected names of fields, such as 'batch', found '{name}'"):
+            complete({name: value})
+    assert complete({"batch": 3}, previous={"batchh": 5, "seed": 7}) == complete({"batch": 3, "seed": 7})
