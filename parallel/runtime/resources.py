@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from mpi4py import MPI
@@ -61,20 +63,56 @@ def node_memory() -> int:
         return 0
 
 
+def container_limits(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> dict[Hashable, int]:
+    """Memory limits, in bytes, of the Linux control groups of this process: its own and their parents.
+
+    The keys are the same in all processes of a group. Reads ``memory.max`` (version 2) and ``memory.limit_in_bytes``
+    (version 1); a file that cannot be read is no limit.
+    """
+    limits: dict[Hashable, int] = {}
+    with suppress(OSError, ValueError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            own = PurePosixPath(path.lstrip("/"))
+            for group in (own, *own.parents):  # in a container, a path as the host sees it may exist in part only
+                name = "memory/{}/memory.limit_in_bytes" if controllers else "{}/memory.max"
+                file = mount / name.format(group)
+                with suppress(OSError, ValueError):  # ValueError: "max"
+                    found = file.stat()
+                    limits[found.st_dev, found.st_ino] = int(file.read_text())
+    return limits
+
+
 def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
-    """Raise ValueError on all ranks if bytes in `kinds`, summed over a node's ranks, exceed its memory. Collective."""
+    """Raise ValueError on all ranks if a node or container lacks memory for its ranks, of bytes in `kinds`. Collective.
+
+    Limits of control groups (containers, jobs) apply to the ranks of the same group.
+    """
+    mine, limits = sum(kinds.values()), {"node": node_memory() or math.inf} | container_limits()
     with _node(comm) as node:
-        needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
-    there, problem = node_memory(), None
-    if 0 < there < needed:
-        largest = sorted(kinds, key=lambda name: -kinds[name])[:3]
-        most = ", ".join(f"{name} {format_bytes(kinds[name])}" for name in largest)
-        several = f"{ranks} ranks of a node need {format_bytes(needed)}, each" if ranks > 1 else "it needs"
-        problem = ValueError(
-            f"{several} {format_bytes(sum(kinds.values()))} ({most}), and there are {format_bytes(there)}; "
-            "a smaller model, length or micro-batch may do, or recompute"
-        )
+        ranks = node.allgather((mine, frozenset(limits)))
+    problem = None
+    for place, limit in sorted(limits.items(), key=lambda item: item[1]):
+        inside = [needed for needed, places in ranks if place in places]
+        if sum(inside) > limit:
+            problem = _too_little(kinds, inside, "node" if place == "node" else "container", int(limit))
+            break
     raise_on_all(comm, problem, "not enough memory")
+
+
+def _too_little(kinds: Mapping[str, int], needed: list[int], place: str, limit: int) -> ValueError:
+    largest = sorted(kinds, key=lambda name: -kinds[name])[:3]
+    most = ", ".join(f"{name} {format_bytes(kinds[name])}" for name in largest)
+    ranks = len(needed)
+    several = f"{ranks} ranks of a {place} need {format_bytes(sum(needed))}, each" if ranks > 1 else "it needs"
+    return ValueError(
+        f"{several} {format_bytes(sum(kinds.values()))} ({most}), and the {place} has {format_bytes(limit)}; "
+        "a smaller model, length or micro-batch may do, or recompute"
+    )
 
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")

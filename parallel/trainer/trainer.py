@@ -109,8 +109,8 @@ class TrainingPlan:
 class Training(TrainingPlan):
     """Training run with its engine: `run`, `score`, `save`, `resume`. Construction is collective.
 
-    It raises ValueError as `TrainingPlan` does, and if the node has too little memory (on the CPU). `engine` is that of
-    the strategy that `Settings.layout` names.
+    It raises ValueError as `TrainingPlan` does, and if the node or container has too little memory (on the CPU).
+    `engine` is that of the strategy that `Settings.layout` names.
     """
 
     def __init__(self, settings: Settings, comm: Communicator):

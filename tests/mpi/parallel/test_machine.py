@@ -65,3 +65,18 @@ def test_mfu_of_a_training_that_outlives_ranks_is_of_all_ranks(monkeypatch):
     with pytest.raises(InterruptedError):
         train.train(MPI.COMM_WORLD, SimpleNamespace(device="cpu", threads=1), training)
     assert seen == [MPI.COMM_WORLD]
+
+
+def test_the_memory_of_a_container_is_that_of_its_ranks(monkeypatch, world):
+    """Ranks may have a container each or share one; all are told of one with too little, as if it were theirs."""
+    for limits, enough in (
+        ({("own", world.rank): 1000}, True),
+        ({"one": 1000 * world.size}, True),
+        ({"one": 999}, False),
+    ):
+        monkeypatch.setattr(resources, "container_limits", lambda limits=limits: limits)
+        if enough:
+            resources.check_memory(world, {"gradients": 1000})
+        else:
+            with pytest.raises(ValueError, match=r"not enough memory: .*, and the container has 999 bytes"):
+                resources.check_memory(world, {"gradients": 1000})

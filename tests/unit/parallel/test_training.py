@@ -55,11 +55,38 @@ def test_too_large_for_the_machine(monkeypatch):
     assert resources.node_memory() > 10**8
     monkeypatch.setattr(resources, "node_memory", lambda: 100_000)
     monkeypatch.setattr(comm, "zeros", lambda *_: pytest.fail("memory was taken"))
-    with pytest.raises(ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and there are 100 kB; a smaller"):
+    with pytest.raises(
+        ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and the node has 100 kB; a smaller"
+    ):
         Training(complete(SAID | {"model": "mlp:medium"}), comm)
     monkeypatch.undo()
     monkeypatch.setattr(resources, "node_memory", lambda: 0)
     Training(complete(SAID), comm).close()
+
+
+@pytest.mark.parametrize(
+    "line, mount, name, unlimited",
+    [
+        ("0::/job/step", "", "memory.max", "max\n"),
+        ("4:memory:/job/step", "memory", "memory.limit_in_bytes", f"{2**63}"),
+    ],
+)
+def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, line, mount, name, unlimited):
+    """The least limit of a process's groups counts; what cannot be read is no limit."""
+    groups, job = tmp_path / "groups", tmp_path / mount / "job"
+    assert resources.container_limits(groups, tmp_path) == {}
+    groups.write_text(f"7:cpu:/job/step/cpu\n{line}\n")
+    (job / "step").mkdir(parents=True)
+    assert resources.container_limits(groups, tmp_path) == {}
+    (job / "step" / name).write_text(unlimited)
+    (job / name).write_text("100000\n")
+    (job.parent / name).write_text("200000\n")
+    found = resources.container_limits(groups, tmp_path)
+    assert sorted(found.values())[:2] == [100_000, 200_000]
+    monkeypatch.setattr(resources, "container_limits", lambda: found)
+    resources.check_memory(MPI.COMM_SELF, {"parameters": 100_000})
+    with pytest.raises(ValueError, match=r"it needs 100 kB \(.*\), and the container has 100 kB; a smaller"):
+        resources.check_memory(MPI.COMM_SELF, {"parameters": 100_001})
 
 
 @pytest.mark.parametrize("count, of", [(0, 7), (1, 7), (3, 7), (7, 7), (5, 10**6)])
