@@ -16,7 +16,7 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
-from parallel.nn.operator import ArraySpec, ParameterNotGathered, PassMode, nbytes_of
+from parallel.nn.operator import ArraySpec, ParameterNotGathered, PassMode, name_all, nbytes_of
 
 SHAPES = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
 WRONG = [(name, shape) for name, case in CASES.items() for shape in case.wrong]
@@ -260,3 +260,12 @@ def test_what_is_no_plain_bias_is_left_alone(first, factor):
         first.bias.data = np.zeros(2)
     y, saved = Sequential([first, ReLU()]).forward(np.array([[1.0, -1]]), PassMode())
     assert y.tolist() == [[factor, 0]] and len(saved) == 2
+
+
+def test_a_shared_operator_has_its_first_path_and_its_parameters_are_counted():
+    shared = Linear(3, 3)
+    model = Sequential([shared, Linear(3, 3), shared])
+    names = [parameter.name for parameter in name_all(model)]
+    assert [operator.name for operator in model.items[:2]] == ["0", "1"]
+    assert [name.rpartition(".")[0] for name in names] == ["0", "0", "1", "1"]
+    assert [parameter.uses for parameter in model.parameters()] == [2, 2, 1, 1]
