@@ -82,7 +82,7 @@ def save(
     facts : mapping
         Other state, equal on all ranks; becomes JSON.
     keep : int
-        Number of checkpoints to keep, those of the highest steps; others are removed afterwards.
+        Number of checkpoints to keep, those of the highest steps; others but the new one are removed afterwards.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def save(
             files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
         collective_call(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
     trouble = f"{target} is there, but older ones cannot be removed"
-    collective_call(comm, lambda: remove_old(directory, keep), trouble, NotRemoved, 0)
+    collective_call(comm, lambda: remove_old(target, keep), trouble, NotRemoved, 0)
     return target
 
 

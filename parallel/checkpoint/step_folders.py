@@ -93,9 +93,13 @@ def _clear_unfinished(directory: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)  # otherwise it only costs space
 
 
-def remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the `keep` of the highest steps: rename, then delete. Links and other folders stay."""
-    for old in [path for path in all_in(directory) if _is_ours(path) and _has_state(path)][:-keep]:
+def remove_old(written: Path, keep: int) -> None:
+    """Remove all checkpoints beside `written` but itself and the `keep` of the highest steps: rename, then delete.
+
+    Links and other folders stay.
+    """
+    found = [path for path in all_in(written.parent) if _is_ours(path) and _has_state(path)]
+    for old in [path for path in found[:-keep] if path != written]:
         hidden = _hidden(old)
         with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it too
             old.rename(hidden)

@@ -100,6 +100,13 @@ def test_the_newest_are_kept(tmp_path):
     assert latest(SELF, tmp_path) == tmp_path / "step-1000000000"
 
 
+def test_the_new_one_stays_although_it_is_of_a_lower_step(tmp_path):
+    for step in (10, 20, 30):
+        save(SELF, tmp_path, step, whole(), {})
+    assert equal(restored(save(SELF, tmp_path, 5, whole(1), {}, keep=2))[1], whole(1))
+    assert all_in(tmp_path) == [tmp_path / name_of(step) for step in (5, 20, 30)]
+
+
 def test_a_checkpoint_is_never_overwritten(tmp_path):
     save(SELF, tmp_path, 5, whole(), {})
     before = everything(tmp_path)
