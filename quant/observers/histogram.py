@@ -146,10 +146,9 @@ class _LeastLoss(Histogram):
         if self.symmetric:
             high = max(-low, high)
             low = -high
-        used = np.flatnonzero(self.counts)
-        values, counts = self.edges()[used] + self.width / 2, self.counts[used]
+        middles = self.edges()[:-1] + self.width / 2
         fractions = np.arange(CANDIDATES, 0, -1) / CANDIDATES
-        losses = [self._loss(values, counts, fraction * low, fraction * high) for fraction in fractions]
+        losses = [self._loss(middles, fraction * low, fraction * high) for fraction in fractions]
         best = fractions[int(np.argmin(losses))]
         return np.array([best * low], np.float32), np.array([best * high], np.float32)
 
@@ -159,15 +158,17 @@ class _LeastLoss(Histogram):
         step = (high - low) / steps or 1.0
         return np.clip(np.rint((values - low) / step), 0, steps), step
 
-    def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-        """Loss of codes that cover `low` to `high`; `values` and `counts` are the middles and counts of bins in use."""
+    def _loss(self, middles: np.ndarray, low: float, high: float) -> float:
+        """Loss of codes that cover `low` to `high`; `middles` are those of all bins."""
         raise NotImplementedError
 
 
 class MeanSquare(_LeastLoss):
     """Observer that chooses the range with the least mean squared error of rounding and clipping."""
 
-    def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
+    def _loss(self, middles: np.ndarray, low: float, high: float) -> float:
+        used = self.counts > 0
+        values, counts = middles[used], self.counts[used]
         codes, step = self._codes(values, low, high)
         # Within a step rounding costs step^2 / 12 on the average, however many bins there are in it.
         fine = (values >= low) & (values <= high) & (step <= self.width)
@@ -175,16 +176,24 @@ class MeanSquare(_LeastLoss):
 
 
 class Entropy(_LeastLoss):
-    """Observer that chooses the range of least Kullback-Leibler divergence between the distribution and its codes'."""
+    """Observer that chooses the range of least Kullback-Leibler divergence between the distribution and its codes'.
 
-    def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-        inside = (values >= low) & (values <= high)
-        if not inside.any():
-            return np.inf
-        codes = self._codes(values[inside], low, high)[0].astype(int)
-        p = counts[inside].astype(np.float64)
-        q = (np.bincount(codes, p) / np.maximum(np.bincount(codes), 1))[codes]
-        p[0] += counts[values < low].sum()
-        p[-1] += counts[values > high].sum()
+    As in TensorRT: a range has at least as many bins as there are codes, and its outermost bins also count the elements
+    beyond them, in the distribution alone (Migacz, "8-bit Inference with TensorRT", GTC 2017). In an outermost bin with
+    no other elements the codes' distribution counts one, without which the divergence would be infinite.
+    """
+
+    def _loss(self, middles: np.ndarray, low: float, high: float) -> float:
+        if high - low < (2**self.bits - self.symmetric) * self.width:
+            return math.inf
+        first, last = (math.floor(bound / self.width) + len(self.counts) // 2 for bound in (low, high))
+        inside = self.counts[first : last + 1]
+        p = inside.astype(np.float64)
+        p[0] += self.counts[:first].sum()
+        p[-1] += self.counts[last + 1 :].sum()
+        codes = self._codes(middles[first : last + 1], low, high)[0].astype(int)
+        means = np.bincount(codes, inside) / np.maximum(np.bincount(codes, inside > 0), 1)
+        q = np.where(inside > 0, means[codes], 1.0)[p > 0]
+        p = p[p > 0]
         p, q = p / p.sum(), q / q.sum()
         return float((p * np.log(p / q)).sum())

@@ -225,11 +225,26 @@ def test_entropy_clips_what_is_rare():
     seen = Entropy(8)
     seen.observe(x)
     assert 2.5 < seen.range()[1].item() < 10
+    dense = Entropy(8)
+    dense.observe(x[:-1])
+    assert dense.range()[1].item() == pytest.approx(4.1035, abs=2 * dense.width)
     level = Entropy(8)
     level.observe(np.linspace(-1, 1, 5000, dtype=F))
     assert level.range()[1].item() > 0.95
     with pytest.raises(ValueError, match="bits: expected 2 to 8"):
         Entropy(1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "x", [np.arange(100), np.repeat(np.arange(8), [37, 37, 18, 6, 3, 2, 1, 1])], ids=["level", "rare"]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_entropy_of_few_values(x, symmetric, bits):
+    """A range is not the better for holding a single value: with more than two codes a side nothing is clipped."""
+    seen = Entropy(bits, symmetric)
+    seen.observe(x.astype(F))
+    assert seen.range()[1].item() == x.max()
 
 
 def test_zeros_only():
