@@ -72,9 +72,14 @@ TABLES = {"nf4": np.array([float(level) for level in _NF4.split()], np.float32)}
 
 @cache
 def values(code: str) -> np.ndarray:
-    """Table of the value of every code of a format of at most 8 bits, NaN and infinities included: float32, cached."""
+    """Table of the value of every code of a format of at most 8 bits, NaN and infinities included: float32, cached.
+
+    ValueError for longer codes.
+    """
     if code in TABLES:
         return TABLES[code]
     kind = MINIFLOATS[code]
+    if kind.bits > 8:
+        raise ValueError(f"code: expected a format of at most 8 bits, found {code} of {kind.bits}")
     with np.errstate(all="ignore"):
         return np.arange(2**kind.bits, dtype=np.uint8).view(kind.dtype).astype(np.float32)

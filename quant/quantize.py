@@ -42,8 +42,8 @@ def quantize(
         NumPy or CuPy, or anything `numpy.asarray` takes; converted to float32. TypeError for other numbers.
     spec : QuantSpec
     scales, zeros : array of float32, shape (rows, groups), optional
-        Scales, and for asymmetric specs zero points (else ignored), to use instead of those of the groups' own ranges
-        (from calibration). Elements beyond the range saturate.
+        Scales, and for asymmetric specs zero points (ValueError for others), to use instead of those of the groups' own
+        ranges (from calibration). Elements beyond the range saturate.
     seed : int, optional
         Seed of stochastic rounding (required there).
     nonfinite : str
@@ -63,11 +63,13 @@ def quantize(
     rows, out = to_rows(_floats(x), spec.granularity), _output(x, spec, out)
     if nonfinite not in ("raise", "poison"):
         raise ValueError(f"nonfinite: expected raise or poison, found {nonfinite!r}")
+    if zeros is not None and spec.symmetric:
+        raise ValueError(f"zeros: expected none for symmetric codes, found an array of shape {np.shape(zeros)}")
     key = _key(spec, seed)
     if not out.size:
         out.buffer[...] = 0
     elif spec.code == "kmeans":
-        if scales is not None or zeros is not None:
+        if scales is not None:
             raise ValueError("kmeans fits its own levels and takes no scales")
         codebook.fit_into(rows, out)
     elif scales is not None or not _fused(rows, out):

@@ -239,6 +239,9 @@ def test_given_scales():
         quantize(x, ASYMMETRIC, scales=F(1))
     with pytest.raises(ValueError, match="whole numbers from -128 to 127"):
         quantize(x, ASYMMETRIC, scales=F(1), zeros=F(0.5))
+    for symmetric in (INT8, INT4_G32, NF4, QuantSpec(2, code="kmeans")):
+        with pytest.raises(ValueError, match="zeros: expected none for symmetric codes"):
+            quantize(x, symmetric, zeros=F(3))
     with pytest.raises(ValueError, match="takes no scales"):
         quantize(x, QuantSpec(2, code="kmeans"), scales=F(1))
 

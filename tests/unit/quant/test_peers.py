@@ -56,6 +56,12 @@ def _onnx(operator, onnx_type, attributes, arrays, output):
     return ReferenceEvaluator(model).run(None, dict(zip(names, arrays)))[0]
 
 
+def test_no_tables_of_longer_formats():
+    for code in ("fp16", "bf16"):
+        with pytest.raises(ValueError, match=f"code: expected a format of at most 8 bits, found {code} of 16"):
+            values(code)
+
+
 @pytest.mark.parametrize("where", GRANULARITIES)
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int4", "uint4", "int2"])
 @pytest.mark.parametrize("with_zeros", [False, True], ids=["symmetric", "zeros"])
