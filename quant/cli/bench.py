@@ -51,7 +51,7 @@ def size_of(text: str) -> int:
 
 
 def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantContestant]:
-    """Benchmark entries of a spec: quantise, dequantise, dequantise and add, each with numba and with NumPy kernels."""
+    """Benchmark entries of a spec: quantise, dequantise, dequantise and add, each with numba (if there) and NumPy."""
     with kernels.forms():
         expected = quantize(x, spec, seed=1)
         numbers = expected.dequantize()
@@ -65,6 +65,8 @@ def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantCont
         ),
     }
     for form, names in FORMS.items():
+        if not all(map(kernels.available, names)):
+            continue
         for operation, functions in operations.items():
             yield QuantContestant(f"{name} {operation} {form}", *map(kernels.forms(*names), functions))
 

@@ -31,6 +31,11 @@ def _module(name: str) -> Mapping[str, Any]:
         return {}
 
 
+def available(form: str) -> bool:
+    """True if a faster implementation, `compiled` or `device`, can be imported."""
+    return bool(_module(form))
+
+
 @contextmanager
 def forms(*names: str) -> Iterator[None]:
     """Allow only these of the faster implementations (`compiled`, `device`) within a `with` block.
