@@ -122,15 +122,19 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
 
 
 def short_name(spec: QuantSpec) -> str:
-    """Name of a spec, as for `quant.parse` if linear, else made from its code's name; the type of scales is left out.
+    """Name of a spec: the preset's; for other linear codes one that `quant.parse` accepts; else the code's.
 
-    >>> short_name(parse("int3_g64")), short_name(parse("nf4"))
-    ('int3_g64', 'NF4')
+    Names of linear codes give bits, groups or rows, and zero points; rounding and types of scales are left out.
+
+    >>> short_name(parse("int3_g64")), short_name(parse("nf4")), short_name(parse("nf4").replace(scale="fp16"))
+    ('int3_g64', 'NF4', 'nf4')
     """
     for name, preset in PRESETS.items():
         if spec == preset:
             return name
-    text = f"int{spec.bits}" if spec.linear else spec.code
+    if not spec.linear:
+        return spec.code
+    text = f"int{spec.bits}"
     text += f"_g{spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else ""
     text += "_row" * isinstance(spec.granularity, PerChannel)
     return text + "_zero" * (not spec.symmetric)

@@ -17,6 +17,7 @@ from parallel.checkpoint.checkpoint_files import all_in
 from parallel.cli import quantize_model
 from parallel.engine.settings import complete
 from parallel.trainer.trainer import Training
+from quant import PRESETS, PerGroup, parse
 
 TASKS = {
     "classes": {"data": "teacher_classes", "model": "mlp:tiny", "steps": 80},
@@ -138,6 +139,14 @@ OPTIONS = {
 
 def option(name):
     return [f"--{name}"] if OPTIONS[name] is None else [f"--{name}", str(OPTIONS[name])]
+
+
+def test_short_names_can_be_parsed_or_are_codes():
+    for text in ("int8", "int3_g64", "int4_row", "int4_g32_zero", "q4_0", "vsq"):
+        assert parse(quantize_model.short_name(parse(text))) == parse(text)
+    for name in ("NF4", "MXFP8", "MXFP4", "NVFP4"):
+        spec = PRESETS[name].replace(granularity=PerGroup(8))
+        assert quantize_model.short_name(spec) == spec.code
 
 
 def test_the_options_are_all():
