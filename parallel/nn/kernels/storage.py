@@ -48,14 +48,26 @@ def widen(x: Array) -> Array:
 def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
     """Round float32/float64 `x` (nearest even) to `dtype`, or into `out`, to its dtype. May return `x` itself."""
     dtype = dtype if out is None else out.dtype
-    if dtype == BFLOAT16 and x.dtype == FLOAT32:
-        x = _to_bfloat16(x)
+    if dtype == BFLOAT16 and x.dtype in (FLOAT32, FLOAT64):
+        x = _to_bfloat16(x if x.dtype == FLOAT32 else _to_odd(x))
     with np.errstate(over="ignore"):  # what is too large for float16 becomes infinite, as in bfloat16
         if out is None:
             return x.astype(dtype, copy=False)
         if out is not x:
             out[...] = x
         return out
+
+
+def _to_odd(x: Array) -> Array:
+    """Cast float64 to float32, rounding what is inexact to the neighbour with an odd last bit; NaN stays NaN.
+
+    Then rounding to fewer digits gives the same as rounding `x` (Boldo and Melquiond, 2008).
+    """
+    xp = array_namespace(x)
+    with np.errstate(over="ignore"):
+        nearest = x.astype(xp.float32)
+    bits = nearest.view(xp.uint32) - (abs(nearest) > abs(x))  # the neighbour towards 0
+    return (bits | (nearest != x)).view(xp.float32)
 
 
 def _to_bfloat16(x: Array) -> Array:

@@ -62,6 +62,20 @@ def test_bfloat16_rounds_to_nearest_even():
     np.testing.assert_array_equal(ours[~nan].view(np.uint16), theirs[~nan].view(np.uint16))
 
 
+def test_float64_is_rounded_once():
+    """Halves between two neighbours go to the even one; a little more goes to the upper, a little less to the lower."""
+    bits = np.array([0, 1, 2, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E], np.uint16)
+    low, high = (b.view(ml_dtypes.bfloat16).astype(np.float64) for b in (bits, bits + np.uint16(1)))
+    half, little = (low + high) / 2, (high - low) * 2.0**-40
+    for sign in (1, -1):
+        for x, expected in ((half - little, bits), (half, bits + bits % 2), (half + little, bits + 1)):
+            found = narrow(sign * x, np.dtype(ml_dtypes.bfloat16))
+            np.testing.assert_array_equal(abs(found).view(np.uint16), expected)
+            np.testing.assert_array_equal(np.signbit(found), sign < 0)
+    far = narrow(np.array([1e300, -np.inf, np.nan, 1e-300, -0.0]), np.dtype(ml_dtypes.bfloat16))
+    assert str(far.tolist()) == "[inf, -inf, nan, 0.0, -0.0]"
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32, np.float64])
 def test_widen_and_back(dtype):
     """Nothing is lost, strides do not matter, and wide arrays are handed on as they are."""
