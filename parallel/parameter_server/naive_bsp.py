@@ -21,6 +21,8 @@ def train(
 ) -> None:
     """Run ``len(parts)`` steps of ``parts[step]`` micro-batches. `weights` change on the server; workers copy them.
 
+    A step without micro-batches is no update.
+
     ``gradient(weights, step, part)`` is called on workers, ``update(weights, step, sum of gradients)`` on the server.
     Collective. Workers end with the weights before the last update.
     """
@@ -29,13 +31,13 @@ def train(
         comm.Bcast(weights, root=SERVER)  # pull
         own = range(rank - 1, count, workers) if rank != SERVER else ()
         pushed = comm.gather([(part, gradient(weights, step, part)) for part in own], root=SERVER)
-        if rank == SERVER:
+        if rank == SERVER and count:
             by_part = dict(chain.from_iterable(pushed or ()))
             update(weights, step, tree_sum([by_part[part] for part in range(count)]))
 
 
 def tree_sum(vectors: Sequence[Array]) -> Array:
-    """Sum of vectors in a fixed binary tree, so that the assignment of micro-batches to workers does not matter."""
+    """Sum of at least one vector in a fixed binary tree: the assignment of micro-batches to workers does not matter."""
     if len(vectors) == 1:
         return vectors[0]
     left = 1 << (len(vectors) - 1).bit_length() - 1  # the largest power of two below

@@ -9,6 +9,8 @@ import math
 from bisect import insort
 from typing import NamedTuple
 
+from parallel.parameter_server.event_order import ReplayMismatch
+
 
 class WorkPart(NamedTuple):
     """One part (micro-batch) of a step: `number` of step `clock`."""
@@ -55,7 +57,7 @@ class WorkAssignment:
         """Assign a worker the earliest micro-batch to be redone, or the next of step `clock`; None if none is left.
 
         A part that the worker has not finished is one to be redone. In a replay `number` is the recorded part, -1 for
-        none.
+        none; `ReplayMismatch` if the step had another number of parts.
         """
         self.gone(worker)
         if clock < self._start:
@@ -65,12 +67,15 @@ class WorkAssignment:
             self._held[worker] = self.returned.pop(0)
             return self._held[worker]
         following = self._next.get(clock, 0)
-        number = (following if following < parts else -1) if number is None else number
-        if number < 0:
+        here = following if following < parts else -1
+        if number not in (None, here):
+            text = f"as many micro-batches in step {clock} as in the record, found {parts}"
+            raise ReplayMismatch(f"replay: expected {text}")
+        if here < 0:
             self._at[worker] = clock + 1
             return None
-        self._next[clock] = max(following, number + 1)
-        self._held[worker] = WorkPart(clock, number)
+        self._next[clock] = following + 1
+        self._held[worker] = WorkPart(clock, here)
         return self._held[worker]
 
     def done(self, worker: int, part: WorkPart, outcome: PartResult) -> None:

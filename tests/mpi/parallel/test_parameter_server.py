@@ -144,6 +144,16 @@ def test_a_replay_that_goes_on_longer_ends_with_an_error(comm, tmp_path):
         trained(comm, "async", steps=(3, 3), replay=str(folder / "order"))
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@rules
+def test_a_replay_of_steps_with_other_micro_batches_ends_with_an_error(comm, tmp_path, rule, parts):
+    folder = Path(comm.bcast(str(tmp_path)))
+    trained(comm, rule, steps=(3,), record=str(folder / "order"))
+    told = f"replay: expected as many micro-batches in step 0 as in the record, found {parts}"
+    with pytest.raises(StepFailed, match=told):
+        trained(comm, rule, steps=(parts,), replay=str(folder / "order"))
+
+
 def test_a_checkpoint_goes_from_data_parallelism_to_servers_and_back(comm, tmp_path):
     folder = Path(comm.bcast(str(tmp_path)))
     want, _, _ = data_parallel(comm)
@@ -458,3 +468,14 @@ def test_bsp_equals_the_naive_server(comm):
         for parameter, span in flat.places:
             expected = FlatParams.view(weights, parameter, span.start)
             assert np.array_equal(found[f"model/{parameter.name}"], expected.reshape(-1)), parameter.name
+
+
+def test_a_step_without_micro_batches_in_the_naive_version(comm):
+    weights, steps = np.zeros(2), []
+
+    def update(vector, step, total):
+        steps.append(step)
+        vector += total
+
+    naive_bsp.train(comm, weights, (0, 3, 0), lambda vector, step, part: np.full(2, part + 1.0), update)
+    assert comm.rank != naive_bsp.SERVER or (steps == [1] and weights.tolist() == [6, 6])
