@@ -46,10 +46,10 @@ def simulated(timeline: Timeline, title: str) -> TimelineBand:
 
 
 def measured(path: Path) -> TimelineBand:
-    """Timeline of a pipeline step in a trace file of `chorus train`: the last span of each computation (``2F0``).
+    """Timeline of the last pipeline step in a trace file of `chorus train`: spans of its computations (``2F0``).
 
-    It has no messages. Of several ranks with the same stage the first is taken. ValueError if the file has no step of a
-    pipeline.
+    A step ends where a computation recurs. It has no messages. Of several ranks with the same stage the first is taken.
+    ValueError if the file has no step of a pipeline.
     """
     try:
         entries = json.loads(path.read_text())["traceEvents"]
@@ -60,7 +60,10 @@ def measured(path: Path) -> TimelineBand:
     for action, entry in sorted(spans, key=lambda span: span[1]["ts"]):
         start = entry["ts"] / 1e6
         event = PipelineEvent(action, start, start + entry["dur"] / 1e6)
-        threads[action.stage][entry["pid"], entry["tid"]][action] = event  # the last of each action
+        step = threads[action.stage][entry["pid"], entry["tid"]]
+        if action in step:
+            step.clear()
+        step[action] = event
     if not threads:
         raise ValueError(f"{path}: nothing in this trace is named like an action of a pipeline, such as 2F0")
     lines = [of[min(of)].values() for _, of in sorted(threads.items())]

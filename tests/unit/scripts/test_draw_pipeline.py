@@ -75,6 +75,14 @@ def test_the_last_step_that_was_measured(tmp_path):
     assert band.title == "measured: 5.5 ms, idle 18.2%"
 
 
+def test_a_last_step_of_fewer_micro_batches_is_not_mixed_with_the_one_before(tmp_path):
+    starts = [*enumerate(["0F0", "0F1", "0BW0", "0BW1"]), *enumerate(["0F0", "0BW0"], start=9)]
+    entries = [{"name": name, "ph": "X", "pid": 0, "tid": 0, "ts": at * 1000, "dur": 500} for at, name in starts]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": entries}))
+    (line,) = timelines.measured(tmp_path / "a.json").lines
+    assert [str(event.action) for event in line] == ["0F0", "0BW0"]
+
+
 def test_measured_below_simulated(tmp_path):
     pytest.importorskip("matplotlib")
     trace, path = trace_of(tmp_path / "a.json", 1), tmp_path / "both.png"
