@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from parallel.engine.settings import Settings, complete
 from parallel.grad_compression import NONE
 from parallel.nn.operator import Operator, name_all
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
-from parallel.ptq.quantizable_layers import expect_finite
+from parallel.ptq.quantizable_layers import expect_finite, layers_of
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_mapping
 from parallel.trainer.task_setup import loss_of, measure_of, prepare
@@ -107,9 +108,9 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
 
 
 def load(path: Path) -> TrainedModel:
-    """Read a model written by `save`. ValueError if it is another file or lacks an array; FileNotFoundError if none.
+    """Read a model written by `save`; FileNotFoundError if there is none.
 
-    Only arrays that are not quantised are checked for their shape.
+    ValueError if it is another file, lacks an array, or has one of another shape, or quantised where it must not be.
     """
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
@@ -119,17 +120,37 @@ def load(path: Path) -> TrainedModel:
     arrays = safetensors_file.load(path)
     settings = complete({}, expect_mapping(about.get("settings"), "settings"))
     task, model, _ = prepare(settings, 1)
+    parameters = name_all(model)
+    matrices = {layer.name: layer.shape for layer in layers_of(model)}
     weights = {}
-    for parameter in name_all(model):
-        if parameter.name not in arrays:
-            raise ValueError(f"it has no {parameter.name}")
-        values = arrays[parameter.name]
-        if isinstance(values, QuantizedArray):
-            weights[parameter.name] = FewBitWeight(values, arrays.get(f"{parameter.name}/divisor"))  # type: ignore[arg-type]
+    for parameter in parameters:
+        name = parameter.name
+        if name in matrices and isinstance(values := arrays.get(name), QuantizedArray):
+            shape, divisor = matrices[name], f"{name}/divisor"
+            _expect_shape(name, values, shape)
+            weights[name] = FewBitWeight(values, _plain(arrays, divisor, shape[1:]) if divisor in arrays else None)
         else:
-            parameter.data = values
+            parameter.data = _plain(arrays, name, parameter.shape)
     quantized = packed(model, weights)
-    for name, spec in expect_mapping(about.get("inputs"), "inputs").items():
-        parameters = {kind: arrays.get(f"{name}/inputs.{kind}") for kind in ("scales", "zeros")}
-        quantized = rounding(quantized, QuantSpec.from_dict(spec), {name: parameters})
+    for name, fields in expect_mapping(about.get("inputs"), "inputs").items():
+        spec = QuantSpec.from_dict(fields)
+        kinds = ("scales",) if spec.symmetric else ("scales", "zeros")
+        given = {kind: _plain(arrays, f"{name}/inputs.{kind}", (1, 1)) for kind in kinds}
+        quantized = rounding(quantized, spec, {name: given})
     return TrainedModel(settings, task, quantized)
+
+
+def _plain(arrays: Mapping[str, QuantizedArray | np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of this name, which is not quantised and has this shape; else ValueError."""
+    if name not in arrays:
+        raise ValueError(f"it has no {name}")
+    values = arrays[name]
+    if isinstance(values, QuantizedArray):
+        raise ValueError(f"{name}: expected an array that is not quantised, found {values}")
+    _expect_shape(name, values, shape)
+    return values
+
+
+def _expect_shape(name: str, values: QuantizedArray | np.ndarray, shape: tuple[int, ...]) -> None:
+    if values.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, found {values.shape}")

@@ -25,6 +25,7 @@ from parallel.ptq.mixed_precision import SENSITIVITIES, fisher, gradients, mixtu
 from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
 from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
 from parallel.ptq.quantize_model import METHODS, method_for, quantise, rounded
+from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
 from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
 from quant.io import safetensors_file
@@ -325,6 +326,44 @@ def test_files_that_are_none(job, tmp_path):
     safetensors_file.save(tmp_path / "a", {"w": np.ones(3, F)})
     with pytest.raises(ValueError, match="no model in few bits"):
         load_model.load(tmp_path / "a")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """An untrained model with divisors and quantised inputs: its file's arrays, header, and outputs."""
+    settings = complete({"data": "teacher_classes", "model": "mlp:tiny"})
+    task, model, _ = prepare(settings, 1)
+    for parameter in name_all(model):
+        parameter.data = parameter.first(1).astype(F)
+    trained, batches = load_model.TrainedModel(settings, task, model), dealt(task.train, 64, 64, 0, 1)
+    made = quantise(model, INT8, batches, SELF, method="smoothquant", activations=QuantSpec(8, symmetric=False))
+    path = tmp_path_factory.mktemp("small") / "m.safetensors"
+    load_model.save(path, trained, made)
+    assert (outputs(load_model.load(path).model, batches) == outputs(made, batches)).all()
+    return safetensors_file.load(path), safetensors_file.about(path)
+
+
+WRONG = {
+    "weight": ("0.1.weight", quantize(np.ones((3, 5), F), INT8), r"expected shape \(\d+, \d+\), found \(3, 5\)"),
+    "plain weight": ("0.1.weight", np.ones((3, 5), F), r"expected shape \(\d+, \d+\), found \(3, 5\)"),
+    "divisor": ("0.1.weight/divisor", np.ones(3, F), r"expected shape \(\d+,\), found \(3,\)"),
+    "quantised divisor": ("0.1.weight/divisor", quantize(np.ones(3, F), INT8), "expected an array that is not quant"),
+    "bias": ("0.1.bias", quantize(np.ones(3, F), INT8), "expected an array that is not quantised, found Quant"),
+    "scales": ("0.1/inputs.scales", np.ones(2, F), r"expected shape \(1, 1\), found \(2,\)"),
+    "no zeros": ("0.1/inputs.zeros", None, "it has no"),
+    "no bias": ("0.1.bias", None, "it has no"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_arrays_that_do_not_fit(small, tmp_path, wrong):
+    (arrays, about), (name, array, words) = small, WRONG[wrong]
+    assert name in arrays
+    changed = {key: array if key == name else values for key, values in arrays.items()}
+    safetensors_file.save(tmp_path / "a", {key: values for key, values in changed.items() if values is not None}, about)
+    with pytest.raises(ValueError, match=words) as raised:
+        load_model.load(tmp_path / "a")
+    assert name in str(raised.value)
 
 
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
