@@ -184,7 +184,7 @@ class SharedHeap:
                 try:
                     descriptor, memory = _make(nbytes)
                 except (OSError, MemoryError, OverflowError, ValueError) as reason:
-                    error = str(reason)
+                    error = str(reason) or type(reason).__name__
             outcomes = self._comm.allgather((nbytes, error))
             if not any(error for _, error in outcomes):
                 self._share(descriptor, memory)

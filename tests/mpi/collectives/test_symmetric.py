@@ -234,6 +234,16 @@ def test_what_no_machine_has_is_refused_on_all_ranks(own, who):
     assert (kept == 5).all() and summed(own, own.empty(500_000))
 
 
+def test_an_error_without_a_text_is_an_error_on_all_ranks(own, monkeypatch):
+    def fail(nbytes):
+        raise MemoryError
+
+    if own.Get_rank() == own.Get_size() - 1:
+        monkeypatch.setattr(shared_heap, "_make", fail)
+    with pytest.raises(OutOfMemory, match=r"cannot have .* bytes of shared memory: MemoryError"):
+        own.empty(1 << 20, "u1")
+
+
 def test_where_there_is_little_segments_are_not_generous(own, monkeypatch):
     """What is left suffices for what is asked, not for as much as there is already."""
     own.empty(40 << 20, "u1")
