@@ -258,7 +258,7 @@ class Engine(TrainEngine):
     def _note(self, batch: Batch | None, pass_: MicrobatchPass) -> None:
         if batch is None or pass_.problem is not None or not self._is_new((batch.x.shape, batch.y.shape)):
             return
-        self._memory.record_peak("activations", pass_.nbytes())
+        self._memory.record_peak("activations", pass_.nbytes((batch.x, batch.y)))
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))

@@ -7,14 +7,15 @@ scale; the update of `parallel.data_parallel.sharded_optimizer` divides it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
 import numpy as np
 
 from parallel.nn.array_checks import checked, expect_type, named, type_after
-from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, nbytes_of
+from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of
 from quant.types import Array
 
 Result = TypeVar("Result")
@@ -86,9 +87,16 @@ class MicrobatchPass:
         dx, self._dy = self._dy, None
         return dx
 
-    def nbytes(self, output: Array = None) -> int:
-        """Bytes of arrays held between forward and backward, plus those of `output`, which `give` returned."""
-        return nbytes_of((self._x, self._y, self.saved, self._saved_loss, output))
+    def nbytes(self, inputs: Sequence[Array], output: Array = None) -> int:
+        """Bytes of arrays held between forward and backward, plus those of `output`, which `give` returned.
+
+        `inputs` are x and y of the micro-batch: of a data set that they are views of, only their own bytes count.
+        """
+        given: Counter[int] = Counter()
+        for array in inputs:
+            given.update(dict.fromkeys(arrays_of(array), array.nbytes))
+        held = arrays_of((self._x, self._y, self.saved, self._saved_loss, output))
+        return sum(min(array.nbytes, given.get(key, array.nbytes)) for key, array in held.items())
 
     @guarded
     def loss_backward(self, scale: float) -> None:

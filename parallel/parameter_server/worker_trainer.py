@@ -251,6 +251,6 @@ class WorkerTrainer:
         if passing.problem is not None or specs in self._known_specs:
             return
         self._known_specs.add(specs)
-        self._context.memory.record_peak("activations", passing.nbytes())
+        self._context.memory.record_peak("activations", passing.nbytes((batch.x, batch.y)))
         with suppress(NotImplementedError):  # a user's model may have no outlines
             self._ledger.expect(*predict_activations(self._context.plan, self._loss, *specs))

@@ -176,7 +176,8 @@ class StageTrainer(StageEvaluator):
         key = chunk, microbatch
         self._passes[key], output = self._through(self._chunks[chunk], microbatch, x, keep=True)
         if self._note:
-            self._alive[key] = self._passes[key].nbytes(output)
+            one = self._microbatches[microbatch]
+            self._alive[key] = self._passes[key].nbytes((one.x, one.y), output)
             self._note(sum(self._alive.values()))
         return output
 

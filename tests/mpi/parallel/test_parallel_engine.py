@@ -479,6 +479,14 @@ def test_forecast_and_account_agree(comm, layout, precision, reproducible):
         assert made.ledger.allocated == made.ledger.predicted
 
 
+def test_of_a_data_set_the_account_has_what_a_step_takes(comm):
+    """Micro-batches that are views of it."""
+    _, x, y, samples = tiny_models.batches([0], size=1000)[0]
+    with engine(comm, precision="fp64") as made:
+        made.step([(number, x[:5], y[5:10], samples[:5]) for number in made.share(comm.size)])
+        assert made.ledger.allocated == made.ledger.predicted
+
+
 # ------------------------------------------------------------------------------------------ micro-batches are drawn
 
 

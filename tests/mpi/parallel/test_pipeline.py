@@ -72,6 +72,14 @@ def after(comm, made):
         )
 
 
+def test_of_a_data_set_the_account_has_what_a_step_takes(comm):
+    """Micro-batches that are views of it."""
+    _, x, y, samples = tiny_models.batches([0], size=1000)[0]
+    with pipeline(comm, precision="fp64") as made:
+        made.step([(number, x[:5], y[5:10], samples[:5]) for number in made.share(MICROBATCHES)])
+        assert made.ledger.allocated == made.ledger.predicted
+
+
 @pytest.fixture(scope="module")
 def reference(alone):
     """What one rank comes to, by settings."""
