@@ -123,8 +123,14 @@ class Ema(Ranges):
         self.batches[number] = np.minimum(self.batches[number], [low[0], -high[0]])
 
     def allreduce(self, comm: Any) -> Ema:
-        """New observer, the same on all ranks, whose n-th batch consists of the n-th batches of all ranks."""
-        batches = int(allgather(comm, np.array([len(self.batches)], np.int64)).max())
+        """New observer, the same on all ranks, whose n-th batch consists of the n-th batches of all ranks.
+
+        Collective; ValueError on all ranks if `a` is not the same on all.
+        """
+        counts, factors = allgather(comm, np.array([len(self.batches), self.a])).T
+        if any(factors != factors[0]):
+            raise ValueError(f"a: expected the same on all ranks, found {factors.tolist()}")
+        batches = int(counts.max())
         merged = Ema(self.a)
         merged.batches = allgather(comm, self._padded(batches).reshape(-1)).min(axis=0).reshape(batches, 2)
         return merged

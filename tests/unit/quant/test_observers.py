@@ -148,6 +148,11 @@ def test_batches_in_turns(ranks):
         np.testing.assert_array_equal(one.range(), alone.range())
 
 
+def test_ranks_that_average_differently_are_refused():
+    with pytest.raises(ValueError, match=r"a: expected the same on all ranks, found \[0.25, 0.25, 0.5\]"):
+        Ranks([Ema(0.25), Ema(0.25), Ema(0.5)]).allreduce()
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_histogram_knows_no_order(order):
     parts = [F([0.001, -0.002]), F([5, -7, 0]), F([1e30, 3e-45, -0.0])]
