@@ -67,7 +67,7 @@ def save(
     *,
     keep: int = 3,
 ) -> Path:
-    """Write a checkpoint atomically, remove all but the `keep` of the highest steps, return the new path. Collective.
+    """Write a checkpoint atomically, remove others but the `keep` of the highest steps, return its path. Collective.
 
     Parameters
     ----------

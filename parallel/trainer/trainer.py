@@ -184,9 +184,9 @@ class Training(TrainingPlan):
         return EvalScore.of(combine_evaluations(found), self.task)
 
     def save(self, directory: Path, *, keep: int = 3) -> Path:
-        """Write a checkpoint of the current step, remove all but the `keep` newest, and return its folder. Collective.
+        """Write a checkpoint of the current step, remove others but the `keep` of the highest steps. Collective.
 
-        Raises CheckpointError.
+        Returns its folder. Raises CheckpointError.
         """
         facts = {
             "settings": asdict(self.settings),
