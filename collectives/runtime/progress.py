@@ -40,11 +40,12 @@ def progress() -> None:
 
 def progress_until(done: Callable[[], bool]) -> None:
     """Progress all active requests until `done` returns True, yielding the CPU in between."""
+    turn = 0
     while not done():
         progress()
         if done():
             return
-        pause()
+        pause(turn := turn + 1)
 
 
 def run_program(program: Program) -> None:
@@ -75,9 +76,10 @@ def with_progress_thread(call: Callable[[], Result]) -> Result:
 
     def progress_active() -> None:
         try:
+            turn = 0
             while active_requests and not over.is_set():
                 progress()
-                pause()
+                pause(turn := turn + 1)
         except BaseException as error:  # of a reduction, say: raised in the calling thread
             errors.append(error)
 

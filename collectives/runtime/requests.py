@@ -20,9 +20,9 @@ _acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half t
 
 def wait_all(requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> Literal[True]:
     """Wait until all requests, of Chorus or mpi4py, are complete; return True. Raises if one was freed or aborted."""
-    pending = list(requests)
+    pending, turn = list(requests), 0
     while not test_all(pending, statuses):
-        pause()
+        pause(turn := turn + 1)
     return True
 
 

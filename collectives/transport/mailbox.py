@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +28,7 @@ from collectives.errors import Mismatch, mismatch
 from collectives.transport.cross_memory import CrossMemoryAttach
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap, map_all
-from collectives.transport.wire import pause
+from collectives.transport.wire import pause, share_cores
 
 LINE = 64
 SLOTS = 4
@@ -65,12 +64,6 @@ BUDGET = 1 << 22
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
-
-YIELDS = 100
-"""Yields of the core in one wait before it sleeps between polls, if ranks share cores."""
-
-NAP = 2e-5
-"""Seconds of such a sleep; the kernel's timer adds about 50 us."""
 
 MOST_SEGMENTS = 8
 
@@ -115,8 +108,10 @@ class NodeMemory:
         neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
-        self.oversubscribed = len(usable_cores()) < self.size
-        self.spins = 30 if self.oversubscribed else SPINS
+        self.spins = SPINS
+        if len(usable_cores()) < self.size:
+            self.spins = 30
+            share_cores()
         self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
@@ -150,16 +145,9 @@ class NodeMemory:
         return bool(reduced(self.comm, bool(able), MPI.LAND))  # also a barrier: all flags are zero, `mine` was read
 
     def yielding(self, turn: int = 0) -> None:
-        """Yield the core, after driving MPI progress: peers may be waiting for our sends.
-
-        `turn`: number of yields in one wait. A rank that waits long sleeps if ranks share cores: the scheduler gives a
-        process that only yields as much of the core as one that works.
-        """
+        """Pause after `turn` pauses in this wait; first drive MPI progress, since peers may wait for our sends."""
         self.comm.Iprobe()
-        if turn > YIELDS and self.oversubscribed:
-            time.sleep(NAP)
-        else:
-            pause()
+        pause(turn)
 
     def flush(self) -> None:
         """Send the queued messages of all edges, as far as slots are free."""

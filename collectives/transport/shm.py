@@ -230,7 +230,8 @@ def _wait_for_all(waits: Sequence[Wait]) -> Wait:
         return True
 
     def wait() -> None:
+        turn = 0
         while not test():
-            pause()
+            pause(turn := turn + 1)
 
     return Wait(wait, test)

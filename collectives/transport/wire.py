@@ -10,8 +10,32 @@ from typing import Any, NamedTuple, Protocol
 
 from collectives.types import Wait
 
-pause: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
-"""Yield the core to another process, after a spin of unsuccessful polls."""
+YIELDS = 100
+"""Yields of the core in one wait before it sleeps between polls, if ranks share cores."""
+
+NAP = 2e-5
+"""Seconds of such a sleep; the kernel's timer adds about 50 us."""
+
+_yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
+_cores_are_shared = False
+
+
+def share_cores() -> None:
+    """Let long waits of this process sleep from now on, since its node has more ranks than cores."""
+    global _cores_are_shared
+    _cores_are_shared = True
+
+
+def pause(turn: int = 0) -> None:
+    """Yield the core after unsuccessful polls; `turn` is the number of pauses of this wait so far.
+
+    A rank that waits long sleeps if ranks share cores: the scheduler gives a process that only yields as much of the
+    core as one that works.
+    """
+    if turn > YIELDS and _cores_are_shared:
+        time.sleep(NAP)
+    else:
+        _yield_core()
 
 
 class Iovec(NamedTuple):
