@@ -92,7 +92,10 @@ class Histogram(Ranges):
         return np.bincount(places + half, self.counts, len(self.counts)).astype(np.int64)
 
     def allreduce(self, comm: Any) -> Histogram:
-        """New histogram of all ranks' elements, the same on all. Collective; ValueError if numbers of bins differ."""
+        """New histogram of all ranks' elements, the same on all, with the options of this one (such as a percentile).
+
+        Collective; ValueError on all ranks if numbers of bins differ.
+        """
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])
         bins, exponents, lows, highs = allgather(comm, mine).T
         if any(bins != len(self.counts)):
