@@ -167,7 +167,7 @@ def _table_or_error(tuning: Any) -> TimingTable | Exception | None:
     """Table that `tuning` selects, None without one, or the error that all ranks are to know of."""
     if tuning is None or tuning is False or isinstance(tuning, TimingTable):
         return tuning or None
-    if not isinstance(tuning, (bool, str, os.PathLike)):
+    if tuning is not True and not isinstance(tuning, (str, os.PathLike)):
         return InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {tuning!r}")
     try:
         return read(default_path() if tuning is True else tuning)
