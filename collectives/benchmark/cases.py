@@ -1,8 +1,8 @@
 """Benchmark cases: buffers, arguments and closed-form result of one call of each collective.
 
-Element j of rank r's input is ``(j + 3 r) mod M + s``: a small integer, so that any sum is exact.
-The shift s takes three values and changes before every call, so neither stale data nor the results of another
-contestant can pass.
+Element j of rank r's input is ``(j + 3 r) mod M + s``: a small integer, so that any sum is exact (of integers modulo
+2**bits). Where a float type cannot hold the sum over all ranks, the input of most of them is zero. The shift s takes
+three values and changes before every call, so neither stale data nor the results of another contestant can pass.
 """
 
 from __future__ import annotations
@@ -37,16 +37,31 @@ def even_form(collective: str) -> str:
     return collective.removesuffix("v")
 
 
-def largest_modulus(size: int, dtype: np.dtype[Any]) -> int:
-    """Largest period, 1 to `MODULUS`, of the test pattern for which its sum over `size` ranks is exact in `dtype`."""
-    return max(1, min(MODULUS, EXACT.get(dtype.name, 2**20) // size - (SHIFTS - 1) + 1))
+class Pattern(NamedTuple):
+    """Test pattern: its period `modulus`, and the distance `stride` of the ranks whose inputs are not zero."""
+
+    modulus: int
+    stride: int
+
+    def nonzero(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank % self.stride == 0]
+
+    def total(self, ranks: Sequence[int], start: int, stop: int) -> NDArray[np.int32]:
+        """Elements `start` to `stop` of the summed test inputs of `ranks`, with shift 0."""
+        one, shifts = np.arange(start, start + self.modulus), 3 * np.array(self.nonzero(ranks), int)
+        period = ((one[:, None] + shifts) % self.modulus).sum(axis=1)
+        return np.resize(period.astype(np.int32), stop - start)
 
 
-def total(ranks: Sequence[int], modulus: int, start: int, stop: int) -> NDArray[np.int32]:
-    """Elements `start` to `stop` of the summed test inputs of `ranks`; `modulus` is the period of the test pattern."""
-    one = np.arange(start, start + modulus)
-    period = np.sum([(one + 3 * r) % modulus for r in ranks], axis=0)
-    return np.resize(period.astype(np.int32), stop - start)
+def exact_pattern(size: int, dtype: np.dtype[Any]) -> Pattern:
+    """Pattern with the most nonzero inputs, then the largest period, whose sum over `size` ranks `dtype` holds exactly.
+
+    Sums of integers may wrap around, if no period is short enough.
+    """
+    exact = EXACT.get(dtype.name, 2**20)
+    stride = 1 if dtype.kind in "iu" else max(1, -(-size * (SHIFTS - 1) // exact))
+    summed = -(-size // stride)
+    return Pattern(max(1, min(MODULUS, exact // summed - (SHIFTS - 1) + 1)), stride)
 
 
 class BenchmarkCase(NamedTuple):
@@ -62,19 +77,20 @@ class BenchmarkCase(NamedTuple):
         """True if all blocks must have the same length, so that the element count is a multiple of the ranks."""
         return not self.meaning.vector and not self.counts
 
-    def sends(self, modulus: int, rank: int, at: list[int]) -> NDArray[np.int32] | None:
+    def sends(self, pattern: Pattern, rank: int, at: list[int]) -> NDArray[np.int32] | None:
         """Test input of a rank, or None if it sends nothing; block b has elements ``at[b]`` to ``at[b + 1]``."""
         size = len(at) - 1
         blocks = [block % size for block in self.meaning.before(rank, size, ROOT, size)]
-        return np.concatenate([total([rank], modulus, at[b], at[b + 1]) for b in blocks]) if blocks else None
+        return np.concatenate([pattern.total([rank], at[b], at[b + 1]) for b in blocks]) if blocks else None
 
-    def receives(self, modulus: int, rank: int, at: list[int]) -> tuple[NDArray[np.int32] | None, int]:
-        """Expected result of a rank (None if it receives nothing), and the number of inputs summed in each element."""
+    def receives(self, pattern: Pattern, rank: int, at: list[int]) -> tuple[NDArray[np.int32] | None, int]:
+        """Expected result of a rank (None if it receives nothing), and the nonzero inputs summed in each element."""
         size = len(at) - 1
         sums = [(b % size, list(ranks)) for b, ranks in self.meaning.after(rank, size, ROOT, size).items()]
         if not sums:
             return None, 0
-        return np.concatenate([total(ranks, modulus, at[b], at[b + 1]) for b, ranks in sums]), len(sums[0][1])
+        result = np.concatenate([pattern.total(ranks, at[b], at[b + 1]) for b, ranks in sums])
+        return result, len(pattern.nonzero(sums[0][1]))
 
 
 CASES: dict[str, BenchmarkCase] = {
@@ -125,9 +141,9 @@ class CaseBuffers:
         rank, size = comm.Get_rank(), comm.Get_size()
         counts = list(even(n, size))
         starts = [0, *accumulate(counts)]
-        modulus = largest_modulus(size, dtype)
-        gives, (gets, self._gain) = case.sends(modulus, rank, starts), case.receives(modulus, rank, starts)
-        self.case, self._shift = case, 0
+        pattern = exact_pattern(size if case.meaning.reduces else 1, dtype)
+        gives, (gets, self._gain) = case.sends(pattern, rank, starts), case.receives(pattern, rank, starts)
+        self.case, self._shift, self._changes = case, 0, bool(pattern.nonzero([rank]))
 
         def array(values: NDArray[np.int32] | None, length: int = 0) -> NDArray[Any] | None:
             """Allocate an array that begins with `values`; None if they are None. Collective for symmetric memory."""
@@ -166,9 +182,12 @@ class CaseBuffers:
         self.args = (*arrays, *(value for value, wanted in options if wanted))
 
     def advance(self) -> None:
-        """Change every element of the input, as a program does between two calls; if in place, in the buffer too."""
+        """Change every element of the input, as a program does between two calls; if in place, in the buffer too.
+
+        Inputs that are zero remain so.
+        """
         shift = (self._shift + 1) % SHIFTS
-        if self._gives is not None:
+        if self._gives is not None and self._changes:
             if shift:
                 self._gives += self._gives.dtype.type(1)
             else:
@@ -185,5 +204,5 @@ class CaseBuffers:
     def wrong(self) -> int:
         if self._result is None or self._want is None:
             return 0
-        want = self._want + self._want.dtype.type(self._shift * self._gain)
+        want = self._want + np.array(self._shift * self._gain).astype(self._want.dtype)  # integers wrap around
         return int(np.count_nonzero(self._result != want))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import reduce
 from itertools import accumulate
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
 from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
-from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements
+from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, exact_pattern
 from collectives.schedule.chunks import even
 
 SIZES = (1, 2, 3, 5, 8)
@@ -132,6 +133,26 @@ def test_closed_forms(name, size, dtype):
             if expected is not None:
                 one._result[:] = expected
         assert [one.wrong() for one in ranks] == [0] * size
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("int8", 64), ("uint8", 128), ("bfloat16", 128), ("bfloat16", 300)])
+def test_sums_over_many_ranks_are_exact_in_any_order(dtype, size):
+    pattern = exact_pattern(size, DTYPES[dtype])
+    assert pattern.modulus == 1, "so rank r has the input of rank r mod stride"
+    ranks = [CaseBuffers(CASES["reduce"], Seat(r, size), 3, DTYPES[dtype]) for r in range(pattern.stride)]
+    root = ranks[ROOT]
+    for _ in range(3):
+        for one in ranks:
+            one.advance()
+        gives = [ranks[r % pattern.stride]._gives for r in range(size)]
+        in_order = reduce(np.add, gives)
+        while len(gives) > 1:
+            gives = [reduce(np.add, gives[i : i + 2]) for i in range(0, len(gives), 2)]
+        for found in (in_order, gives[0]):
+            root.poison()
+            assert root.wrong() > 0
+            root._result[:] = found
+            assert root.wrong() == 0
 
 
 def make_row(**labels):
