@@ -57,12 +57,12 @@ class Job(NamedTuple):
             options = [str(self.limit), str(self.calls), str(self.threads), "yes" if self.control else "no", *words]
             launch = Launch(self.mpiexec, self.ranks, "collectives.fuzzing.fuzz_rank", Path(folder))
             status, output = launch.run(options, 10 * self.limit + 60 * len(seeds))
-            calls, seed = 0, seeds[0]
+            calls, latest = 0, 0
             texts: list[str] = []
             for rank in range(self.ranks):
                 for line in launch.lines(rank):
                     calls += line.get("calls", 0)
-                    seed = max(seed, line["seed"])
+                    latest = max(latest, seeds.index(line["seed"]))
                     if line.get("fault"):
                         texts.append(f"rank {rank} of {self.ranks}, {line['fault']}")
                 if stack := launch.stack(rank):
@@ -71,7 +71,7 @@ class Job(NamedTuple):
                 return calls, None
             if not texts:
                 texts.append(describe_end(status, output))
-            return calls, Fault(seed, "\n".join(texts))
+            return calls, Fault(seeds[latest], "\n".join(texts))
 
     def shrink(self, seed: int, seconds: float) -> tuple[list[Step], Fault | None]:
         """Search, for about `seconds`, for a short part of a seed's steps that still fails; return it and its fault.

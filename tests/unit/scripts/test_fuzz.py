@@ -37,6 +37,24 @@ def test_a_seed_shrinks_to_the_steps_that_it_takes(monkeypatch, culprits):
     assert fault is not None and len(tried) < 100
 
 
+@pytest.mark.parametrize("seeds", [[3, 5], [5, 3], [5, 3, 4]])
+def test_a_fault_is_that_of_the_seed_begun_last(monkeypatch, seeds):
+    class Launch(fuzz.Launch):
+        def run(self, options, limit):
+            return 3, ""
+
+        def lines(self, rank):
+            return [{"seed": seeds[0]}, {"seed": seeds[0], "calls": 4, "fault": ""}, {"seed": seeds[1]}]
+
+        def stack(self, rank):
+            return "a loop"
+
+    monkeypatch.setattr(fuzz, "Launch", Launch)
+    calls, fault = fuzz.Job("mpiexec", 2, threads=1, calls=4, limit=1).run(seeds)
+    assert (calls, fault.seed) == (8, seeds[1])
+    assert fault.text.count("stood in\na loop") == 2
+
+
 def test_numbers_and_ranges_of_seeds():
     assert numbers("3,5") == [3, 5] and numbers("2:5") == [2, 3, 4]
     with pytest.raises(ArgumentTypeError, match="expected numbers"):
