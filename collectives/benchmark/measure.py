@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
@@ -91,7 +92,8 @@ def measure(
 
     `plain` and `comm` are the MPI's communicator and ours, over the same ranks. `nbytes`, the size of the whole array,
     is rounded up to whole elements, or to equal blocks where needed. Returns a row per algorithm, memory and mode that
-    took part, and a reason per algorithm that did not in one of them; equal on all ranks. Collective.
+    took part, and for each algorithm that did not in some of them the reasons, with memory and mode if there are
+    several; equal on all ranks. Collective.
     """
     case, kind, size = CASES[collective], DTYPES[dtype], plain.Get_size()
     n = elements(case, nbytes, kind.itemsize, size)
@@ -122,4 +124,13 @@ def measure(
             setting = even_form(collective), chosen, size, nbytes, options.segments or pieces or 1, options.in_place
             labels["predicted_us"] = predicted_us(options.costs[memory, mode], *setting)
         rows.append(make_row(collective, algorithm, size, nbytes, timing, natives[mode], **labels))
-    return rows, {name: reason for (name, _, _), reason in absent.items()}
+    return rows, _reasons(absent, options)
+
+
+def _reasons(absent: Mapping[tuple[str, str, str], str], options: RaceOptions) -> dict[str, str]:
+    """Join the reasons by algorithm, memory and mode to one text per algorithm."""
+    by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for (name, memory, mode), reason in absent.items():
+        labels = ", ".join([memory] * (len(options.memories) > 1) + [mode] * (len(options.modes) > 1))
+        by_name[name].append(f"{labels}: {reason}" if labels else reason)
+    return {name: "; ".join(reasons) for name, reasons in by_name.items()}

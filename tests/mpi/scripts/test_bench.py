@@ -1,10 +1,12 @@
 """The benchmark, end to end: every collective in every form is measured, and its results are right."""
 
 import pytest
+from mpi4py import MPI
 
 from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES
 from collectives.benchmark.measure import RaceOptions, measure
+from collectives.runtime import native
 
 FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
 
@@ -42,6 +44,18 @@ def test_several_modes_make_one_race(world, comm):
     assert absent == {}
     assert [(row["mode"], row["algorithm"]) for row in rows] == [(m, a) for m in modes for a in ("ring", "census")]
     assert len({(row["mode"], row["native_us"]) for row in rows}) == 2
+
+
+def test_every_mode_has_a_reason_of_its_own(world, comm, monkeypatch):
+    reasons = {"nonblocking": "never ends", "persistent": "is wrong"}
+    vendor = MPI.get_vendor()[0]
+    monkeypatch.setattr(native, "UNSOUND", {(vendor, "Allreduce", mode): reasons[mode] for mode in reasons})
+    for modes, text in (
+        (list(reasons), "nonblocking: this MPI never ends; persistent: this MPI is wrong"),
+        (["persistent"], "this MPI is wrong"),
+    ):
+        _, absent = measure(world, comm, "allreduce", ["ring"], 64, options=RaceOptions(modes=modes, limits=FEW))
+        assert absent == {"native": text}
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "gather", "scatterv", "broadcast"])
