@@ -106,8 +106,9 @@ def resolve(
 ) -> Settings:
     """Fill in cuts, if open, and with ``auto`` also schedule, micro-batches and chunks, by measurement. Collective.
 
-    Settings that have cuts are returned unchanged. Times are measured on rank 0, so that all ranks cut alike. Raises
-    ValueError on all ranks, if the model has too few units or the memory limit is too low.
+    Settings that have cuts are returned unchanged. Times are measured on rank 0, so that all ranks cut alike; what is
+    not filled in stays as on each rank. Raises ValueError on all ranks, if the model has too few units or the memory
+    limit is too low.
     """
     ranks, recipe = comm.Get_size(), PRECISIONS[settings.precision]
     mesh, units = mesh_of(settings, ranks), units_of(model)
@@ -119,7 +120,7 @@ def resolve(
         x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
         return measure(units, loss, x, y, recipe, states=len(optimizer.states()), device=settings.device)
 
-    def chosen() -> Settings:
+    def chosen() -> dict[str, Any]:
         found: dict[str, Any] = {}
         if schedule_of(settings) != AUTO:
             parts = build(schedule_of(settings), stages, 1, virtual=settings.virtual).placement.parts
@@ -129,8 +130,8 @@ def resolve(
             best = search(layers, stages, settings.batch // pipelines, settings.memory, microbatches=numbers)[0]
             found = {"layout": f"{AXIS}:{best.schedule}", "microbatches": best.microbatches, "virtual": best.virtual}
             found, cuts = found | {"micro_batch": None, "accumulate": None}, best.cuts
-        return replace(settings, cuts=",".join(map(str, (0, *(cut.stop for cut in cuts)))), **found)
+        return found | {"cuts": ",".join(map(str, (0, *(cut.stop for cut in cuts))))}
 
     if settings.cuts is not None:
         return settings
-    return collective_call(comm, chosen, "the pipeline cannot be cut", root=0)
+    return replace(settings, **collective_call(comm, chosen, "the pipeline cannot be cut", root=0))
