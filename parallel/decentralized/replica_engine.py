@@ -73,7 +73,7 @@ class ReplicaEngine(BaseEngine):
         memory = entry.memory(comm, settings.device)
         self._engine = Engine(model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory)
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
-        check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
+        check_equal(comm, facts_of(self.flat, optimizer))
         self._recorder = self._engine.context.recorder
         vector = self._stash = memory.private("parameters", 0, self._engine.context.wide)
         for piece in self._engine.pieces:  # none if there are no parameters

@@ -250,10 +250,15 @@ class TrainEngine(BaseEngine):
 
 
 def check(comm: Any, settings: Settings) -> None:
+    """Check types and precision, and that settings are equal on all ranks (`Settings.shared`). Collective.
+
+    Afterwards what depends on settings alone raises on all ranks or on none.
+    """
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm: expected a collectives.Communicator, found {comm!r}")
     if not isinstance(settings, Settings):
         raise TypeError(f"settings: expected parallel.engine.settings.Settings, found {settings!r}")
+    consistency_check.check_equal(comm, list(settings.shared().items()))
     if settings.precision not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {settings.precision!r}")
 

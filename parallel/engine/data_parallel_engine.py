@@ -75,7 +75,7 @@ class Engine(TrainEngine):
         check_compression(settings)
         self._layout = LAYOUTS[settings.layout]
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
-        consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(plan.flat, optimizer)])
+        consistency_check.check_equal(comm, facts_of(plan.flat, optimizer))
         self._plan = replace(plan, compress=self._compressor(comm, settings.compress, plan.flat.length))
         self._units = plan.units
         self._memory = memory or VectorAllocator(comm, settings.device)

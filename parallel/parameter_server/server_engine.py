@@ -83,7 +83,7 @@ class ParameterServer(BaseEngine):
         self.settings, self._comm = settings, comm
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         self.flat = plan.flat
-        consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
+        consistency_check.check_equal(comm, facts_of(self.flat, optimizer))
         buckets = buckets_of(plan)
         self.keys = keys_of(plan, buckets, settings.servers)
         memory, self._recorder = VectorAllocator(comm), Profiler(settings.trace)

@@ -72,15 +72,16 @@ class Pipeline(TrainEngine):
     ) -> None:
         check(comm, settings)
         self.mesh = config.mesh_of(settings, comm.Get_size())
-        plan = self._scheduled(schedule, self.mesh, settings)
+        plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
         whole = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         flat, units = whole.flat, whole.units
-        self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
-        shared = settings.shared() | {"mesh": self.mesh, "cuts": self.cuts}
-        shared |= {"schedule": plan.name, "placement": plan.placement.routes}
+        facts = [("schedule", plan.name), ("placement", plan.placement.routes), ("number of units", len(units))]
         lines = enumerate(to_csv(plan.actions).splitlines())
         actions = [(f"the line of stage {stage}", line) for stage, line in lines]
-        consistency_check.check_equal(comm, [*shared.items(), *actions, *facts_of(flat, optimizer)])
+        consistency_check.check_equal(comm, [*facts, *actions, *facts_of(flat, optimizer)])
+        if plan.stages != self.mesh.sizes[AXIS]:
+            raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
+        self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         self._portion = portion = Portion.make(whole, self.mesh, plan, self.cuts)
         self.plan = portion.plan
         simulate(self.plan)
@@ -111,7 +112,7 @@ class Pipeline(TrainEngine):
     ) -> MemoryLedger:
         """Forecast of a rank's memory in a workload, as `parallel.engine.data_parallel_engine.Engine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
-        plan = cls._scheduled(None, mesh, settings)
+        plan = cls._scheduled(mesh, settings)
         whole = plan_of(model, workload.ranks, workload.rank, settings)
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
         portion = Portion.make(whole, mesh, plan, cuts)
@@ -124,14 +125,9 @@ class Pipeline(TrainEngine):
         return ledger
 
     @classmethod
-    def _scheduled(cls, schedule: PipelinePlan | None, mesh: Mesh, settings: Settings) -> PipelinePlan:
-        plan = schedule
-        if plan is None:
-            microbatches = config.microbatches(settings, mesh.size)
-            plan = cls._build(config.schedule_of(settings), mesh.sizes[AXIS], microbatches, settings.virtual)
-        if plan.stages != mesh.sizes[AXIS]:
-            raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {mesh}")
-        return plan
+    def _scheduled(cls, mesh: Mesh, settings: Settings) -> PipelinePlan:
+        microbatches = config.microbatches(settings, mesh.size)
+        return cls._build(config.schedule_of(settings), mesh.sizes[AXIS], microbatches, settings.virtual)
 
     @staticmethod
     def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:

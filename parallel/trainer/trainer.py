@@ -30,6 +30,7 @@ from parallel.engine.settings import NAMES, RUN_FIELDS, Settings
 from parallel.nn.flat_params import FlatParams
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
+from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
@@ -56,7 +57,7 @@ class _EvenSubset:
 class TrainingPlan:
     """Data, model, final settings and memory forecast of a training run, without an engine. Construction is collective.
 
-    It raises ValueError on all ranks if the settings contradict each other or do not fit the ranks.
+    It raises ValueError on all ranks if the settings contradict each other, do not fit the ranks, or differ.
 
     `settings` are a result of `parallel.engine.settings.complete`.
 
@@ -77,6 +78,7 @@ class TrainingPlan:
         self.task, model, optimizer = collective_call(
             comm, lambda: prepare(settings, comm.Get_size()), "this cannot be trained"
         )
+        check_equal(comm, list(settings.shared().items()))
         self._strategy = strategy = strategy_of(settings)
         self.fault_tolerant = settings.fault_tolerant and strategy.survives_failures
         self.settings = settings = replace(settings, fault_tolerant=self.fault_tolerant)

@@ -391,6 +391,17 @@ def test_models_that_differ(comm):
     with pytest.raises(RankMismatch, match="ranks differ"):
         cuts = (0, *range(2, comm.size + 1), 2 * comm.size + 2)
         pipeline(comm, cuts=None if comm.Get_rank() else ",".join(map(str, cuts)))
+    model = tiny_models.model(depth=2 * comm.size)
+    if comm.Get_rank() == 0:
+        del model.items[1:]
+    with pytest.raises(RankMismatch, match="number of units: 1; rank 1 has number of units"):
+        pipeline(comm, model=model)
+
+
+@pytest.mark.parametrize("wrong", [{"cuts": "0,1,9"}, {"mesh": "pp=99"}, {"precision": "fp7"}, {"virtual": 3}], ids=str)
+def test_an_invalid_setting_of_one_rank_is_an_error_of_all(comm, wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: "):
+        pipeline(comm, **({} if comm.Get_rank() else wrong))
 
 
 def test_plans_that_do_not_work_out(comm):
@@ -408,6 +419,9 @@ def test_plans_that_do_not_work_out(comm):
         pipeline(comm, plan(missing), microbatches=2)
     with pytest.raises(ValueError, match=f"mine is for {comm.size + 1} stages, the mesh is"):
         pipeline(comm, replace(plan(good), placement=loop(comm.size + 1)))
+    if comm.size > 1:
+        with pytest.raises(RankMismatch, match="placement: "):
+            pipeline(comm, replace(plan(good), placement=loop(comm.size + (comm.Get_rank() == 0))))
     backwards = [[BW(s, 0), F(s, 0), F(s, 1), BW(s, 1)] for s in range(comm.size)]
     with pytest.raises(ValueError, match=r"deadlock(.|\n)*stage  0 .*waits for"):
         pipeline(comm, plan(backwards), microbatches=2)

@@ -7,7 +7,8 @@ from support.training_states import differing, whole
 from collectives import Communicator
 from parallel.engine.settings import complete
 from parallel.pipeline.schedule.schedules import SCHEDULES
-from parallel.trainer.trainer import Training
+from parallel.runtime.consistency_check import RankMismatch
+from parallel.trainer.trainer import Training, TrainingPlan
 
 SAID = {"data": "copy", "model": "gpt:tiny", "length": 16, "batch": 16, "steps": 3, "dropout": 0.1, "warm_up": 0}
 UNITS = 4
@@ -63,3 +64,18 @@ def test_too_little_memory(comm):
 def test_more_stages_than_units(comm):
     with pytest.raises(ValueError, match="cannot be cut"):
         trained(comm, layout="pp:interleaved", virtual=5, microbatches=4)
+
+
+def test_settings_of_a_run_may_differ_between_ranks(comm):
+    if comm.size > UNITS:
+        pytest.skip("more stages than units")
+    settings = complete({**SAID, "layout": "pp", "trace": comm.Get_rank() == 1})
+    resolved = TrainingPlan(settings, comm).resolved
+    assert resolved.cuts and resolved.trace == (comm.Get_rank() == 1)
+
+
+def test_cuts_of_one_rank_are_an_error_of_all(comm):
+    if comm.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    with pytest.raises(RankMismatch, match="ranks differ: rank 0 has cuts: None; rank 1 has cuts: 0,1"):
+        TrainingPlan(complete({**SAID, "layout": "pp", "cuts": "0,1" if comm.Get_rank() else None}), comm)
