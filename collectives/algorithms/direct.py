@@ -1,4 +1,4 @@
-"""Direct: each rank exchanges with all its peers in one round, or two (reduce, allreduce); best where latency is low.
+"""Direct: each rank exchanges with all peers, or the root, in one round (reduce, allreduce: two), for low latency.
 
 (The "linear" and "spread-out" algorithms of MPI libraries; reductions combine in rank order.)
 """

@@ -35,6 +35,8 @@ OURS = ["#0b6fbf", "#e07b00", "#2a9d52", "#b5379b", "#8a6d00", "#d1333b", "#5b4f
 SEVERAL = [*OURS, "#7f7f7f", "#00477a", "#f2a65a", "#74c69d", "#e38fd0", "#c9b458", "#ff8a8a", "#a9a3ff"]
 MARKERS = "osD^vPX*"
 MOST_COLUMNS = 3
+WORDS = {"plain": "NumPy arrays", "symmetric": "comm.empty arrays"}  # of values in rows
+LABELS = 24  # names above each other beside a plot
 
 
 @contextmanager
@@ -59,11 +61,12 @@ def _size_axis(axis: Axes, sizes: list[int]) -> None:
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Group rows into lines of the plot, by label: the algorithm, and dtype, memory and mode where rows differ."""
+    """Group rows into lines of the plot, by label: algorithm unless ``auto``; dtype, memory, mode where rows differ."""
     varying = [name for name in ("dtype", "memory", "mode") if len({row.get(name) for row in rows}) > 1]
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["bytes"]):
-        name = " ".join(["Chorus", str(row["algorithm"]), *(str(row.get(field)) for field in varying)])
+        words = [str(row.get(name)) for name in ("algorithm", *varying)]
+        name = ", ".join(["Chorus", *(WORDS.get(word, word) for word in words if word != "auto")])
         lines.setdefault(name, []).append(row)
     return lines
 
@@ -77,7 +80,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
             look: dict[str, Any] = {"color": NATIVE, "lw": 2, "marker": ".", "ms": 7, "label": label, "zorder": 3}
             times.plot(*zip(*natives, strict=True), dash, **look)
     for i, (name, line) in enumerate(_series(rows).items()):
-        width, order = (2.2, 4) if " auto" in name else (1.4, 2)
+        width, order = (2.2, 4) if line[0]["algorithm"] == "auto" else (1.4, 2)
         look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5, "lw": width}
         times.plot([row["bytes"] for row in line], [row["ours_us"] for row in line], label=name, zorder=order, **look)
         if against := [(row["bytes"], row["ratio"]) for row in line if row["ratio"] is not None]:
@@ -98,7 +101,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     ratios.set_ylim(low := min(low, 0.45), max(1.15 * high, 2.2))
     ratios.axhspan(low, 1, color="#2a9d52", alpha=0.08, lw=0, zorder=0)
     ratios.axhline(1, color=NATIVE, lw=1.2, ls="--", zorder=1)
-    ratios.text(0.99, 0.04, "ours is faster", transform=ratios.transAxes, ha="right", fontsize=8.5, color="#2a7d45")
+    ratios.set_title("below 1 Chorus is faster", loc="right", fontsize=8.5, fontweight="normal", color="#2a7d45")
     ratios.set_xlabel("message size (bytes)")
 
 
@@ -123,28 +126,51 @@ def plot_race(path: Path, report: Report) -> None:
             _race(times, ratios, collective, rows)
             if column == 0:
                 times.set_ylabel("median latency (slowest rank)")
-                ratios.set_ylabel("ours / native")
+                ratios.set_ylabel("Chorus / MPI")
 
 
 def _scale(axis: Axes, rows: list[Any], along: str) -> None:
     """Plot predicted times of each algorithm against `along`, "size" (ranks) or "nbytes"; hollow: by formula."""
+    ends: list[tuple[float, str, str]] = []  # last time, label and color of each line
     for i, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
         line = [row for row in rows if row.algorithm == name]
         at, times = [getattr(row, along) for row in line], [row.seconds * 1e6 for row in line]
         color, marker = SEVERAL[i % len(SEVERAL)], MARKERS[i % len(MARKERS)]
-        axis.plot(at, times, color=color, lw=1.5, label=name)
+        axis.plot(at, times, color=color, lw=1.5)
         for x, y, row in zip(at, times, line, strict=True):
-            axis.plot(x, y, marker, color=color, mfc=color if row.simulated else "white", ms=5)
+            axis.plot(x, y, marker, color=color, mfc=color if row.simulated else "white", ms=4)
+        ends.append((times[-1], name, color))
     bounds = {getattr(row, along): row.bound * 1e6 for row in rows}
-    axis.plot(list(bounds), list(bounds.values()), "--", color=NATIVE, lw=1.3, label="lower bound", zorder=1)
+    axis.plot(list(bounds), list(bounds.values()), "--", color=NATIVE, lw=1.3, zorder=1)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda us, _: format_time(us / 1e6)))
     _size_axis(axis, sorted(bounds))
+    _label_ends(axis, max(bounds), [*ends, (bounds[max(bounds)], "lower bound", NATIVE)])
+
+
+def _label_ends(axis: Axes, last: float, ends: list[tuple[float, str, str]]) -> None:
+    """Write labels beside the lines that end at (`last`, y), moved up or down where they would overlap.
+
+    `ends` has (y, label, color) of each line; the y-axis is logarithmic.
+    """
+    low, high = map(math.log10, axis.get_ylim())
+    ends = sorted(ends)
+    heights = [(math.log10(y) - low) / (high - low) for y, *_ in ends]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + 1 / LABELS)
+    top = 1.0
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], top)
+        top = heights[i] - 1 / LABELS
+    for (y, label, color), height in zip(ends, heights, strict=True):
+        look: dict[str, Any] = {"color": color, "fontsize": 8.5, "va": "center", "annotation_clip": False}
+        leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
+        axis.annotate(label, (last, y), (1.05, height), textcoords="axes fraction", arrowprops=leader, **look)
 
 
 def plot_scale(path: Path, title: str, costs: str, across: list[Any], along: list[Any]) -> None:
     """Plot predictions: time against ranks (rows `across`, of one size), and time against size (rows `along`)."""
-    with page(path, 12.5, 5.6, title, f"{costs}; hollow: by formula, the others by playing all ranks") as figure:
+    with page(path, 12.5, 5.6, title, f"{costs}; hollow: by formula, the others by simulating all ranks") as figure:
         left, right = figure.subplots(1, 2)
         _scale(left, across, "size")
         _scale(right, along, "nbytes")
@@ -152,4 +178,3 @@ def plot_scale(path: Path, title: str, costs: str, across: list[Any], along: lis
         left.set_title(f"{format_size(across[0].nbytes)} bytes", loc="left")
         right.set(xlabel="bytes")
         right.set_title(f"{along[0].size} ranks", loc="left")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9)

@@ -66,7 +66,7 @@ def world_size() -> int:
 
 
 def run(main: Callable[[], int], before_exit: Callable[[], None] = lambda: None) -> NoReturn:
-    """Run `main` as the whole program and exit with its result, on every rank.
+    """Run `main` as the whole program on every rank, then `before_exit` after a barrier; exit with `main`'s result.
 
     Ctrl-C ends the process at once and without a traceback, even inside a blocking MPI call. A rank with an exception
     prints it and ends all ranks.

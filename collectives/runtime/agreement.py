@@ -65,7 +65,7 @@ UNKNOWN = MemoryVisibility()
 
 
 def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
-    """Agree if all ranks send from shared memory, and if all are in place; both False without mailboxes. Collective."""
+    """Find out if all ranks send from shared memory, and if all are in place; False without mailboxes. Collective."""
     size = comm.Get_size()
     if node is None or size == 1:
         return UNKNOWN

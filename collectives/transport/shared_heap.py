@@ -15,13 +15,13 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import OutOfMemory
+from collectives.transport.memory_limits import available_memory
 from collectives.transport.reduced import reduced
 
 MOST = 1 << 48
@@ -79,22 +79,6 @@ class _FreeList:
             else:
                 joined.append((low, high))
         self._runs = joined
-
-
-def _available() -> int | None:
-    """Bytes of memory available on this system, or to this container if less; None if unknown."""
-    limits = []
-    try:
-        with open("/proc/meminfo") as lines:
-            limits = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-        group = Path("/sys/fs/cgroup")
-        most, used, kinds = (group.joinpath(f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-        counts = dict(line.split() for line in kinds.splitlines())
-        cached = int(counts["active_file"]) + int(counts["inactive_file"])  # file cache is reclaimable
-        limits.append(int(most) - int(used) + cached)
-    except (OSError, ValueError, KeyError):
-        return min(limits, default=None)  # no limit for this container, or not a system with such files
-    return min(limits)
 
 
 def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
@@ -197,7 +181,7 @@ class SharedHeap:
     def _over_limit(self, nbytes: int) -> str | None:
         """Error message if the bytes of all ranks of the node exceed the available memory, else None. Collective."""
         total = nbytes if self._neighbours is None else reduced(self._neighbours, min(nbytes, MOST))
-        available = _available()
+        available = available_memory()
         if available is None or total <= available or not nbytes:
             return None
         return f"its node has {available} bytes left, and {total} are requested"

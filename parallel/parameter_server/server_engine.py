@@ -245,7 +245,10 @@ class ParameterServer(BaseEngine):
         self._role.load(state["steps"], state["updates"])
 
     def close(self) -> None:
-        """Free all resources but a bus with messages in flight. A server in chains waits until no rank needs it."""
+        """Free all resources, parameter values too; the bus not if messages may be in flight, nor if fault-tolerant.
+
+        With replicas, or fault-tolerant, a server first serves until no rank needs it, unless the engine has failed.
+        """
         if self._is_closed:
             return
         self._is_closed = True

@@ -36,6 +36,7 @@ class ServerLoop:
         self._bus, self.store, self._rule, self.order = bus, store, rule, order
         self._workers, self._servers, self._here = list(workers), list(servers), here
         self._peers = [rank for rank in (*workers, *servers) if rank != servers[here]]
+        self._gone: set[int] = set()  # dead workers
         self.begin(0)
         self.gaps: Counter[int] = Counter()  # reads by gap between the reader's clock and the slowest worker's
         self.applied: Counter[int] = Counter()  # applied pushes by key
@@ -44,7 +45,6 @@ class ServerLoop:
         self.stop_requested = False
         self.problem: str | None = None  # reason of this rank's failure; empty if another rank failed
         self._over: set[int] = set()  # ranks that have sent their last message
-        self._gone: set[int] = set()  # dead workers
         self._latest: dict[int, int] = {}  # ticket of the last DRAW or REST by worker
         self._drawn: dict[int, ServerMessage] = {}  # last answer to a DRAW by worker
         self._resting: dict[int, Envelope] = {}  # REST by worker
@@ -52,7 +52,7 @@ class ServerLoop:
 
     def begin(self, steps: int) -> None:
         """Reset clocks and work assignment as if all workers had made `steps` steps; weights and statistics stay."""
-        self.clocks = [steps] * len(self._workers)
+        self.clocks = [GONE if worker in self._gone else steps for worker in self._workers]
         self.work = WorkAssignment(len(self._workers), steps)  # used on the first server only
         self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
         self.store.applied = steps

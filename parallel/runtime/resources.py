@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.transport.memory_limits import ControlGroup, control_groups
 from parallel.runtime.collective_errors import raise_on_all
 from parallel.runtime.vector_memory import namespace
 
@@ -63,27 +63,13 @@ def node_memory() -> int:
         return 0
 
 
-def container_limits(
-    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> dict[Hashable, int]:
-    """Memory limits, in bytes, of the Linux control groups of this process: its own and their parents.
-
-    The keys are the same in all processes of a group. Reads ``memory.max`` (version 2) and ``memory.limit_in_bytes``
-    (version 1); a file that cannot be read is no limit.
-    """
+def container_limits(groups: Iterable[ControlGroup]) -> dict[Hashable, int]:
+    """Memory limits of control groups in bytes; the keys are the same in all processes of a group."""
     limits: dict[Hashable, int] = {}
-    with suppress(OSError, ValueError):
-        for line in groups.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            own = PurePosixPath(path.lstrip("/"))
-            for group in (own, *own.parents):  # in a container, a path as the host sees it may exist in part only
-                name = "memory/{}/memory.limit_in_bytes" if controllers else "{}/memory.max"
-                file = mount / name.format(group)
-                with suppress(OSError, ValueError):  # ValueError: "max"
-                    found = file.stat()
-                    limits[found.st_dev, found.st_ino] = int(file.read_text())
+    for group in groups:
+        with suppress(OSError, ValueError):
+            found = group.folder.stat()
+            limits[found.st_dev, found.st_ino] = group.limit
     return limits
 
 
@@ -92,7 +78,7 @@ def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
 
     Limits of control groups (containers, jobs) apply to the ranks of the same group.
     """
-    mine, limits = sum(kinds.values()), {"node": node_memory() or math.inf} | container_limits()
+    mine, limits = sum(kinds.values()), {"node": node_memory() or math.inf} | container_limits(control_groups())
     with _node(comm) as node:
         ranks = node.allgather((mine, frozenset(limits)))
     problem = None

@@ -49,7 +49,7 @@ PRESETS = {
 
 
 def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantSpec:
-    """Spec of linear codes in groups along the last axis: the usual choice for weights and communication.
+    """Spec of codes, linear by default, in groups along the last axis: the usual one for weights and communication.
 
     >>> grouped(8, 128).bits_per_element
     8.125

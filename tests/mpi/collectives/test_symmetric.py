@@ -249,7 +249,7 @@ def test_where_there_is_little_segments_are_not_generous(own, monkeypatch):
     own.empty(40 << 20, "u1")
     kept = own.empty(30 << 20, "u1")
     little = 12 << 20
-    monkeypatch.setattr(shared_heap, "_available", lambda: little * own.Get_size())
+    monkeypatch.setattr(shared_heap, "available_memory", lambda: little * own.Get_size())
     assert summed(own, own.empty(11 << 20, "u1")) and summed(own, own.empty(11 << 20, "u1"))
     with pytest.raises(OutOfMemory, match="bytes left"):
         own.empty(50 << 20, "u1")

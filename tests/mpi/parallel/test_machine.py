@@ -74,7 +74,7 @@ def test_the_memory_of_a_container_is_that_of_its_ranks(monkeypatch, world):
         ({"one": 1000 * world.size}, True),
         ({"one": 999}, False),
     ):
-        monkeypatch.setattr(resources, "container_limits", lambda limits=limits: limits)
+        monkeypatch.setattr(resources, "container_limits", lambda groups, limits=limits: limits)
         if enough:
             resources.check_memory(world, {"gradients": 1000})
         else:

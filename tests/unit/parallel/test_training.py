@@ -10,6 +10,7 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.transport.memory_limits import control_groups
 from parallel.checkpoint import step_folders
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.data.datasets import ArrayDataset
@@ -74,16 +75,16 @@ def test_too_large_for_the_machine(monkeypatch):
 def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, line, mount, name, unlimited):
     """The least limit of a process's groups counts; what cannot be read is no limit."""
     groups, job = tmp_path / "groups", tmp_path / mount / "job"
-    assert resources.container_limits(groups, tmp_path) == {}
+    assert resources.container_limits(control_groups(groups, tmp_path)) == {}
     groups.write_text(f"7:cpu:/job/step/cpu\n{line}\n")
     (job / "step").mkdir(parents=True)
-    assert resources.container_limits(groups, tmp_path) == {}
+    assert resources.container_limits(control_groups(groups, tmp_path)) == {}
     (job / "step" / name).write_text(unlimited)
     (job / name).write_text("100000\n")
     (job.parent / name).write_text("200000\n")
-    found = resources.container_limits(groups, tmp_path)
+    found = resources.container_limits(control_groups(groups, tmp_path))
     assert sorted(found.values())[:2] == [100_000, 200_000]
-    monkeypatch.setattr(resources, "container_limits", lambda: found)
+    monkeypatch.setattr(resources, "container_limits", lambda groups: found)
     resources.check_memory(MPI.COMM_SELF, {"parameters": 100_000})
     with pytest.raises(ValueError, match=r"it needs 100 kB \(.*\), and the container has 100 kB; a smaller"):
         resources.check_memory(MPI.COMM_SELF, {"parameters": 100_001})

@@ -1,0 +1,57 @@
+"""Memory that this process may use: of the system, and of the Linux control groups of containers and batch jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+GROUPS = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+
+
+class ControlGroup(NamedTuple):
+    """Control group with a memory limit: its folder, and the files in it with the limit and the bytes in use."""
+
+    folder: Path
+    limit_file: str
+    use_file: str
+
+    @property
+    def limit(self) -> int:
+        """Bytes; OSError if the file cannot be read, ValueError if there is no limit."""
+        return int((self.folder / self.limit_file).read_text())
+
+    def available(self) -> int:
+        """Bytes below the limit, with those of the file cache, which the kernel can reclaim. Errors as of `limit`."""
+        counts = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        cached = sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in ("active_file", "inactive_file"))
+        return self.limit - int((self.folder / self.use_file).read_text()) + cached
+
+
+def control_groups(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[ControlGroup]:
+    """Yield the possible memory control groups of this process, of versions 1 and 2: its own and their parents.
+
+    In a container a path is as the host sees it, so that only some of the folders exist.
+    """
+    with suppress(OSError, ValueError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own = PurePosixPath(path.lstrip("/"))
+            for group in (own, *own.parents):
+                if controllers == "memory":
+                    yield ControlGroup(mount / "memory" / group, "memory.limit_in_bytes", "memory.usage_in_bytes")
+                elif not controllers:
+                    yield ControlGroup(mount / group, "memory.max", "memory.current")
+
+
+def available_memory() -> int | None:
+    """Bytes available on this system, or in a control group of this process if less; None if unknown."""
+    found = []
+    with suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    for group in control_groups():
+        with suppress(OSError, ValueError):
+            found.append(group.available())
+    return min(found, default=None)
