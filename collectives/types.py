@@ -1,7 +1,5 @@
 """Types that several layers share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

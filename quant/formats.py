@@ -3,8 +3,6 @@
 Values and rounding equal those of ml_dtypes (tested for every value).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

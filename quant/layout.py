@@ -3,8 +3,6 @@
 Parts are sorted by decreasing item size, so that all are aligned.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ byte come from elements 32 w/8 apart: byte j of a block of nibbles holds code j 
 upper half, as in ggml's Q4_0. The codes after the last full block are a stream of bits, least significant first.
 """
 
-from __future__ import annotations
-
 BLOCK = 32
 """Codes per block."""
 

@@ -1,7 +1,5 @@
 """Quantisation of an array: ranges of groups, scales, their rounding to a storage format, codes."""
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choice of one option per layer with the least loss within a budget: a multiple-choice knapsack."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

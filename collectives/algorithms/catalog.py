@@ -3,8 +3,6 @@
 A new algorithm is one generator and one line here. The proof of every entry compares its formulas with the schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache

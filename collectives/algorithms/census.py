@@ -14,8 +14,6 @@ Terms held by rank 0 of 6, p-1 = 5 = 101 in binary::
 (Bar-Noy, Kipnis, Schieber 1993, "An optimal algorithm for computing census functions in message-passing systems".)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ Broadcast of segments a b c from rank 0 of 4::
 (Chan et al. 2007, section 5.3; chain and pipeline in Open MPI's coll/base.)
 """
 
-from __future__ import annotations
-
 from collectives.schedule.steps import Recv, Rounds, Send, span
 from collectives.schedule.transforms import reverse
 

@@ -10,8 +10,6 @@ Allgather on 5 ranks, blocks held after every round::
 (Bruck, Ho, Kipnis, Upfal, Weathersby 1997, section 4; Traff 2024 for the reversal.)
 """
 
-from __future__ import annotations
-
 from collectives.schedule.steps import Recv, Rounds, Send, cyclic
 from collectives.schedule.transforms import reverse
 

@@ -3,8 +3,6 @@
 (The "linear" and "spread-out" algorithms of MPI libraries; reductions combine in rank order.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from collectives.schedule.steps import Recv, RecvReduce, Rounds, Send, Step, one, span

@@ -1,7 +1,5 @@
 """Dissemination barrier, for any number of ranks: each round doubles the ranks that a rank knows to have entered."""
 
-from __future__ import annotations
-
 from collectives.schedule.steps import NOTHING, Recv, Rounds, Send
 
 

@@ -13,8 +13,6 @@ Costs are for N nodes of M ranks, with h = ceil(log2 N) + ceil(log2 M).
 (Traff, Hunold 2020, "Decomposing MPI collectives for exploiting multi-lane communication".)
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial

@@ -12,8 +12,6 @@ Costs are for N nodes of M ranks, with qN = ceil(log2 N) and qM = ceil(log2 M).
 (Karonis, de Supinski, Foster, Gropp, Lusk, Bresnahan 2000, "Exploiting hierarchy in parallel computer networks".)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain, repeat
 from typing import NamedTuple

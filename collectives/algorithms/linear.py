@@ -3,8 +3,6 @@
 A rank that waits has empty rounds, so that the rounds of all ranks are aligned and can be pipelined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from collectives.schedule.steps import NOTHING, Recv, RecvReduce, Rounds, Send, Step, one, span

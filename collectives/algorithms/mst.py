@@ -10,8 +10,6 @@ The halves are neighbours in rank order, so the reversed trees reduce in rank or
 Purkayastha, van de Geijn 2007, sections 4.1 and 5.1: the MST algorithms.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

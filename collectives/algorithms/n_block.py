@@ -13,8 +13,6 @@ rounds and has received every block before it sends it. Blocks 0 1 2 from rank 0
 (Traff 2024, "Optimal Broadcast Schedules in Logarithmic Time", arXiv 2407.18004.)
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from collectives.schedule.steps import Recv, Round, Rounds, Send, one

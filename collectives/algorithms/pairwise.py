@@ -3,8 +3,6 @@
 (Bruck et al. 1997, section 3; Thakur, Rabenseifner, Gropp 2005, section 4.2.)
 """
 
-from __future__ import annotations
-
 from collectives.schedule.steps import Recv, Rounds, Send, one, scattered
 
 

@@ -14,8 +14,6 @@ Allreduce on 5 ranks, a letter per rank::
 (Thakur, Rabenseifner, Gropp 2005, section 4.4.)
 """
 
-from __future__ import annotations
-
 from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, span
 
 

@@ -12,8 +12,6 @@ Reduce-scatter on 3 ranks; ``a1`` is chunk a of rank 1::
 (Chan et al. 2007, section 4.2, bucket algorithms; Patarasu and Yuan 2009.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from collectives.algorithms import mst

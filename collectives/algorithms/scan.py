@@ -3,8 +3,6 @@
 (Hillis and Steele 1986; Open MPI and MPICH do the same in recursive doubling.)
 """
 
-from __future__ import annotations
-
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
 
 

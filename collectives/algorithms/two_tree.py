@@ -11,8 +11,6 @@ and sends one of them twice: no link is idle in either direction. 7 ranks, root 
 (Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import lru_cache
 

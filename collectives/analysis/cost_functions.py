@@ -10,8 +10,6 @@ longer for either: the cost is then `SharedCardCost`. All functions here take nu
 (6.0, 28.0, 2.5)
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Text drawings of schedules (messages by round and rank) and of the semantics of collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from collectives.schedule import semantics

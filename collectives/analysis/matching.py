@@ -4,8 +4,6 @@ Messages match as in MPI, in order per pair of ranks, and sends wait for their r
 is free of it in any MPI.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Proof of schedules: all ranks run in one process with symbols; a chunk's value is the tuple of its terms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

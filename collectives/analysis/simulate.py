@@ -3,8 +3,6 @@
 The costs of messages and of combining are those of the network, see `cost_functions`; copies cost nothing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush

@@ -7,8 +7,6 @@ their two ranks is there; the others queue for their ports as in `simulate.price
 bit, for the same network whose messages cost something.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush

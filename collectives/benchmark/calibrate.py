@@ -5,8 +5,6 @@ place a message each way, and an allreduce by recursive doubling one each way th
 that is raced, and as in the race: new data before every call, the slowest rank's time counts.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain

@@ -5,8 +5,6 @@ Element j of rank r's input is ``(j + 3 r) mod M + s``: a small integer, so that
 three values and changes before every call, so neither stale data nor the results of another contestant can pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple

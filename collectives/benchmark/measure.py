@@ -1,7 +1,5 @@
 """One measurement: Chorus's algorithms and the MPI library's own collective at one size, timed in turns."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product

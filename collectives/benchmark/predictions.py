@@ -1,7 +1,5 @@
 """Predicted times of algorithms at any number of ranks: simulated, or by formula where simulation is too slow."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Plots of benchmark results against the MPI library, and of predicted times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Quartiles of samples, writing of JSON reports, and checks that files can be written."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

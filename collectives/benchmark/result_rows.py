@@ -1,7 +1,5 @@
 """Result rows: JSON fields of one measured configuration, its bandwidths, and merging of several launches."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

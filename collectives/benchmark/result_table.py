@@ -1,7 +1,5 @@
 """Result rows as a text table: columns as in OSU's and nccl-tests' output, and the MPI's own time beside ours."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence

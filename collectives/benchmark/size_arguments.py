@@ -1,7 +1,5 @@
 """Parsing and formatting of message sizes, such as ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``, and of times."""
 
-from __future__ import annotations
-
 import argparse
 import re
 

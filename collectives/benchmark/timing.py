@@ -1,7 +1,5 @@
 """Timing of implementations against each other, in turns; a call's latency is the slowest rank's time."""
 
-from __future__ import annotations
-
 import gc
 import random
 import time

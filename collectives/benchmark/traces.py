@@ -3,8 +3,6 @@
 (Google, "Trace Event Format"; ui.perfetto.dev opens it.)
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence

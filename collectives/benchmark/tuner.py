@@ -1,7 +1,5 @@
 """Tuner: measurement of transport costs, candidate algorithms, their timing, and elimination of slow ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial

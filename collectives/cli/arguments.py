@@ -1,7 +1,5 @@
 """Argument types for argparse, and checks, that several programs share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec

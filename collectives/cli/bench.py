@@ -6,8 +6,6 @@ Several launches are better evidence than a long one: write each with --json,
 then join them with --merge a.json b.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable, Iterator

@@ -8,8 +8,6 @@ norm of the error over the norm of the sum; `forecast` is the time expected befo
 is below the time expected of a plain sum.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import defaultdict

@@ -5,8 +5,6 @@
 The documentation site has this page; it is generated when the site is built.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

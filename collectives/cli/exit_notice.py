@@ -5,8 +5,6 @@ shell in a session of its own, which the launcher does not know: it reads the cu
 if the pipe ends without an empty line.
 """
 
-from __future__ import annotations
-
 import subprocess
 from contextlib import suppress
 from typing import Self, TextIO

@@ -11,8 +11,6 @@ is shown, with the stacks of a hang. Runs under the MPI of this Python's environ
 status 1 after a fault.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -6,8 +6,6 @@ Each size is measured for NumPy arrays, for CuPy arrays staged in host memory, a
 --direct, for CuPy arrays passed to MPI. Times are medians of the slowest rank; results are checked once.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

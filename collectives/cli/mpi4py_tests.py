@@ -9,8 +9,6 @@ more on the MPI's own communicators: tests that fail there too are shown and do 
 with reasons, are the tables of collectives/conformance/test_files.py. Ends with status 1 if a test fails.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

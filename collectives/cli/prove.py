@@ -7,8 +7,6 @@ proved when it is pipelined over 2 and 3 segments, and those that depend on the 
 and unequal nodes, in order and interleaved. Ends with a status other than 0 at the first fault.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

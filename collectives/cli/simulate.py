@@ -8,8 +8,6 @@ n gamma; ranks of a node share its card. Rows marked "formula" have too many mes
 The root is rank 0. Pictures need matplotlib (the extra "plot").
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

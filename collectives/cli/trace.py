@@ -6,8 +6,6 @@ The beginning and end of each step of the program are recorded on every rank, on
 a message's round trip.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from itertools import chain

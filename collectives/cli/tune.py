@@ -8,8 +8,6 @@ Each number of ranks, and each way to place them on nodes, is measured by a laun
 file per machine and MPI. An interrupted launch keeps its measurements.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ one scale is given in steps of the shared scale: each of p terms is wrong by ste
 a real run; only messages are copies. The exit code is 1 if a sum is more than a tenth off its law.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

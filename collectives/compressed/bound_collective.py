@@ -1,7 +1,5 @@
 """Base of compressed collectives, which are bound to vectors of one length."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Self

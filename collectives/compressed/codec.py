@@ -1,7 +1,5 @@
 """Codecs: encoding of float32 vectors as bytes, and decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -4,8 +4,6 @@ Encoding pays where bytes are expensive: over a network, hardly ever within a no
 bytes a second as it encodes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """All-to-all of encoded blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from numbers import Integral
 

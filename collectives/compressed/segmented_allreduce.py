@@ -1,7 +1,5 @@
 """Compressed allreduces by segments, which overlap encoding with messages, and between the leaders of nodes only."""
 
-from __future__ import annotations
-
 import numpy as np
 from mpi4py import MPI
 

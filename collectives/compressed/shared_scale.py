@@ -1,7 +1,5 @@
 """Allreduce of float32 vectors quantised to integers with a scale shared by all ranks, whose sums are exact."""
 
-from __future__ import annotations
-
 from numbers import Integral
 
 import numpy as np

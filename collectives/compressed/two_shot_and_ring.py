@@ -1,7 +1,5 @@
 """Compressed allreduces over all ranks, regardless of nodes: two-shot and ring."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Programs run on several ranks under mpiexec, killed after a time limit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

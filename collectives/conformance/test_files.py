@@ -1,7 +1,5 @@
 """mpi4py's test files that concern communicators, and the few cases among them that are left out, with the reason."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Runs the tests that FOLDER/known does not name. Writes a line of JSON at the sta
 FOLDER/rank-N. A test that takes longer than SECONDS ends the process with the stacks of its threads in FOLDER/stack-N.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import sys

@@ -1,7 +1,5 @@
 """Random collective call on one rank: arrays with random contents, passed in various argument forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any

@@ -7,8 +7,6 @@ the process with the stacks of all threads in FOLDER/stack-N; an error ends it a
 it.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Random sequences of steps, each drawn from (seed, thread, number) alone, so that a part can run without the rest."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import NamedTuple
 

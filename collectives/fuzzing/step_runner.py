@@ -1,7 +1,5 @@
 """Runner of random steps on one rank, on mpi4py's communicators or on ours, that records their results."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from random import Random

@@ -1,7 +1,5 @@
 """Agreement of all ranks: argument errors, node numbers, and a persistent request's memory and mailbox channel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import index
 from typing import NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Choice of a call's algorithm: as named by the user, or by the selector for ``algorithm="auto"``."""
 
-from __future__ import annotations
-
 from operator import index
 from typing import Any
 

@@ -4,8 +4,6 @@ Binding walks the schedule once and resolves the location of every chunk at ever
 reads the user's send buffer, results go to the receive buffer, and to scratch memory where a chunk is only forwarded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter

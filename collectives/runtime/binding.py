@@ -1,7 +1,5 @@
 """Binding of a collective call: its schedule, chunk locations in memory, staging copies, and the resulting program."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial

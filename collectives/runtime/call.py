@@ -4,8 +4,6 @@ Functions named after collectives take the arguments of mpi4py's method, validat
 return a `Call`. Lengths are bytes where data is only moved, so that ranks may describe it differently, else elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from itertools import accumulate
 from math import isqrt

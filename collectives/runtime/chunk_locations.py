@@ -1,7 +1,5 @@
 """Memory location of every chunk during a task, and the way in which each round receives what it reduces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple

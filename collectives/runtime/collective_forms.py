@@ -4,8 +4,6 @@ The methods are generated as source, as `dataclasses` does: a blocking call of a
 wrapper that forwards ``*args`` would cost a tenth of that.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from itertools import product

@@ -3,8 +3,6 @@
 Messages of different communicators cannot match: each has a duplicate of its MPI communicator and mailboxes of its own.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress

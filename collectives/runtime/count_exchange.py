@@ -1,7 +1,5 @@
 """Exchange of block lengths before collectives in which ranks forward blocks of unknown length (v-forms)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Every rank sends all others a record of its call and its source line, or of the 
 ranks raise the same error if two records differ. Without it, such calls would deadlock or corrupt data.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

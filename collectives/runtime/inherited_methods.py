@@ -11,8 +11,6 @@ own. While any request is active
   receives the messages of these reductions with ``MPI_Mprobe``, in which MPICH admits no other thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, wraps
 from inspect import signature

@@ -4,8 +4,6 @@ They use the private communicator of Chorus. Data that is only moved is passed a
 differently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Small blocking calls are copied through eager buffers; larger ones are bound to the user's memory without extra copies.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence

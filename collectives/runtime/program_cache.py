@@ -4,8 +4,6 @@ A repeated blocking call is found by the name, operation, root, algorithm and se
 dtype if its data passes through buffers of the program, and also by address if the program reads the user's memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias

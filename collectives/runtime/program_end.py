@@ -6,8 +6,6 @@ MPI_Abort in place of MPI_Finalize where an abort status was set (``python -m mp
 every program that imports this package.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

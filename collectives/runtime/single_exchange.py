@@ -1,7 +1,5 @@
 """Recognise schedules of at most one send, one receive and one copy, and compile them to one function."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ ranks, chunk ``s * p + d`` travels from s to d. Cut in segments, a vector has ch
 block ``b`` becomes the chunks from ``b * parts`` on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 

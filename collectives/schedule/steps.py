@@ -9,8 +9,6 @@ A chunk is a number, never bytes: chunk ``c`` of ``C`` is the c-th part of the v
 scratch: chunk ``k * C + c`` lies in the k-th spare copy of the vector and is as long as chunk ``c``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 

@@ -1,7 +1,5 @@
 """Placement of ranks on nodes: the node number of every rank, nodes numbered in order of first appearance."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Transforms of schedules: reversal, segmentation with pipelining, embedding in a subset of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ It uses only what is equal on all ranks: the traits of the call, the number of r
 all ranks received from rank 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Files are per machine type and MPI library, in the user's cache directory. A fil
 left unchanged; nothing in it can make a program fail.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

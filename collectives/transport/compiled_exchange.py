@@ -4,8 +4,6 @@ It follows the mailbox protocol of the Python code exactly, so ranks with and wi
 loaded with acquire and stored with release, on every processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Cross-memory attach: read the memory of another process of the node with one copy (process_vm_readv)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from contextlib import suppress

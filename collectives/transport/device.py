@@ -4,8 +4,6 @@ MPI has no standard query. Open MPI, MPICH and their derivatives have ``MPIX_Que
 ``MPIX_GPU_query_support``. The wheels of mpi4py export neither, so the loaded MPI library is called through ctypes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -3,8 +3,6 @@
 # mypy: ignore-errors
 # Types of compiled functions are not those of Python.
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from platform import machine
 from threading import Lock

@@ -13,8 +13,6 @@ in order, so the flag needs no fence there. On others a fence (`MPI.Win.Sync`) r
 found set, and before it is acknowledged.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections import deque

@@ -1,7 +1,5 @@
 """Memory that this process may use: of the system, and of the Linux control groups of containers and batch jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath

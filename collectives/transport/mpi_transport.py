@@ -1,7 +1,5 @@
 """Transports over MPI point-to-point messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ anonymous file vanishes with the last process that maps it, however that ends. W
 may not map each other's, the heap returns ordinary memory: everything works, with one more copy.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -13,8 +13,6 @@ A message that finds no free slot queues. A rank that waits sends its queued mes
 arrival, and drives MPI progress, so that no rank waits with work left that others need.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial

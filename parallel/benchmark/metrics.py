@@ -3,8 +3,6 @@
 The file has complete lines only: a write is of whole lines, and what a full disk cuts is removed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Output of training programs: loss, score and speed as text, and a trace file of profiled steps."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from pathlib import Path

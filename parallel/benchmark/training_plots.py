@@ -1,7 +1,5 @@
 """Plots of training (learning curves, steps of parameter-server workers, regret, replicas) and of quantised models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

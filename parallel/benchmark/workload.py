@@ -1,7 +1,5 @@
 """Workload of a training benchmark: command-line options, data and batches, and the loop that times contestants."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -13,8 +13,6 @@ renames when everything is on the disk. So a folder with a checkpoint's name is 
 folder that begins with a dot, which the next checkpoint removes (`parallel.checkpoint.step_folders`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

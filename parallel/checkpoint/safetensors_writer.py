@@ -4,8 +4,6 @@ The format (https://github.com/huggingface/safetensors): eight bytes with the le
 JSON with the place of every tensor, and the tensors, row by row.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

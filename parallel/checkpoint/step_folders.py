@@ -5,8 +5,6 @@ files. A folder is locked while it is written or removed, so that other processe
 process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Slices of weights and optimizer state that ranks hold, and the assignment of whole tensors to writing ranks."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

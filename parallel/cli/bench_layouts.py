@@ -7,8 +7,6 @@ Two contestants that are no layouts give the bound: `alone` makes the same steps
 cannot take less than both together where a rank's own cores move its messages.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

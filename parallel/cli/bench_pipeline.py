@@ -10,8 +10,6 @@ do nothing at all show the runner's own time per action.
 Exit status 1 if an idle share is more than 10 % off, or an action takes 30 microseconds or more.
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any

@@ -8,8 +8,6 @@ all weights have arrived. The plain messages are as many and as long; the plain 
 sides take turns, and medians are printed. Exit status 1 if a ratio is below 0.8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 

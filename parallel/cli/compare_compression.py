@@ -8,8 +8,6 @@ and the order of samples. `apart` is the mean difference to the first one, seed 
 first one over its seeds: a difference within 1 is no larger than that of another seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace

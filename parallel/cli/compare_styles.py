@@ -6,8 +6,6 @@ Settings are those of `chorus train` for the data and model. The distance is the
 distances to their mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

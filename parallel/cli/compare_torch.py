@@ -6,8 +6,6 @@ Same first weights, batches and threads, float32 and AdamW. First the gradients 
 in turns of a few steps, never at the same time. Needs PyTorch (the extra "torch").
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec

@@ -8,8 +8,6 @@ an order that is independent of the number of ranks. All ranks have the same wei
 Without scikit-learn, which holds the digits, the task is a made-up one.
 """
 
-from __future__ import annotations
-
 import time
 from importlib.util import find_spec
 from itertools import product

@@ -10,8 +10,6 @@ Several are drawn below each other, and below them the last step of a measured t
 one process; pictures need matplotlib (the extra "plot").
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from fractions import Fraction

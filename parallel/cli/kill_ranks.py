@@ -8,8 +8,6 @@ training must end with as many updates as an undisturbed one, with about the sam
 later than the slowest undisturbed one. A training that ended before its rank could be killed is repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

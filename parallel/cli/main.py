@@ -4,8 +4,6 @@ Imports no MPI before it has to: a process that has initialised MPI cannot becom
 while MPI starts.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

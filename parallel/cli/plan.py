@@ -8,8 +8,6 @@ Options and defaults are those of `chorus train`. A pipeline measures the units 
 would; nothing is written.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from mpi4py import MPI

@@ -3,8 +3,6 @@
 Imports the standard library only: it is read before MPI starts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

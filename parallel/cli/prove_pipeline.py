@@ -7,8 +7,6 @@ once, messages keep their order, and weights are used only after their update. I
 formulas exactly wherever these hold. Runs in --jobs processes of one machine; exit status 1 at the first fault.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -9,8 +9,6 @@ Several ranks share the samples of the calibration and the layers. Any checkpoin
 layout wrote it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import partial

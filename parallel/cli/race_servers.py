@@ -7,8 +7,6 @@ The first rank is the server. Every part of a step takes 0.03 seconds longer, on
 status 1 if the first rule is bsp, and an asynchronous one takes more than 0.7 times its seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple

@@ -8,8 +8,6 @@ Options that are not given come from the resumed checkpoint, else from defaults 
 a training with a checkpoint, if --checkpoint names a folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

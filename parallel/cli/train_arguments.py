@@ -1,7 +1,5 @@
 """Command-line options of `chorus train` and `chorus plan`."""
 
-from __future__ import annotations
-
 import argparse
 from importlib.util import find_spec
 from pathlib import Path

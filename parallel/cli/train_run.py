@@ -1,7 +1,5 @@
 """Training loop of `chorus train`: progress bar, metrics file, checkpoints, learning curve and trace."""
 
-from __future__ import annotations
-
 import argparse
 import resource
 import signal

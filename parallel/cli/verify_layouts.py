@@ -8,8 +8,6 @@ same micro-batches and global batch; its last checkpoint, weights and optimiser 
 model's first line. Where they differ, the first different tensor is named. Exit status 1 if any differs or fails.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -15,8 +15,6 @@ the ball. Rates change between steps, not within one, and lag behind sigma / sqr
 first rank is the server. Exit status 1 if a regret is above its bound, or weights left the ball.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -5,8 +5,6 @@ deaths (in `MPI_Init`, in a first collective). The watchdog terminates the launc
 Needs Linux's /proc; does nothing elsewhere. Imports no MPI, since it watches while MPI starts.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

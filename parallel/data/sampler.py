@@ -4,8 +4,6 @@ Neither depends on the number of ranks. A layout assigns micro-batches by number
 draw them as they become ready (`WorkQueue`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

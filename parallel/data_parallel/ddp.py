@@ -5,8 +5,6 @@ A bucket is complete when the backward has left all units that use it: within a 
 number of times. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Compressed gradient reduction with error feedback: the compression error of a step is added to the next gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

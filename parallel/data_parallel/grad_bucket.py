@@ -3,8 +3,6 @@
 A bucket accumulates the gradients of one rank; `parallel.data_parallel.reducers` sums buckets over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Table of data-parallel layouts (DDP, ZeRO): gradient reduction, parameter storage, assignment of micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Naive data parallelism: the reference implementation that tests compare the engines with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

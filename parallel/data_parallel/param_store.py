@@ -1,7 +1,5 @@
 """Parameter storage: replicated, or sharded and gathered on use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mpi4py import MPI

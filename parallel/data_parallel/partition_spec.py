@@ -1,7 +1,5 @@
 """Partition of a model's flat parameter vector, from shapes and settings alone. Imports no MPI, allocates nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -8,8 +8,6 @@ Sharded reducers exchange after every micro-batch and keep this rank's part of t
 be reused: begin; begin_backward, exchange for each turn; finalize.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple

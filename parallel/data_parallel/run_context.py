@@ -1,7 +1,5 @@
 """Objects that the parts of a training engine share: partition, communicator, allocator, profiler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

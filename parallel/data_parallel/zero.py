@@ -4,8 +4,6 @@ Stage 1 divides the optimizer state, stage 2 the gradients as well, stage 3 the 
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """Base class of decentralised averaging algorithms ("styles"), and local SGD."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ the mean if p is a power of two. (Assran, Loizou, Ballas, Rabbat, "Stochastic Gr
 Learning", ICML 2019: algorithm 1 with one peer; with `tau` algorithm 2, in which messages may be late.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,8 +10,6 @@ the same groups. Then push-sum masses (`push_sum`) give every rank's step equal 
 their group's mass, and twins have halves.
 """
 
-from __future__ import annotations
-
 from math import prod, sqrt
 
 from mpi4py import MPI

@@ -5,8 +5,6 @@ lost. (Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing 
 2011.) Ranks synchronise only to evaluate, to save and to end.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

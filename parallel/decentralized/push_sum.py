@@ -7,8 +7,6 @@ FOCS 2003; with gradients: Nedic and Olshevsky, "Stochastic Gradient-Push for St
 Directed Graphs", TAC 2016.)
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from quant.types import Array

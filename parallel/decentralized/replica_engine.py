@@ -1,7 +1,5 @@
 """Engine of decentralised training: each rank trains its own replica, then exchanges weights by an averaging style."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """Table of decentralised averaging styles: constructors, supported options and precisions, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Training step of all synchronous engines: synchronise, forward, backward, sum of gradients, update."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

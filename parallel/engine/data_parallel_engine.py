@@ -1,7 +1,5 @@
 """Data-parallel engine (DDP, ZeRO): forward and backward unit by unit, gradient sum over the ranks, update."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ The formulas use shapes alone; tests compare them with the allocations. An engin
 (`MemoryLedger.expect`); its forecast enters the same steps before there is an engine.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Synchronisation of ranks, twice per step: check micro-batch numbers, then sum losses; both exchange errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain

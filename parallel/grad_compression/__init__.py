@@ -8,8 +8,6 @@ All ranks get the same sum, and each rank its residual. Adding the residual to t
 feedback, without which biased compressors (signs, top-k, low rank) need not converge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Choice of int8, int4 or plain sums by predicted time, from measurements of network and kernels on all ranks."""
 
-from __future__ import annotations
-
 from collectives import Communicator
 from collectives.compressed import QuantCodec
 from collectives.compressed.compression_model import fitted, forecast

@@ -4,8 +4,6 @@ Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression f
 NeurIPS 2019, algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ needs none (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Qua
 Wen et al., "TernGrad", NeurIPS 2017).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from collectives import Communicator

@@ -3,8 +3,6 @@
 Lin et al., "Deep Gradient Compression", ICLR 2018; without its momentum correction, as momentum is the optimizer's.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Elementwise activations: ReLU, GELU, SiLU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from parallel.nn import kernels

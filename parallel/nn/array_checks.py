@@ -1,7 +1,5 @@
 """Checks of the shapes and dtypes of operators' inputs, results and gradients; array sizes for memory outlines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from numbers import Number

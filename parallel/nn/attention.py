@@ -1,7 +1,5 @@
 """Causal multi-head self-attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators built of operators: sequence, residual connection, recomputation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Convolution and pooling of images of shape (batch, channels, height, width)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

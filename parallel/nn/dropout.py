@@ -1,7 +1,5 @@
 """Dropout with masks that depend only on seed, step, layer and sample, not on ranks or batches."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

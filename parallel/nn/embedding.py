@@ -1,7 +1,5 @@
 """Token and position embeddings, and the output projection tied to the token embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from parallel.nn import kernels

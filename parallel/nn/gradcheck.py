@@ -1,7 +1,5 @@
 """Check of operators' and losses' gradients by finite differences in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Linear layer and flattening."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses: each returns the sum over a micro-batch; engines divide by the number of targets of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

@@ -3,8 +3,6 @@
 A model is a `Sequential`; its items are the units in which parameters are gathered, freed and recomputed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

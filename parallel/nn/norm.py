@@ -1,7 +1,5 @@
 """Normalisation layers: LayerNorm and RMSNorm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from parallel.nn import kernels

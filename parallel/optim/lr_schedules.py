@@ -7,8 +7,6 @@
 True
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Span of the flat parameter vector with its weights, gradient and optimizer state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby

@@ -15,8 +15,6 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 [0.5, 0.5, 0.5]
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields

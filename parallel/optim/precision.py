@@ -4,8 +4,6 @@
 {'weights': 2, 'gradients': 4, 'master': 4, 'optimizer': 8}
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import ml_dtypes

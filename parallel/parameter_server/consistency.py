@@ -8,8 +8,6 @@ Server", NIPS 2013.)
 [False, True, True]
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Messages that are not allowed yet wait. Every choice becomes an entry of the ser
 the same weights, compute the same gradients, and servers apply them in the same order, so the weights are the same.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The vector is cut into one shard per server, equal up to a block. Gradients leav
 pulled key by key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple

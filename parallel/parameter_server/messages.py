@@ -21,8 +21,6 @@ acknowledges and ignores it. A worker that draws without having finished its par
 carries the absolute clock.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum

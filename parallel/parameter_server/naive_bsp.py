@@ -1,7 +1,5 @@
 """Naive parameter server with bulk-synchronous steps, on collectives only: reference for the message-based one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 

@@ -20,8 +20,6 @@ Assumptions: messages between two ranks keep their order; a rank reported as los
 arrives from it after the report.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any

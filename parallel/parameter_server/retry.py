@@ -1,7 +1,5 @@
 """Worker's messages to servers that may die: kept until answered, and resent to the successor. No MPI."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

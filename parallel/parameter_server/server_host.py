@@ -1,7 +1,5 @@
 """Servers that run on one rank: the one of its own shard, and replicas of other ranks' servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path

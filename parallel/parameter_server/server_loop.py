@@ -1,7 +1,5 @@
 """Server of one shard: handles messages as they arrive; pulls wait until the consistency rule allows them. No MPI."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The arrival order of gradients is unknown, so the forecast counts the worst case; with one worker it is exact.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Distribution of a server's messages to its replication chains: its own shard's, and those it replicates. No MPI."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress

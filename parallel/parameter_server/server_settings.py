@@ -1,7 +1,5 @@
 """Settings of a training with parameter servers: their validation, and the run context of servers and workers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

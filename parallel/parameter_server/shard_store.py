@@ -4,8 +4,6 @@
 update of every gradient. Weights are sent from where they lie; an update during a send writes to a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

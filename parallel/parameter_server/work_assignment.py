@@ -3,8 +3,6 @@
 Workers draw parts one by one, so slow workers get fewer; the part of a dead worker is drawn again by another.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from typing import NamedTuple

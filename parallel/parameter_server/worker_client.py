@@ -1,7 +1,5 @@
 """Worker client: requests micro-batches, pulls weights and pushes gradients, with many requests in flight. No MPI."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product

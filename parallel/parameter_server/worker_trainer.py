@@ -1,7 +1,5 @@
 """Training on a worker: forward and backward of the micro-batches it requests, overlapped with pulls and pushes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The backward of a micro-batch uses the weights of its forward (Narayanan et al.,
 the plan determines the version. No micro-batch is in flight at the end of a step, so only the newest version remains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial

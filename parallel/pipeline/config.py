@@ -1,7 +1,5 @@
 """Pipeline settings: schedule, mesh, micro-batches and cuts; fills in values that were left open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -9,8 +9,6 @@ of the tree: with k parts, micro-batch n has leaves k n to k n + k - 1, the last
 With two parts of one use each this is bitwise the sum that a single rank computes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

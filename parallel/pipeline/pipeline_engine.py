@@ -1,7 +1,5 @@
 """Training engine with pipeline parallelism, optionally with replicas of the stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

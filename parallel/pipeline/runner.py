@@ -5,8 +5,6 @@ messages overlap with computation. An empty message indicates missing data: afte
 still exchange all messages, so no stage blocks.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence

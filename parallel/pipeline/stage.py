@@ -1,7 +1,5 @@
 """Computations of a stage: forwards and backwards of its units on the micro-batches of its pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

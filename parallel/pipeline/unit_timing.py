@@ -1,7 +1,5 @@
 """Measurement of each unit's forward and backward times, for cutting the model into stages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

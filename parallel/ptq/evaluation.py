@@ -1,7 +1,5 @@
 """Evaluation of quantised models: mean loss, and errors per layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Trained models from checkpoints of any layout; writing and reading files of quantised models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

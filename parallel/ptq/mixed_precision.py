@@ -1,7 +1,5 @@
 """Mixed precision: choice of an option per layer, from the bytes and the (measured or estimated) losses of options."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Copies of models with quantised weights in place of parameters, and with quantised operator inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Layers with quantisable weights, and their weights as matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

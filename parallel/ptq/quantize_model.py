@@ -1,7 +1,5 @@
 """Quantisation of a trained model: calibration, and rounding of layers distributed over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Collective errors: an error on one rank is raised on all ranks, so that none hangs in a collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

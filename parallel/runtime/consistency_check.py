@@ -1,7 +1,5 @@
 """Checks that models, settings and parameters are equal on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b

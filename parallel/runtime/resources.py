@@ -1,7 +1,5 @@
 """Hardware resources of a rank: cores, BLAS threads, memory and peak floating-point performance."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM as a flag, for a stop of all ranks after the same step, instead of an exception on some."""
 
-from __future__ import annotations
-
 import signal
 import time
 from types import FrameType

@@ -1,7 +1,5 @@
 """Results of a training step and of an evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

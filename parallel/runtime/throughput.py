@@ -1,7 +1,5 @@
 """Training throughput: samples per second, share of communication, model FLOPs utilisation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

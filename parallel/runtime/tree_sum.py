@@ -6,8 +6,6 @@ addition, before other terms arrive. The result does not depend on the order of 
 (Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci. Comput. 14, 1993.) Imports no MPI.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Validation of values read from checkpoint metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Table of training strategies: for each layout, the engine class, checks of settings and automatic choices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple

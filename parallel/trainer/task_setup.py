@@ -1,7 +1,5 @@
 """Construction of data, model, loss, optimizer and sampler from settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

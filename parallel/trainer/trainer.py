@@ -6,8 +6,6 @@
 The caller may save, print or stop between two steps; nothing is printed here.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace

@@ -6,8 +6,6 @@ All contestants take turns in random order, and every result is checked. Speeds 
 rows; the ratio to memcpy is that of the medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -4,8 +4,6 @@ https://github.com/ggml-org/ggml; the package gguf reads and writes files of the
 the scales are interleaved.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from quant.array import QuantizedArray

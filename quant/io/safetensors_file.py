@@ -3,8 +3,6 @@
 The format: https://github.com/huggingface/safetensors.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

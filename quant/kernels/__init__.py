@@ -4,8 +4,6 @@
 for host arrays (numba), `device_codecs` for CuPy arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps

@@ -7,8 +7,6 @@ maxima of floats are taken over their bits as integers. Functions are compiled a
 # mypy: ignore-errors
 # numba infers other types than Python annotations could express.
 
-from __future__ import annotations
-
 import math
 from functools import cache, wraps
 

@@ -4,8 +4,6 @@ One pass over memory; the reference packs and unpacks codes below 8 bits, and ta
 operation is rounded by itself: `__fmul_rn` and its like are never fused.
 """
 
-from __future__ import annotations
-
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any

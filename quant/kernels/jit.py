@@ -11,8 +11,6 @@ between processes.
 # mypy: ignore-errors
 # Numba's modules have no types.
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

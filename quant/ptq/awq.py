@@ -3,8 +3,6 @@
 J. Lin, J. Tang, H. Tang, S. Yang, X. Dang, S. Han, "AWQ: Activation-aware Weight Quantization" (MLSys 2024).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from quant.array import QuantizedArray

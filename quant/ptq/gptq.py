@@ -4,8 +4,6 @@ E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh, "GPTQ: Accurate Post-Training 
 Transformers" (ICLR 2023).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

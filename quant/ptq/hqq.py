@@ -3,8 +3,6 @@
 H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from quant.array import QuantizedArray

@@ -1,7 +1,5 @@
 """Exact products of int8 matrices in float32: cut along k, so that no partial sum exceeds 2^24."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quant.array import QuantizedArray

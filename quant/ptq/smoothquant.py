@@ -3,8 +3,6 @@
 G. Xiao, J. Lin, M. Seznec, H. Wu, J. Demouth, S. Han, "SmoothQuant" (ICML 2023).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """Codebook fitting: one-dimensional k-means, exact by dynamic programming or by Lloyd's iterations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

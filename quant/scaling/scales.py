@@ -3,8 +3,6 @@
 One number per group, the same code for every form of kernel.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

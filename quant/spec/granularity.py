@@ -4,8 +4,6 @@ Every granularity turns an array into a matrix of rows, each cut into groups of 
 may be shorter. Kernels see only this matrix.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from numbers import Integral

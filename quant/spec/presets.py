@@ -1,7 +1,5 @@
 """Named quantisation specs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@
 float32 (indices and flags: int64, uint8, bool); `fused` has elementwise chains as single CuPy kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib import import_module

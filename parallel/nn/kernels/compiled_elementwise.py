@@ -3,8 +3,6 @@
 # mypy: ignore-errors
 # numba infers other types than Python annotations could express.
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import wraps

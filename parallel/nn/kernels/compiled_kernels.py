@@ -7,8 +7,6 @@ and shapes only. Sums may be reordered (for vector instructions), but NaN and in
 # mypy: ignore-errors
 # numba infers other types than Python annotations could express.
 
-from __future__ import annotations
-
 import math
 from functools import wraps
 

@@ -4,8 +4,6 @@
 exist once. For CuPy arrays of float16, float32 and float64.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Reference kernels of convolution and pooling, on images of shape (batch, channels, height, width)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reference kernels of elementwise functions: activations, bias, dropout with counter-based random numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import wraps

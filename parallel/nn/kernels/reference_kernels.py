@@ -5,8 +5,6 @@ an `out`. Arguments are modified only where documented. Results have the storage
 probabilities and parameters' gradients are *wide*: float64 for float64 arrays, else float32.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

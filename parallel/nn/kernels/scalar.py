@@ -6,8 +6,6 @@ Products and sums may be fused. NaN stays NaN. Needs numba.
 # mypy: ignore-errors
 # numba infers other types than Python annotations could express.
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

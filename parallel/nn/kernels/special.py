@@ -1,7 +1,5 @@
 """Error function of arrays in float32 and float64."""
 
-from __future__ import annotations
-
 import math
 
 from parallel.nn.kernels.storage import FLOAT64, array_namespace

@@ -4,8 +4,6 @@ Values are stored in float64, float32 or a half type (bfloat16, float16) and com
 types are widened to float32 and rounded to nearest even when results are stored.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

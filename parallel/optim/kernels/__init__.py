@@ -1,7 +1,5 @@
 """Optimizer updates of vectors: `reference_updates` for NumPy and CuPy; `compiled_updates`, bitwise equal, by numba."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType

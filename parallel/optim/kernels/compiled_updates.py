@@ -5,8 +5,6 @@ direction and `squares` need `spare`.
 """
 # Numba infers other types than Python annotations could express.
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

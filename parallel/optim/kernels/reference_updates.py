@@ -5,8 +5,6 @@ precision. `spare` is scratch memory of that dtype, of shape (2, at least n). Ev
 results do not depend on where a vector is cut. Below, g is the gradient of the papers: `gradient` times `scale`.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -9,8 +9,6 @@ The text is ``stage[.chunk]kind microbatch``: the stage is the rank's position a
 when 0) numbers the parts of the model on that stage (`stage_placement`).
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

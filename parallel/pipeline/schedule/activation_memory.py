@@ -1,7 +1,5 @@
 """Peak memory of a stage: activations and weight versions, from the order of its actions alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Static checks of a plan: generators that yield one text per fault."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Closed formulas of the schedules' costs, from their papers; tests compare the simulator with them."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@
   tag per kind and receiving chunk suffices.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 

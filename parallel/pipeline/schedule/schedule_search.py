@@ -1,7 +1,5 @@
 """Search for the schedule, number of micro-batches and cuts with the shortest simulated step within a memory limit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple

@@ -12,8 +12,6 @@ flush.
 A micro-batch's activations are alive from the begin of its F to the end of its W.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

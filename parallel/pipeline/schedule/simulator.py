@@ -5,8 +5,6 @@ send is started and its receive is posted, so a plan that terminates here termin
 Times may be any numbers; with integers or fractions all results are exact.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

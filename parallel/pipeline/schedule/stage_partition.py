@@ -1,7 +1,5 @@
 """Partition of a model into contiguous parts, such that the slowest is as fast as possible, by dynamic programming."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -5,8 +5,6 @@ one place of every part, forward in this order and backward in reverse; every mi
 places on different stages exchange messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

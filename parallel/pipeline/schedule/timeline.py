@@ -1,7 +1,5 @@
 """Text rendering of a timeline: one row per stage, one column per unit of time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction
