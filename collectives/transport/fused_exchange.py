@@ -113,8 +113,9 @@ class FusedExchange:
         if self._out is None:
             return None, parts.receive
         # Alone on the channel, this rank has received the peer's message of the previous exchange, which the peer began
-        # after it had received ours of the exchange before that: only one cell is in use.
-        if self._alone and self._into is not None:
+        # after it had received ours of the exchange before that: only one cell is in use. Not so if another rank than
+        # the receiver sends, as in a scan.
+        if self._alone and self._into is not None and self._into.edge is self._out.edge:
             return parts.send, parts.receive
         return parts.waiting_for_room(self._out.edge)
 

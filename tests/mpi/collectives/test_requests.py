@@ -1,6 +1,7 @@
 """Collectives under way: any number, of any kind, ended in any order, beside anything else that the program does."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -242,3 +243,21 @@ def test_lower_case_spellings_and_what_they_show(comm):
     assert request.wait() is True and request.test() is True
     request.free()
     assert repr(request) == "<persistent request of barrier, freed>"
+
+
+@pytest.mark.parametrize("algorithm", [name for name in collectives.algorithms("scan") if name != "native"])
+@pytest.mark.parametrize("method", ["Scan_init", "Exscan_init"])
+def test_a_persistent_scan_whose_last_rank_is_late(comm, method, algorithm):
+    """A rank receives from one rank and sends to another, which does not follow: more messages than there is room."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    mine, total = np.ones(5), np.zeros(5)
+    bound = getattr(comm, method)(mine, total, algorithm=algorithm)
+    if rank == size - 1:
+        time.sleep(0.1)
+    for turn in range(1, 6):
+        mine[:] = turn
+        bound.Start()
+        bound.Wait()
+        if rank or method == "Scan_init":
+            assert (total == turn * (rank + (method == "Scan_init"))).all()
+    bound.Free()
