@@ -179,15 +179,15 @@ class QuantizedArray:
 
     def add_to(self, out: Array) -> Array:
         """Add the decoded values to `out` in place, in float32 or in a wider dtype of `out`, and return `out`."""
-        if out.shape != self.shape or np.result_type(out.dtype, np.float32) == np.float32:
-            return self._decode(out, None, add=True)
-        out[...] = (out + self.dequantize()).astype(out.dtype, copy=False)
-        return out
+        return self._decode(out, None, add=True)
 
     def _decode(self, out: Array, dtype: Any, add: bool) -> Array:
         xp, spec, blocks = array_namespace(self.buffer), self.spec, self.layout.blocks
         if out is not None and out.shape != self.shape:
             raise ValueError(f"out: expected shape {self.shape}, found {out.shape}")
+        if add and np.result_type(out.dtype, np.float32) != np.float32:  # a sum in float32 would lose digits
+            out[...] = (out + self.dequantize()).astype(out.dtype, copy=False)
+            return out
         shape = blocks.rows, blocks.length
         if out is not None and _has_rows(out, spec):
             self._decode_rows(out.reshape(shape), add)

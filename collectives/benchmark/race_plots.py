@@ -162,7 +162,7 @@ def _label_ends(axis: Axes, last: float, ends: list[tuple[float, str, str]]) -> 
         top = heights[i] - 1 / LABELS
     for (y, label, color), height in zip(ends, heights, strict=True):
         look: dict[str, Any] = {"color": color, "fontsize": 8.5, "va": "center", "annotation_clip": False}
-        leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
+        leader = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
         axis.annotate(label, (last, y), (1.05, height), textcoords="axes fraction", arrowprops=leader, **look)
 
 

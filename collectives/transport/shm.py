@@ -211,7 +211,7 @@ def _streaming(late: Sequence[Any], receives: Sequence[Any], sends: Sequence[Any
         while not test():
             spins -= 1
             if spins < 0:
-                node.yielding()
+                node.yielding(-spins)
 
     return Wait(wait, test)
 
