@@ -40,7 +40,8 @@ def refused(world, capsys, arguments):
 
 
 def small(tmp_path):
-    np.savez(tmp_path / "small.npz", x=np.ones((2, 4)), y=np.arange(2), x_test=np.ones((1, 4)), y_test=np.zeros(1, int))
+    x, y = np.ones((1, 4)), np.zeros(1, int)
+    np.savez(tmp_path / "small.npz", x=x, y=y, x_test=x, y_test=y)
     return tmp_path / "small.npz"
 
 
@@ -70,7 +71,7 @@ WRONG = {
         lambda tmp: ["--data", long_text(tmp), "--length", 3 * 10**5],
         "not enough memory: ",
     ),
-    "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks ({size}) than samples (2)"),
+    "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks ({size}) than samples (1)"),
     "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
     "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
     "model for bytes": (lambda tmp: ["--model", "gpt"], "model: digits is for mlp, convnet, found gpt"),
