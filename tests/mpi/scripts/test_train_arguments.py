@@ -60,15 +60,15 @@ def of_many_classes(tmp_path):
     return tmp_path / "many.npz"
 
 
-def long_text(tmp_path):
-    (tmp_path / "long.txt").write_bytes(bytes(1 << 20))
+def long_text(tmp_path, megabytes=1):
+    (tmp_path / "long.txt").write_bytes(bytes(megabytes << 20))
     return tmp_path / "long.txt"
 
 
 WRONG = {
     "length beyond the data": (lambda tmp: ["--data", long_text(tmp), "--length", 10**6], "a shorter length may do"),
     "length beyond memory": (
-        lambda tmp: ["--data", long_text(tmp), "--length", 3 * 10**5],
+        lambda tmp: ["--data", long_text(tmp, 4), "--length", 3 * 10**5],
         "not enough memory: ",
     ),
     "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks ({size}) than samples (1)"),
