@@ -1,6 +1,7 @@
 """chorus prove collectives proves the catalogue, and ends with a status other than 0 at a planted fault."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ from collectives.schedule.steps import NOTHING, Recv, Send, span
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ("-m", "parallel.cli.main", "prove", "collectives")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_the_catalogue_is_proved_from_the_command_line():
     done = subprocess.run(
-        [sys.executable, *PROGRAM, "--max-size", "8"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        [sys.executable, *PROGRAM, "--max-size", "8"], env=ENVIRONMENT, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """chorus prove pipelines proves the table, and ends with a status other than 0 at a planted fault."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, gpipe
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ("-m", "parallel.cli.main", "prove", "pipelines")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_the_table_is_proved_from_the_command_line():
     done = subprocess.run(
         [sys.executable, *PROGRAM, "--stages", "3", "--microbatches", "6", "--jobs", "1"],
-        env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -76,7 +78,7 @@ def test_what_holds_nowhere_is_not_compared(module, monkeypatch):
 @pytest.mark.parametrize("argument", ["--stages", "--microbatches", "--jobs"])
 def test_wrong_requests(argument):
     done = subprocess.run(
-        [sys.executable, *PROGRAM, argument, "0"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        [sys.executable, *PROGRAM, argument, "0"], env=ENVIRONMENT, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and f"argument {argument}: 0 is below 1" in done.stderr
