@@ -160,7 +160,7 @@ def program(
         begin, begun = partial(getattr(comm, f"I{method.lower()}"), *positional), [MPI.REQUEST_NULL]
         middle = [lambda: begun.__setitem__(0, begin()), Wait(lambda: begun[0].Wait(), lambda: begun[0].Test())]
     bound = Program([*first, *middle, *last], held, 0, (source, target))
-    bound.waits_in_mpi = form == "blocking"
+    bound.waits_in_mpi, bound.is_native = form == "blocking", True
     if form == "blocking" and not first and not last and not call.v_form:
         bound.swap = DirectCollective(getattr(comm, method), call)
     return bound

@@ -77,10 +77,12 @@ class Program:
         A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
+    is_native
+        It is a collective of the MPI, which may need many polls: its wait is faster than our tests.
     """
 
     swap: ExchangeSupport | None = None
-    broken = waits_in_mpi = False
+    broken = waits_in_mpi = is_native = False
     begins: tuple[tuple[int, int], ...] = ()
 
     def __init__(

@@ -202,6 +202,10 @@ class Request:
     def _end(self) -> None:
         active_requests.remove(self)
         self._startable = self._persistent
+        self._complete()
+
+    def _complete(self) -> None:
+        """End the operation: release the program of a non-blocking call."""
         try:
             if not self._persistent:
                 self._release(self, self.program)
@@ -234,23 +238,9 @@ class Request:
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Wait until the operation is complete and return True. Raises as `Test` does."""
-        if self._persistent and len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
-            program = self.program
-            try:
-                if program.position == program.first:  # as in `finish`, without the call
-                    for call in program.rest:
-                        call()
-                else:
-                    program.finish()
-            except BaseException:
-                self._broken = self.program.broken = True
-                raise
-            finally:
-                self._startable = not self._broken
-                if self.on_end is not None:
-                    self.on_end()
-            if status is not None:
-                _clear(status)
+        if len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
+            self._finish_alone()
+            self._report(status)
             return True
         self._check("Wait")
         progress_until(lambda: not self.active)
@@ -272,16 +262,39 @@ class Request:
         raise InvalidArgument(MPI.ERR_REQUEST, f"Cancel of {self!r}: collectives cannot be cancelled")
 
     def _deactivate_alone(self) -> bool:
-        """Make this request inactive if no other is active, so that no thread progresses it; True if that was done."""
+        """Make this request inactive if no other is active, so that no thread progresses it; True if that was done.
+
+        Only requests of which `Wait` may block in MPI.
+        """
         _acquire()
         try:
-            alone = self.active and len(active_requests) == 1
+            alone = self.active and len(active_requests) == 1 and self._gate is None
+            alone = alone and (self._persistent or self.program.is_native)
             if alone:
                 active_requests.clear()
                 self.active = False
             return alone
         finally:
             _release_lock()
+
+    def _finish_alone(self) -> None:
+        program = self.program
+        try:
+            if program.position == program.first:  # as in `finish`, without the call
+                for call in program.rest:
+                    call()
+            else:
+                program.finish()
+        except BaseException:
+            self._broken = program.broken = True
+            raise
+        finally:
+            if self._persistent:
+                self._startable = not self._broken
+                if self.on_end is not None:
+                    self.on_end()
+            else:
+                self._complete()
 
     def Free(self) -> None:
         """Release the request, which must not be active and cannot be used again."""
