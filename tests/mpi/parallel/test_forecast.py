@@ -144,7 +144,9 @@ def test_of_servers_and_workers(comm, data, what, more):
     expected, found = forecast.predicted, ledger.allocated
     if workers > 1:
         least = "gradients" if comm.rank < more.get("servers", 1) else "activations"
-        assert 0 < found.pop(least) <= expected.pop(least)
+        some = found.pop(least, 0)  # a worker may come too late for any part
+        assert some <= expected.pop(least)
+        assert comm.allreduce(some) > 0
         assert ledger.work <= forecast.work
     else:
         assert forecast.needed == ledger.needed
