@@ -278,9 +278,13 @@ class Request:
             _release_lock()
 
     def _finish_alone(self) -> None:
+        """Finish the program of a request that `_deactivate_alone` has made inactive."""
         program = self.program
         try:
-            if program.position == program.first:  # as in `finish`, without the call
+            if self._context is not None:
+                with self._context():  # this thread may have another current stream than the start had
+                    program.finish()
+            elif program.position == program.first:  # as in `finish`, without the call
                 for call in program.rest:
                     call()
             else:
@@ -294,7 +298,8 @@ class Request:
                 if self.on_end is not None:
                     self.on_end()
             else:
-                self._complete()
+                with progress_lock:  # another thread may begin a call with the program that this one gives back
+                    self._complete()
 
     def Free(self) -> None:
         """Release the request, which must not be active and cannot be used again."""

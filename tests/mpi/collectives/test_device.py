@@ -66,6 +66,27 @@ def test_the_helper_thread_works_on_the_callers_stream(aware):
             assert np.all(data.get() == turn)
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "native"])
+@pytest.mark.parametrize("form", ["nonblocking", "persistent"])
+def test_a_wait_where_another_stream_is_current(aware, form, algorithm):
+    """What is received goes to the stream that was current at the start."""
+    data, root = cupy.empty(3000, "f4"), aware.Get_size() - 1
+    request = aware.Bcast_init(data, root, algorithm=algorithm) if form == "persistent" else None
+    for turn in range(20):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            data[...] = cupy.asarray(np.full(3000, turn if aware.Get_rank() == root else -1, "f4"))
+            if form == "persistent":
+                request.Start()
+            else:
+                request = aware.Ibcast(data, root, algorithm=algorithm)
+        request.Wait()
+        with stream:
+            assert np.all(data.get() == turn)
+    if form == "persistent":
+        request.Free()
+
+
 def test_many_in_flight(aware):
     """Each on a stream of its own, some of whose work is still to come."""
     rank, size = aware.Get_rank(), aware.Get_size()
