@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 from support.program_runs import call
+from support.sources import SOURCES
 
 import collectives
 import parallel
@@ -262,7 +263,7 @@ def test_links_lead_somewhere(path):
 def test_files_that_are_named_exist(path):
     """Names in backticks that look like a file of the project; places relative to a package count."""
     for name in re.findall(r"`([a-z][\w/.-]*/[\w.-]*)`", path.read_text(encoding="utf-8")):
-        homes = (ROOT, ROOT / "collectives", ROOT / "tests/support", path.parent)
+        homes = (ROOT, SOURCES, SOURCES / "collectives", ROOT / "tests/support", path.parent)
         assert any((home / name).exists() for home in homes), f"{name} does not exist"
 
 
@@ -351,7 +352,7 @@ def test_docstrings_are_there(name):
 
     The entry points of a program (`main`, `parser` ...) need none: its module's docstring describes them.
     """
-    path = ROOT.joinpath(*name.split("."))
+    path = SOURCES.joinpath(*name.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     missing = [] if ast.get_docstring(tree) else ["the module"]

@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+from support.sources import SOURCES
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("collectives", "parallel", "quant")
 
 LAYERS = [
@@ -71,10 +71,10 @@ NO_MPI = (
 
 def module_of(path: Path) -> str:
     """Dotted name of the module in a file."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {module_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+MODULES = {module_of(path): path for package in PACKAGES for path in sorted((SOURCES / package).rglob("*.py"))}
 
 
 def layer_of(module: str) -> str:

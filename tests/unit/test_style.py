@@ -7,9 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.sources import SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path for package in ("collectives", "parallel", "quant") for path in (ROOT / package).rglob("*.py"))
+FILES = sorted(path for package in ("collectives", "parallel", "quant") for path in (SOURCES / package).rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 
 LONGEST_FILE = 600
@@ -34,6 +35,11 @@ VAGUE = re.compile(
 """Words for persons where the subject is data: STYLE of the project wants the field's verbs."""
 
 
+def relative(path):
+    """Path of a module or script as in the project."""
+    return str(path.relative_to(ROOT if path in SCRIPTS else SOURCES))
+
+
 @cache
 def trees():
     """Path and syntax tree of every module of the packages."""
@@ -49,10 +55,10 @@ def documented(tree):
                 yield getattr(node, "lineno", 1), getattr(node, "name", "module"), text
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", FILES, ids=relative)
 def test_docstrings_open_with_a_noun_or_an_imperative(path):
     wrong = [
-        f"{path.relative_to(ROOT)}:{line} {name}: {text.splitlines()[0]}"
+        f"{relative(path)}:{line} {name}: {text.splitlines()[0]}"
         for line, name, text in documented(dict(trees())[path])
         if OPENINGS.match(text) or VAGUE.search(text.splitlines()[0])
     ]
@@ -64,7 +70,7 @@ def functions():
     for path, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{path.relative_to(ROOT)} {node.name}", node
+                yield f"{relative(path)} {node.name}", node
 
 
 def line_count(path):
@@ -72,7 +78,7 @@ def line_count(path):
 
 
 def test_files_fit_a_sitting():
-    lines = {str(path.relative_to(ROOT)): line_count(path) for path in FILES + SCRIPTS}
+    lines = {relative(path): line_count(path) for path in FILES + SCRIPTS}
     assert not {name: count for name, count in lines.items() if count > LONGEST_FILE}
     assert sum(count > LONG_FILE for count in lines.values()) <= LONG_FILES
 
@@ -105,7 +111,7 @@ def test_class_names_are_unique():
     for path, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(ROOT)))
+                places[node.name].append(relative(path))
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 

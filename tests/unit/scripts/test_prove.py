@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.sources import SOURCES
 
 from collectives.algorithms import catalog, mst, ring
 from collectives.algorithms.catalog import Algorithm, LowerBound
@@ -37,7 +38,7 @@ def test_the_catalogue_is_proved_from_the_command_line():
 @pytest.fixture
 def prove(monkeypatch, capsys):
     """prove(*arguments) -> (status, output, errors) of the script, run in this process."""
-    spec = importlib.util.spec_from_file_location("prove_under_test", ROOT / "collectives" / "cli" / "prove.py")
+    spec = importlib.util.spec_from_file_location("prove_under_test", SOURCES / "collectives" / "cli" / "prove.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 

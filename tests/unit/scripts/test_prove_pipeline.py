@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.sources import SOURCES
 
 from parallel.pipeline.schedule import formulas
 from parallel.pipeline.schedule.actions import BW, F
@@ -35,7 +36,7 @@ def test_the_table_is_proved_from_the_command_line():
 @pytest.fixture
 def module():
     spec = importlib.util.spec_from_file_location(
-        "prove_pipeline_under_test", ROOT / "parallel" / "cli" / "prove_pipeline.py"
+        "prove_pipeline_under_test", SOURCES / "parallel" / "cli" / "prove_pipeline.py"
     )
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
