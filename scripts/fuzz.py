@@ -1,4 +1,8 @@
+import sys
+from pathlib import Path
+
 from parallel.cli.main import run
 
 if __name__ == "__main__":
-    run("collectives.cli.fuzz", mpi=False)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    run("fuzzing.fuzz", mpi=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("collectives", "quant", "parallel")
-INTERNAL = ("cli", "benchmark", "fuzzing", "conformance")
+INTERNAL = ("cli", "benchmark", "conformance")
 """Folders of programs, which the API reference leaves out."""
 
 

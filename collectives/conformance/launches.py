@@ -22,8 +22,11 @@ def find_mpiexec() -> str | None:
 
 
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """Run Python with `arguments` on all ranks; return exit status (None after `limit` s) and last lines printed."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    """Run Python, which finds the same modules, with `arguments` on all ranks; return status and last lines printed.
+
+    The status is None after `limit` seconds.
+    """
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
     command = [mpiexec, "-n", str(ranks), sys.executable, *arguments]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(

@@ -51,7 +51,6 @@ LAYERS = [
     "parallel.pipeline",
     "parallel.trainer",
     "parallel.ptq",
-    "collectives.fuzzing",
     "collectives.conformance",
     "collectives.benchmark",
     "collectives.cli",

@@ -4,11 +4,10 @@ More of them: ``python scripts/fuzz.py``, which also shrinks those that fail.
 """
 
 import pytest
+from fuzzing.fuzz_rank import run
+from fuzzing.sequences import sequence
 from mpi4py import MPI
 from support.tiers import default
-
-from collectives.fuzzing.fuzz_rank import run
-from collectives.fuzzing.sequences import sequence
 
 
 @pytest.mark.timeout(180)

@@ -3,10 +3,10 @@
 from argparse import ArgumentTypeError
 
 import pytest
+from fuzzing import fuzz
+from fuzzing.sequences import FORMS, MOVING, OTHERS, REDUCING, sequence
 
-from collectives.cli import fuzz
 from collectives.cli.arguments import numbers
-from collectives.fuzzing.sequences import FORMS, MOVING, OTHERS, REDUCING, sequence
 
 
 def test_a_seed_draws_the_same_steps_whatever_else_is_drawn():

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from collectives import Communicator, algorithms, test_all, wait_all
 from collectives.algorithms import catalog
-from collectives.fuzzing.drawn_call import DrawnCall
-from collectives.fuzzing.sequences import CREATING, Step
+from fuzzing.drawn_call import DrawnCall
+from fuzzing.sequences import CREATING, Step
 
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)

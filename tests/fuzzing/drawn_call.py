@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.datatypes import PAIRS
-from collectives.fuzzing.sequences import Step
+from fuzzing.sequences import Step
 
 ROOTED = ("Bcast", "Reduce", "Scatter", "Gather", "Scatterv", "Gatherv")
 """Methods in which ranks differ in the arrays that they have, while making a shared array is collective."""

@@ -1,6 +1,6 @@
 """Run the sequences of scripts/fuzz.py on one rank.
 
-    python -m collectives.fuzzing.fuzz_rank FOLDER SECONDS CALLS THREADS CONTROL SEED[:THREAD.NUMBER,...] ...
+    python -m fuzzing.fuzz_rank FOLDER SECONDS CALLS THREADS CONTROL SEED[:THREAD.NUMBER,...] ...
 
 Writes a line of JSON to FOLDER/rank-N when a seed begins and when it ends. SECONDS without a new step end
 the process with the stacks of all threads in FOLDER/stack-N; an error ends it at once, as the other ranks may wait for
@@ -19,8 +19,8 @@ from pathlib import Path
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.fuzzing.sequences import CREATING, Step, sequence
-from collectives.fuzzing.step_runner import FUNCTIONS, StepRunner
+from fuzzing.sequences import CREATING, Step, sequence
+from fuzzing.step_runner import FUNCTIONS, StepRunner
 
 LIBRARY = MPI.Get_library_version()
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from collectives.cli.arguments import numbers, rank_counts
 from collectives.cli.launcher import ProgramParser
 from collectives.conformance.launches import Launch, describe_end, find_mpiexec
-from collectives.fuzzing.sequences import Step, sequence
+from fuzzing.sequences import Step, sequence
 
 MOST_FAULTS = 5
 """Faults after which the program ends."""
@@ -53,7 +53,7 @@ class Job(NamedTuple):
         words = [f"{seed}:{steps}" if steps else str(seed) for seed in seeds]
         with tempfile.TemporaryDirectory() as folder:
             options = [str(self.limit), str(self.calls), str(self.threads), "yes" if self.control else "no", *words]
-            launch = Launch(self.mpiexec, self.ranks, "collectives.fuzzing.fuzz_rank", Path(folder))
+            launch = Launch(self.mpiexec, self.ranks, "fuzzing.fuzz_rank", Path(folder))
             status, output = launch.run(options, 10 * self.limit + 60 * len(seeds))
             calls, latest = 0, 0
             texts: list[str] = []
