@@ -42,7 +42,7 @@ atexit.register(close_all)
 
 
 def _uncached(*_: Any) -> CallKey:
-    """Stand-in for `ProgramCache.run_cached` in debug mode and after `close`, where every call must be validated."""
+    """Stand-in for `run_cached` and `start_cached` in debug mode and after `close`, where every call is validated."""
     return UNCACHEABLE
 
 
@@ -120,6 +120,7 @@ class Communicator(CollectiveMethods):
 
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
+    _start_cached: Callable[..., CallKey | Request] = staticmethod(_uncached)
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Communicator(CollectiveMethods):
         self._cuda_aware, self._shared, self._given_nodes = cuda_aware, shared, given_nodes
         self._checker = DesyncChecker(plain) if checks else None
         if self._checker is None:
-            self._run_cached = self._planner.cache.run_cached
+            self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
         else:
             self._report_refusals(self._checker)
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
@@ -163,21 +164,21 @@ class Communicator(CollectiveMethods):
             )
         return self._planner
 
-    def _run(self, call: Call, algorithm: Any, segments: Any, key: CallKey = UNCACHEABLE, *arguments: Any) -> None:
-        """Run a blocking collective; cache it, where possible, under `key` with `arguments` (sendbuf, recvbuf, op)."""
+    def _run(self, call: Call, algorithm: Any, segments: Any, key: CallKey = UNCACHEABLE) -> None:
+        """Run a blocking collective; cache it, where possible, under `key`."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             planner.cache.check_in_step()
             agreed = self._checker.check("blocking", call, choice)
             planner.transports.consume_tag()
             progress_until(agreed)
-        planner.run(call, choice, key, *arguments)
+        planner.run(call, choice, key)
 
-    def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
+    def _begin(self, call: Call, algorithm: str, segments: int | None, key: CallKey = UNCACHEABLE) -> Request:
         """Start a non-blocking collective and return its request."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "nonblocking")
         gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
-        return planner.begin(call, choice, gate)
+        return planner.begin(call, choice, gate, key)
 
     def _bind(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Create the persistent request of a collective."""
@@ -363,7 +364,8 @@ class Communicator(CollectiveMethods):
         if self._planner is None:
             return
         self._closing, self._planner = self._planner, None
-        self.__dict__.pop("_run_cached", None)  # absent in debug mode
+        for name in ("_run_cached", "_start_cached"):  # absent in debug mode
+            self.__dict__.pop(name, None)
         self._closing.close(self._release)
 
     def _release(self) -> None:

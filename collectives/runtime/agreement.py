@@ -12,7 +12,7 @@ from collectives.runtime.binding import buffer_spans
 from collectives.runtime.call import Call, staged
 from collectives.runtime.progress import progress_until
 from collectives.selection.select import forwards_data
-from collectives.transport.mailbox import CHANNELS, NodeMemory
+from collectives.transport.mailbox import CHANNELS, NONBLOCKING, NodeMemory
 
 Value = TypeVar("Value")
 
@@ -84,11 +84,11 @@ def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
 
 
 class ChannelAllocator:
-    """Allocator of shared-memory mailbox channels for persistent requests; channel 0 is for blocking calls."""
+    """Allocator of mailbox channels for persistent requests: those behind the channels of other calls."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._used = 0
+        self._used = NONBLOCKING
         self._returned: set[int] = set()
 
     def take(self) -> int | None:

@@ -13,11 +13,13 @@ import numpy as np
 
 from collectives.buffers.staging import DeviceMemory
 from collectives.runtime.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
-from collectives.runtime.ops import Combiner
+from collectives.runtime.ops import Combiner, SidedReduction
 from collectives.runtime.program import LANDING, ElementArray, Program, Task
 from collectives.schedule.chunks import MemorySpan, aligned, joined, split
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, Side, Step
-from collectives.transport.wire import ExchangeSupport, Iovec, Wire
+from collectives.transport.exchange import Exchange, Stream
+from collectives.transport.shm_messages import Acknowledgement, RendezvousSend
+from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
 EAGER_BYTES = 4096
@@ -40,17 +42,17 @@ def bind(
     NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging.
     """
     binder = _ProgramBinder(task, [source, target], wire, reduce_kernel, stream)
-    binder.steps += first
+    if stream is None:
+        binder.emit_all(first)
+    else:
+        binder.steps += first  # on the caller's stream
     binder.rounds()
-    for call in last:
-        binder.emit_local(call)
+    binder.emit_all(last)
     binder.wait_for_stream()
-    swap = binder.swap()
-    halves = None if swap is None else swap.split(source.array, target.array)
-    steps = binder.steps if halves is None else [half for half in halves if half is not None]
-    program = Program(steps, wire, binder.nbytes, binder.memories, stream)
-    program.swap = swap
-    program.begins = tuple(binder.begins if halves is None else binder.begins[:1])
+    program = Program(binder.steps, wire, binder.nbytes, binder.memories, stream)
+    program.begins = tuple(binder.begins)
+    if len(binder.exchanges) == len(binder.steps):
+        program.exchanges = tuple(binder.exchanges)
     return program
 
 
@@ -79,7 +81,7 @@ class _ProgramBinder:
         self.chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
         self.working = stream is not None  # earlier work on the stream must end before messages start
         self.steps: list[Callable[[], object] | Wait] = []
-        self.exchanges: list[list[Any]] = []
+        self.exchanges: list[Exchange] = []
         self.begins: list[tuple[int, int]] = []
         lengths = self.chunks.scratch_length, self.chunks.landing_length
         dtype = memories[0].array.dtype
@@ -120,14 +122,22 @@ class _ProgramBinder:
         if messages:
             self.steps += self.wire.wait_calls(messages)
 
-    def swap(self) -> ExchangeSupport | None:
-        """The program as one fused exchange; None if it is not one round of messages, or the transport has none."""
-        if len(self.exchanges) != 1:
-            return None
-        messages = self.exchanges[0]
-        if len(self.steps) != len(self.wire.start_calls(messages)) + len(self.wire.wait_calls(messages)):
-            return None
-        return self.wire.swap(messages)
+    def emit_all(self, calls: Iterable[Callable[[], object] | Wait]) -> None:
+        """Append local work before or after the rounds: as an exchange within a node, which can be compiled."""
+        local = list(calls)
+        if self.wire.node is None or any(isinstance(call, Wait) for call in local):
+            for call in local:
+                self.emit_local(call)
+        elif local:
+            stream = Stream()
+            for call in local:
+                stream.add(call)
+            self._emit_exchange([stream])
+
+    def _emit_exchange(self, streams: Iterable[Stream]) -> None:
+        exchange = Exchange(self.wire.node, [stream for stream in streams if stream.calls])
+        self.exchanges.append(exchange)
+        self.steps.append(Wait(exchange.wait, exchange.test))
 
     def rounds(self) -> None:
         """Append all rounds; chunks that no step changes are copied while the first messages are in flight."""
@@ -138,8 +148,7 @@ class _ProgramBinder:
                 self.begins.append((index, len(self.steps)))
                 (self._windowed_round if self.chunks.is_windowed(steps) else self._round)(steps, shape, copies)
                 copies = []
-        for copy in copies:
-            self.emit_local(copy)
+        self.emit_all(copies)
 
     def _round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
         """Append a round that starts all messages (as far as there are receive slots), then waits and reduces."""
@@ -156,7 +165,9 @@ class _ProgramBinder:
         departing = [message for message, _ in sends]
         short = sum(self._iovec(place).nbytes for _, places in sends for place in places) <= EAGER_BYTES
         messages = [*departing, *arriving] if short else [*arriving, *departing]  # eager sends complete at once
-        self.exchanges.append(messages)
+        if self.wire.node is not None and (not messages or any(map(self.wire.stream_key, messages))):
+            self._exchange(sends, arriving, actions, meanwhile)
+            return
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
@@ -177,6 +188,27 @@ class _ProgramBinder:
             if action.following is not None:
                 self.start([action.following])
         self._wait_pending(pending, messages)
+
+    def _exchange(
+        self,
+        sends: Sequence[tuple[Any, list[MemorySpan]]],
+        arriving: Sequence[Any],
+        actions: Sequence[_Action],
+        meanwhile: Iterable[Callable[[], object]],
+    ) -> None:
+        """Append a round of messages within the node, and perhaps over the network, as an `Exchange`."""
+        round_ = _ExchangeBuilder(self.wire, {id(action.following) for action in actions})
+        for message, places in sends:
+            round_.send(message, places)
+        for copy in meanwhile:
+            round_.local.add(copy)
+        reduced = {id(action.message): action.onto for action in actions if not action.calls}
+        for message in arriving:
+            round_.receive(message, reduced.get(id(message), []))
+        for action in actions:
+            if action.message is None or action.calls:
+                round_.act(action)
+        self._emit_exchange(round_.streams.values())
 
     def _windowed_round(
         self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
@@ -230,7 +262,7 @@ class _ProgramBinder:
             if isinstance(step, RecvReduce):
                 cuts, slots = self.chunks.segment_counts(step), next(room)
                 if shape.in_place:
-                    actions.extend(_Action(index, part, [], []) for part in self._in_place_reductions(step, cuts))
+                    actions.extend(self._in_place_reductions(index, step, cuts))
                     continue
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
@@ -264,31 +296,93 @@ class _ProgramBinder:
             for index, action in enumerate(actions)
         ]
 
-    def _in_place_reductions(self, step: RecvReduce, cuts: Sequence[int]) -> Iterator[Any]:
-        """Bound receives, one per segment, that reduce directly from the sender's shared memory."""
+    def _in_place_reductions(self, number: int, step: RecvReduce, cuts: Sequence[int]) -> Iterator[_Action]:
+        """One action per segment of a message that is reduced directly from the sender's shared memory."""
         locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
         combine = self._combine(step.side)
         for rows in split(aligned(locations, destinations), cuts):
             arrays = [(self._array(location), self._array(destination)) for location, destination in rows]
-            yield self.wire.combine(step.peer, arrays, combine)
+            onto = [destination for _, destination in rows]
+            yield _Action(number, self.wire.combine(step.peer, arrays, combine), [], onto)
 
-    def _combine(self, side: Side) -> Callable[[Any, Any, Any], Callable[[], object]]:
-        """Function (incoming, own, out) that binds a reduction; the incoming array is the operand on `side`."""
+    def _combine(self, side: Side) -> SidedReduction:
+        """Reduction of incoming data, the operand on `side`, with own data."""
         if self.reduce_kernel is None:
             raise ValueError("the schedule combines, but no operation was given")
-        bind = self.reduce_kernel.bind
-        return bind if side == "left" else lambda incoming, own, out: bind(own, incoming, out)
+        return SidedReduction(self.reduce_kernel, side == "right")
 
     def _reduction(self, row: tuple[MemorySpan, ...], side: Side) -> Callable[[], object]:
         return self._combine(side)(*map(self._array, row))
 
     def _copies(self, sources: Iterable[MemorySpan], destinations: Iterable[MemorySpan]) -> list[Callable[[], object]]:
         return [
-            partial(_copy, self._array(destination), self._array(source))
+            partial(copy_array, self._array(destination), self._array(source))
             for source, destination in aligned(sources, destinations)
             if self._iovec(source) != self._iovec(destination)
         ]
 
 
-def _copy(destination: Any, source: Any) -> None:
+class _ExchangeBuilder:
+    """Streams of one round: one for each peer and direction, one for local work, one for each network message."""
+
+    def __init__(self, wire: Wire, later: set[int]) -> None:
+        self._wire, self._later = wire, later
+        self.streams: dict[Any, Stream] = {}
+        self.local = self._stream("local")
+        self._ends: dict[int, list[Any]] = {}  # by the id of a message: operations that wait for its end
+        self._sent: list[tuple[Any, list[MemorySpan]]] = []
+        self._reduced: list[tuple[Any, list[MemorySpan]]] = []
+
+    def _stream(self, key: Any) -> Stream:
+        return self.streams.setdefault(key, Stream())
+
+    def _add(self, message: Any, stream: Stream | None = None) -> None:
+        """Append a message to its stream; a network message gets one of its own, after its start in `stream`."""
+        key = self._wire.stream_key(message)
+        if key is not None:
+            ended = self._stream(key).add(message)
+            self._ends[id(message)] = [ended]
+            if isinstance(message, RendezvousSend):
+                read = Acknowledgement(message, ended)
+                self._stream(("read", *key)).add(read)
+                self._ends[id(message)] = [read]
+            return
+        if id(message) in self._later and stream is None:
+            return
+        starts = stream or self._stream("network")
+        for call in self._wire.start_calls([message]):
+            begun = starts.add(call)
+        own = self._stream(id(message))
+        own.add(begun)
+        for wait in self._wire.wait_calls([message]):
+            ended = own.add(wait.test)
+        self._ends[id(message)] = [ended]
+
+    def send(self, message: Any, places: list[MemorySpan]) -> None:
+        self._add(message)
+        self._sent.append((message, places))
+
+    def receive(self, message: Any, onto: list[MemorySpan]) -> None:
+        """Append a receive; if it reduces `onto` memory directly, it waits for what must read or write that before."""
+        key = self._wire.stream_key(message)
+        for other, places in (*self._sent, *self._reduced) if onto else ():
+            if overlap(places, onto) and self._wire.stream_key(other) != key:
+                for ended in self._ends[id(other)]:
+                    self._stream(key).add(ended)
+        self._add(message)
+        if onto:
+            self._reduced.append((message, onto))
+
+    def act(self, action: _Action) -> None:
+        """Append local work, after its message and the sends of what it overwrites, or after all messages."""
+        waits = [id(action.message), *(id(send) for send, places in self._sent if overlap(places, action.onto))]
+        for ended in [end for wait in (self._ends if action.message is None else waits) for end in self._ends[wait]]:
+            self.local.add(ended)
+        for call in action.calls:
+            self.local.add(call)
+        if action.following is not None:
+            self._add(action.following, self.local)
+
+
+def copy_array(destination: Any, source: Any) -> None:
     destination[...] = source

@@ -13,7 +13,7 @@ from collectives.buffers.arguments import Buffer
 from collectives.buffers.memory import view
 from collectives.buffers.staging import DeviceMemory, stage
 from collectives.errors import InvalidArgument
-from collectives.runtime.binder import bind
+from collectives.runtime.binder import bind, copy_array
 from collectives.runtime.call import Blocks, Call, staged
 from collectives.runtime.ops import OP_NAMES, Combiner, on_device
 from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, Task
@@ -22,7 +22,6 @@ from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import AlgorithmChoice
-from collectives.transport import compiled_exchange
 from collectives.transport.mailbox import MARKS
 from collectives.transport.wire import Wire
 from collectives.types import Wait
@@ -36,11 +35,8 @@ LINE = 64
 SLOT = 4096
 """Bytes up to which a blocking call uses eager buffers."""
 
-COMPILED = 1 << 15
-"""The same where frequent short calls are compiled: compiled calls use no eager buffers."""
-
-SWAPPED = 1 << 18
-"""The same for a single exchange, which runs between the user's arrays."""
+READY = 0x0401
+"""NumPy's flags of a C-contiguous, writeable array."""
 
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
@@ -126,13 +122,13 @@ def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
     if call.separate_output:
         source = memory(call.target, spans[0], True, True)
         target = ElementArray.allocate(spans[1], call.unit, device or np)
-        last.insert(0, partial(source.array[: spans[1]].__setitem__, slice(None), target.array))
+        last.insert(0, partial(copy_array, source.array[: spans[1]], target.array))
     elif call.source is call.target:
         source = target = memory(call.target, spans[1], bool(call.send_blocks), stores)
     elif call.copy_input:
         target = memory(call.target, spans[1], True, stores)
         source = ElementArray.allocate(spans[0], call.unit, device or np)
-        copy = partial(source.array.__setitem__, slice(None), target.array[: spans[0]])
+        copy = partial(copy_array, source.array, target.array[: spans[0]])
         first.append(copy if device is None else device.working(copy))
     else:
         source = memory(call.source, spans[0], bool(call.send_blocks), False)
@@ -197,11 +193,6 @@ def needs_staging(call: Call) -> bool:
     return any(map(staged, call.buffers))
 
 
-def longest() -> int:
-    """Largest buffer in bytes that blocking calls copy through eager buffers; single exchanges have a higher limit."""
-    return COMPILED if compiled_exchange.available() else SLOT
-
-
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:
     """Checksum, below `MARKS`, of the arguments that must be equal on all ranks; in the flags of mailbox messages.
 
@@ -243,13 +234,53 @@ class EagerBuffers(NamedTuple):
         if self.stores and call.target is not None:
             view(call.target.address, self.target.size, call.unit)[:] = self.target
 
+    def on_arrays(self, s: np.ndarray | None, r: np.ndarray | None) -> Callable[[Any, Any], bool] | None:
+        """Function (sendbuf, recvbuf) that runs the program on arrays like these, or returns False if they are not.
+
+        None if the arrays are not dense.
+        """
+        if (s is not None and not s.flags.c_contiguous) or (r is not None and not r.flags.c_contiguous):
+            return None
+        load = _reshape_like(self.source, s) if self.loads and s is not None else None
+        store = _reshape_like(self.target, r) if self.stores and r is not None else None
+        program, one_array = self.program, s is r
+
+        def run(sendbuf: Any, recvbuf: Any) -> bool:
+            if sendbuf is recvbuf and not one_array:
+                return False
+            if load is not None:
+                if not sendbuf.flags.c_contiguous:
+                    return False
+                load[...] = sendbuf
+            if store is None:
+                run_program(program)
+                return True
+            if recvbuf.flags.num & READY != READY:
+                return False
+            run_program(program)
+            recvbuf[...] = store
+            return True
+
+        return run
+
+
+def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:
+    return buffer.view(np.uint8).view(array.dtype).reshape(array.shape)
+
 
 def fits_eager_buffers(call: Call) -> bool:
-    """True if the call can use eager buffers: up to `SWAPPED` bytes, no gaps, no temporary copy of input or output."""
-    if max(buffer_spans(call)) * call.unit.itemsize > SWAPPED or call.separate_output or call.copy_input:
+    """True if the call can use eager buffers: up to `SLOT` bytes, no gaps, no temporary copy of input or output."""
+    if max(buffer_spans(call)) * call.unit.itemsize > SLOT or call.separate_output or call.copy_input:
         return False
     sides = call.send_blocks, call.recv_blocks
     return all(sum(call.lengths[block] for block in blocks) == span(call, blocks) for blocks in sides)
+
+
+def memories(call: Call) -> tuple[int | None, int | None]:
+    """Addresses in the user's arrays of the source and target of the call's program; None for memory of its own."""
+    source = call.target if call.separate_output else None if call.copy_input else call.source
+    target = None if call.separate_output else call.target
+    return (None if source is None else source.address), (None if target is None else target.address)
 
 
 def program_of(entry: Program | EagerBuffers) -> Program:

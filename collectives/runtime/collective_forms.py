@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime import call as calls
+from collectives.runtime.argument_keys import counts_key
 from collectives.runtime.requests import Request
 
 FORMS = ("blocking", "non-blocking", "persistent")
@@ -21,7 +22,7 @@ FORMS = ("blocking", "non-blocking", "persistent")
 class Declaration(NamedTuple):
     """One collective: `describe` validates the arguments of mpi4py's method `name` and returns the `Call`.
 
-    `v_form`: for blocks of any length; its programs depend on counts, so calls are not looked up by their arguments.
+    `v_form`: for blocks of any length.
     """
 
     name: str
@@ -155,7 +156,8 @@ def add_methods(owner: type) -> None:
     for declaration, form in product(DECLARATIONS, FORMS):
         # The file name marks the frame as one of this package, for `desync_check.caller`.
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
-        scope: dict[str, Any] = {"describe": declaration.describe, "MPI": MPI, "Any": Any, "Request": Request}
+        scope: dict[str, Any] = {"describe": declaration.describe, "counts_key": counts_key}
+        scope |= {"MPI": MPI, "Any": Any, "Request": Request}
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
         function = scope[method_name(declaration.name, form)]
@@ -169,22 +171,22 @@ def _source(declaration: Declaration, form: str) -> str:
     values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form)}
     parameters = inspect.signature(declaration.describe).parameters
     call = f"describe({', '.join(values.get(name, name) for name in parameters)})"
-    if form == "non-blocking":
-        body = f"return self._begin({call}, algorithm, segments)"
-    elif form == "persistent":
+    if form == "persistent":
         body = f"return self._bind({call}, algorithm, segments)"
-    elif declaration.v_form:
-        body = f"self._run({call}, algorithm, segments)"
     else:
         send = next((name for name in ("sendbuf", "buf") if name in names), None)
         recv = next((name for name in ("recvbuf", "buf") if name in names), None)
         op, root = "op" if "op" in names else "MPI.SUM", "root" if "root" in names else "0"
-        key = f"{declaration.describe.__name__!r}, {send}, {recv}, {op}, {root}, algorithm, segments"
-        body = (
-            f"key = self._run_cached({key})\n"
-            f"if key:\n"
-            f"    self._run({call}, algorithm, segments, key, {send}, {recv}, {op})"
-        )
+        if "recvcounts" in names:
+            root = "counts_key(recvcounts)"
+        key = f"{declaration.name!r}, {send}, {recv}, {op}, {root}, algorithm, segments"
+        if form == "blocking":
+            body = f"key = self._run_cached({key})\nif key:\n    self._run({call}, algorithm, segments, key)"
+        else:
+            body = (
+                f"key = self._start_cached({key})\n"
+                f"return key if isinstance(key, Request) else self._begin({call}, algorithm, segments, key)"
+            )
     returns = "None" if form == "blocking" else "Request"
     heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"
     return f"{heading}\n{indent(body, '    ')}\n"

@@ -23,6 +23,9 @@ from collectives.transport.wire import Wire
 BLOCKING_CHANNEL = 0
 """Channel of the node's mailboxes for blocking calls."""
 
+FIRST_NONBLOCKING = 1
+"""First of the `NONBLOCKING` channels for non-blocking calls."""
+
 
 class Transports:
     """Shared-memory and MPI transports of one communicator, and the tags of its calls. Creation is collective.
@@ -48,7 +51,10 @@ class Transports:
         if self.node is None:
             neighbours.Free()
         self.edges: dict[int, dict[int, MailboxEdge]] = defaultdict(dict)
-        self._nonblocking_calls = self._persistent_requests = 0
+        self.nonblocking_calls = 0
+        """Non-blocking calls so far."""
+
+        self._persistent_requests = 0
         largest_tag = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if largest_tag is None else int(largest_tag)) // 2
 
@@ -62,8 +68,8 @@ class Transports:
 
     def consume_tag(self) -> int:
         """Return a new MPI tag for the next non-blocking call; the same on all ranks, which count these calls."""
-        self._nonblocking_calls += 1
-        return 1 + self._nonblocking_calls % (self._tags - 1)
+        self.nonblocking_calls += 1
+        return 1 + self.nonblocking_calls % (self._tags - 1)
 
     def consume_persistent_tag(self) -> None:
         self._persistent_requests += 1
@@ -75,21 +81,19 @@ class Transports:
         channel: int | None = BLOCKING_CHANNEL,
         itemsize: int = 1,
         shared: bool = False,
-        compiles: bool = True,
     ) -> Wire:
         """Create the transport of a program: mailboxes of `channel` within the node, MPI with a tag between nodes.
 
-        MPI alone for non-blocking calls, without mailboxes, or if `channel` is None. Messages are split between
-        elements: an element larger than a cell needs reads from peer memory, or MPI.
+        MPI alone without mailboxes, or if `channel` is None. Messages are split between elements: an element larger
+        than a cell needs reads from peer memory, or MPI.
         """
-        if form == "nonblocking":
-            return ImmediateTransport(self._comm)
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
-        network = PersistentTransport(self._comm, tag)
+        nonblocking = form == "nonblocking"
+        network = ImmediateTransport(self._comm) if nonblocking else PersistentTransport(self._comm, tag)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return network
-        return NodeAwareTransport(self.node, channel, self.edges[channel], network, compiles, shared, mark)
+        return NodeAwareTransport(self.node, channel, self.edges[channel], network, shared, mark)
 
     def free(self) -> None:
         """Free shared memory; programs must have been freed before."""

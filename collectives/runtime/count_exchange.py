@@ -84,4 +84,4 @@ def bind_after_exchange(
     exchanged = Wait(finish_exchange, lambda: bool(bound) or exchange.program.advance())
     finished = Wait(lambda: bound[0].finish(), lambda: bound[0].advance())
     steps = start_exchange, exchanged, start, finished
-    return Program(steps, exchange.program.wire, exchange.known.nbytes, exchange, stream)
+    return Program(steps, exchange.program.wire, exchange.known.nbytes, exchange.program.memories, stream)

@@ -6,17 +6,17 @@ differently.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
 from collectives.runtime.call import Blocks, Call
-from collectives.runtime.program import Program
+from collectives.runtime.program import ElementArray, Program
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import Form
+from collectives.transport.mpi_transport import PersistentTransport
 from collectives.types import Wait
 
 METHODS = {
@@ -112,26 +112,21 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 # ------------------------------------------------------------------------------------------ programs
 
 
-class DirectCollective(NamedTuple):
-    """`ExchangeSupport` for a blocking collective of the MPI, called directly on the arrays given at run time."""
+def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], bool]:
+    """Function (sendbuf, recvbuf) that runs the MPI's blocking collective on the arrays given, and returns True."""
+    op, byte = call.operation, MPI.BYTE
+    root = (call.root,) if MEANINGS[call.collective].rooted else ()
 
-    method: Callable[..., None]
-    call: Call
+    def run(send: Any, recv: Any) -> bool:
+        if call.collective == "broadcast":
+            method([recv, byte], *root)
+        elif op is None:
+            method([send, byte], [recv, byte], *root)
+        else:
+            method(send, recv, op, *root)
+        return True
 
-    def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
-        """Function (sendbuf, recvbuf) that runs the MPI's collective on the arrays given, not on eager buffers."""
-        method, op, byte = self.method, self.call.operation, MPI.BYTE
-        root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
-        if self.call.collective == "broadcast":
-            return lambda send, recv: method([recv, byte], *root)
-        if op is None:
-            return lambda send, recv: method([send, byte], [recv, byte], *root)
-        if op == MPI.SUM and not root:
-            return method  # mpi4py's own default
-        return lambda send, recv: method(send, recv, op, *root)
-
-    def split(self, source: Any, target: Any) -> None:
-        """None: the call cannot be split into start and wait."""
+    return run
 
 
 def program(
@@ -149,20 +144,22 @@ def program(
     """
     method = METHODS[call.collective][call.v_form]
     positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
-    held: Any = SimpleNamespace(free=lambda: None)
+    wire = PersistentTransport(comm, 0)  # without messages
     middle: list[Callable[[], object] | Wait]
     if form == "blocking":
         middle = [partial(getattr(comm, method), *positional)]
     elif form == "persistent":
         request = _persistent(comm, method, positional)
-        held, middle = SimpleNamespace(free=request.Free), [request.Start, Wait(request.Wait, request.Test)]
+        wire.own(request)
+        middle = [request.Start, Wait(request.Wait, request.Test)]
     else:
         begin, begun = partial(getattr(comm, f"I{method.lower()}"), *positional), [MPI.REQUEST_NULL]
         middle = [lambda: begun.__setitem__(0, begin()), Wait(lambda: begun[0].Wait(), lambda: begun[0].Test())]
-    bound = Program([*first, *middle, *last], held, 0, (source, target))
-    bound.waits_in_mpi, bound.is_native = form == "blocking", True
+    memories = [ElementArray(array, MPI.Get_address(array)) for array in (source, target)]
+    bound = Program([*first, *middle, *last], wire, 0, memories)
+    bound.waits_in_mpi, bound.prefers_finish = form == "blocking", True
     if form == "blocking" and not first and not last and not call.v_form:
-        bound.swap = DirectCollective(getattr(comm, method), call)
+        bound.on_arrays = _on_arrays(getattr(comm, method), call)
     return bound
 
 

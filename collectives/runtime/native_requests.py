@@ -4,6 +4,10 @@
 handle of a generalized request, which is completed at the end of the collective. While a thread waits inside the MPI,
 it calls nothing of this package, so a helper thread progresses active requests. It does nothing while the program makes
 progress itself, and ends when no request is active.
+
+Making, completing and freeing such a handle takes longer than a short collective. Most requests need none of it: if the
+collective ends as it starts, the handle is that of a send to no rank, which is complete; and if `Wait` of the request
+itself sees the end, the handle goes to the next request as it is.
 """
 
 # mypy: disable-error-code="misc"
@@ -14,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from ctypes import memmove
 from functools import cache
 from itertools import count
 from typing import Any, ClassVar
@@ -21,8 +26,6 @@ from typing import Any, ClassVar
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.call import Call
-from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress_count, progress_lock
 from collectives.runtime.requests import Request
 
@@ -42,9 +45,24 @@ def available() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def new_request(name: str, program: Program, release: Callable[[Request, Program], None], call: Call) -> Request:
+def new_request(*arguments: Any) -> Request:
     """Create the request of a non-blocking collective: a `NativeRequest` if MPI is thread-safe, else a `Request`."""
-    return (NativeRequest if available() else Request)(name, program, release, call)
+    if not available():
+        return Request(*arguments)
+    handle = _unused.pop() if _unused else HANDLE()
+    request = MPI.Request.__new__(NativeRequest, handle.request)  # not by the class, which takes as long again
+    request.__init__(*arguments)
+    request._handle = handle
+    return request
+
+
+def ended_request(*arguments: Any) -> Request:
+    """Create the request of a non-blocking collective that has ended already."""
+    if not available():
+        return Request(*arguments)
+    request = MPI.Request.__new__(NativeRequest, MPI.COMM_SELF.Isend(_NO_DATA, MPI.PROC_NULL))
+    request.__init__(*arguments)
+    return request
 
 
 class GeneralizedHandle:
@@ -96,6 +114,12 @@ class SelfMessageHandle:
         self._free_tags.append(self._tag)  # the receive was posted before, and has matched
 
 
+_unused: list[GeneralizedHandle | SelfMessageHandle] = []
+"""Handles of requests that ended, which are not complete."""
+
+_NO_DATA = [None, 0, MPI.BYTE]
+_HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
+
 HANDLE = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
 
 
@@ -105,30 +129,42 @@ class NativeRequest(Request, MPI.Request):
     Its own `Wait` and `Test` progress it in this thread, which is faster.
     """
 
-    def __new__(cls, *_: Any) -> NativeRequest:
-        handle = HANDLE()
-        self = MPI.Request.__new__(cls, handle.request)
-        self._handle = handle
-        return self
-
-    _handle: GeneralizedHandle | SelfMessageHandle
+    _handle: GeneralizedHandle | SelfMessageHandle | None = None
+    """Handle to be completed at the end of the collective; None once it has ended."""
 
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
-        super().begin(gate)
-        if self.active:
+        with progress_lock:
+            super().begin(gate)
+            if self.active and _helper is None:
+                _start_helper()
+
+    def join(self) -> None:
+        super().join()
+        if _helper is None:
             _start_helper()
 
     def _ended(self) -> None:
         super()._ended()
-        self._handle.complete(self._broken)
+        if self._handle is not None:
+            self._handle.complete(self._broken)
+            self._handle = None
+
+    def _ended_in_wait(self) -> None:
+        """Become a null request, and leave the handle, which nobody can wait for any more, to the next request."""
+        memmove(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
+        assert self._handle is not None, "it had not ended"
+        _unused.append(self._handle)
+        self._handle = None
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Wait for the completed MPI request, which frees its handle, and fill the status."""
-        MPI.Request.Wait(self)
-        super()._report(status)
+        """Wait for the completed MPI request, if there is still one, which frees its handle; fill the status."""
+        if MPI.Request.__bool__(self):
+            MPI.Request.Wait(self)
+        if status is not None:
+            super()._report(status)
 
     def Free(self) -> None:
         super().Free()
@@ -145,11 +181,11 @@ _ending = threading.Event()
 
 
 def _start_helper() -> None:
+    """Start the helper thread; the caller holds `progress_lock`."""
     global _helper
-    with progress_lock:
-        if _helper is None and not _ending.is_set():
-            _helper = threading.Thread(target=_run_helper, name="chorus-requests", daemon=True)
-            _helper.start()
+    if not _ending.is_set():
+        _helper = threading.Thread(target=_run_helper, name="chorus-requests", daemon=True)
+        _helper.start()
 
 
 def _run_helper() -> None:
@@ -188,7 +224,12 @@ def _progressed() -> bool:
 
 
 def end_helper() -> None:
+    """End the helper thread and free unused handles, as the program exits."""
     _ending.set()
     helper = _helper
     if helper is not None:
         helper.join()
+    while _unused and not MPI.Is_finalized():
+        handle = _unused.pop()
+        handle.complete(failed=False)
+        handle.request.Wait()

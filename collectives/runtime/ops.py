@@ -55,6 +55,21 @@ class Combiner:
         self.bind(left, right, out)()
 
 
+class SidedReduction(NamedTuple):
+    """Reduction of incoming data with own data, which are the left operand if `mine_first`."""
+
+    combiner: Combiner
+    mine_first: bool
+
+    @property
+    def ufunc(self) -> Callable[..., Any] | None:
+        return self.combiner.ufunc
+
+    def __call__(self, incoming: Any, mine: Any, out: Any) -> Callable[[], object]:
+        left, right = (mine, incoming) if self.mine_first else (incoming, mine)
+        return self.combiner.bind(left, right, out)
+
+
 class _OpRule(NamedTuple):
     name: str
     kinds: str  # of NumPy dtypes, as `buffers.kind` gives them

@@ -7,61 +7,29 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
-from collectives.algorithms.catalog import build
 from collectives.buffers.staging import DeviceMemory
+from collectives.errors import RanksDisagree
 from collectives.runtime import binding, native
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
 from collectives.runtime.binder import bind
 from collectives.runtime.binding import EagerBuffers
-from collectives.runtime.call import Call
-from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
+from collectives.runtime.call import Call, call_device
+from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
+from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.count_exchange import CountExchange, bind_after_exchange, bind_count_exchange, needs_counts
-from collectives.runtime.native_requests import new_request
+from collectives.runtime.native_requests import ended_request, new_request
 from collectives.runtime.program import ElementArray, Program
-from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache
-from collectives.runtime.progress import progress_lock, run_program
+from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
+from collectives.runtime.progress import active_requests, progress_lock, run_program
 from collectives.runtime.requests import Request
-from collectives.runtime.single_exchange import as_single_exchange, compile_exchange, single_messages
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
-from collectives.transport.fused_exchange import CompiledExchange
-from collectives.transport.mpi_transport import ImmediateTransport
+from collectives.transport.mailbox import NONBLOCKING
 from collectives.transport.wire import Wire
-
-
-class IdlePrograms:
-    """Pool of the programs of completed non-blocking calls, for reuse by calls with the same key; limited in number."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._by_key: dict[Hashable, list[Program]] = {}
-
-    def __len__(self) -> int:
-        return self._count
-
-    def take(self, key: Hashable) -> Program | None:
-        programs = self._by_key.get(key)
-        if programs is None:
-            return None
-        program = programs.pop()
-        self._count -= 1
-        if not programs:
-            del self._by_key[key]
-        return program
-
-    def add(self, key: Hashable, program: Program) -> None:
-        self._by_key.setdefault(key, []).append(program)
-        self._count += 1
-        self.free(MAX_PROGRAMS)
-
-    def free(self, left: int = 0) -> None:
-        """Free programs, those of the oldest keys first, until at most `left` remain."""
-        while self._count > left and (program := self.take(next(iter(self._by_key)))):
-            program.free()
 
 
 class Planner:
@@ -78,9 +46,12 @@ class Planner:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.cache = ProgramCache(self.rank)
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
-        self._idle = IdlePrograms()
+        self._programs: dict[Hashable, Program] = {}  # of non-blocking calls
+        self._compiled = [dict[Hashable, CompiledProgram]() for _ in range(NONBLOCKING)]  # by channel and arguments
+        self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
+        self._broken: str | None = None
         self._count_exchanges: dict[Hashable, CountExchange] = {}
-        self._live: weakref.WeakSet[Request] = weakref.WeakSet()  # `progress.active_requests` holds the active ones
+        self._persistent: weakref.WeakSet[Request] = weakref.WeakSet()
         self._finalized: deque[tuple[Program, int | None]] = deque()  # appended by finalizers at any moment
         self._channels = ChannelAllocator(comm)
 
@@ -96,9 +67,6 @@ class Planner:
         call: Call,
         choice: AlgorithmChoice,
         cache_key: CallKey = UNCACHEABLE,
-        sendbuf: Any = None,
-        recvbuf: Any = None,
-        op: MPI.Op = MPI.SUM,
     ) -> None:
         """Run a blocking call and cache its program, unless data is staged; later calls can find it by `cache_key`."""
         self.cache.check_in_step()
@@ -111,7 +79,7 @@ class Planner:
             self._run_or_poison(program)
             program.free()
             return
-        small = device is None and self._is_eager(call, choice)
+        small = device is None and binding.fits_eager_buffers(call)
         key = binding.program_key(call, choice, not small, device)
         entry = self.cache.bound.get(key)
         if entry is None:
@@ -128,19 +96,7 @@ class Planner:
             self.cache.evict(key)  # its messages may still be active: never start them again
             self.cache.poison(error)
             raise
-        self.cache.store(cache_key, sendbuf, recvbuf, op, key, partial(self._compile_call, call, choice))
-
-    def _compile_call(
-        self, call: Call, choice: AlgorithmChoice, s: np.ndarray, r: np.ndarray, program: Program
-    ) -> CompiledExchange | None:
-        """Compile a call to one function if it is a supported exchange with one peer alone; None for all others."""
-        if choice.algorithm == NATIVE:
-            return None
-        exchange = as_single_exchange(binding.call_task(call, choice, self.rank, self.size, self.nodes))
-        if exchange is None:
-            return None
-        edge = self.transports.edges[BLOCKING_CHANNEL].get(exchange.peer)
-        return compile_exchange(exchange, call, s, r, program, edge)
+        self.cache.store(cache_key, key, call)
 
     def _run_or_poison(self, program: Program) -> None:
         try:
@@ -154,24 +110,68 @@ class Planner:
         aware = self.transports.aware and choice.algorithm != NATIVE
         return (binding.as_device_call(call) if aware else None) or (call, None)
 
-    def begin(self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None) -> Request:
-        """Start a non-blocking call and return its request; no message leaves before `gate`, if given, returns True."""
-        with progress_lock:  # a thread that progresses active requests may recycle programs at any moment
+    def start_cached(
+        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+    ) -> Request | CallKey:
+        """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`."""
+        try:
+            arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            turn = self.transports.nonblocking_calls % NONBLOCKING
+            program = self._compiled[turn].get(arguments)
+        except TypeError:  # arguments that are not hashable, or buffers of other kinds
+            return UNCACHEABLE
+        if program is None:
+            return CallKey(arguments, s, r)
+        with progress_lock:
+            before = self._latest[turn]
+            if (before is not None and before.holds_program) or self._broken:
+                return CallKey(arguments, s, r)
+            try:
+                if not program.start_on(s, r):
+                    return UNCACHEABLE
+            except BaseException:
+                program.broken = True
+                self._break_off(name, program)
+                raise
+            self.transports.consume_tag()
+            if program.ended:
+                return ended_request(name, program, self, None)
+            request = self._latest[turn] = new_request(name, program, self, (s, r))
+            request.join()
+            return request
+
+    def begin(
+        self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None, cache_key: CallKey = UNCACHEABLE
+    ) -> Request:
+        """Start a non-blocking call and return its request; no message leaves before `gate`, if given, returns True.
+
+        Calls take the mailbox channels in turn. A call waits for the one before on its channel to end.
+        """
+        with progress_lock:  # a thread that progresses active requests may change programs at any moment
             self._free_finalized()
+            if self._broken:
+                raise RanksDisagree(MPI.ERR_OTHER, f"{self._broken}: go on with a new Communicator")
             call, device = self._on_device(call, choice)
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
-            key = binding.program_key(call, choice, True, device) if reusable else None
-            program = None if key is None else self._idle.take(key)
+            turn = self.transports.nonblocking_calls % NONBLOCKING
+            key = (binding.program_key(call, choice, True, device), turn) if reusable else None
+            program = self._programs.get(key)
             if program is None:
                 binding.check_no_overlap(call)
-                program = self._bind(call, choice, "nonblocking", device)
+                program = self._bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
+                self._add_program(key, program)
+            else:
+                self._compile(program, cache_key, turn, call)
             if program.stream is not None:
                 program.stream.follow(*(buffer.owner for buffer in call.buffers))
             tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
-            if isinstance(program.wire, ImmediateTransport):
-                program.wire.tag = tag
-            request = new_request(call.collective, program, partial(self._recycle, key), call)
-            self._live.add(request)
+            request = new_request(call.collective, program, self, call)
+            request.owns_program, request.device = not reusable, call_device(call)
+            if program.wire.node is not None:
+                before, self._latest[turn] = self._latest[turn], request
+                if before is not None and before.holds_program:
+                    gate = _after(before, gate)
+            request.tag = tag
             request.begin(gate)
             return request
 
@@ -186,11 +186,12 @@ class Planner:
             self._free_finalized()
             channel = self._channels.take()
         program = self._bind(call, choice, "persistent", device, first, channel, shared)
-        request = Request(call.collective, program, partial(self._release, channel), call, persistent=True)
+        request = Request(call.collective, program, self, call, persistent=True)
+        request.channel, request.device = channel, call_device(call)
         request.finalizer = weakref.finalize(request, self._finalized.append, (program, channel))
         request.finalizer.atexit = False
         with progress_lock:
-            self._live.add(request)
+            self._persistent.add(request)
         return request
 
     def _free_finalized(self) -> None:
@@ -198,7 +199,7 @@ class Planner:
         while self._finalized:
             self._free_program(*self._finalized.popleft())
 
-    def _free_program(self, program: Program, channel: int | None) -> None:
+    def _free_program(self, program: Program | CompiledProgram, channel: int | None) -> None:
         program.free()
         if program.broken:
             self._orphans.append(program)
@@ -213,23 +214,27 @@ class Planner:
                 free()
 
         with progress_lock:
-            for request in [request for request in self._live if request.active]:
+            for request in self._active():
                 request.on_end = ended
             ended()
 
     def free(self) -> None:
         """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank."""
         self.cache.free()
-        self._idle.free()
+        for program in self._programs.values():
+            program.free()
+        self._programs.clear()
+        for compiled in self._compiled:
+            compiled.clear()
         for exchange in self._count_exchanges.values():
             exchange.program.free()
         with progress_lock:
-            idle = [request for request in self._live if not request.active]
+            idle = [request for request in self._persistent if not request.active]
         for request in idle:
             request.lapse()
         self._free_finalized()
         self._count_exchanges.clear()
-        self._live.clear()
+        self._persistent.clear()
         self.transports.free()
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
         if not (self._orphans or self.cache.broken):
@@ -238,13 +243,15 @@ class Planner:
     @property
     def active(self) -> int:
         with progress_lock:
-            return sum(request.active for request in self._live)
+            return len(self._active())
+
+    def _active(self) -> list[Request]:
+        return [request for request in active_requests if request.owner is self]
 
     # -------------------------------------------------------------------------------- binding and recycling
 
     def _wire(self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, shared: bool = False) -> Wire:
-        mark, compiles = binding.call_mark(call, choice), form == "persistent" or self.cache.compiles
-        return self.transports.wire(form, mark, channel, call.unit.itemsize, shared, compiles)
+        return self.transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, shared)
 
     def _bind(
         self,
@@ -283,23 +290,6 @@ class Planner:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
         return exchange.with_counts(call)
 
-    def _is_eager(self, call: Call, choice: AlgorithmChoice) -> bool:
-        """True if the call runs on eager buffers: it fits them, and is short or a single exchange."""
-        nbytes = max(binding.buffer_spans(call)) * call.unit.itemsize
-        short = nbytes <= binding.longest()
-        return binding.fits_eager_buffers(call) and (short or self._is_single_exchange(call, choice, nbytes))
-
-    def _is_single_exchange(self, call: Call, choice: AlgorithmChoice, nbytes: int) -> bool:
-        """True if this rank has at most one message each way, within the node, and two buffers of at most a cell."""
-        if call.source is None or call.target is None or call.source is call.target:
-            return False
-        if self.node is None or choice.algorithm == NATIVE or nbytes > self.node.cells[BLOCKING_CHANNEL]:
-            return False
-        algorithm, segments = choice
-        rounds = build(call.collective, algorithm, self.rank, self.size, call.root, segments, self.nodes)
-        messages = single_messages(rounds)
-        return messages is not None and all(self.node.reaches(step.peer) for step in messages)
-
     def _bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
         spans = binding.buffer_spans(call)
         source = ElementArray.allocate(spans[0], call.unit)
@@ -312,17 +302,53 @@ class Planner:
             program = bind(task, source, target, wire, binding.reduce_kernel(call))
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))
 
-    def _recycle(self, key: Hashable, request: Request, program: Program) -> None:
-        """End a non-blocking call: keep its program for calls with the same `key`; free it if that is None."""
-        self._live.discard(request)
-        if program.broken:
-            self._orphans.append(request)
-        elif key is None:
+    def _add_program(self, key: Hashable, program: Program) -> None:
+        """Keep a program of non-blocking calls for those with the same key."""
+        if key is not None:
+            self._programs[key] = program
+            self._free_surplus(program)
+
+    def _free_surplus(self, needed: Program | CompiledProgram) -> None:
+        """Free the oldest programs of non-blocking calls beyond `MAX_PROGRAMS`, but not `needed` and those active."""
+        surplus = len(self._programs) - MAX_PROGRAMS
+        if surplus <= 0:
+            return
+        running = [needed, *(request.program for request in self._active())]
+        busy = {id(one.program if isinstance(one, CompiledProgram) else one) for one in running}
+        for old in list(islice((old for old, program in self._programs.items() if id(program) not in busy), surplus)):
+            freed = self._programs.pop(old)
+            for turn, compiled in enumerate(self._compiled):
+                self._compiled[turn] = {known: one for known, one in compiled.items() if one.program is not freed}
+            freed.free()
+
+    def _compile(self, program: Program, key: CallKey, turn: int, call: Call) -> None:
+        """Compile a repeated non-blocking call if calls are frequent, for `start_cached`."""
+        self.cache.count_repeat()
+        if key is not UNCACHEABLE and len(self._compiled[turn]) < MAX_PROGRAMS and key.is_lasting:
+            compiled = self.cache.compiled(program, key, call)
+            if compiled is not None:
+                self._compiled[turn][key.arguments] = compiled
+
+    def release(self, request: Request) -> None:
+        """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
+        program, request.holds_program = request.program, False
+        if request.persistent:
+            with progress_lock:
+                self._persistent.discard(request)
+            self._free_program(program, request.channel)
+        elif program.broken:
+            self._break_off(request.name, request)
+        elif request.owns_program:
             program.free()
         else:
-            self._idle.add(key, program)
+            self._free_surplus(program)
 
-    def _release(self, channel: int | None, request: Request, program: Program) -> None:
-        with progress_lock:
-            self._live.discard(request)
-        self._free_program(program, channel)
+    def _break_off(self, name: str, kept: object) -> None:
+        """Refuse later non-blocking calls; `kept` holds the memory of an aborted one."""
+        self._orphans.append(kept)
+        self._broken = f"a non-blocking {name.lower()} was broken off on rank {self.rank}"
+
+
+def _after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:
+    """Gate that opens once a request has given back its program, and `gate`, if any, is open."""
+    return lambda: not before.holds_program and (gate is None or gate())

@@ -13,7 +13,8 @@ import numpy as np
 from collectives.buffers.staging import DeviceMemory
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
-from collectives.transport.wire import ExchangeSupport, Wire
+from collectives.transport.exchange import Exchange
+from collectives.transport.wire import Wire
 from collectives.types import Wait
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
@@ -59,46 +60,48 @@ class Program:
 
     Attributes
     ----------
-    calls, opening, rest
-        All calls in order, for `run`; those up to the first wait, for `start`; and the rest.
-    tests
-        For each call that is a wait its test, None for all others.
+    calls, tests
+        All calls in order; for each call that is a wait its test, None for all others.
     begins
         Non-empty rounds and their first index in `calls`.
-    position, first
-        Index of the next call, and of the first wait, where it is after `start`.
+    position
+        Index of the next call; the number of calls once the program has ended, until it is started again.
     nbytes
         Scratch memory of the program.
     stream
         In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
-    swap
-        The whole program as one exchange, if it only sends one message and receives one.
+    on_arrays
+        ``on_arrays(sendbuf, recvbuf)`` runs the whole program on other arrays of the same lengths and types, and
+        returns False if they are not; None if it cannot.
+    exchanges
+        Exchanges within the node, if the program consists of these alone; else None.
+    memories
+        The memories that the program is bound to.
     broken
         A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
-    is_native
-        It is a collective of the MPI, which may need many polls: its wait is faster than our tests.
+    prefers_finish
+        `finish` is faster than repeated `advance`, as for a collective of the MPI, which may need many polls.
     """
 
-    swap: ExchangeSupport | None = None
-    broken = waits_in_mpi = is_native = False
+    on_arrays: Callable[[Any, Any], bool] | None = None
+    exchanges: tuple[Exchange, ...] | None = None
+    broken = waits_in_mpi = prefers_finish = False
     begins: tuple[tuple[int, int], ...] = ()
+    position = 0
 
     def __init__(
         self,
         steps: Sequence[Callable[[], object] | Wait],
         wire: Wire,
         nbytes: int,
-        keep: object,
+        memories: Sequence[ElementArray],
         stream: DeviceMemory | None = None,
     ) -> None:
         self.calls = tuple(step.wait if isinstance(step, Wait) else step for step in steps)
         self.tests = tuple(step.test if isinstance(step, Wait) else None for step in steps)
-        self.first = next((i for i, test in enumerate(self.tests) if test is not None), len(self.calls))
-        self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
-        self.position = self.first
-        self._keep = keep
+        self.memories = memories
         self.wire = wire
         self.nbytes = nbytes
         self.stream = stream
@@ -107,17 +110,10 @@ class Program:
         for call in self.calls:
             call()
 
-    def start(self) -> None:
-        """Run up to the first wait. `finish` must follow, or `advance` until it returns True."""
-        for call in self.opening:
-            call()
-
-    def finish(self) -> None:
-        """Run the remaining calls to the end, blocking in every wait."""
-        calls = self.calls[self.position :]
-        self.position = self.first
-        for call in calls:
-            call()
+    def start(self) -> bool:
+        """Start the program and `advance`; if that returns False, `advance` or `finish` must follow."""
+        self.position = 0
+        return self.advance()
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""
@@ -130,15 +126,21 @@ class Program:
                 elif not test():
                     return False
                 position += 1
-            position = self.first
             return True
         finally:
             self.position = position
 
+    def finish(self) -> None:
+        """Run the remaining calls to the end, blocking in every wait."""
+        calls = self.calls[self.position :]
+        self.position = len(self.calls)
+        for call in calls:
+            call()
+
     def free(self) -> None:
-        self.calls = self.opening = self.rest = (_freed,)
+        self.calls = (_freed,)
         self.tests = (None,)
-        self._keep = None
+        self.memories, self.exchanges = (), None
         self.wire.free()
 
 

@@ -1,22 +1,26 @@
 """Cache of bound programs, looked up by call arguments.
 
-A repeated blocking call is found by the name, operation, root, algorithm and segments, and by its arrays: by shape and
-dtype if its data passes through buffers of the program, and also by address if the program reads the user's memory.
+A repeated blocking call is found by its name, operation, root, algorithm and segments, and by its buffers: without
+their addresses if its program can run on any arrays, as compiled ones can, and by the addresses too otherwise.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import RanksDisagree
-from collectives.runtime.binding import SLOT, EagerBuffers, longest, program_of
+from collectives.runtime import compiled_program
+from collectives.runtime.argument_keys import describe, is_constant
+from collectives.runtime.binding import EagerBuffers, memories, program_of
+from collectives.runtime.call import Call
+from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
-from collectives.runtime.progress import active_requests, run_program
-from collectives.transport import compiled_exchange
-from collectives.transport.fused_exchange import CompiledExchange
+from collectives.runtime.progress import run_program
 
 MAX_PROGRAMS = 256
 """Cached programs, of blocking and of non-blocking calls each."""
@@ -25,87 +29,69 @@ MAX_BYTES = 1 << 28
 """Scratch memory of all cached programs of blocking calls."""
 
 COMPILE_AFTER = 100
-"""Repeated short calls after which they are compiled, which takes up to a second the first time."""
+"""Repeated calls after which programs are compiled; loading the compiler takes up to a second."""
 
-_READY = 0x0401
-"""NumPy's flags of a C-contiguous, writeable array."""
+_ndarray, _address = np.ndarray, MPI.Get_address
 
-Compile: TypeAlias = Callable[[np.ndarray, np.ndarray, Program], CompiledExchange | None]
+_NO_ARRAY = np.empty(0, np.uint8)
+"""Array of a call that has none."""
 
-_ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
+Run = Callable[[Any, Any], bool]
 
 
 class CallKey(NamedTuple):
-    """Cache keys of a blocking call: by its scalar arguments; also by its arrays' shapes; also by their addresses.
+    """Cache key of a call, by its arguments without addresses, and its arrays: one twice if it has only one."""
 
-    Attributes
-    ----------
-    call
-        Collective, id of the operation, root, algorithm, segments.
-    shape
-        `call`, and shape and dtype of the arrays: key of programs that copy from and to the arrays.
-    address
-        `shape`, and addresses and strides of the arrays: key of programs bound to them. None for small arrays.
-    """
+    arguments: tuple[Any, ...]
+    sendbuf: np.ndarray
+    recvbuf: np.ndarray
 
-    call: tuple[Any, ...]
-    shape: tuple[Any, ...]
-    address: tuple[Any, ...] | None
+    @property
+    def addresses(self) -> tuple[Any, ...]:
+        """Key that includes the addresses; TypeError for arrays with gaps."""
+        if not all(array.flags.forc for array in self[1:]):
+            raise TypeError
+        return self.arguments, *((_address(array), array.strides, array.flags.writeable) for array in self[1:])
+
+    @property
+    def is_lasting(self) -> bool:
+        """True if the operation is one of MPI's own, so that its id in the key stands for it."""
+        return is_constant(self.arguments[1])
+
+    @property
+    def plain(self) -> bool:
+        """True if the buffers are arrays alone, of which all elements are meant."""
+        return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
 
 
-UNCACHEABLE = CallKey((), (), None)
-"""Key of calls whose arguments cannot be looked up, such as lists; compared by identity."""
+def key_fields(
+    name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+) -> tuple[tuple[Any, ...], np.ndarray, np.ndarray]:
+    """Fields of the `CallKey` of a call with these arguments; TypeError if its buffers are not arrays."""
+    if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+        s, r = sendbuf, recvbuf
+        arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype
+        return arguments, s, r
+    (send, sent), (recv, received) = describe(sendbuf), describe(recvbuf)
+    if send is None:
+        send = _NO_ARRAY if recv is None else recv
+    if recv is None:
+        recv = send
+    return (name, id(op), root, algorithm, segments, sent, received), send, recv
+
+
+UNCACHEABLE = CallKey((), _NO_ARRAY, _NO_ARRAY)
+"""Key of calls whose arguments cannot be looked up; compared by identity."""
 
 
 class CachedCall(NamedTuple):
-    """Cache entry of a blocking call: its program, and eager buffers in the arrays' shape if the program has them.
+    """Cache entry of a blocking call: ``run(sendbuf, recvbuf)`` runs it, or returns False if these do not fit.
 
-    Attributes
-    ----------
-    swap
-        ``swap(sendbuf, recvbuf)`` runs the whole call directly between the arrays, if it is a single exchange.
-    calls
-        The program's calls.
-    load, store
-        Eager buffers in the arrays' shape, to copy into before and out of after the calls.
-    finish
-        Last reduction, writing to the user's array instead of the eager buffer; it replaces the last call and `store`.
-    program, key
-        The program and its key in `ProgramCache.bound`.
+    `key` is that of its program in `ProgramCache.bound`.
     """
 
-    swap: Callable[[Any, Any], None] | None
-    calls: tuple[Callable[[], object], ...]
-    load: np.ndarray | None
-    store: np.ndarray | None
-    finish: Callable[[np.ndarray], object] | None
-    program: Program
+    run: Run
     key: Hashable
-
-
-_DONE, _NO = compiled_exchange.DONE, compiled_exchange.NO
-
-_CONSTANTS = {id(op): op for op in vars(MPI).values() if isinstance(op, MPI.Op)}
-"""MPI's predefined operations by id. Held here, so that no other object gets their ids; ids of others are reused."""
-
-
-def _one_array_key(
-    name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
-) -> CallKey:
-    """Cache key of a call with at most one array, the other None or MPI.IN_PLACE; `UNCACHEABLE` for other arguments."""
-    call = name, id(op), root, algorithm, segments
-    if sendbuf is None and recvbuf is None:
-        return CallKey(call, call, None)
-    sends, array = type(sendbuf) is _ndarray, sendbuf if type(sendbuf) is _ndarray else recvbuf
-    other = recvbuf if sends else sendbuf
-    if type(array) is not _ndarray or not (other is None or other is _IN_PLACE):
-        return UNCACHEABLE
-    if not array.flags.forc or not (sends or array.flags.writeable):
-        return UNCACHEABLE
-    shape = *call, sends, other, array.shape, array.dtype
-    if array.nbytes > longest() or not array.flags.c_contiguous:
-        return CallKey(call, shape, (*shape, _address(array), array.strides))
-    return CallKey(call, shape, None)
 
 
 class ProgramCache:
@@ -115,10 +101,8 @@ class ProgramCache:
     ----------
     bound
         Programs, the oldest first, by the properties that calls of one program share.
-    ready
-        Calls by `CallKey.shape` or by `CallKey.address`.
-    compiled
-        Short calls that are one compiled function, looked up first.
+    calls
+        Calls by `CallKey.arguments`, or by `CallKey.addresses`.
     nbytes
         Scratch memory of all programs.
     broken
@@ -128,9 +112,7 @@ class ProgramCache:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.bound: dict[Hashable, Program | EagerBuffers] = {}
-        self.ready: dict[tuple[Any, ...], CachedCall] = {}
-        self.compiled: dict[tuple[Any, ...], CompiledExchange] = {}
-        self._compiled_from: dict[tuple[Any, ...], Program] = {}
+        self.calls: dict[tuple[Any, ...], CachedCall] = {}
         self._repeats = 0
         self.nbytes = 0
         self.broken: str | None = None
@@ -142,138 +124,76 @@ class ProgramCache:
 
         The hot path of nearly all calls, hence not split up.
         """
-        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
-        if self.compiled and (sends or receives) and not active_requests:
-            result = _NO
-            try:
-                if sends and receives:
-                    s, r = sendbuf, recvbuf
-                    fused = self.compiled.get((name, id(op), root, algorithm, segments, s.nbytes, s.dtype))
-                else:
-                    s = r = sendbuf if sends else recvbuf
-                    other = recvbuf if sends else sendbuf
-                    kind = type(other)  # not the object itself: MPI.IN_PLACE equals an integer, which is no buffer
-                    fused = self.compiled.get((name, id(op), root, algorithm, segments, s.nbytes, s.dtype, sends, kind))
-                if fused is not None:
-                    result = fused[0](s, r, fused[1], fused[2])
-            except TypeError:  # unhashable arguments, or arrays of another kind than it was compiled for
-                pass
-            except KeyboardInterrupt as error:
-                self.poison(error)
-                raise
-            if result == _DONE:
-                return ()
-            if result != _NO and fused is not None:
-                try:
-                    fused.finish(result, s, r)
-                except BaseException as error:
-                    self.poison(error)
-                    raise
-                return ()
-        if sends and receives:
-            s, r, address = sendbuf, recvbuf, None
-            shape = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
-            try:
-                cached = self.ready.get(shape)
-            except TypeError:  # unhashable arguments: their validation reports the error
-                return UNCACHEABLE
-            if cached is not None:
-                if r.flags.num & _READY != _READY or not s.flags.c_contiguous:
-                    return UNCACHEABLE
-            elif s.nbytes > SLOT or r.nbytes > SLOT:
-                if not (s.flags.forc and r.flags.forc):
-                    return UNCACHEABLE
-                address = (*shape, _address(s), s.strides, _address(r), r.strides)
-                cached = self.ready.get(address)
-                if cached is not None and not r.flags.writeable:
-                    return UNCACHEABLE
-            if cached is None:
-                return CallKey((name, id(op), root, algorithm, segments), shape, address)
-        else:
-            key_of_one = _one_array_key(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            try:
-                cached = self.ready.get(key_of_one.address or key_of_one.shape)
-            except TypeError:
-                return UNCACHEABLE
-            if cached is None:
-                return key_of_one
-        swap, calls, load, store, finish, program, key = cached
         try:
-            if swap is not None and not active_requests:
-                swap(sendbuf, recvbuf)
-                self._count_repeat()
-                return ()
-            if load is not None:
-                load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
-            if active_requests:
-                run_program(program)
-                finish = None
-            else:
-                for call in calls:
-                    call()
+            arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            call = self.calls.get(arguments)
+            if call is None:
+                key = CallKey(arguments, s, r)
+                call = self.calls.get(key.addresses)
+                if call is None:
+                    return key
+        except TypeError:  # arguments that are not hashable, or buffers of other kinds
+            return UNCACHEABLE
+        try:
+            if not call.run(s, r):
+                return UNCACHEABLE
         except BaseException as error:
-            self.evict(key)
+            if call.key in self.bound:
+                self.evict(call.key)
             self.poison(error)
             raise
-        if finish is not None:
-            finish(recvbuf)
-        elif store is not None:
-            recvbuf[...] = store
-        if load is not None or store is not None:
-            self._count_repeat()
         return ()
 
-    def store(
-        self, key: CallKey, sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable, compile_call: Compile
-    ) -> None:
+    def store(self, key: CallKey, bound: Hashable, call: Call) -> None:
         """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
 
-        `key` is what `run_cached` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined `op`, a full
-        cache, and most arrays with gaps. Once short calls are frequent (`compiles`), `compile_call` compiles this one.
+        `key` is what `run_cached` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined operation and
+        a full cache. Once calls are frequent, the program is compiled.
         """
         entry = self.bound.get(bound)
-        if key is UNCACHEABLE or entry is None or len(self.ready) >= 4 * MAX_PROGRAMS:
+        if key is UNCACHEABLE or entry is None or len(self.calls) >= 4 * MAX_PROGRAMS or not key.is_lasting:
             return
-        if id(op) not in _CONSTANTS:
-            return  # user-defined, or a copy of a predefined one: after its end another object may get its id
-        if not isinstance(entry, EagerBuffers):
-            if key.address is not None:  # bound to addresses, so it cannot be found by shape
-                self.ready[key.address] = CachedCall(None, entry.calls, None, None, None, entry, bound)
-            return
-        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
-        s, r = sendbuf if sends else recvbuf, recvbuf if receives else sendbuf
-        if (sends or receives) and not (s.flags.c_contiguous and r.flags.c_contiguous):
-            return
-        load = _reshape_like(entry.source, s) if entry.loads else None
-        store = _reshape_like(entry.target, recvbuf) if entry.stores else None
-        program, swap = entry.program, None
-        if program.swap is not None and sends and receives:
-            swap = program.swap.bind_arrays(entry.source, entry.target, sendbuf, recvbuf)
-        if self.compiles and (sends or receives) and s.ndim == r.ndim == 1 and s.dtype == r.dtype:
-            fused = compile_call(s, r, program)
-            if fused is not None:
-                other = () if sends and receives else (sends, type(recvbuf if sends else sendbuf))
-                compiled = *key.call, s.nbytes, s.dtype, *other
-                self.compiled[compiled], self._compiled_from[compiled] = fused, program
-        calls, finish = program.calls, _final_reduction(program.calls, store)
-        if finish is not None:
-            calls = calls[:-1]
-        self.ready[key.shape] = CachedCall(swap, calls, load, store, finish, program, bound)
+        _, s, r = key
+        program = program_of(entry)
+        compiled = self.compiled(program, key, call)
+        if compiled is not None:
+            self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
+        elif isinstance(entry, EagerBuffers):
+            if key.plain and (run := entry.on_arrays(s, r)) is not None:
+                self.calls[key.arguments] = CachedCall(self._counting(run), bound)
+        elif program.on_arrays is not None and key.plain and s is not r:
+            self.calls[key.arguments] = CachedCall(program.on_arrays, bound)
+        else:
+            self.calls[key.addresses] = CachedCall(self._counting(partial(_run, program)), bound)
 
-    def _count_repeat(self) -> None:
-        """Count a repeated short call; from `COMPILE_AFTER` in all on, short calls are compiled, if numba is available.
+    def compiled(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
+        """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
+        if self._repeats < COMPILE_AFTER:
+            return None
+        compiled = compile_program(program)
+        if compiled is not None:
+            compiled.expect(key.sendbuf, key.recvbuf, *memories(call))
+        return compiled
 
-        Their programs are evicted then, to be bound anew.
+    def count_repeat(self) -> None:
+        """Count a repeated call that is not compiled; at `COMPILE_AFTER` all calls are forgotten.
+
+        Their programs are then compiled as they are called again.
         """
         self._repeats += 1
-        if self._repeats == COMPILE_AFTER and compiled_exchange.available():
-            for key in [key for key, entry in self.bound.items() if isinstance(entry, EagerBuffers)]:
-                self.evict(key).free()
+        if self._repeats == COMPILE_AFTER:
+            self.calls.clear()
 
-    @property
-    def compiles(self) -> bool:
-        """True if short calls are frequent enough to be compiled, and numba is available."""
-        return self._repeats >= COMPILE_AFTER and compiled_exchange.available()
+    def _counting(self, run: Run) -> Run:
+        """The function `run` that also counts the repeated calls."""
+        if not compiled_program.available():
+            return run
+
+        def counted(sendbuf: Any, recvbuf: Any) -> bool:
+            self.count_repeat()
+            return run(sendbuf, recvbuf)
+
+        return counted
 
     def add(self, key: Hashable, entry: Program | EagerBuffers) -> None:
         """Add a program to the cache; free the oldest ones beyond `MAX_PROGRAMS` and `MAX_BYTES`."""
@@ -286,21 +206,14 @@ class ProgramCache:
         """Remove a program and all cached calls that use it, and return it, not freed: its messages may be active."""
         program = program_of(self.bound.pop(key))
         self.nbytes -= program.nbytes
-        for known in [known for known, cached in self.ready.items() if cached.program is program]:
-            del self.ready[known]
-        for known in [known for known, its in self._compiled_from.items() if its is program]:
-            del self.compiled[known], self._compiled_from[known]
+        for known in [known for known, call in self.calls.items() if call.key == key]:
+            del self.calls[known]
         return program
 
     def poison(self, error: BaseException) -> None:
         """Make all later blocking calls on this communicator raise, as messages of the aborted one may still arrive."""
         self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._clear()
-
-    def _clear(self) -> None:
-        self.ready.clear()
-        self.compiled.clear()
-        self._compiled_from.clear()
+        self.calls.clear()
 
     def check_in_step(self) -> None:
         if self.broken is not None:
@@ -313,21 +226,9 @@ class ProgramCache:
         for entry in self.bound.values():
             program_of(entry).free()
         self.bound.clear()
-        self._clear()
+        self.calls.clear()
 
 
-def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:
-    return buffer.view(np.uint8).view(array.dtype).reshape(array.shape)
-
-
-def _final_reduction(
-    calls: tuple[Callable[[], object], ...], store: np.ndarray | None
-) -> Callable[[np.ndarray], object] | None:
-    """Last call of a program as a function of its output, if it is a ufunc that writes exactly `store`; else None."""
-    last = calls[-1] if calls else None
-    if store is None or not isinstance(last, partial) or not isinstance(last.func, np.ufunc) or len(last.args) != 3:
-        return None
-    left, right, out = last.args
-    if (_address(out), out.nbytes, out.dtype) != (_address(store), store.nbytes, store.dtype):
-        return None
-    return partial(last.func, left.reshape(store.shape), right.reshape(store.shape))
+def _run(program: Program, *_: Any) -> bool:
+    run_program(program)
+    return True

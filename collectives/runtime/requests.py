@@ -5,15 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from mpi4py import MPI
 
+from collectives.buffers.staging import DeviceMemory
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.call import Call, call_device
+from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress, progress_lock, progress_until
 from collectives.transport.wire import pause
+
+COMPILE_AFTER = 10
+"""Starts of a persistent request at which its program is compiled; loading the compiler takes up to a second."""
 
 _acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half the time of a with statement
 
@@ -61,6 +65,13 @@ def _clear(status: MPI.Status | None) -> None:
     status.Set_cancelled(False)
 
 
+class RequestOwner(Protocol):
+    """Interface of what made a request."""
+
+    def release(self, request: Request) -> None:
+        """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
+
+
 class Request:
     """Handle of a collective: started by an ``I...`` method, or persistent, created by an ``..._init`` method.
 
@@ -92,37 +103,55 @@ class Request:
     on_end: Callable[[], object] | None = None
     """Called when the active operation ends."""
 
+    tag: int | None = None
+    """MPI tag of the messages between nodes of a non-blocking call."""
+
     finalizer: weakref.finalize[Any, Any] | None = None
     """Releases the program of a request that is garbage-collected."""
 
+    channel: int | None = None
+    """Mailbox channel of a persistent request."""
+
+    holds_program = True
+    """Its program may still run, in the thread that waits for it if it is not active."""
+
+    owns_program = False
+    """The program of a non-blocking request is not kept for later calls."""
+
+    persistent = False
+
+    device: DeviceMemory | None = None
+    """Device of the memory; its stream at the start is that of the whole operation."""
+
     _context: Callable[[], AbstractContextManager[None]] | None = None
     _gate: Callable[[], bool] | None = None
-    _freed = _broken = _lapsed = False
+    _freed = _broken = _lapsed = _startable = False
+    _starts = 0
 
     def __init__(
         self,
         name: str,
-        program: Program,
-        release: Callable[[Request, Program], None],
-        call: Call | None,
+        program: Program | CompiledProgram,
+        owner: RequestOwner,
+        memory: object,
         persistent: bool = False,
     ) -> None:
-        self._name = name
+        self.name = name
         self.program = program
-        self._release = release
-        self._call = call
-        self._device = None if call is None else call_device(call)
-        self._persistent = self._startable = persistent
+        self.owner = owner
+        self._memory = memory  # is kept until the end
+        if persistent:
+            self.persistent = self._startable = True
 
     def __repr__(self) -> str:
         states = {"freed": self._freed, "broken off": self._broken, "under way": self.active}
         states |= {"of a freed communicator": self._lapsed, "idle": True}
         state = next(name for name, applies in states.items() if applies)
-        return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
+        return f"<{'persistent ' if self.persistent else ''}request of {self.name.lower()}, {state}>"
 
     def __bool__(self) -> bool:
         """False once a non-blocking request is complete, or a persistent one freed, as for a null handle of MPI."""
-        return not self._freed if self._persistent else self.active or self._broken
+        return not self._freed if self.persistent else self.active or self._broken
 
     def __eq__(self, other: object) -> bool:
         return self is other if isinstance(other, Request) or self else other == MPI.REQUEST_NULL
@@ -140,11 +169,15 @@ class Request:
             if not self._startable:
                 raise self._not_startable()
             self._startable = False
-            if self._device is not None:
-                self._context = self._device.capture()
+            if self.device is not None:
+                self._context = self.device.capture()
             try:
-                for call in self.program.opening:
-                    call()
+                self._count_start()
+                self.program.start()
+            except Exception as error:  # of a message that has arrived already: `Test` and `Wait` raise it
+                self._broken = self.program.broken = True
+                self.error = error
+                return
             except BaseException:
                 self._broken = self.program.broken = True
                 raise
@@ -153,20 +186,36 @@ class Request:
         finally:
             _release_lock()
 
+    def _count_start(self) -> None:
+        """Compile the program of a persistent request when it has proved to be one."""
+        self._starts += 1
+        if self._starts == COMPILE_AFTER and isinstance(self.program, Program):
+            self.program = compile_program(self.program) or self.program
+
     def _not_startable(self) -> InvalidArgument:
         return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
         """Activate the request and start its program: now, or if there is a `gate` as soon as that returns True."""
         with progress_lock:
-            if self._device is not None:
-                self._context = self._device.capture()
+            if self.device is not None:
+                self._context = self.device.capture()
             self.active = True
             self._gate = gate
             active_requests.append(self)
             if gate is None:
-                self._do(self.program.start)
-                self._advance()
+                self._start_program()
+
+    def join(self) -> None:
+        """Activate the request, whose program has started but not ended."""
+        self.active = True
+        active_requests.append(self)
+
+    def _start_program(self) -> None:
+        if self.tag is not None and isinstance(self.program, Program):
+            self.program.wire.use_tag(self.tag)
+        if self._do(self.program.start):
+            self._end()
 
     def _advance(self) -> None:
         if not self.active:
@@ -175,7 +224,8 @@ class Request:
             if not self._do(self._gate):
                 return
             self._gate = None
-            self._do(self.program.start)
+            self._start_program()
+            return
         if self._do(self.program.advance):
             self._end()
 
@@ -187,10 +237,11 @@ class Request:
             with self._context():  # other threads have other current streams
                 return step()
         except BaseException:
-            self._broken = self.program.broken = True
+            self._broken = True
+            self.program.broken = step is not self._gate  # no message has left before the gate opens
             active_requests.remove(self)
-            if not self._persistent:
-                self._release(self, self.program)
+            if not self.persistent:
+                self.owner.release(self)
             self._ended()
             raise
 
@@ -201,15 +252,15 @@ class Request:
 
     def _end(self) -> None:
         active_requests.remove(self)
-        self._startable = self._persistent
+        self._startable = self.persistent
         self._complete()
 
     def _complete(self) -> None:
         """End the operation: release the program of a non-blocking call."""
         try:
-            if not self._persistent:
-                self._release(self, self.program)
-                self._call = None
+            if not self.persistent:
+                self.owner.release(self)
+                self._memory = None
         finally:
             self._ended()
 
@@ -217,7 +268,6 @@ class Request:
         """Release an idle request as its communicator is freed: from then on `Start` raises, all other methods work."""
         self.Free()
         self._freed, self._lapsed = False, True
-        self._release = lambda *_: None
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """True if the operation is complete; makes progress if not.
@@ -238,15 +288,17 @@ class Request:
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Wait until the operation is complete and return True. Raises as `Test` does."""
-        if len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
-            self._finish_alone()
-            self._report(status)
-            return True
-        self._check("Wait")
-        progress_until(lambda: not self.active)
+        if self.active:
+            if len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
+                self._finish_alone()
+            else:
+                progress_until(lambda: not self.active)
         self._check("Wait")
         self._report(status)
         return True
+
+    def _ended_in_wait(self) -> None:
+        """Note that `Wait` of this request itself has seen the end; nothing else has."""
 
     _report = staticmethod(_clear)
 
@@ -269,7 +321,7 @@ class Request:
         _acquire()
         try:
             alone = self.active and len(active_requests) == 1 and self._gate is None
-            alone = alone and (self._persistent or self.program.is_native)
+            alone = alone and (self.persistent or self.program.prefers_finish)
             if alone:
                 active_requests.clear()
                 self.active = False
@@ -281,19 +333,17 @@ class Request:
         """Finish the program of a request that `_deactivate_alone` has made inactive."""
         program = self.program
         try:
-            if self._context is not None:
+            if self._context is None:
+                program.finish()
+            else:
                 with self._context():  # this thread may have another current stream than the start had
                     program.finish()
-            elif program.position == program.first:  # as in `finish`, without the call
-                for call in program.rest:
-                    call()
-            else:
-                program.finish()
+            self._ended_in_wait()
         except BaseException:
             self._broken = program.broken = True
             raise
         finally:
-            if self._persistent:
+            if self.persistent:
                 self._startable = not self._broken
                 if self.on_end is not None:
                     self.on_end()
@@ -307,11 +357,11 @@ class Request:
         if self.active:
             raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
         self._freed, self._startable = True, False
-        self._call = None
+        self._memory = None
         if self.finalizer is not None:
             self.finalizer.detach()
-        if self._persistent:
-            self._release(self, self.program)
+        if self.persistent and not self._lapsed:
+            self.owner.release(self)
 
     start, test, wait, free, cancel, get_status = Start, Test, Wait, Free, Cancel, Get_status
     Startall, Waitall, Testall = staticmethod(start_all), staticmethod(wait_all), staticmethod(test_all)

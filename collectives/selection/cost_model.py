@@ -9,9 +9,13 @@ from collectives.schedule.topology import Nodes
 
 
 class Costs(NamedTuple):
-    """Costs in seconds per message, byte and reduced byte, within a node (`shared`) and between nodes (`network`)."""
+    """Costs in seconds per message, byte and reduced byte, within a node (`shared`) and between nodes (`network`).
 
-    shared: UniformNetwork = UniformNetwork(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
+    Reductions within a node are cheap on purpose: what a rank has just computed is slower to read for the others than
+    the data of the call, which the model does not know, so that sharing the computation gains less than its cost says.
+    """
+
+    shared: UniformNetwork = UniformNetwork(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 60e9)
     network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
     def with_shared_buffers(self, in_place: bool) -> Costs:
@@ -21,7 +25,7 @@ class Costs(NamedTuple):
         core's cache, and in place, where the same elements are sent and reduced, it must receive into scratch first.
         """
         alpha, beta, gamma = self.shared
-        return self._replace(shared=UniformNetwork(alpha / 2, beta / 2, (4 if in_place else 2) * gamma))
+        return self._replace(shared=UniformNetwork(alpha / 2, beta / 2, (10 if in_place else 5) * gamma))
 
 
 BUILT_IN = Costs()

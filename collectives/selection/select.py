@@ -19,7 +19,7 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
-from collectives.transport.compiled_exchange import RENDEZVOUS_BYTES
+from collectives.transport.mailbox import RENDEZVOUS_BYTES
 
 MOST_SEGMENTS = 64
 """Limit of segments; each has messages of its own, which must be bound."""

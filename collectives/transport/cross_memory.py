@@ -27,7 +27,7 @@ class CrossMemoryAttach:
     """Reader of the memory of one process (Linux; same user, and Yama must permit it)."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self.pid = pid
         self._call = _system_call()
         self._here, self._there = _Iovec(), _Iovec()
         self._addresses = ctypes.addressof(self._here), ctypes.addressof(self._there)
@@ -38,10 +38,10 @@ class CrossMemoryAttach:
         while nbytes > 0:  # the kernel copies at most 2 GiB at a time
             here.base, here.length = into, nbytes
             there.base, there.length = origin, nbytes
-            done = call(self._pid, at_here, 1, at_there, 1, 0)
+            done = call(self.pid, at_here, 1, at_there, 1, 0)
             if done <= 0:
                 error = ctypes.get_errno()
-                raise OSError(error, f"reading {nbytes} bytes of process {self._pid}: {os.strerror(error)}")
+                raise OSError(error, f"reading {nbytes} bytes of process {self.pid}: {os.strerror(error)}")
             into, origin, nbytes = into + done, origin + done, nbytes - done
 
     def able(self, into: int, origin: int, nbytes: int) -> bool:

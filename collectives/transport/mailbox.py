@@ -15,14 +15,13 @@ found set, and before it is acknowledged.
 
 import os
 import platform
-from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import Mismatch, mismatch
+from collectives.transport.copy_speed import NEVER, measure
 from collectives.transport.cross_memory import CrossMemoryAttach
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap, map_all
@@ -54,23 +53,41 @@ CELL = 1 << 18
 """Bytes of a cell, the eager buffer of a slot, if the budget allows. Longer messages are cut: one part is read while
 the next is written."""
 
-CHANNELS = 32
-"""Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
+FAR_COPIED = 1 << 13
+"""Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
 
-BUDGET = 1 << 22
+CHANGES = 4
+"""Copies in a row that were slow, or were not, after which the others are expected to be so, too."""
+
+PROBE_EVERY = 64
+"""Messages of which one is copied nevertheless where that was slow."""
+
+RENDEZVOUS_BYTES = 1 << 13
+"""Bytes from which a message in shared memory is sent by its address, without a copy into the mailbox."""
+
+CHANNELS = 32
+"""Streams with mailboxes of their own: the first for blocking calls, the next for non-blocking ones, the others for
+persistent ones."""
+
+NONBLOCKING = 4
+"""Channels of non-blocking calls, which take them in turn."""
+
+BUDGET = 1 << 24
 """Bytes of cells per rank."""
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
 
-MOST_SEGMENTS = 8
+MOST_SEGMENTS = 32
 
-SENT, ACKED, RECEIVED, BY_ADDRESS, SPIN_BUDGET, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, CELLS_OUT = range(11)
+SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
+SLOW, SURPRISES, PROBES, CELLS_OUT = range(10, 14)
 CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
 PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
-"""Places in `MailboxEdge.numbers`: messages to the peer, started and known to be acknowledged; messages from it that
-were received or are expected; the last one to it that was sent by address; polls before a wait gives up; addresses of
-mailboxes and acknowledgements; size and addresses of cells. Then the number of segments of this rank that the peer has
+"""Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
+its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
+into it; nanoseconds from which a copy of `copy_speed.NBYTES` bytes is slow, copies in a row that were not as expected,
+and messages that were not copied; addresses of the cells. Then the number of segments of this rank that the peer has
 mapped, each with its first and end address; and the number of the peer's segments that this rank has mapped, each with
 its first and end address at the peer, and its first address here."""
 
@@ -96,8 +113,8 @@ class NodeMemory:
     Creation is collective over `everyone`, all ranks of all nodes; OSError on all of them if some may not map their
     neighbours' memory. Peers are named by their rank in `everyone`. `bytes`, `words` and `addresses` are the mailboxes
     that each rank of the node writes, as bytes, as 8-byte words, and their addresses here. `fence` is None on
-    processors that keep stores and loads in order. `reads`: all ranks may read each other's memory. `backlog`: edges
-    with sends that wait for a free slot.
+    processors that keep stores and loads in order. `reads`: all ranks may read each other's memory. `far`:
+    copying to the next rank was slow when this was created, and `slow` are the nanoseconds from which it is.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -131,8 +148,10 @@ class NodeMemory:
         for channel in range(CHANNELS):  # flags and acknowledgements only: pages of cells are allocated on first use
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
-        self.backlog: set[MailboxEdge] = set()
         self.reads = self._reads()
+        self.slow, self.far = NEVER, False
+        if self.reads and self.size > 1 and self.spins == SPINS:
+            self.slow, self.far = measure(self)
 
     def _reads(self) -> bool:
         """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
@@ -146,11 +165,6 @@ class NodeMemory:
         """Pause after `turn` pauses in this wait; first drive MPI progress, since peers may wait for our sends."""
         self.comm.Iprobe()
         pause(turn)
-
-    def flush(self) -> None:
-        """Send the queued messages of all edges, as far as slots are free."""
-        for edge in tuple(self.backlog):
-            edge.flush()
 
     def reaches(self, rank: int) -> bool:
         """True if the rank is on this node."""
@@ -171,8 +185,8 @@ class MailboxEdge:
     """Link to the rank with node rank `peer` on one channel: mailbox offsets and message counts of both directions."""
 
     __slots__ = (
-        "awaited", "cell", "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox",
-        "place", "queue", "spins", "their_ack", "theirs",
+        "cells_in", "cells_out", "copied", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox", "place",
+        "their_ack", "theirs",
     )  # fmt: skip
 
     def __init__(self, node: NodeMemory, channel: int, peer: int) -> None:
@@ -184,23 +198,23 @@ class MailboxEdge:
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
         self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
-        self.cell, self.place, self.spins = cell, peer, node.spins
+        self.copied, self.place = min(cell, FAR_COPIED) if node.far else cell, peer
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
-        self.numbers[SPIN_BUDGET:CELLS_OUT] = (
-            node.spins * 8,  # compiled code polls that much faster
+        self.numbers[PID:SURPRISES] = (
+            node.readers[peer].pid,
             here + self.outbox * 8,
             there + self.inbox * 8,
             here + self.my_ack * 8,
             there + self.their_ack * 8,
             cell,
+            self.copied,
+            node.slow,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
         self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in self.cells_in[:CELLS]]
         self.update_segments()
-        self.awaited: deque[Any] = deque()  # started receives, in order of arrival
-        self.queue: deque[Any] = deque()  # started sends that wait for a free slot
 
     def update_segments(self) -> None:
         """Update in `numbers` the newest shared-memory segments that the two ranks have mapped of each other."""
@@ -213,70 +227,32 @@ class MailboxEdge:
             at = PEER_SEGMENTS + 1 + 3 * index
             self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
 
-    def mismatch(self, at: int, expected: int) -> Mismatch:
-        """`Mismatch` error: a message (flag at word `at`) that arrived instead of one of `expected` bytes."""
+    def refuse(self, expected: int) -> Mismatch:
+        """Acknowledge the next message, so that its sender continues, and return the error: not of `expected` bytes."""
+        number = self.counts[RECEIVED] = self.counts[RECEIVED] + 1
+        at = self.inbox + (number & MASK) * WORDS
         kind, words = self.theirs[at] % LENGTHS, self.theirs[at + 1 : at + 1 + 2 * ADDRESSES].tolist()
+        self.mine[self.my_ack] = number
         found = kind if kind <= INLINE else words[0] if kind == IN_CELL else sum(words[1 : 2 * (kind - IN_CELL) : 2])
         ranks = {place: rank for rank, place in self.node.places.items()}
         return mismatch(ranks[self.node.place], ranks[self.place], expected, found)
 
-    def has_room(self) -> bool:
-        """True if slot and eager buffer of the next outgoing message are free."""
+    def has_room(self, slots: int) -> bool:
+        """True if the next outgoing message, which may use that many slots in turn, finds its slot free."""
         counts = self.counts
-        if counts[SENT] - counts[ACKED] < CELLS:
-            return True
         counts[ACKED] = self.theirs[self.their_ack]
-        return counts[SENT] - counts[ACKED] < CELLS
+        return counts[SENT] - counts[ACKED] < slots
 
-    def enter(self, message: Any) -> None:
-        """Send a message if a slot is free and no other message queues for one; otherwise queue it."""
-        if self.queue or not self.has_room():
-            self.queue.append(message)
-            self.node.backlog.add(self)
-        else:
-            message.write()
-
-    def flush(self) -> None:
-        """Send the queued messages for which slots are free."""
-        queue = self.queue
-        while queue and self.has_room():
-            queue.popleft().write()
-        if not queue:
-            self.node.backlog.discard(self)
-
-    def wait_sent(self, message: Any) -> None:
-        """Wait until a queued message has been written to its slot."""
-        spins = self.spins
-        while message in self.queue:
-            self.node.flush()
-            spins -= 1
-            if spins < 0:
-                self.node.yielding(-spins)
-
-    def wait_flag(self, at: int, wanted: int) -> None:
-        """Wait until the peer's word at index `at` reaches `wanted`; meanwhile send queued messages."""
-        theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
-        while theirs[at] < wanted:
-            if backlog:
-                self.node.flush()
-            spins -= 1
-            if spins < 0:
-                self.node.yielding(-spins)
-
-    def wait_acknowledged(self, number: int) -> None:
-        """Wait until the peer has acknowledged message `number`."""
-        theirs, at = self.theirs, self.their_ack
-        if theirs[at] < number:
-            self.wait_flag(at, number)
-        self.counts[ACKED] = theirs[at]
+    def is_acknowledged(self, number: int) -> bool:
+        """True if the peer has acknowledged message `number`."""
+        counts = self.counts
+        if counts[ACKED] < number:
+            counts[ACKED] = self.theirs[self.their_ack]
+        return counts[ACKED] >= number
 
     def slot_out(self, slot: int, nbytes: int) -> int:
         """Byte offset, in this rank's mailbox memory, of the data of an outgoing message of `nbytes` in `slot`."""
         return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
-
-    def is_incoming(self, array: np.ndarray) -> bool:
-        """True if the array is the memory of the incoming data in slot 0."""
-        return bool(MPI.Get_address(array) == self.node.addresses[self.place] + self.slot_in(0, array.nbytes))
 
     def slot_in(self, slot: int, nbytes: int) -> int:
         """Byte offset, in the peer's mailbox memory, of the data of an incoming message of `nbytes` in `slot`."""

@@ -101,14 +101,15 @@ class PersistentTransport(_MpiTransport):
         self._lengths: dict[int, _LengthCheck] = {}  # by the id of the request, which `_requests` keeps alive
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MPI.Prequest:
-        return self._bound(self._comm.Send_init(self._buffer(pieces), peer, self._tag))
+        return self.own(self._comm.Send_init(self._buffer(pieces), peer, self._tag))
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> MPI.Prequest:
-        request = self._bound(self._comm.Recv_init(self._buffer(pieces), peer, self._tag))
+        request = self.own(self._comm.Recv_init(self._buffer(pieces), peer, self._tag))
         self._lengths[id(request)] = _LengthCheck(self._comm, peer, pieces)
         return request
 
-    def _bound(self, request: MPI.Prequest) -> MPI.Prequest:
+    def own(self, request: MPI.Prequest) -> MPI.Prequest:
+        """Free a request with the transport; returns it."""
         self._requests.append(request)
         return request
 
@@ -148,12 +149,15 @@ class _PostedMessage:
 class ImmediateTransport(_MpiTransport):
     """Transport over Isend and Irecv with the tag of the call, for non-blocking collectives.
 
-    `tag` is set before each start, so that several calls may be in progress.
+    Each start has a tag of its own, so that several calls may be in progress.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm)
-        self.tag = 0
+        self._tag = 0
+
+    def use_tag(self, tag: int) -> None:
+        self._tag = tag
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _PostedMessage:
         return _PostedMessage(partial(self._comm.Isend, self._buffer(pieces), peer))
@@ -165,7 +169,7 @@ class ImmediateTransport(_MpiTransport):
     def start_calls(self, messages: Sequence[_PostedMessage]) -> Sequence[Callable[[], object]]:
         def start() -> None:
             for message in messages:
-                message.request = message.post(self.tag)
+                message.request = message.post(self._tag)
 
         return [start]
 

@@ -1,6 +1,6 @@
 """Messages through the mailboxes of a node: eager sends, rendezvous sends, and receives of both.
 
-All are bound once and started any number of times. A started send that finds no free slot queues at its edge.
+All are bound once and run any number of times, as operations of an `exchange`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.memory import view
+from collectives.transport.exchange import After
 from collectives.transport.mailbox import (
+    ACKED,
     ADDRESSES,
+    CELLS,
     INLINE,
     KIND,
     MASK,
@@ -28,7 +31,7 @@ from collectives.transport.mailbox import (
     address_label,
     label,
 )
-from collectives.transport.wire import Iovec
+from collectives.transport.wire import Iovec, Reduction
 
 CHUNK = 1 << 19
 """Bytes of a long message that are read and reduced at a time, so that they are reduced while in the cache."""
@@ -39,115 +42,96 @@ CACHED_RENDEZVOUS = 8
 BYTE = np.dtype(np.uint8)
 
 
-class _Send:
-    """Base class of sends through a mailbox: `write` fills the next free slot; `_number` is -1 while queued."""
+class EagerSend:
+    """Send that copies its data into the mailbox slot; complete as soon as it is copied.
 
-    __slots__ = ("_number", "edge", "flags", "label", "late", "nbytes")
+    `may_go_by_address`: its data may be read where they are, as a rendezvous message, if the receiver has mapped them.
+    """
 
-    def __init__(self, edge: MailboxEdge, nbytes: int, label: int) -> None:
-        self.edge, self.nbytes, self.label = edge, nbytes, label
-        self.flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
-        self.late = False  # started by the wait, not by the start: see `NodeAwareTransport.start_calls`
-        self._number = 0
+    number = 0  # of a message to be acknowledged
 
-    def start(self) -> None:
-        self._number = -1
-        self.edge.enter(self)
+    __slots__ = ("_copies", "_fence", "_flags", "_room", "edge", "label", "may_go_by_address", "nbytes", "pieces")
 
-
-class EagerSend(_Send):
-    """Send that copies its data into the mailbox slot; complete as soon as it is copied."""
-
-    __slots__ = ("_copies", "_fence", "_pieces")
-
-    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
-        nbytes = sum(piece.nbytes for piece in pieces)
-        super().__init__(edge, nbytes, label(nbytes, mark))
-        self._fence, self._pieces = edge.node.fence, list(pieces)
+    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, may_go_by_address: bool = False) -> None:
+        self.may_go_by_address = may_go_by_address
+        self.edge, self.pieces, self._fence = edge, list(pieces), edge.node.fence
+        self.nbytes = sum(piece.nbytes for piece in pieces)
+        self.label, self._room = label(self.nbytes, mark), SLOTS if self.nbytes <= INLINE else CELLS
+        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         memory = edge.node.bytes[edge.node.place]
         self._copies = []
         for slot in range(SLOTS):
-            start = edge.slot_out(slot, nbytes)
-            slot_memory = memory[start : start + nbytes]
+            start = edge.slot_out(slot, self.nbytes)
+            slot_memory = memory[start : start + self.nbytes]
             self._copies.append([as_words(target, source) for target, source in _pair_up(slot_memory, pieces)])
 
-    def write(self) -> None:
+    def attempt(self) -> bool:
+        """Copy the data into the next slot; False if none is free."""
         edge = self.edge
-        number = self._number = edge.counts[SENT] = edge.counts[SENT] + 1
+        counts, mine = edge.counts, edge.mine
+        number = counts[SENT] + 1
+        if number - counts[ACKED] > self._room and not edge.has_room(self._room):
+            return False
+        counts[SENT] = number
         slot = number & MASK
         for target, source in self._copies[slot]:
             target[...] = source
+        at = self._flags[slot]
         if self.nbytes > INLINE:
-            edge.mine[self.flags[slot] + 1] = self.nbytes
+            mine[at + 1] = self.nbytes
         if self._fence is not None:
             self._fence()  # the data must be visible before the flag
-        edge.mine[self.flags[slot]] = number * KIND + self.label
-
-    def wait(self) -> None:
-        if self._number < 0:
-            self.edge.wait_sent(self)
-
-    def test(self) -> bool:
-        if self._number < 0:
-            self.edge.flush()
-        return self._number >= 0
-
-    def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
-        """Arrays over each slot's data, with dtype and shape of `like`; None unless the message is all of `source`."""
-        nbytes = source.nbytes
-        if self._pieces != [Iovec(MPI.Get_address(source), nbytes)] or like.nbytes != nbytes or not nbytes:
-            return None
-        memory, edge = self.edge.node.bytes[self.edge.node.place], self.edge
-        starts = [edge.slot_out(slot, nbytes) for slot in range(SLOTS)]
-        return [memory[start : start + nbytes].view(like.dtype).reshape(like.shape) for start in starts]
+        mine[at] = number * KIND + self.label
+        return True
 
 
-class RendezvousSend(_Send):
+class RendezvousSend:
     """Rendezvous send: the receiver reads the data at the given addresses and acknowledges it.
 
     More pieces than a slot has room for are packed into one first.
     """
 
-    __slots__ = ("_pack", "_pieces")
+    __slots__ = ("_flags", "edge", "label", "nbytes", "number", "packs", "pieces")
 
     def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
-        nbytes = sum(piece.nbytes for piece in pieces)
-        self._pack: list[tuple[np.ndarray, np.ndarray]] = []
+        self.edge, self.nbytes = edge, sum(piece.nbytes for piece in pieces)
+        self.packs: list[tuple[np.ndarray, np.ndarray]] = []
         if len(pieces) > ADDRESSES:
-            packed = np.empty(nbytes, np.uint8)
-            self._pack = list(_pair_up(packed, pieces))
-            pieces = [Iovec(MPI.Get_address(packed), nbytes)]
-        self._pieces = list(pieces)
-        super().__init__(edge, nbytes, address_label(len(self._pieces), mark))
+            packed = np.empty(self.nbytes, np.uint8)
+            self.packs = list(_pair_up(packed, pieces))
+            pieces = [Iovec(MPI.Get_address(packed), self.nbytes)]
+        self.pieces, self.label = list(pieces), address_label(len(pieces), mark)
+        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
+        self.number = 0
 
-    def write(self) -> None:
+    def attempt(self) -> bool:
+        """Write the addresses into the next slot; False if none is free."""
         edge = self.edge
-        number = self._number = edge.counts[SENT] = edge.counts[SENT] + 1
-        for target, source in self._pack:
+        if not edge.has_room(SLOTS):
+            return False
+        number = self.number = edge.counts[SENT] = edge.counts[SENT] + 1
+        for target, source in self.packs:
             target[...] = source
-        words, flag = edge.mine, self.flags[number & MASK]
+        words, flag = edge.mine, self._flags[number & MASK]
         at = flag
-        for address, nbytes in self._pieces:
+        for address, nbytes in self.pieces:
             words[at + 1] = address
             words[at + 2] = nbytes
             at += 2
         if edge.node.fence is not None:
             edge.node.fence()  # the addresses, and the data there, must be visible before the flag
         words[flag] = number * KIND + self.label
-
-    def wait(self) -> None:
-        if self._number < 0:
-            self.edge.wait_sent(self)
-        self.edge.wait_acknowledged(self._number)
-
-    def test(self) -> bool:
-        edge = self.edge
-        if self._number < 0:
-            edge.flush()
-        if self._number < 0 or edge.theirs[edge.their_ack] < self._number:
-            return False
-        edge.wait_acknowledged(self._number)
         return True
+
+
+class Acknowledgement(NamedTuple):
+    """Operation that waits until the receiver has read a message that is sent by its address, earlier in the round."""
+
+    send: EagerSend | RendezvousSend
+    sent: After
+
+    def attempt(self) -> bool:
+        return self.sent.attempt() and self.send.edge.is_acknowledged(self.send.number)
 
 
 def _pair_up(memory: np.ndarray, pieces: Sequence[Iovec]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -165,52 +149,31 @@ class Receive:
     for the addresses of a rendezvous message.
     """
 
-    __slots__ = (
-        "_address_label", "_fence", "_number", "_read", "_takes", "combines", "edge", "flags", "label", "nbytes",
-    )  # fmt: skip
+    __slots__ = ("_address_label", "_fence", "_flags", "_takes", "edge", "label", "nbytes", "read")
 
     def __init__(
         self, edge: MailboxEdge, takes: Sequence[Sequence[Callable[[], object]]], read: RendezvousRead, mark: int
     ) -> None:
-        self.edge, self._takes, self._read, self._fence = edge, takes, read, edge.node.fence
-        self.combines, self.nbytes = read.combination is not None, read.nbytes
+        self.edge, self._takes, self.read, self._fence = edge, takes, read, edge.node.fence
+        self.nbytes = read.nbytes
         self.label, self._address_label = label(self.nbytes, mark), address_label(0, mark)
-        self._number = 0
-        self.flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
+        self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
-    def start(self) -> None:
-        edge = self.edge
-        self._number = edge.counts[RECEIVED] = edge.counts[RECEIVED] + 1
-        edge.awaited.append(self)
-
-    def wait(self) -> None:
-        awaited = self.edge.awaited
-        while self._number:  # earlier messages arrive first
-            awaited[0].take()
-
-    def test(self) -> bool:
-        awaited = self.edge.awaited
-        while self._number and awaited[0].has_arrived():
-            awaited[0].take()
-        return not self._number
-
-    def has_arrived(self) -> bool:
-        number = self._number
-        return self.edge.theirs[self.flags[number & MASK]] >= number * KIND
-
-    def take(self) -> None:
-        """Wait for this message, the next one from its peer, and receive it.
+    def attempt(self) -> bool:
+        """Receive the next message from the peer; False if it has not arrived.
 
         Raises `Mismatch` if another call sent it, or its length is not the expected one.
         """
-        edge, number = self.edge, self._number
+        edge = self.edge
+        words, number = edge.theirs, edge.counts[RECEIVED] + 1
         slot = number & MASK
-        words, at, wanted = edge.theirs, self.flags[slot], number * KIND
-        if words[at] < wanted:
-            edge.wait_flag(at, wanted)
+        at = self._flags[slot]
+        found = words[at] - number * KIND
+        if found < 0:
+            return False
         if self._fence is not None:
             self._fence()  # nothing below may be loaded before the flag
-        found = words[at] - wanted
+            found = words[at] - number * KIND
         if found == self.label and (self.nbytes <= INLINE or words[at + 1] == self.nbytes):
             for take in self._takes[slot]:
                 take()
@@ -218,56 +181,14 @@ class Receive:
             addresses = found - self._address_label
             pieces = tuple(words[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else (0, -1)
             if sum(pieces[1::2]) != self.nbytes:
-                error = edge.mismatch(at, self.nbytes)
-                self._acknowledge(number)  # the sender continues, as with a message that MPI truncates
-                raise error
-            for take in self._read.calls(pieces):
+                raise edge.refuse(self.nbytes)
+            for take in self.read.calls(pieces):
                 take()
-        self._acknowledge(number)
-
-    def _acknowledge(self, number: int) -> None:
-        """Acknowledge message `number` to the sender, which frees the slot, and complete this receive."""
-        edge = self.edge
-        self._number = 0
-        edge.awaited.popleft()
         if self._fence is not None:
             self._fence()  # all data must be read before the sender may overwrite it
+        edge.counts[RECEIVED] = number
         edge.mine[edge.my_ack] = number
-
-    def incoming(
-        self, source: np.ndarray, target: np.ndarray, like: np.ndarray
-    ) -> tuple[list[np.ndarray], Any, bool] | None:
-        """Describe the receive as one array operation, (data in each slot, ufunc, mine_first); None if it is not one.
-
-        The ufunc combines the data with all of `source`, which is its first operand if `mine_first`; None for a copy.
-        The operation must write all of `target`.
-        """
-        arrays: list[np.ndarray] = []
-        ufunc, mine_first = None, False
-        for takes in self._takes:
-            take = takes[0] if len(takes) == 1 else None
-            if not isinstance(take, partial) or like.nbytes != target.nbytes or not target.nbytes:
-                return None
-            arguments = [*take.args, *take.keywords.values()]  # of keywords none but `out` is ever bound
-            if take.func is np.copyto:
-                out, array = arguments
-            elif isinstance(take.func, np.ufunc) and len(arguments) == 3:
-                left, right, out = arguments
-                ufunc, mine_first = take.func, _is(left, source)
-                array = right if mine_first else left
-                if not _is(left if mine_first else right, source):
-                    return None
-            else:
-                return None
-            if not _is(out, target):
-                return None
-            arrays.append(array.view(np.uint8).view(like.dtype).reshape(like.shape))
-        return arrays, ufunc, mine_first
-
-
-def _is(array: np.ndarray, other: np.ndarray) -> bool:
-    """True if two arrays are the same memory."""
-    return array.nbytes == other.nbytes and MPI.Get_address(array) == MPI.Get_address(other)
+        return True
 
 
 def as_words(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -281,7 +202,7 @@ class Combination(NamedTuple):
     """Reduction of an incoming message: array pairs (local operand, result), and the function that binds the calls."""
 
     rows: Sequence[tuple[Any, Any]]
-    bind: Callable[[Any, Any, Any], Callable[[], object]]
+    bind: Reduction
 
 
 class RendezvousRead:
@@ -292,7 +213,7 @@ class RendezvousRead:
     """
 
     def __init__(self, edge: MailboxEdge, targets: Sequence[np.ndarray], combination: Combination | None) -> None:
-        self._edge, self._targets, self.combination = edge, targets, combination
+        self._edge, self.targets, self.combination = edge, targets, combination
         self.nbytes = sum(target.nbytes for target in targets)
         self._cached: dict[tuple[int, ...], list[Callable[[], object]]] = {}
 
@@ -308,12 +229,12 @@ class RendezvousRead:
     def _runs(self, pieces: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
         """Split `pieces` into ranges contiguous at both ends: (address, index of the target, first byte, end byte)."""
         addresses, lengths = pieces[::2], pieces[1::2]
-        piece_ends, target_ends = (list(accumulate(sizes)) for sizes in (lengths, [t.nbytes for t in self._targets]))
+        piece_ends, target_ends = (list(accumulate(sizes)) for sizes in (lengths, [t.nbytes for t in self.targets]))
         low = 0
         for high in sorted({*piece_ends, *target_ends} - {0}):
             piece, target = bisect_right(piece_ends, low), bisect_right(target_ends, low)
             used = low - (piece_ends[piece] - lengths[piece])
-            filled = low - (target_ends[target] - self._targets[target].nbytes)
+            filled = low - (target_ends[target] - self.targets[target].nbytes)
             yield addresses[piece] + used, target, filled, filled + high - low
             low = high
 
@@ -322,7 +243,7 @@ class RendezvousRead:
         shared = node.heap.peer_view(edge.place, address, stop - start)
         read = node.readers[edge.place].read
         if self.combination is None:
-            into = self._targets[target].view(np.uint8)[start:stop]
+            into = self.targets[target].view(np.uint8)[start:stop]
             if shared is not None:
                 yield partial(np.copyto, *as_words(into, shared))
             else:

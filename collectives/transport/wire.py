@@ -45,6 +45,21 @@ class Iovec(NamedTuple):
     nbytes: int
 
 
+class Reduction(Protocol):
+    """Function that binds the reduction of incoming data with an own operand: ``bind(incoming, mine, out)``.
+
+    `ufunc` is NumPy's function, if there is one; `mine_first`: the own operand is the left one.
+    """
+
+    @property
+    def ufunc(self) -> Callable[..., Any] | None: ...
+
+    @property
+    def mine_first(self) -> bool: ...
+
+    def __call__(self, incoming: Any, mine: Any, out: Any) -> Callable[[], object]: ...
+
+
 class Wire(Protocol):
     """Interface of a transport: bind messages between this rank and its peers, and make calls that run them.
 
@@ -53,6 +68,9 @@ class Wire(Protocol):
     return the functions that every execution calls, so that nothing is looked up at run time. Subclasses whose ranks
     share no memory inherit the last methods but `free`.
     """
+
+    node: Any = None
+    """Memory that ranks of the node share; None if all messages use the network."""
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         """Bind a send to `peer` and return it. `stable`: the pieces do not change before the message is complete."""
@@ -80,9 +98,11 @@ class Wire(Protocol):
         """
         return False
 
-    def combine(
-        self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
-    ) -> Any:
+    def stream_key(self, message: Any) -> tuple[str, int] | None:
+        """Key of messages that run in order as operations of an `Exchange`; None for those with starts and waits."""
+        return None
+
+    def combine(self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Reduction) -> Any:
         """Bind a shared-memory message from `peer` that is reduced on arrival.
 
         `rows` are pairs of arrays (local operand, result), concatenated; ``bind(incoming, mine, out)`` returns the
@@ -90,19 +110,9 @@ class Wire(Protocol):
         """
         raise TypeError("this transport has no shared memory")
 
-    def swap(self, messages: Sequence[Any]) -> ExchangeSupport | None:
-        """One fused exchange for the messages (at most a send and a receive), or None if not supported."""
-        return None
+    def use_tag(self, tag: int) -> None:
+        """Set the tag of messages over MPI that start from now on, if they are sent anew at every start."""
+        return
 
     def free(self) -> None:
         """Free the resources of all bound messages, none of which may be in progress."""
-
-
-class ExchangeSupport(Protocol):
-    """A fused exchange between arrays given at the call: at most one message each way, or an MPI collective."""
-
-    def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
-        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; or None if not supported."""
-
-    def split(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
-        """Start and wait functions of the exchange on the bound memory; or None if not supported."""

@@ -8,7 +8,7 @@ import numpy as np
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
-from collectives.transport import compiled_exchange as transport
+from collectives.runtime import reduction_kernels, table_kernel
 from parallel.nn import kernels as nn
 from parallel.optim.kernels import compiled_updates as updates
 from quant import NF4, PRESETS, PerGroup, QuantSpec, quantize
@@ -40,12 +40,12 @@ def call_quant():
         q.add_to(x.copy())
 
 
-def call_transport():
-    for dtype in sorted(transport.DTYPES, key=str):
-        transport.swap(dtype)
-    from collectives.transport import exchange_kernels
-
-    exchange_kernels._is_shared(0, 8, np.zeros(1 << 12, np.int64))
+def call_programs():
+    table_kernel.functions()
+    for name in "?bhilqBHILQfdFD":
+        for ufuncs in reduction_kernels._KERNELS.values():
+            for ufunc in ufuncs:
+                reduction_kernels.kernel_address(ufunc, np.dtype(name))
 
 
 def call_operators():
@@ -104,7 +104,7 @@ def private_kilobytes():
 if __name__ == "__main__":
     recorded = event.RecordingListener()
     with event.install_listener("numba:compile", recorded):
-        for call in (call_quant, call_transport, call_operators, call_updates):
+        for call in (call_quant, call_programs, call_operators, call_updates):
             call()
     ours = [function for function in kept() if function.py_func.__module__.split(".")[0] != "numba"]
     report = {

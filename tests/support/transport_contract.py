@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 
+from collectives.transport.shm_messages import RendezvousSend
 from collectives.transport.wire import Iovec
 from support.loopback import LoopbackHub
 
@@ -46,20 +47,46 @@ def filled(rank, count, turn=0):
 
 def begin(wire, messages):
     """Start the messages."""
-    for start in wire.start_calls(messages):
+    for start in wire.start_calls([message for message in messages if wire.stream_key(message) is None]):
         start()
+    waiting = vars(wire).setdefault("waiting", {})  # messages through mailboxes, in order, by stream
+    getattr(wire, "prepare", lambda _: None)(messages)
+    for message in messages:
+        if wire.stream_key(message) is not None:
+            waiting.setdefault(wire.stream_key(message), []).append(message)
+    attempt(waiting)
+
+
+def attempt(waiting):
+    """Run the messages of all streams as far as possible."""
+    for stream in waiting.values():
+        while stream and stream[0].attempt():
+            stream.pop(0)
 
 
 def end(wire, messages):
     """Wait for the messages."""
-    for wait, _ in wire.wait_calls(messages):
+    for wait, _ in wire.wait_calls([message for message in messages if wire.stream_key(message) is None]):
         wait()
+    ended = asking(wire, [message for message in messages if wire.stream_key(message) is not None])
+    while not ended():
+        time.sleep(0)
 
 
 def asking(wire, messages):
     """What says whether all the messages have ended."""
-    waits = wire.wait_calls(messages)
-    return lambda: all([test() for _, test in waits])
+    waits = wire.wait_calls([message for message in messages if wire.stream_key(message) is None])
+    waiting = vars(wire).setdefault("waiting", {})
+
+    def ended():
+        attempt(waiting)
+        left = [id(message) for stream in waiting.values() for message in stream]
+        if any(id(message) in left for message in messages):
+            return False
+        read = [message for message in messages if isinstance(message, RendezvousSend)]
+        return all([test() for _, test in waits]) and all(one.edge.is_acknowledged(one.number) for one in read)
+
+    return ended
 
 
 def swap(wire, messages):
@@ -85,13 +112,9 @@ def bound_messages_start_again_and_again(rank, size, wire):
         return
     mine, theirs = np.zeros(50, int), np.zeros(50, int)
     messages = [wire.receive(left, [piece(theirs)]), wire.send(right, [piece(mine)])]
-    starts, waits = wire.start_calls(messages), wire.wait_calls(messages)
     for turn in range(20):
         mine[:] = filled(rank, 50, turn)
-        for start in starts:
-            start()
-        for wait, _ in waits:
-            wait()
+        swap(wire, messages)
         assert (theirs == filled(left, 50, turn)).all()
 
 

@@ -39,7 +39,7 @@ def test_programs_of_blocking_calls_are_bounded(own):
     for n in range(1, kept.MAX_PROGRAMS + 100):
         own.Bcast(arrays[0][:n])
     assert len(own._planner.cache.bound) <= kept.MAX_PROGRAMS
-    assert len(own._planner.cache.ready) <= 4 * kept.MAX_PROGRAMS
+    assert len(own._planner.cache.calls) <= 4 * kept.MAX_PROGRAMS
     own.Allreduce(arrays[0], total[:1000])
     assert (total[:1000] == size).all()
 
@@ -52,8 +52,8 @@ def test_programs_of_non_blocking_calls_are_bounded(own):
         for request in requests:
             request.Wait()
         assert all((total == size).all() for total in totals)
-    assert len(own._planner._idle) <= kept.MAX_PROGRAMS
-    assert not own._planner._live
+    assert len(own._planner._programs) <= kept.MAX_PROGRAMS
+    assert not own._planner._active()
 
 
 def test_persistent_ones_keep_nothing_when_they_are_freed(own):
@@ -62,7 +62,7 @@ def test_persistent_ones_keep_nothing_when_they_are_freed(own):
         request.Start()
         request.Wait()
         request.Free()
-    assert not own._planner._live
+    assert not own._planner._persistent
 
 
 def test_scratch_of_kept_programs_is_bounded(own, monkeypatch):
@@ -164,6 +164,10 @@ def test_no_memory_is_lost_over_communicators(comm):
     assert resident() - before < 8_000_000
 
 
+CHANNELS = mailbox.CHANNELS - mailbox.NONBLOCKING - 1
+"""Channels of persistent requests."""
+
+
 def wired(request):
     """Whether its messages go through the node's memory, rather than being MPI's."""
     return not isinstance(request.program.wire, PersistentTransport)
@@ -172,10 +176,10 @@ def wired(request):
 @pytest.mark.parametrize("how", ["Free", "del"])
 def test_persistent_requests_give_their_channels_back(own, how):
     """Many more than there are channels, of different collectives, some of them kept: all go through shared memory."""
-    rank, size, few = own.Get_rank(), own.Get_size(), mailbox.CHANNELS - 4
+    rank, size, few = own.Get_rank(), own.Get_size(), CHANNELS - 3
     shared = own._planner.node is not None
     mine, kept = np.full(40, rank + 1.0), []
-    for turn in range(3 * mailbox.CHANNELS):
+    for turn in range(3 * CHANNELS):
         total = np.zeros(40)
         made = [own.Allreduce_init(mine, total), own.Bcast_init(vector := np.full(300, float(rank)), turn % size)]
         assert all(wired(request) == shared for request in made)
@@ -205,9 +209,9 @@ def test_channels_that_one_rank_holds_are_nobody_s(own):
     """The last rank frees nothing: all agree that none is left, nobody hangs, and MPI carries the rest."""
     last, shared = own.Get_rank() == own.Get_size() - 1, own._planner.node is not None
     mine, total, held, others = np.ones(3), np.zeros(3), [], []
-    for turn in range(mailbox.CHANNELS + 5):
+    for turn in range(CHANNELS + 5):
         request = own.Allreduce_init(mine, total)
-        assert wired(request) == (shared and turn < mailbox.CHANNELS - 1)
+        assert wired(request) == (shared and turn < CHANNELS)
         others.append(own.Iallreduce(mine, total.copy()))  # whoever waits for one hangs on the others' progress
         request.Start()
         request.Wait()

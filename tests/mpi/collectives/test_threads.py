@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from mpi4py import MPI
 from support.tiers import default
 
-from collectives import Communicator
+from collectives import Communicator, Request
+from collectives.runtime import program_cache
+from collectives.transport.mailbox import NONBLOCKING
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -139,3 +142,27 @@ def test_threads_that_compile_for_different_types(world):
     pytest.importorskip("numba")
     dtypes = ["f4", "f8", "i4", "i8", "u1"]
     run(world, [lambda comm, size, dtype=dtype: blocking(comm, size, dtype) for dtype in dtypes])
+
+
+def test_a_thread_waits_while_another_starts_more(comm, monkeypatch):
+    """The program of a request that one thread waits for is not started again by another thread."""
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+    with Communicator(comm) as own:
+        rank, size = own.Get_rank(), own.Get_size()
+        mine = np.zeros(3)
+        totals = [np.zeros(3) for _ in range(3 * NONBLOCKING)]
+        for turn in range(20):
+            mine[:] = turn + rank
+            comm.Barrier()
+            if rank == turn % size:
+                time.sleep(0.002)  # the others wait for this rank
+            requests = [own.Iallreduce(mine, totals[0])]
+            waiting = threading.Thread(target=requests[0].Wait)
+            waiting.start()
+            requests += [own.Iallreduce(mine, total) for total in totals[1:]]
+            Request.Waitall(requests[1:])
+            waiting.join()
+            expected = size * turn + size * (size - 1) // 2
+            assert all((total == expected).all() for total in totals)
+            for total in totals:
+                total[:] = -1

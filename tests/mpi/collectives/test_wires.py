@@ -38,6 +38,8 @@ def fenced(node):
 class Unreadable:
     """A process whose memory cannot be read."""
 
+    pid = -1
+
     def read(self, *_):
         raise OSError("this memory is private")
 
@@ -70,9 +72,10 @@ class Told:
         self._messages.append(message)
         return message
 
-    def start_calls(self, messages):
-        copies = [copy for message in messages for copy in self._copies.get(id(message), ())]
-        return [*copies, *self._wire.start_calls(messages)]
+    def prepare(self, messages):
+        for message in messages:
+            for copy in self._copies.get(id(message), ()):
+                copy()
 
     def __getattr__(self, name):
         return getattr(self._wire, name)

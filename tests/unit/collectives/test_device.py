@@ -201,7 +201,7 @@ def test_scratch_lies_on_the_device(gpu):
     call, lane = binding.as_device_call(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
     program = binding.bind_call(call, AlgorithmChoice("mst"), 2, 4, GpuHub(4).wire(2), lane)
     assert program.nbytes > 0
-    memories = program._keep
+    memories = program.memories
     assert all(isinstance(memory.array, cupy.ndarray) for memory in memories)
     assert sum(memory.array.nbytes for memory in memories[2:]) == program.nbytes
 
@@ -331,7 +331,7 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
             assert (y._seen() == turn + 1).all()
     bound.Free()
     programs = comm._planner
-    assert len(programs.cache.bound) == 1 and len(programs._idle) == 1
+    assert len(programs.cache.bound) == 1 and len(programs._programs) == 2  # each on a channel of its own
     comm.Free()
 
 

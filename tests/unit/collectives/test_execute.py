@@ -254,10 +254,10 @@ def log(monkeypatch):
             combining = SimpleNamespace(bind=lambda *views: told("combine", bound(*views)))
             memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
             with monkeypatch.context() as patch:
-                patch.setattr(binder, "_copy", lambda *ends: (lines.append("copy"), copy(*ends)))
+                patch.setattr(binder, "copy_array", lambda *ends: (lines.append("copy"), copy(*ends)))
                 return bind(task, *memories, watched, combining)
 
-    copy = binder._copy
+    copy = binder.copy_array
     return Watched
 
 
@@ -492,7 +492,7 @@ def test_a_program_that_is_freed_keeps_nothing():
     case = Case("allreduce", "ring", 2, 4)
     program = case.programs[0]
     program.free()
-    assert program._keep is None
+    assert not program.memories
     with pytest.raises(RuntimeError, match="this program was freed"):
         program.run()
 

@@ -20,10 +20,15 @@ class _NoWire:
         pass
 
 
+class _Owner:
+    def release(self, request):
+        pass
+
+
 def request(test):
     """A request that is over when the test says so."""
     program = Program([lambda: None, Wait(lambda: None, test)], _NoWire(), 0, None)
-    return new_request("test", program, lambda *_: None, None)
+    return new_request("test", program, _Owner(), None)
 
 
 def test_the_helper_thread_ends_what_mpi_waits_for():
@@ -70,7 +75,7 @@ def test_an_error_of_a_persistent_one_beside_it():
         raise ArithmeticError("no such sum")
 
     program = Program([lambda: None, Wait(lambda: None, breaks)], _NoWire(), 0, None)
-    bound = Request("test", program, lambda *_: None, None, persistent=True)
+    bound = Request("test", program, _Owner(), None, persistent=True)
     bound.Start()
     beside = request(lambda: not bound.active)
     beside.begin(None)

@@ -1,7 +1,4 @@
-"""Short messages for short messages, in Python and compiled: the same bits, the same errors, in any mixture.
-
-Two ranks swap; on other numbers of them the same calls are made in other ways, and must give the same too.
-"""
+"""Programs in Python and compiled: the same bits, the same errors, in any mixture."""
 
 import time
 import warnings
@@ -10,12 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, perform
 
 from collectives import Communicator
-from collectives.runtime import program_cache
-from collectives.transport import compiled_exchange
+from collectives.runtime import compiled_program, program_cache
+from collectives.transport import copy_speed, mailbox
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
+DTYPES = ("float32", "float64", "int32", "int64", "uint8")
 COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
 
 
@@ -35,9 +34,10 @@ def slow(world):
         yield comm
 
 
-def swaps(comm):
-    """Whether calls of two ranks are swaps, and compiled ones."""
-    return comm.Get_size() == 2 and comm._planner.node is not None and compiled_exchange.available()
+def compiled(comm):
+    """Names of the calls that run compiled."""
+    calls = comm._planner.cache.calls.items()
+    return {key[0] for key, call in calls if type(getattr(call.run, "__self__", None)).__name__ == "CompiledProgram"}
 
 
 def extremes(rank, count, dtype):
@@ -53,7 +53,7 @@ def extremes(rank, count, dtype):
     return np.resize(np.roll(np.repeat(few, len(few)) if rank % 2 else np.tile(few, len(few)), rank // 2), count)
 
 
-@pytest.mark.parametrize("dtype", sorted(map(str, compiled_exchange.DTYPES)))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_same_bits(quick, slow, name, dtype):
     op, rank = getattr(MPI, name), quick.Get_rank()
@@ -71,11 +71,11 @@ def test_the_same_bits(quick, slow, name, dtype):
                     total[:] = 77
                     quick.Reduce(mine, total if rank == root else None, op, root)
                     assert rank != root or total.tobytes() == model.tobytes() or quick.Get_size() > 2
-    if swaps(quick):
-        assert any(key[0] == "allreduce" for key in quick._planner.cache.compiled)
+    if quick._planner.node is not None and compiled_program.available():
+        assert compiled(quick) >= {"Allreduce"}
 
 
-@pytest.mark.parametrize("dtype", sorted(map(str, compiled_exchange.DTYPES)))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_vectors_arrive(quick, dtype):
     rank, size = quick.Get_rank(), quick.Get_size()
     for count in COUNTS:
@@ -88,7 +88,7 @@ def test_vectors_arrive(quick, dtype):
 def test_nothing_is_compiled_before_it_is_worth_it(world, monkeypatch):
     """Loading numba takes longer than the first hundred calls."""
     asked = []
-    monkeypatch.setattr(compiled_exchange, "swap", asked.append)
+    monkeypatch.setattr(program_cache, "compile_program", asked.append)
     with Communicator(world) as comm:
         for _ in range(program_cache.COMPILE_AFTER // 2 - 1):
             comm.Allreduce(np.ones(3), np.ones(3))
@@ -98,6 +98,24 @@ def test_nothing_is_compiled_before_it_is_worth_it(world, monkeypatch):
 
 def ones(count, dtype="f8"):
     return np.ones(count, dtype)
+
+
+TURNS = {"blocking": 4, "non-blocking": 10, "persistent": 12}
+"""Calls on the same arrays after which the last ones run compiled, in every channel."""
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 1000, 40_000, 300_000])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("method", "algorithm"), ENTRIES)
+def test_every_algorithm(quick, method, algorithm, form, nbytes):
+    """Compiled, in place and not, then on other arrays of equal lengths."""
+    line, size = TABLE[method], quick.Get_size()
+    whole = line.collective in ("broadcast", "reduce", "allreduce", "scan", "exscan")
+    count = -(-nbytes // 4 // (1 if whole else size))
+    for root, in_place in enumerate((False, True) if line.in_place else (False,)):
+        for turns in (TURNS[form], 2) if form != "persistent" else (TURNS[form],):
+            asked = Question(quick.Get_rank(), size, root % size, count, np.dtype("f"), in_place)
+            perform(quick, form, method, line.make(asked), turns=turns, algorithm=algorithm)
 
 
 ODD = {
@@ -294,3 +312,27 @@ def test_numba_warns_of_nothing(quick):
         warnings.simplefilter("error")
         for _ in range(5):
             quick.Allreduce(ones(3, "i4"), ones(3, "i4"))
+
+
+@pytest.mark.parametrize("slow", [0, copy_speed.NEVER], ids=["far", "near"])
+def test_copies_that_become_slow(quick, slow):
+    """Messages then go by address, but for a few; where copies are fast again, all are copied again."""
+    rank, size, node = quick.Get_rank(), quick.Get_size(), quick._planner.node
+    if size == 1 or node is None or not node.reads or not compiled_program.available():
+        pytest.skip("nothing is copied through shared memory, or nothing is compiled")
+    mine, everyone = np.zeros(5000), np.zeros((size, 5000))
+
+    def call(turn):
+        mine[:] = rank + turn
+        quick.Allgather(mine, everyone, algorithm="ring")
+        assert (everyone == np.arange(size)[:, None] + turn).all()
+
+    for turn in range(10):
+        call(turn)
+    edge = quick._planner.transports.edges[0][(rank + 1) % size]
+    for limit in (slow, copy_speed.NEVER - slow):
+        edge.numbers[mailbox.SLOW] = limit
+        for turn in range(mailbox.PROBE_EVERY * (mailbox.CHANGES + 2)):
+            call(turn)
+        copied = mailbox.FAR_COPIED if limit == 0 else edge.numbers[mailbox.CELL_BYTES]
+        assert edge.numbers[mailbox.COPIED_BYTES] == copied

@@ -1,0 +1,324 @@
+"""Compile a program to a table, which one compiled function runs; needs numba (the extra ``fast``).
+
+A program can be compiled if all of it is exchanges within a node, of operations that the table has: messages through
+mailboxes, copies, and reductions that have a compiled kernel. The table follows the mailbox protocol of the Python code
+exactly, so that ranks with and without numba work together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.runtime import program_table as table
+from collectives.runtime.binder import copy_array
+from collectives.runtime.program import ElementArray, Program
+from collectives.runtime.progress import active_requests, progress_until
+from collectives.transport.exchange import After, Exchange, Stream
+from collectives.transport.mailbox import LENGTHS, PID, RENDEZVOUS_BYTES, MailboxEdge, address_label, label
+from collectives.transport.shm_messages import CHUNK, Acknowledgement, EagerSend, Receive, RendezvousSend
+
+
+@cache
+def available() -> bool:
+    """True if numba is installed."""
+    return find_spec("numba") is not None
+
+
+class _NotCompilableError(Exception):
+    """An operation of the program does not exist in tables."""
+
+
+class _Piece(NamedTuple):
+    """Addresses of a piece's operands: the left or only one, the right one, and the result; 0 where there is none."""
+
+    nbytes: int
+    left: int = 0
+    right: int = 0
+    out: int = 0
+
+
+class _Operation(NamedTuple):
+    """Operation of a table. `waits_for`: a condition on a stream, or the send that must be acknowledged."""
+
+    kind: int
+    pieces: Sequence[_Piece] = ()
+    edge: MailboxEdge | None = None
+    labels: tuple[int, int] = (0, 0)
+    kernel: int = 0
+    mine_first: bool = False
+    waits_for: After | EagerSend | RendezvousSend | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+# ------------------------------------------------------------------------------------------ operations
+
+
+def _address(array: np.ndarray) -> int:
+    if not array.flags.c_contiguous:
+        raise _NotCompilableError
+    return MPI.Get_address(array)
+
+
+def _kernel(ufunc: Any, dtype: np.dtype[Any]) -> int:
+    from collectives.runtime.reduction_kernels import kernel_address  # needs numba
+
+    address = kernel_address(ufunc, dtype)
+    if not address:
+        raise _NotCompilableError
+    return address
+
+
+def _translate(operation: Any) -> list[_Operation]:
+    """Operations of a table for one of an exchange."""
+    if isinstance(operation, After):
+        return [_Operation(table.AFTER, waits_for=operation)]
+    if isinstance(operation, Acknowledgement):
+        return [*_translate(operation.sent), _Operation(table.ACKNOWLEDGED, waits_for=operation.send)]
+    if isinstance(operation, (EagerSend, RendezvousSend)):
+        return _translate_send(operation)
+    if isinstance(operation, Receive):
+        return [_translate_receive(operation)]
+    if not isinstance(operation, partial):
+        raise _NotCompilableError
+    arrays = [*operation.args, *operation.keywords.values()]  # of keywords none but `out` is ever bound
+    if operation.func in (np.copyto, copy_array):
+        out, source = arrays
+        return [_Operation(table.COMPUTES, [_Piece(out.nbytes, _address(source), 0, _address(out))])]
+    if not isinstance(operation.func, np.ufunc):
+        raise _NotCompilableError
+    left, right, out = arrays
+    piece = _Piece(out.nbytes, _address(left), _address(right), _address(out))
+    return [_Operation(table.COMPUTES, [piece], kernel=_kernel(operation.func, out.dtype))]
+
+
+def _translate_send(send: EagerSend | RendezvousSend) -> list[_Operation]:
+    mark, nbytes = send.label // LENGTHS, send.nbytes
+    before = []
+    if isinstance(send, RendezvousSend) and send.packs:
+        copies = [_Piece(part.nbytes, _address(source), 0, _address(part)) for part, source in send.packs]
+        before.append(_Operation(table.COMPUTES, copies))
+    pieces = [_Piece(length, address) for address, length in send.pieces]
+    by_address = isinstance(send, RendezvousSend) or send.may_go_by_address
+    labels = label(nbytes, mark), address_label(len(pieces), mark) if by_address else 0
+    return [*before, _Operation(table.SENDS, pieces, send.edge, labels)]
+
+
+def _translate_receive(receive: Receive) -> _Operation:
+    mark, read = receive.label // LENGTHS, receive.read
+    labels = receive.label, address_label(0, mark)
+    if read.combination is None:
+        pieces = [_Piece(target.nbytes, out=_address(target)) for target in read.targets]
+        return _Operation(table.RECEIVES, pieces, receive.edge, labels)
+    rows, bind = read.combination
+    pieces = [_Piece(out.nbytes, _address(mine), 0, _address(out)) for mine, out in rows]
+    kernel = _kernel(bind.ufunc, rows[0][0].dtype)
+    return _Operation(table.RECEIVES, pieces, receive.edge, labels, kernel, bind.mine_first)
+
+
+# ------------------------------------------------------------------------------------------ the table
+
+
+class _TableLayout:
+    """Places of the operations of some exchanges in a table: `rounds`, `streams` and `operations`, in this order."""
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.operations: list[_Operation] = []
+        self.streams: list[tuple[int, int]] = []  # first operation, and end
+        self.rounds = [0]
+        self._places: dict[int, tuple[int, list[int]]] = {}  # by a stream's id: its number; ends of its operations
+        self._sends: dict[int, int] = {}  # by the id of a send: its place
+        for exchange in exchanges:
+            extra = []
+            for stream in exchange.streams:
+                self._add(stream)
+                extra += [
+                    Acknowledgement(operation, After(stream, number))
+                    for number, operation in enumerate(stream.operations, 1)
+                    if isinstance(operation, EagerSend) and operation.may_go_by_address
+                ]
+            if extra:
+                stream = Stream()
+                for operation in extra:
+                    stream.add(operation)
+                self._add(stream)
+            self.rounds.append(len(self.streams))
+
+    def _add(self, stream: Stream) -> None:
+        first, ends = len(self.operations), []
+        for operation in stream.operations:
+            self.operations += _translate(operation)
+            ends.append(len(self.operations) - first)
+            if isinstance(operation, (EagerSend, RendezvousSend)):
+                self._sends[id(operation)] = len(self.operations) - 1
+        self._places[id(stream)] = len(self.streams), ends
+        self.streams.append((first, len(self.operations)))
+
+    def numbers(self, memories: Sequence[ElementArray], spare: np.ndarray) -> np.ndarray:
+        """Write the table; addresses in the `memories` become offsets."""
+        pieces = [piece for operation in self.operations for piece in operation.pieces]
+        sizes = len(self.rounds), table.STREAM * len(self.streams), table.OPERATION * len(self.operations)
+        rounds, streams, operations, end = accumulate(sizes, initial=table.HEADER)
+        numbers = np.zeros(end + table.PIECE * len(pieces), np.int64)
+        start = MPI.Get_address(numbers)
+        sections = (start + 8 * at for at in (rounds, streams, operations))
+        numbers[table.ROUNDS : table.FAILED] = len(self.rounds) - 1, *sections
+        numbers[table.SPARE : table.VECTOR] = MPI.Get_address(spare), spare.nbytes
+        numbers[table.BASES : table.BASES + len(memories)] = [memory.address for memory in memories]
+        numbers[rounds:streams] = self.rounds
+        numbers[streams:operations] = [word for first, stop in self.streams for word in (first, stop, first)]
+        at = start + 8 * end
+        for number, operation in enumerate(self.operations):
+            words = numbers[operations + table.OPERATION * number :]
+            words[table.KIND] = operation.kind
+            words[table.EDGE] = 0 if operation.edge is None else MPI.Get_address(operation.edge.numbers)
+            words[table.LABEL], words[table.BY_ADDRESS_LABEL] = operation.labels
+            words[table.BYTES] = operation.nbytes
+            words[table.PIECES], words[table.PIECE_COUNT] = at, len(operation.pieces)
+            words[table.KERNEL], words[table.MINE_FIRST] = operation.kernel, operation.mine_first
+            if isinstance(operation.waits_for, After):
+                stream, ends = self._places[id(operation.waits_for.stream)]
+                words[table.OTHER] = start + 8 * (streams + table.STREAM * stream)
+                words[table.NUMBER] = ends[operation.waits_for.number - 1]
+            elif operation.waits_for is not None:
+                words[table.OTHER] = start + 8 * (operations + table.OPERATION * self._sends[id(operation.waits_for)])
+            at += 8 * table.PIECE * len(operation.pieces)
+        ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in memories]
+        for words, piece in zip(numbers[end:].reshape(-1, table.PIECE), pieces):
+            words[table.LENGTH] = piece.nbytes
+            for place, address in zip((table.LEFT, table.RIGHT, table.OUT), piece[1:]):
+                words[place : place + 2] = _place(ranges, address, piece.nbytes)
+        return numbers
+
+
+def _place(memories: Sequence[tuple[int, int]], address: int, nbytes: int) -> tuple[int, int]:
+    """Memory and offset of an address; `table.ABSOLUTE` and the address if it is in none of them."""
+    for memory, (start, stop) in enumerate(memories):
+        if start <= address and address + nbytes <= stop:
+            return memory, address - start
+    return table.ABSOLUTE, address
+
+
+class CompiledProgram:
+    """A program as a table, and the functions that run it. The `Program` that it is made from keeps its memory.
+
+    `on_arrays` runs it on other arrays than those it was bound to, which `expect` describes.
+    """
+
+    broken = False
+    prefers_finish = True
+    ended: bool
+    """True once the program has ended, until it is started again."""
+
+    def __init__(self, program: Program, exchanges: Sequence[Exchange]) -> None:
+        from collectives.runtime import table_kernel  # needs numba, which takes a while to load
+
+        layout = _TableLayout(exchanges)
+        self.program, self.node, self._operations = program, exchanges[0].node, layout.operations
+        reduced = [one.nbytes for one in layout.operations if one.edge is not None and one.kernel]
+        self._spare = np.empty(min(CHUNK, max((n for n in reduced if n >= RENDEZVOUS_BYTES), default=0)), np.uint8)
+        self._table = layout.numbers(program.memories, self._spare)
+        ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
+        pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
+        self._written = {_place(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
+        self._spins = self.node.spins * 8  # compiled code polls that much faster
+        self.ended = True
+        self._address = MPI.Get_address(self._table)
+        self._run, self._advance = table_kernel.functions()
+
+    def expect(self, sendbuf: np.ndarray, recvbuf: np.ndarray, source: int | None, target: int | None) -> None:
+        """Let `on_arrays` take arrays like these, which are the same object for a call with one array.
+
+        The program's source and target begin at the addresses `source` and `target` in them; None for own memory.
+        """
+        arrays = (sendbuf, table.SEND, table.SOURCE, source), (recvbuf, table.RECV, table.TARGET, target)
+        for array, place, memory, address in arrays:
+            words = self._table[place : place + table.ARRAY]
+            words[table.ITEM_TYPE], words[table.ITEM_SIZE] = id(array.dtype), array.itemsize
+            words[table.NBYTES], words[table.WRITTEN] = array.nbytes, memory in self._written
+            words[table.MEMORY] = table.IGNORED if address is None else memory
+            words[table.OFFSET] = 0 if address is None else address - MPI.Get_address(array)
+        self._table[table.ONE_ARRAY] = sendbuf is recvbuf
+
+    @property
+    def position(self) -> int:
+        """Number of the current round."""
+        return int(self._table[table.ROUND])
+
+    def on_arrays(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
+        """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
+        result = self._run(sendbuf, recvbuf, self._address, self._spins)
+        if result == table.DONE:
+            return True
+        if result == table.OTHER_ARRAYS:
+            return False
+        self.ended = self._is_done(result)
+        if active_requests:
+            progress_until(self.advance)
+        else:
+            self.finish()
+        return True
+
+    def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
+        """Start the program on these arrays, as `start` does; False if they are not like those of `expect`."""
+        result = self._run(sendbuf, recvbuf, self._address, 0)
+        if result == table.OTHER_ARRAYS:
+            return False
+        self.ended = self._is_done(result)
+        return True
+
+    def start(self) -> bool:
+        """Start the program on the memory it was bound to, and `advance`."""
+        self.ended = False
+        return self.advance()
+
+    def advance(self) -> bool:
+        """Run as far as possible without blocking; True if the end is reached."""
+        if not self.ended:
+            self.ended = self._is_done(self._advance(self._address, 0))
+        return self.ended
+
+    def finish(self) -> None:
+        """Run to the end, blocking."""
+        turn = 0
+        while not self.ended:
+            self.ended = self._is_done(self._advance(self._address, self._spins))
+            if not self.ended:
+                self.node.yielding(turn := turn + 1)
+
+    def run(self) -> None:
+        """Run the program on the memory it was bound to."""
+        self.ended = False
+        self.finish()
+
+    def free(self) -> None:
+        self.program.free()
+
+    def _is_done(self, result: int) -> bool:
+        """True or False by a result of the compiled function; raises if a message has failed."""
+        if result <= table.WAITING:
+            return result == table.DONE
+        operation = self._operations[self._table[table.FAILED]]
+        assert operation.edge is not None, "only messages fail"
+        if result == table.MISMATCH:
+            raise operation.edge.refuse(operation.nbytes)
+        raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be read")
+
+
+def compile_program(program: Program) -> CompiledProgram | None:
+    """Compile a program; None if it has operations that tables do not have. It must not be under way."""
+    if not program.exchanges or not available():
+        return None
+    try:
+        return CompiledProgram(program, program.exchanges)
+    except _NotCompilableError:
+        return None

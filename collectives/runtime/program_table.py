@@ -1,0 +1,60 @@
+"""Layout of a program table: the rounds of a program as 64-bit numbers, for `table_kernel`.
+
+A table has a header and four sections: rounds, streams, operations and pieces. A round is a number of streams, a stream
+a range of operations that run in order, and an operation works on pieces: ranges of bytes, each at an offset in one of
+the program's memories. The same table runs on other arrays once the header has their addresses.
+"""
+
+SOURCE, TARGET, SCRATCH, LANDING, ABSOLUTE = range(5)
+"""Memories; offsets in the last one are addresses."""
+
+IGNORED = ABSOLUTE + 1
+"""Memory of an array that a program does not use."""
+
+MEMORIES = IGNORED + 1
+
+# ------------------------------------------------------------------------------------------ the header
+
+ROUND, ROUNDS, ROUNDS_AT, STREAMS_AT, OPERATIONS_AT, FAILED, SPARE, SPARE_BYTES, VECTOR = range(9)
+"""The current round and the number of rounds; addresses of the sections; the operation that failed; address and length
+of memory into which a peer's memory is read before it is reduced; and the first of four words for system calls."""
+
+BASES = VECTOR + 4
+"""The first of `MEMORIES` addresses of the memories."""
+
+ITEM_TYPE, ITEM_SIZE, NBYTES, WRITTEN, MEMORY, OFFSET, ARRAY = range(7)
+SEND = BASES + MEMORIES
+RECV = SEND + ARRAY
+"""The two arrays that a call passes, each in `ARRAY` words: address of the dtype object, bytes of an element and of the
+array, 1 if it is written, the memory that it is, and the offset of that in the array."""
+
+ONE_ARRAY = RECV + ARRAY
+HEADER = ONE_ARRAY + 1
+"""1 if both arrays are the same one; and the length of the header."""
+
+# ------------------------------------------------------------------------------------------ the sections
+
+FIRST, STOP, POSITION, STREAM = range(4)
+"""Words of a stream: its first operation, the end, and the next one. Then their number, `STREAM`."""
+
+KIND, EDGE, LABEL, BY_ADDRESS_LABEL, BYTES, PIECES, PIECE_COUNT, KERNEL, MINE_FIRST, OTHER, NUMBER = range(11)
+OPERATION = 12
+"""Words of an operation: its kind; addresses of the numbers of its edge; labels of an eager message and of one that is
+sent by its address, 0 if it is not; bytes; address of the first of its pieces, and their number; the reduction kernel
+(0: a copy), and 1 if the own operand is the left one; the address of the stream or operation that it waits for; and the
+number of its message (0 for an eager one) or of the operations that it waits for. Then the number of words."""
+
+SENDS, RECEIVES, COMPUTES, AFTER, ACKNOWLEDGED = range(5)
+"""Kinds: send a message; receive one and copy or reduce it; copy or reduce memory; wait until a stream has done a
+number of operations; wait until a message sent by its address was read."""
+
+LENGTH, LEFT, LEFT_AT, RIGHT, RIGHT_AT, OUT, OUT_AT = range(7)
+PIECE = 8
+"""Words of a piece: its bytes; memory and offset of the left or only operand, of the right operand, and of the result.
+Then the number of words."""
+
+# ------------------------------------------------------------------------------------------ results of the kernel
+
+DONE, WAITING, OTHER_ARRAYS, MISMATCH, UNREADABLE = range(5)
+"""The program has ended; it waits for a peer; nothing was done, as the arrays are not those expected; a message of
+another call or length came; a peer's memory could not be read."""

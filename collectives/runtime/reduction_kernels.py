@@ -1,0 +1,132 @@
+"""Compiled reduction kernels for program tables: ``out = left op right`` on dense memory.
+
+The results are those of NumPy's ufuncs: of equal values maximum and minimum take the right one (which differ for signed
+zeros), and the first NaN; integers wrap around; on bools sum and maximum are "or", product and minimum "and".
+"""
+
+# mypy: ignore-errors
+# Types of compiled functions are not those of Python.
+
+from threading import Lock
+
+import numpy as np
+from numba import carray, from_dtype, types
+
+from quant.kernels.jit import compiler
+
+_compile = compiler(fastmath=False)
+
+
+@_compile
+def _add(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] + b[i]
+    return 0
+
+
+@_compile
+def _multiply(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] * b[i]
+    return 0
+
+
+@_compile
+def _maximum(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] if a[i] > b[i] or a[i] != a[i] else b[i]
+    return 0
+
+
+@_compile
+def _minimum(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] if a[i] < b[i] or a[i] != a[i] else b[i]
+    return 0
+
+
+@_compile
+def _logical_and(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = (a[i] != 0) & (b[i] != 0)
+    return 0
+
+
+@_compile
+def _logical_or(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = (a[i] != 0) | (b[i] != 0)
+    return 0
+
+
+@_compile
+def _logical_xor(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = (a[i] != 0) ^ (b[i] != 0)
+    return 0
+
+
+@_compile
+def _bitwise_and(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] & b[i]
+    return 0
+
+
+@_compile
+def _bitwise_or(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] | b[i]
+    return 0
+
+
+@_compile
+def _bitwise_xor(left, right, out, nbytes):
+    a, b, c = carray(left, (1,)), carray(right, (1,)), carray(out, (1,))
+    for i in range(nbytes // c.itemsize):
+        c[i] = a[i] ^ b[i]
+    return 0
+
+
+_BITWISE = {np.bitwise_and: _bitwise_and, np.bitwise_or: _bitwise_or, np.bitwise_xor: _bitwise_xor}
+_LOGICAL = {np.logical_and: _logical_and, np.logical_or: _logical_or, np.logical_xor: _logical_xor}
+_ARITHMETIC = {np.add: _add, np.multiply: _multiply, np.maximum: _maximum, np.minimum: _minimum}
+_ON_BOOLS = {
+    np.bitwise_or: (np.add, np.maximum, np.logical_or, np.bitwise_or),
+    np.bitwise_and: (np.multiply, np.minimum, np.logical_and, np.bitwise_and),
+    np.bitwise_xor: (np.logical_xor, np.bitwise_xor),
+}
+
+_KERNELS = {
+    "f": _ARITHMETIC,
+    "c": {np.add: _add, np.multiply: _multiply},
+    "i": _ARITHMETIC | _LOGICAL | _BITWISE,
+    "u": _ARITHMETIC | _LOGICAL | _BITWISE,
+    "b": {ufunc: _BITWISE[bits] for bits, ufuncs in _ON_BOOLS.items() for ufunc in ufuncs},
+}
+"""Kernels by the kind of a dtype and NumPy's ufunc."""
+
+_compiling = Lock()
+"""Held while kernels are compiled: two threads would write the same files."""
+
+
+def kernel_address(ufunc: np.ufunc, dtype: np.dtype) -> int:
+    """Address of the kernel ``int64 kernel(left, right, out, nbytes)``, compiled or loaded; 0 if there is none."""
+    kernel = _KERNELS.get(dtype.kind, {}).get(ufunc)
+    if kernel is None or not dtype.isnative or dtype.char in "egG" or dtype.itemsize > 16:  # half, long double
+        return 0
+    pointer = types.CPointer(types.uint8 if dtype.kind == "b" else from_dtype(dtype))
+    signature = (pointer, pointer, pointer, types.int64)
+    with _compiling:
+        kernel.compile(signature)
+    result = kernel.overloads[signature]
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))

@@ -1,0 +1,79 @@
+"""Exchange: messages and local work of one round, as streams that progress independently.
+
+A stream is a list of operations that run in order. An operation is a function; it returns False while it must wait, for
+a message or for another stream, and is tried again later. No stream that can go on waits for one that cannot, so that
+no rank waits with work left that others need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from collectives.transport.mailbox import NodeMemory
+
+
+class Stream:
+    """Operations that run in order; `position` of them are done."""
+
+    __slots__ = ("calls", "operations", "position")
+
+    def __init__(self) -> None:
+        self.operations: list[Any] = []
+        self.calls: list[Callable[[], object]] = []
+        self.position = 0
+
+    def add(self, operation: Any) -> After:
+        """Append an operation: a function, or an object with a method `attempt`. Returns the condition of its end."""
+        self.operations.append(operation)
+        self.calls.append(getattr(operation, "attempt", operation))
+        return After(self, len(self.calls))
+
+
+class After(NamedTuple):
+    """Operation that waits until a stream has done its first `number` operations."""
+
+    stream: Stream
+    number: int
+
+    def attempt(self) -> bool:
+        return self.stream.position >= self.number
+
+
+class Exchange:
+    """Round of streams between the ranks of a node: `wait` blocks until all are done, `test` does what is possible."""
+
+    def __init__(self, node: NodeMemory, streams: Sequence[Stream]) -> None:
+        self.node, self.streams = node, streams
+        self._pending: list[Stream] = []
+
+    def test(self) -> bool:
+        """Run all streams as far as possible; True if they are done, so that the next call starts them again."""
+        pending = self._pending or list(self.streams)
+        moved = True
+        while moved:
+            moved, waiting = False, []
+            for stream in pending:
+                calls, start = stream.calls, stream.position
+                position = start
+                while position < len(calls) and calls[position]() is not False:
+                    position += 1
+                    stream.position = position
+                moved |= position > start
+                if position < len(calls):
+                    waiting.append(stream)
+            if not waiting:
+                self._pending = []
+                for stream in self.streams:
+                    stream.position = 0
+                return True
+            pending = waiting
+        self._pending = pending
+        return False
+
+    def wait(self) -> None:
+        spins = self.node.spins
+        while not self.test():
+            spins -= 1
+            if spins < 0:
+                self.node.yielding(-spins)

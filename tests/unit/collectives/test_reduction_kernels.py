@@ -1,0 +1,75 @@
+"""Compiled reduction kernels have NumPy's bits, for every operation and dtype they exist for."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+import numba
+
+from collectives.runtime import reduction_kernels, table_kernel
+
+UFUNCS = (
+    np.add, np.multiply, np.maximum, np.minimum, np.logical_and, np.logical_or, np.logical_xor,
+    np.bitwise_and, np.bitwise_or, np.bitwise_xor,
+)  # fmt: skip
+DTYPES = "?bBhHiIlLqQefdgFDG"
+
+
+@numba.njit
+def call(kernel, left, right, out, nbytes):
+    return table_kernel._reduce(kernel, left, right, out, nbytes)
+
+
+def samples(dtype):
+    """Zeros of both signs, infinities, NaN and the ends of the range; parts of complex numbers too."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return np.array([False, True])
+    if dtype.kind in "iu":
+        ends = np.iinfo(dtype)
+        return np.array([0, 1, 2, 3, ends.max, ends.min, ends.max - 1, ends.max // 2 + 1], dtype)
+    ends = np.finfo(dtype)
+    values = [0.0, -0.0, 1.5, -2.25, np.inf, -np.inf, np.nan, ends.max, ends.min, ends.tiny]
+    if dtype.kind == "c":
+        return np.array([complex(a, b) for a in values[2:6] for b in values[2:6]], dtype)
+    return np.array(values, dtype)
+
+
+def cases():
+    return [
+        pytest.param(ufunc, dtype, id=f"{ufunc.__name__}-{dtype}")
+        for ufunc in UFUNCS
+        for dtype in DTYPES
+        if reduction_kernels.kernel_address(ufunc, np.dtype(dtype))
+    ]
+
+
+@pytest.mark.parametrize(("ufunc", "dtype"), cases())
+def test_the_same_bits(ufunc, dtype):
+    few = samples(dtype)
+    left, right = np.repeat(few, len(few)), np.tile(few, len(few))
+    out = np.zeros_like(left)
+    with np.errstate(all="ignore"):
+        expected = ufunc(left, right).astype(dtype)
+    address = reduction_kernels.kernel_address(ufunc, np.dtype(dtype))
+    assert call(address, left.ctypes.data, right.ctypes.data, out.ctypes.data, out.nbytes) == 0
+    assert np.array_equal(np.isnan(out), np.isnan(expected))
+    known = ~np.isnan(expected)
+    assert out[known].tobytes() == expected[known].tobytes()
+
+
+@pytest.mark.parametrize("in_place", ["left", "right"])
+def test_the_result_may_be_an_operand(in_place):
+    left, right = np.arange(1000.0), np.full(1000, 0.5)
+    out = left if in_place == "left" else right
+    expected = left + right
+    call(
+        reduction_kernels.kernel_address(np.add, left.dtype), left.ctypes.data, right.ctypes.data, out.ctypes.data, 8000
+    )
+    assert (out == expected).all()
+
+
+def test_there_is_none_where_numba_would_round_differently():
+    for dtype in ("e", "g", "G", ">f4"):
+        assert reduction_kernels.kernel_address(np.add, np.dtype(dtype)) == 0
+    assert reduction_kernels.kernel_address(np.maximum, np.dtype("F")) == 0
