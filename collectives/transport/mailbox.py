@@ -113,8 +113,8 @@ class NodeMemory:
     Creation is collective over `everyone`, all ranks of all nodes; OSError on all of them if some may not map their
     neighbours' memory. Peers are named by their rank in `everyone`. `bytes`, `words` and `addresses` are the mailboxes
     that each rank of the node writes, as bytes, as 8-byte words, and their addresses here. `fence` is None on
-    processors that keep stores and loads in order. `reads`: all ranks may read each other's memory. `far`:
-    copying to the next rank was slow when this was created, and `slow` are the nanoseconds from which it is.
+    processors that keep stores and loads in order. `reads`: all ranks may read each other's memory. `copied`:
+    bytes up to which messages on each channel are copied into cells at first, and `slow`: see `copy_speed`.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -149,9 +149,10 @@ class NodeMemory:
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.reads = self._reads()
-        self.slow, self.far = NEVER, False
+        self.slow, far = NEVER, False
         if self.reads and self.size > 1 and self.spins == SPINS:
-            self.slow, self.far = measure(self)
+            self.slow, far = measure(self)
+        self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
 
     def _reads(self) -> bool:
         """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
@@ -185,7 +186,7 @@ class MailboxEdge:
     """Link to the rank with node rank `peer` on one channel: mailbox offsets and message counts of both directions."""
 
     __slots__ = (
-        "cells_in", "cells_out", "copied", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox", "place",
+        "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox", "place",
         "their_ack", "theirs",
     )  # fmt: skip
 
@@ -198,7 +199,7 @@ class MailboxEdge:
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
         self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
-        self.copied, self.place = min(cell, FAR_COPIED) if node.far else cell, peer
+        self.place = peer
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
@@ -209,7 +210,7 @@ class MailboxEdge:
             here + self.my_ack * 8,
             there + self.their_ack * 8,
             cell,
-            self.copied,
+            node.copied[channel],
             node.slow,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]

@@ -70,7 +70,8 @@ class NodeAwareTransport:
         edge = self._edge(peer)
         nbytes = sum(piece.nbytes for piece in pieces)
         may_go_by_address = nbytes >= RENDEZVOUS_BYTES and stable and len(pieces) <= ADDRESSES
-        if nbytes > edge.copied or (may_go_by_address and all(self.node.heap.is_shared(*piece) for piece in pieces)):
+        is_shared = may_go_by_address and all(self.node.heap.is_shared(*piece) for piece in pieces)
+        if nbytes > self.node.copied[self._channel] or is_shared:
             return RendezvousSend(edge, pieces, self.mark)
         return EagerSend(edge, pieces, self.mark, may_go_by_address)
 
@@ -111,7 +112,7 @@ class NodeAwareTransport:
         return 0 if whole else cell
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        return self.node.reaches(peer) and nbytes <= self._edge(peer).copied and before < CELLS
+        return self.node.reaches(peer) and nbytes <= self.node.copied[self._channel] and before < CELLS
 
     def stream_key(self, message: Any) -> tuple[str, int] | None:
         """Direction and node rank of a message through a mailbox, whose order matters; None for the network's."""
