@@ -54,5 +54,5 @@ def _part(value: Any) -> Any:
 
 
 def counts_key(counts: Any) -> Any:
-    """Key of the counts of a call; an unhashable object if they are not given, since other ranks must be asked then."""
+    """Key of the counts of a call; without counts a list, which is unhashable, so that the call is not cached."""
     return [] if counts is None else _part(counts)

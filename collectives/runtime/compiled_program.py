@@ -79,11 +79,11 @@ def _kernel(ufunc: Any, dtype: np.dtype[Any]) -> int:
 
 
 def _translate(operation: Any) -> list[_Operation]:
-    """Operations of a table for one of an exchange."""
+    """Translate an operation of an exchange to operations of a table."""
     if isinstance(operation, After):
-        return [_Operation(table.AFTER, waits_for=operation)]
+        return [_Operation(table.WAIT_STREAM, waits_for=operation)]
     if isinstance(operation, Acknowledgement):
-        return [*_translate(operation.sent), _Operation(table.ACKNOWLEDGED, waits_for=operation.send)]
+        return [*_translate(operation.sent), _Operation(table.WAIT_READ, waits_for=operation.send)]
     if isinstance(operation, (EagerSend, RendezvousSend)):
         return _translate_send(operation)
     if isinstance(operation, Receive):
@@ -93,12 +93,12 @@ def _translate(operation: Any) -> list[_Operation]:
     arrays = [*operation.args, *operation.keywords.values()]  # of keywords none but `out` is ever bound
     if operation.func in (np.copyto, copy_array):
         out, source = arrays
-        return [_Operation(table.COMPUTES, [_Piece(out.nbytes, _address(source), 0, _address(out))])]
+        return [_Operation(table.LOCAL_WORK, [_Piece(out.nbytes, _address(source), 0, _address(out))])]
     if not isinstance(operation.func, np.ufunc):
         raise _NotCompilableError
     left, right, out = arrays
     piece = _Piece(out.nbytes, _address(left), _address(right), _address(out))
-    return [_Operation(table.COMPUTES, [piece], kernel=_kernel(operation.func, out.dtype))]
+    return [_Operation(table.LOCAL_WORK, [piece], kernel=_kernel(operation.func, out.dtype))]
 
 
 def _translate_send(send: EagerSend | RendezvousSend) -> list[_Operation]:
@@ -106,11 +106,11 @@ def _translate_send(send: EagerSend | RendezvousSend) -> list[_Operation]:
     before = []
     if isinstance(send, RendezvousSend) and send.packs:
         copies = [_Piece(part.nbytes, _address(source), 0, _address(part)) for part, source in send.packs]
-        before.append(_Operation(table.COMPUTES, copies))
+        before.append(_Operation(table.LOCAL_WORK, copies))
     pieces = [_Piece(length, address) for address, length in send.pieces]
     by_address = isinstance(send, RendezvousSend) or send.may_go_by_address
     labels = label(nbytes, mark), address_label(len(pieces), mark) if by_address else 0
-    return [*before, _Operation(table.SENDS, pieces, send.edge, labels)]
+    return [*before, _Operation(table.SEND_MESSAGE, pieces, send.edge, labels)]
 
 
 def _translate_receive(receive: Receive) -> _Operation:
@@ -118,11 +118,11 @@ def _translate_receive(receive: Receive) -> _Operation:
     labels = receive.label, address_label(0, mark)
     if read.combination is None:
         pieces = [_Piece(target.nbytes, out=_address(target)) for target in read.targets]
-        return _Operation(table.RECEIVES, pieces, receive.edge, labels)
+        return _Operation(table.RECEIVE_MESSAGE, pieces, receive.edge, labels)
     rows, bind = read.combination
     pieces = [_Piece(out.nbytes, _address(mine), 0, _address(out)) for mine, out in rows]
     kernel = _kernel(bind.ufunc, rows[0][0].dtype)
-    return _Operation(table.RECEIVES, pieces, receive.edge, labels, kernel, bind.mine_first)
+    return _Operation(table.RECEIVE_MESSAGE, pieces, receive.edge, labels, kernel, bind.mine_first)
 
 
 # ------------------------------------------------------------------------------------------ the table
@@ -138,19 +138,14 @@ class _TableLayout:
         self._places: dict[int, tuple[int, list[int]]] = {}  # by a stream's id: its number; ends of its operations
         self._sends: dict[int, int] = {}  # by the id of a send: its place
         for exchange in exchanges:
-            extra = []
+            reads = Stream()  # the kernel may send these by address: the round then ends after they have been read
             for stream in exchange.streams:
                 self._add(stream)
-                extra += [
-                    Acknowledgement(operation, After(stream, number))
-                    for number, operation in enumerate(stream.operations, 1)
-                    if isinstance(operation, EagerSend) and operation.may_go_by_address
-                ]
-            if extra:
-                stream = Stream()
-                for operation in extra:
-                    stream.add(operation)
-                self._add(stream)
+                for count, send in enumerate(stream.operations, 1):
+                    if isinstance(send, EagerSend) and send.may_go_by_address:
+                        reads.add(Acknowledgement(send, After(stream, count)))
+            if reads.calls:
+                self._add(reads)
             self.rounds.append(len(self.streams))
 
     def _add(self, stream: Stream) -> None:
@@ -166,19 +161,19 @@ class _TableLayout:
     def numbers(self, memories: Sequence[ElementArray], spare: np.ndarray) -> np.ndarray:
         """Write the table; addresses in the `memories` become offsets."""
         pieces = [piece for operation in self.operations for piece in operation.pieces]
-        sizes = len(self.rounds), table.STREAM * len(self.streams), table.OPERATION * len(self.operations)
-        rounds, streams, operations, end = accumulate(sizes, initial=table.HEADER)
-        numbers = np.zeros(end + table.PIECE * len(pieces), np.int64)
+        sizes = len(self.rounds), table.STREAM_WORDS * len(self.streams), table.OPERATION_WORDS * len(self.operations)
+        rounds, streams, operations, end = accumulate(sizes, initial=table.HEADER_WORDS)
+        numbers = np.zeros(end + table.PIECE_WORDS * len(pieces), np.int64)
         start = MPI.Get_address(numbers)
         sections = (start + 8 * at for at in (rounds, streams, operations))
         numbers[table.ROUNDS : table.FAILED] = len(self.rounds) - 1, *sections
-        numbers[table.SPARE : table.VECTOR] = MPI.Get_address(spare), spare.nbytes
+        numbers[table.READ_BUFFER : table.VECTOR] = MPI.Get_address(spare), spare.nbytes
         numbers[table.BASES : table.BASES + len(memories)] = [memory.address for memory in memories]
         numbers[rounds:streams] = self.rounds
         numbers[streams:operations] = [word for first, stop in self.streams for word in (first, stop, first)]
         at = start + 8 * end
         for number, operation in enumerate(self.operations):
-            words = numbers[operations + table.OPERATION * number :]
+            words = numbers[operations + table.OPERATION_WORDS * number :]
             words[table.KIND] = operation.kind
             words[table.EDGE] = 0 if operation.edge is None else MPI.Get_address(operation.edge.numbers)
             words[table.LABEL], words[table.BY_ADDRESS_LABEL] = operation.labels
@@ -187,13 +182,15 @@ class _TableLayout:
             words[table.KERNEL], words[table.MINE_FIRST] = operation.kernel, operation.mine_first
             if isinstance(operation.waits_for, After):
                 stream, ends = self._places[id(operation.waits_for.stream)]
-                words[table.OTHER] = start + 8 * (streams + table.STREAM * stream)
+                words[table.DEPENDENCY] = start + 8 * (streams + table.STREAM_WORDS * stream)
                 words[table.NUMBER] = ends[operation.waits_for.number - 1]
             elif operation.waits_for is not None:
-                words[table.OTHER] = start + 8 * (operations + table.OPERATION * self._sends[id(operation.waits_for)])
-            at += 8 * table.PIECE * len(operation.pieces)
+                words[table.DEPENDENCY] = start + 8 * (
+                    operations + table.OPERATION_WORDS * self._sends[id(operation.waits_for)]
+                )
+            at += 8 * table.PIECE_WORDS * len(operation.pieces)
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in memories]
-        for words, piece in zip(numbers[end:].reshape(-1, table.PIECE), pieces):
+        for words, piece in zip(numbers[end:].reshape(-1, table.PIECE_WORDS), pieces):
             words[table.LENGTH] = piece.nbytes
             for place, address in zip((table.LEFT, table.RIGHT, table.OUT), piece[1:]):
                 words[place : place + 2] = _place(ranges, address, piece.nbytes)
@@ -236,13 +233,13 @@ class CompiledProgram:
         self._run, self._advance = table_kernel.functions()
 
     def expect(self, sendbuf: np.ndarray, recvbuf: np.ndarray, source: int | None, target: int | None) -> None:
-        """Let `on_arrays` take arrays like these, which are the same object for a call with one array.
+        """Describe the arrays that `on_arrays` accepts; the same object twice for a call with one array.
 
         The program's source and target begin at the addresses `source` and `target` in them; None for own memory.
         """
-        arrays = (sendbuf, table.SEND, table.SOURCE, source), (recvbuf, table.RECV, table.TARGET, target)
+        arrays = (sendbuf, table.SEND_ARRAY, table.SOURCE, source), (recvbuf, table.RECV_ARRAY, table.TARGET, target)
         for array, place, memory, address in arrays:
-            words = self._table[place : place + table.ARRAY]
+            words = self._table[place : place + table.ARRAY_WORDS]
             words[table.ITEM_TYPE], words[table.ITEM_SIZE] = id(array.dtype), array.itemsize
             words[table.NBYTES], words[table.WRITTEN] = array.nbytes, memory in self._written
             words[table.MEMORY] = table.IGNORED if address is None else memory
@@ -315,7 +312,7 @@ class CompiledProgram:
 
 
 def compile_program(program: Program) -> CompiledProgram | None:
-    """Compile a program; None if it has operations that tables do not have. It must not be under way."""
+    """Compile a program, which must not be running; None if it has operations that tables do not have."""
     if not program.exchanges or not available():
         return None
     try:

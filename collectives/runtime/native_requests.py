@@ -5,9 +5,9 @@ handle of a generalized request, which is completed at the end of the collective
 it calls nothing of this package, so a helper thread progresses active requests. It does nothing while the program makes
 progress itself, and ends when no request is active.
 
-Making, completing and freeing such a handle takes longer than a short collective. Most requests need none of it: if the
-collective ends as it starts, the handle is that of a send to no rank, which is complete; and if `Wait` of the request
-itself sees the end, the handle goes to the next request as it is.
+Making, completing and freeing such a handle takes longer than a short collective, so it is avoided where possible. A
+compiled collective that is complete when its start returns uses the handle of a send to `MPI.PROC_NULL`, which is
+complete. If `Wait` of the request itself sees the end, the pending handle is reused by a later request.
 """
 
 # mypy: disable-error-code="misc"
@@ -49,7 +49,7 @@ def new_request(*arguments: Any) -> Request:
     """Create the request of a non-blocking collective: a `NativeRequest` if MPI is thread-safe, else a `Request`."""
     if not available():
         return Request(*arguments)
-    handle = _unused.pop() if _unused else HANDLE()
+    handle = _unused.pop() if _unused else PendingHandle()
     request = MPI.Request.__new__(NativeRequest, handle.request)  # not by the class, which takes as long again
     request.__init__(*arguments)
     request._handle = handle
@@ -88,9 +88,9 @@ def _query(status: MPI.Status, failures: list[bool]) -> None:
 class SelfMessageHandle:
     """Receive that this process completes by a message to itself; replaces the generalized request on Intel MPI.
 
-    Intel MPI holds a lock while it calls `_query`, which waits for the interpreter's lock. A thread that has this one
-    and waits for the first, as in `MPI.Datatype.Free`, would wait for ever. Open MPI, on the other hand, reports no
-    error for a message longer than the receive if the receive was waited for before.
+    Intel MPI holds a lock while it calls `_query`, which needs the interpreter's lock (GIL). A thread that holds the
+    GIL and needs MPI's lock, as in `MPI.Datatype.Free`, would deadlock. Open MPI cannot use this class: it reports no
+    error for a message longer than the receive to a thread that already waits for the receive.
     """
 
     _comm: MPI.Intracomm | None = None
@@ -115,12 +115,12 @@ class SelfMessageHandle:
 
 
 _unused: list[GeneralizedHandle | SelfMessageHandle] = []
-"""Handles of requests that ended, which are not complete."""
+"""Pending handles, not completed, that ended requests no longer need; later requests take them."""
 
 _NO_DATA = [None, 0, MPI.BYTE]
 _HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
 
-HANDLE = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
+PendingHandle = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
 
 
 class NativeRequest(Request, MPI.Request):
@@ -141,8 +141,8 @@ class NativeRequest(Request, MPI.Request):
             if self.active and _helper is None:
                 _start_helper()
 
-    def join(self) -> None:
-        super().join()
+    def activate(self) -> None:
+        super().activate()
         if _helper is None:
             _start_helper()
 
@@ -153,7 +153,7 @@ class NativeRequest(Request, MPI.Request):
             self._handle = None
 
     def _ended_in_wait(self) -> None:
-        """Become a null request, and leave the handle, which nobody can wait for any more, to the next request."""
+        """Write MPI.REQUEST_NULL into this object, as mpi4py has no setter, and keep the handle for a later request."""
         memmove(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
         assert self._handle is not None, "it had not ended"
         _unused.append(self._handle)

@@ -137,7 +137,7 @@ class Planner:
             if program.ended:
                 return ended_request(name, program, self, None)
             request = self._latest[turn] = new_request(name, program, self, (s, r))
-            request.join()
+            request.activate()
             return request
 
     def begin(

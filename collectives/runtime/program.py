@@ -1,6 +1,7 @@
 """A program: one collective call bound to memory and a transport, as a flat list of function calls.
 
-A blocking collective runs through the list; for a non-blocking one the position in the list is the whole state.
+A blocking collective runs through the list; for a non-blocking one the position in the list, and in the
+streams of an exchange, is the whole state.
 """
 
 from __future__ import annotations

@@ -60,14 +60,14 @@ class CallKey(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if the buffers are arrays alone, of which all elements are meant."""
+        """True if each buffer is an array without counts, displacements or datatype."""
         return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
 
 
 def key_fields(
     name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
 ) -> tuple[tuple[Any, ...], np.ndarray, np.ndarray]:
-    """Fields of the `CallKey` of a call with these arguments; TypeError if its buffers are not arrays."""
+    """Fields of a `CallKey`, as a tuple: a lookup needs no more. TypeError for buffers that `describe` refuses."""
     if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
         s, r = sendbuf, recvbuf
         arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype

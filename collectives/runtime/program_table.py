@@ -1,55 +1,56 @@
 """Layout of a program table: the rounds of a program as 64-bit numbers, for `table_kernel`.
 
-A table has a header and four sections: rounds, streams, operations and pieces. A round is a number of streams, a stream
-a range of operations that run in order, and an operation works on pieces: ranges of bytes, each at an offset in one of
-the program's memories. The same table runs on other arrays once the header has their addresses.
+A table has a header and four sections: rounds, streams, operations and pieces. A round is a range of streams, given by
+the index of its first one (the section has one entry more, for the end), and a stream a range of operations that run in
+order. An operation works on pieces: ranges of bytes, each at an offset in one of the program's memories. To run a table
+on other arrays, only the addresses in its header are changed.
 """
 
 SOURCE, TARGET, SCRATCH, LANDING, ABSOLUTE = range(5)
-"""Memories; offsets in the last one are addresses."""
+"""Memories of a program (the first four as in `program`); the base of `ABSOLUTE` is 0: its offsets are addresses."""
 
 IGNORED = ABSOLUTE + 1
-"""Memory of an array that a program does not use."""
+"""Memory of an array that the program does not use; its address is stored but never read."""
 
 MEMORIES = IGNORED + 1
 
 # ------------------------------------------------------------------------------------------ the header
 
-ROUND, ROUNDS, ROUNDS_AT, STREAMS_AT, OPERATIONS_AT, FAILED, SPARE, SPARE_BYTES, VECTOR = range(9)
+ROUND, ROUNDS, ROUNDS_AT, STREAMS_AT, OPERATIONS_AT, FAILED, READ_BUFFER, READ_BUFFER_BYTES, VECTOR = range(9)
 """The current round and the number of rounds; addresses of the sections; the operation that failed; address and length
 of memory into which a peer's memory is read before it is reduced; and the first of four words for system calls."""
 
 BASES = VECTOR + 4
 """The first of `MEMORIES` addresses of the memories."""
 
-ITEM_TYPE, ITEM_SIZE, NBYTES, WRITTEN, MEMORY, OFFSET, ARRAY = range(7)
-SEND = BASES + MEMORIES
-RECV = SEND + ARRAY
-"""The two arrays that a call passes, each in `ARRAY` words: address of the dtype object, bytes of an element and of the
-array, 1 if it is written, the memory that it is, and the offset of that in the array."""
+ITEM_TYPE, ITEM_SIZE, NBYTES, WRITTEN, MEMORY, OFFSET, ARRAY_WORDS = range(7)
+SEND_ARRAY = BASES + MEMORIES
+RECV_ARRAY = SEND_ARRAY + ARRAY_WORDS
+"""The two arrays that a call passes, each in `ARRAY_WORDS` words: address of the dtype object, bytes of an element and
+of the array, 1 if it is written, the memory that it is, and the offset of that in the array."""
 
-ONE_ARRAY = RECV + ARRAY
-HEADER = ONE_ARRAY + 1
+ONE_ARRAY = RECV_ARRAY + ARRAY_WORDS
+HEADER_WORDS = ONE_ARRAY + 1
 """1 if both arrays are the same one; and the length of the header."""
 
 # ------------------------------------------------------------------------------------------ the sections
 
-FIRST, STOP, POSITION, STREAM = range(4)
-"""Words of a stream: its first operation, the end, and the next one. Then their number, `STREAM`."""
+FIRST, STOP, POSITION, STREAM_WORDS = range(4)
+"""Words of a stream: its first operation, the end, and the next one. Then their number, `STREAM_WORDS`."""
 
-KIND, EDGE, LABEL, BY_ADDRESS_LABEL, BYTES, PIECES, PIECE_COUNT, KERNEL, MINE_FIRST, OTHER, NUMBER = range(11)
-OPERATION = 12
+KIND, EDGE, LABEL, BY_ADDRESS_LABEL, BYTES, PIECES, PIECE_COUNT, KERNEL, MINE_FIRST, DEPENDENCY, NUMBER = range(11)
+OPERATION_WORDS = 12
 """Words of an operation: its kind; addresses of the numbers of its edge; labels of an eager message and of one that is
 sent by its address, 0 if it is not; bytes; address of the first of its pieces, and their number; the reduction kernel
 (0: a copy), and 1 if the own operand is the left one; the address of the stream or operation that it waits for; and the
 number of its message (0 for an eager one) or of the operations that it waits for. Then the number of words."""
 
-SENDS, RECEIVES, COMPUTES, AFTER, ACKNOWLEDGED = range(5)
+SEND_MESSAGE, RECEIVE_MESSAGE, LOCAL_WORK, WAIT_STREAM, WAIT_READ = range(5)
 """Kinds: send a message; receive one and copy or reduce it; copy or reduce memory; wait until a stream has done a
 number of operations; wait until a message sent by its address was read."""
 
 LENGTH, LEFT, LEFT_AT, RIGHT, RIGHT_AT, OUT, OUT_AT = range(7)
-PIECE = 8
+PIECE_WORDS = 8
 """Words of a piece: its bytes; memory and offset of the left or only operand, of the right operand, and of the result.
 Then the number of words."""
 

@@ -206,7 +206,7 @@ class Request:
             if gate is None:
                 self._start_program()
 
-    def join(self) -> None:
+    def activate(self) -> None:
         """Activate the request, whose program has started but not ended."""
         self.active = True
         active_requests.append(self)

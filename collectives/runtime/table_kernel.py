@@ -104,7 +104,7 @@ def _copy(_, target, source, nbytes):
 
 @intrinsic
 def _relax(_):
-    """Tell the processor that this is a loop that waits."""
+    """Hint to the processor that this is a spin loop (`pause` on x86)."""
 
     def generate(context, builder, signature, args):
         if machine().lower() in ("x86_64", "amd64"):
@@ -223,11 +223,9 @@ def _goes_by_address(t, operation, numbers):
         return False
     nbytes = _at(operation, table.BYTES)
     if nbytes > _at(numbers, mailbox.COPIED_BYTES):
-        probes = _at(numbers, mailbox.PROBES) + 1
-        _set(numbers, mailbox.PROBES, probes)
-        return nbytes > _at(numbers, mailbox.CELL_BYTES) or probes % mailbox.PROBE_EVERY != 0
+        return nbytes > _at(numbers, mailbox.CELL_BYTES) or (_at(numbers, mailbox.SENT) + 1) % mailbox.PROBE_EVERY != 0
     for index in range(_at(operation, table.PIECE_COUNT)):
-        piece = _at(operation, table.PIECES) + 8 * table.PIECE * index
+        piece = _at(operation, table.PIECES) + 8 * table.PIECE_WORDS * index
         if not _is_shared(numbers, _address(t, piece, table.LEFT), _word(piece)):
             return False
     return True
@@ -245,13 +243,13 @@ def _now(t):
 def _judge(numbers, nbytes, duration):
     """Expect copies into cells to be slow, or not to be, after a few of another duration than expected."""
     is_far = _at(numbers, mailbox.COPIED_BYTES) < _at(numbers, mailbox.CELL_BYTES)
-    is_slow = duration * copy_speed.NBYTES > nbytes * _at(numbers, mailbox.SLOW)
-    surprises = 0 if is_slow == is_far else _at(numbers, mailbox.SURPRISES) + 1
-    if surprises == mailbox.CHANGES:
-        surprises = 0
+    is_slow = duration * copy_speed.NBYTES > nbytes * _at(numbers, mailbox.SLOW_NS)
+    contradictions = 0 if is_slow == is_far else _at(numbers, mailbox.CONTRADICTIONS) + 1
+    if contradictions == mailbox.CHANGES:
+        contradictions = 0
         copied = _at(numbers, mailbox.CELL_BYTES)
         _set(numbers, mailbox.COPIED_BYTES, min(copied, mailbox.FAR_COPIED) if is_slow else copied)
-    _set(numbers, mailbox.SURPRISES, surprises)
+    _set(numbers, mailbox.CONTRADICTIONS, contradictions)
 
 
 @_compile
@@ -270,7 +268,7 @@ def _send(t, operation):
     pieces, count = _at(operation, table.PIECES), _at(operation, table.PIECE_COUNT)
     if by_address:
         for index in range(count):
-            piece = pieces + 8 * table.PIECE * index
+            piece = pieces + 8 * table.PIECE_WORDS * index
             _set_word(flag + 8 + 16 * index, _address(t, piece, table.LEFT))
             _set_word(flag + 16 + 16 * index, _word(piece))
         _set(operation, table.NUMBER, number)
@@ -282,7 +280,7 @@ def _send(t, operation):
         _set_word(flag + 8, nbytes)
     start = _now(t) if nbytes > mailbox.FAR_COPIED else 0
     for index in range(count):
-        piece = pieces + 8 * table.PIECE * index
+        piece = pieces + 8 * table.PIECE_WORDS * index
         _copy(data, _address(t, piece, table.LEFT), _word(piece))
         data += _word(piece)
     if start:
@@ -296,7 +294,7 @@ def _send(t, operation):
 def _receive_eager(t, operation, data):
     pieces = _at(operation, table.PIECES)
     for index in range(_at(operation, table.PIECE_COUNT)):
-        piece = pieces + 8 * table.PIECE * index
+        piece = pieces + 8 * table.PIECE_WORDS * index
         _apply(t, operation, piece, data, 0, _word(piece))
         data += _word(piece)
 
@@ -313,9 +311,9 @@ def _receive_run(t, operation, piece, origin, start, nbytes):
     out = _address(t, piece, table.OUT) + start
     if _at(operation, table.KERNEL) == 0:
         return _read(pid, out, origin, nbytes, vector)
-    spare = _at(t, table.SPARE)
+    spare = _at(t, table.READ_BUFFER)
     while nbytes > 0:
-        step = min(nbytes, _at(t, table.SPARE_BYTES))
+        step = min(nbytes, _at(t, table.READ_BUFFER_BYTES))
         if not _read(pid, spare, origin, step, vector):
             return False
         _apply(t, operation, piece, spare, start, step)
@@ -338,7 +336,7 @@ def _receive_by_address(t, operation, flag, addresses):
         read += length
         left -= length
         if used == _word(piece):
-            piece, used = piece + 8 * table.PIECE, 0
+            piece, used = piece + 8 * table.PIECE_WORDS, 0
         if read == _word(flag + 16 + 16 * run):
             run, read = run + 1, 0
     return table.DONE
@@ -380,7 +378,7 @@ def _receive(t, operation):
 def _compute(t, operation):
     pieces = _at(operation, table.PIECES)
     for index in range(_at(operation, table.PIECE_COUNT)):
-        piece = pieces + 8 * table.PIECE * index
+        piece = pieces + 8 * table.PIECE_WORDS * index
         left, out = _address(t, piece, table.LEFT), _address(t, piece, table.OUT)
         if _at(operation, table.KERNEL):
             _reduce(_at(operation, table.KERNEL), left, _address(t, piece, table.RIGHT), out, _word(piece))
@@ -390,7 +388,7 @@ def _compute(t, operation):
 
 @_compile
 def _acknowledged(operation):
-    sent = _at(operation, table.OTHER)
+    sent = _at(operation, table.DEPENDENCY)
     number, numbers = _at(sent, table.NUMBER), _at(sent, table.EDGE)
     if _at(numbers, mailbox.ACKED) < number:
         _set(numbers, mailbox.ACKED, _load(_at(numbers, mailbox.THEIR_ACK)))
@@ -401,15 +399,15 @@ def _acknowledged(operation):
 def _attempt(t, operation):
     """Run one operation as far as possible: a result of the kernel, `DONE` or `WAITING` or an error."""
     kind = _at(operation, table.KIND)
-    if kind == table.SENDS:
+    if kind == table.SEND_MESSAGE:
         return table.DONE if _send(t, operation) else table.WAITING
-    if kind == table.RECEIVES:
+    if kind == table.RECEIVE_MESSAGE:
         return _receive(t, operation)
-    if kind == table.COMPUTES:
+    if kind == table.LOCAL_WORK:
         _compute(t, operation)
         return table.DONE
-    if kind == table.AFTER:
-        stream = _at(operation, table.OTHER)
+    if kind == table.WAIT_STREAM:
+        stream = _at(operation, table.DEPENDENCY)
         done = _at(stream, table.POSITION) - _at(stream, table.FIRST) >= _at(operation, table.NUMBER)
         return table.DONE if done else table.WAITING
     return table.DONE if _acknowledged(operation) else table.WAITING
@@ -423,11 +421,11 @@ def _pass(t, first, stop):
     """Run the streams of a round once as far as possible: DONE, WAITING after progress, -1 without, or an error."""
     moved, waiting, result = False, False, table.DONE
     operations = _at(t, table.OPERATIONS_AT)
-    stream = _at(t, table.STREAMS_AT) + 8 * table.STREAM * first
+    stream = _at(t, table.STREAMS_AT) + 8 * table.STREAM_WORDS * first
     for _ in range(first, stop):
         position, end = _at(stream, table.POSITION), _at(stream, table.STOP)
         while position < end:
-            result = _attempt(t, operations + 8 * table.OPERATION * position)
+            result = _attempt(t, operations + 8 * table.OPERATION_WORDS * position)
             if result != table.DONE:
                 break
             position += 1
@@ -438,7 +436,7 @@ def _pass(t, first, stop):
                 _set(t, table.FAILED, position)
                 return result
             waiting = True
-        stream += 8 * table.STREAM
+        stream += 8 * table.STREAM_WORDS
     if not waiting:
         return table.DONE
     return table.WAITING if moved else -1
@@ -460,10 +458,10 @@ def _advance(t, spins):
                     return table.WAITING
                 _relax()
             result = _pass(t, first, stop)
-        stream = _at(t, table.STREAMS_AT) + 8 * table.STREAM * first
+        stream = _at(t, table.STREAMS_AT) + 8 * table.STREAM_WORDS * first
         for _ in range(first, stop):
             _set(stream, table.POSITION, _at(stream, table.FIRST))
-            stream += 8 * table.STREAM
+            stream += 8 * table.STREAM_WORDS
         at += 1
         _set(t, table.ROUND, at)
     _set(t, table.ROUND, 0)
@@ -494,14 +492,17 @@ def _fits(array, t, expected):
 
 def _run(send, recv, t, spins):
     s, r = _object(send), _object(recv)
-    if not _fits(s, t, table.SEND) or not _fits(r, t, table.RECV):
+    if not _fits(s, t, table.SEND_ARRAY) or not _fits(r, t, table.RECV_ARRAY):
         return table.OTHER_ARRAYS
     source, target = _word(s + DATA), _word(r + DATA)
-    source_end, target_end = source + _at(t, table.SEND + table.NBYTES), target + _at(t, table.RECV + table.NBYTES)
+    source_end, target_end = (
+        source + _at(t, table.SEND_ARRAY + table.NBYTES),
+        target + _at(t, table.RECV_ARRAY + table.NBYTES),
+    )
     if not _at(t, table.ONE_ARRAY) and source < target_end and target < source_end:
         return table.OTHER_ARRAYS  # they overlap, which the Python code reports as an error
-    _set(t, table.BASES + _at(t, table.SEND + table.MEMORY), source + _at(t, table.SEND + table.OFFSET))
-    _set(t, table.BASES + _at(t, table.RECV + table.MEMORY), target + _at(t, table.RECV + table.OFFSET))
+    _set(t, table.BASES + _at(t, table.SEND_ARRAY + table.MEMORY), source + _at(t, table.SEND_ARRAY + table.OFFSET))
+    _set(t, table.BASES + _at(t, table.RECV_ARRAY + table.MEMORY), target + _at(t, table.RECV_ARRAY + table.OFFSET))
     return _advance(t, spins)
 
 

@@ -1,8 +1,8 @@
 """Exchange: messages and local work of one round, as streams that progress independently.
 
-A stream is a list of operations that run in order. An operation is a function; it returns False while it must wait, for
-a message or for another stream, and is tried again later. No stream that can go on waits for one that cannot, so that
-no rank waits with work left that others need.
+A stream is a list of operations that run in order. An operation is a function, or an object with a method `attempt`; it
+returns False while it must wait, for a message or for another stream, and is tried again later. A stream that waits
+does not hold up the others, so a rank never withholds a message that a peer needs in order to continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Stream:
         self.position = 0
 
     def add(self, operation: Any) -> After:
-        """Append an operation: a function, or an object with a method `attempt`. Returns the condition of its end."""
+        """Append an operation and return another one, which waits until the first is done."""
         self.operations.append(operation)
         self.calls.append(getattr(operation, "attempt", operation))
         return After(self, len(self.calls))
@@ -41,17 +41,15 @@ class After(NamedTuple):
 
 
 class Exchange:
-    """Round of streams between the ranks of a node: `wait` blocks until all are done, `test` does what is possible."""
+    """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible."""
 
     def __init__(self, node: NodeMemory, streams: Sequence[Stream]) -> None:
         self.node, self.streams = node, streams
-        self._pending: list[Stream] = []
 
     def test(self) -> bool:
-        """Run all streams as far as possible; True if they are done, so that the next call starts them again."""
-        pending = self._pending or list(self.streams)
-        moved = True
-        while moved:
+        """Run all streams as far as possible; True if all are done: the next call starts them anew."""
+        pending, moved = [stream for stream in self.streams if stream.position < len(stream.calls)], True
+        while pending and moved:
             moved, waiting = False, []
             for stream in pending:
                 calls, start = stream.calls, stream.position
@@ -62,14 +60,11 @@ class Exchange:
                 moved |= position > start
                 if position < len(calls):
                     waiting.append(stream)
-            if not waiting:
-                self._pending = []
-                for stream in self.streams:
-                    stream.position = 0
-                return True
             pending = waiting
-        self._pending = pending
-        return False
+        if not pending:
+            for stream in self.streams:
+                stream.position = 0
+        return not pending
 
     def wait(self) -> None:
         spins = self.node.spins

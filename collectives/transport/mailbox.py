@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import Mismatch, mismatch
-from collectives.transport.copy_speed import NEVER, measure
+from collectives.transport.copy_speed import NO_LIMIT, measure_copy
 from collectives.transport.cross_memory import CrossMemoryAttach
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap, map_all
@@ -50,30 +50,30 @@ KIND = LENGTHS * MARKS
 """Flags are the message's number times this, plus its label. Numbers have 45 bits: enough for a year of messages."""
 
 CELL = 1 << 18
-"""Bytes of a cell, the eager buffer of a slot, if the budget allows. Longer messages are cut: one part is read while
-the next is written."""
+"""Most bytes of a cell, the eager buffer of two slots. Messages up to `shm.STREAMED` that do not fit are cut: one part
+is read while the next is written. Longer ones are sent by address if ranks may read each other's memory."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
 
 CHANGES = 4
-"""Copies in a row that were slow, or were not, after which the others are expected to be so, too."""
+"""Consecutive copies that contradict the expectation, slow or fast, after which the expectation changes."""
 
 PROBE_EVERY = 64
-"""Messages of which one is copied nevertheless where that was slow."""
+"""One in about this many messages is copied although copies to its receiver are slow, to detect when they are fast."""
 
 RENDEZVOUS_BYTES = 1 << 13
 """Bytes from which a message in shared memory is sent by its address, without a copy into the mailbox."""
 
 CHANNELS = 32
-"""Streams with mailboxes of their own: the first for blocking calls, the next for non-blocking ones, the others for
-persistent ones."""
+"""Independent sets of mailboxes: the first for blocking calls, the next `NONBLOCKING` for non-blocking ones, the others
+for persistent requests."""
 
 NONBLOCKING = 4
 """Channels of non-blocking calls, which take them in turn."""
 
 BUDGET = 1 << 24
-"""Bytes of cells per rank."""
+"""Bytes of cells per rank: up to this many for blocking calls, and as many for all other channels together."""
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
@@ -81,13 +81,13 @@ SPINS = 4000
 MOST_SEGMENTS = 32
 
 SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
-SLOW, SURPRISES, PROBES, CELLS_OUT = range(10, 14)
+SLOW_NS, CONTRADICTIONS, CELLS_OUT = range(10, 13)
 CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
 PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 """Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
-into it; nanoseconds from which a copy of `copy_speed.NBYTES` bytes is slow, copies in a row that were not as expected,
-and messages that were not copied; addresses of the cells. Then the number of segments of this rank that the peer has
+into it; nanoseconds from which a copy of `copy_speed.NBYTES` bytes is slow, and consecutive copies that were not as
+expected; addresses of the cells. Then the number of segments of this rank that the peer has
 mapped, each with its first and end address; and the number of the peer's segments that this rank has mapped, each with
 its first and end address at the peer, and its first address here."""
 
@@ -111,10 +111,11 @@ class NodeMemory:
     """Mailboxes of the ranks of a node, in shared memory. `free` also frees `comm`, the communicator of the node.
 
     Creation is collective over `everyone`, all ranks of all nodes; OSError on all of them if some may not map their
-    neighbours' memory. Peers are named by their rank in `everyone`. `bytes`, `words` and `addresses` are the mailboxes
-    that each rank of the node writes, as bytes, as 8-byte words, and their addresses here. `fence` is None on
-    processors that keep stores and loads in order. `reads`: all ranks may read each other's memory. `copied`:
-    bytes up to which messages on each channel are copied into cells at first, and `slow`: see `copy_speed`.
+    neighbours' memory. Lists are indexed by rank on the node; `places` maps ranks in `everyone` to it. `bytes`,
+    `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
+    addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
+    other's memory. `copied`: bytes up to which messages on each channel are copied into cells at first, and `slow_ns`:
+    see `copy_speed`.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -149,9 +150,9 @@ class NodeMemory:
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.reads = self._reads()
-        self.slow, far = NEVER, False
+        self.slow_ns, far = NO_LIMIT, False
         if self.reads and self.size > 1 and self.spins == SPINS:
-            self.slow, far = measure(self)
+            self.slow_ns, far = measure_copy(self)
         self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
 
     def _reads(self) -> bool:
@@ -203,7 +204,7 @@ class MailboxEdge:
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
-        self.numbers[PID:SURPRISES] = (
+        self.numbers[PID:CONTRADICTIONS] = (
             node.readers[peer].pid,
             here + self.outbox * 8,
             there + self.inbox * 8,
@@ -211,7 +212,7 @@ class MailboxEdge:
             there + self.their_ack * 8,
             cell,
             node.copied[channel],
-            node.slow,
+            node.slow_ns,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
         self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in self.cells_in[:CELLS]]

@@ -48,7 +48,7 @@ class EagerSend:
     `may_go_by_address`: its data may be read where they are, as a rendezvous message, if the receiver has mapped them.
     """
 
-    number = 0  # of a message to be acknowledged
+    number = 0  # as of an acknowledged message: an eager send has nothing to wait for
 
     __slots__ = ("_copies", "_fence", "_flags", "_room", "edge", "label", "may_go_by_address", "nbytes", "pieces")
 
@@ -125,7 +125,7 @@ class RendezvousSend:
 
 
 class Acknowledgement(NamedTuple):
-    """Operation that waits until the receiver has read a message that is sent by its address, earlier in the round."""
+    """Operation that waits until the receiver has read a message sent by address; `sent` is the end of the send."""
 
     send: EagerSend | RendezvousSend
     sent: After
@@ -145,8 +145,8 @@ def _pair_up(memory: np.ndarray, pieces: Sequence[Iovec]) -> Iterator[tuple[np.n
 class Receive:
     """Receive of an eager or a rendezvous message through a mailbox.
 
-    `_takes[slot]` are the calls that copy or reduce the data of an eager message out of a slot; `_read` returns those
-    for the addresses of a rendezvous message.
+    `_takes[slot]` are the functions that copy or reduce an eager message out of a slot; `read.calls(pieces)` returns
+    those for a rendezvous message.
     """
 
     __slots__ = ("_address_label", "_fence", "_flags", "_takes", "edge", "label", "nbytes", "read")
@@ -179,8 +179,8 @@ class Receive:
                 take()
         else:
             addresses = found - self._address_label
-            pieces = tuple(words[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else (0, -1)
-            if sum(pieces[1::2]) != self.nbytes:
+            pieces = tuple(words[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else ()
+            if not pieces or sum(pieces[1::2]) != self.nbytes:
                 raise edge.refuse(self.nbytes)
             for take in self.read.calls(pieces):
                 take()
@@ -208,8 +208,8 @@ class Combination(NamedTuple):
 class RendezvousRead:
     """Functions that read a rendezvous message from the sender's memory, cached by its addresses.
 
-    Data in memory that this rank has mapped is read directly. All other data is read from the sender's process, in
-    parts that are reduced while they are in the cache, through the result's memory unless an operand is there.
+    Data in memory that this rank has mapped is read directly. Other data is read from the sender's process, in parts
+    that are reduced while in the cache: into the result's memory, or a temporary buffer if that overlaps the operand.
     """
 
     def __init__(self, edge: MailboxEdge, targets: Sequence[np.ndarray], combination: Combination | None) -> None:

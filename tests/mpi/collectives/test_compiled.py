@@ -314,7 +314,7 @@ def test_numba_warns_of_nothing(quick):
             quick.Allreduce(ones(3, "i4"), ones(3, "i4"))
 
 
-@pytest.mark.parametrize("slow", [0, copy_speed.NEVER], ids=["far", "near"])
+@pytest.mark.parametrize("slow", [0, copy_speed.NO_LIMIT], ids=["far", "near"])
 def test_copies_that_become_slow(quick, slow):
     """Messages then go by address, but for a few; where copies are fast again, all are copied again."""
     rank, size, node = quick.Get_rank(), quick.Get_size(), quick._planner.node
@@ -330,8 +330,8 @@ def test_copies_that_become_slow(quick, slow):
     for turn in range(10):
         call(turn)
     edge = quick._planner.transports.edges[0][(rank + 1) % size]
-    for limit in (slow, copy_speed.NEVER - slow):
-        edge.numbers[mailbox.SLOW] = limit
+    for limit in (slow, copy_speed.NO_LIMIT - slow):
+        edge.numbers[mailbox.SLOW_NS] = limit
         for turn in range(mailbox.PROBE_EVERY * (mailbox.CHANGES + 2)):
             call(turn)
         copied = mailbox.FAR_COPIED if limit == 0 else edge.numbers[mailbox.CELL_BYTES]

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from collectives import Communicator, Request
 from collectives.errors import InvalidArgument
 from collectives.runtime import native_requests
-from collectives.runtime.native_requests import HANDLE, GeneralizedHandle
+from collectives.runtime.native_requests import GeneralizedHandle, PendingHandle
 
 ALL = {
     "Waitall": MPI.Request.Waitall,
@@ -143,7 +143,7 @@ def test_statuses(comm):
             assert len(statuses) == 2 and is_clear(statuses[0])
     statuses = [filled()]
     MPI.Request.Waitall([comm.Iallreduce(mine, np.zeros(1))], statuses)
-    if HANDLE is GeneralizedHandle:
+    if PendingHandle is GeneralizedHandle:
         assert is_clear(statuses[0])
     else:  # a message from the process itself has a source and a tag
         assert statuses[0].Get_count(MPI.BYTE) == 0 and not statuses[0].Is_cancelled()
