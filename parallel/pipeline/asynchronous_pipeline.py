@@ -16,7 +16,7 @@ from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.sharded_optimizer import ParamShard, numbers_of
 from parallel.engine.base import PassResult
 from parallel.engine.settings import Settings
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import Optimizer, block_squares

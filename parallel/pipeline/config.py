@@ -9,7 +9,7 @@ from collectives import Communicator
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.settings import Settings
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
 from parallel.optim.optimizers import Optimizer

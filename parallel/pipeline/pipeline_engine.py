@@ -18,7 +18,7 @@ from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.settings import Settings
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
 from parallel.pipeline import config

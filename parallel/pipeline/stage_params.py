@@ -12,7 +12,7 @@ from typing import Any
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.reducers import Assignment
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of

@@ -1,11 +1,13 @@
 """Axes, coordinates and lines of ranks."""
 
 import math
+import re
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from parallel.mesh import Mesh
+from parallel.mesh.mesh import Mesh
 
 MESHES = ["dp=1", "dp=2,pp=2", "pp=3,dp=2", "a=2,b=3,c=4"]
 
@@ -53,3 +55,48 @@ def test_axes_without_a_meaning():
 def test_ranks_that_a_mesh_has_not(rank):
     with pytest.raises(ValueError, match=f"rank: expected 0 to 3, found {rank}"):
         Mesh.parse("dp=2,pp=2").coordinates(rank)
+
+
+# The groups of 16 ranks with t=2, p=4 in Megatron-LM's documentation of its initialisation.
+PUBLISHED = {"tp": [0, 1], "dp": [0, 2], "pp": [0, 4, 8, 12]}
+
+
+def test_groups_of_the_published_example():
+    mesh = Mesh.parse("pp=4,dp=2,tp=2")
+    assert {name: mesh.lines(name)[0] for name in PUBLISHED} == PUBLISHED
+    assert mesh.lines("dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+
+
+@pytest.mark.parametrize("text", [*MESHES, "pp=2,dp=3,cp=1,tp=2"])
+def test_groups_of_any_axes_divide_the_ranks(text):
+    mesh = Mesh.parse(text)
+    for count in range(len(mesh.sizes) + 1):
+        for axes in combinations(mesh.sizes, count):
+            groups = mesh.groups(axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+            assert {len(group) for group in groups} == {math.prod(mesh.sizes[name] for name in axes)}
+            for group in groups:
+                others = [{**mesh.coordinates(rank), **dict.fromkeys(axes, 0)} for rank in group]
+                assert group == sorted(group) and all(place == others[0] for place in others)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "message"),
+    [
+        ("dp=2,tp=2", 6, "is for 4 ranks, found 6; dp=3,tp=2 or dp=2,tp=3 would fit"),
+        ("pp=3,tp=2", 8, "is for 6 ranks, found 8; pp=4,tp=2 would fit"),
+        ("dp=2,tp=2", 7, "is for 4 ranks, found 7; a product of 7 would fit"),
+        ("dp=2,xp=2", 4, "expected axes of pp, dp, cp, tp, found xp in dp=2,xp=2"),
+        ("dp=2,ep=2", 4, "ep is no factor of the number of ranks but folded over dp, cp, tp; found dp=2,ep=2"),
+    ],
+)
+def test_refused_meshes(text, ranks, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Mesh.parse(text).expect(ranks)
+    Mesh.parse("pp=2,dp=2,tp=2").expect(8)
+
+
+def test_nodes_of_the_axes():
+    mesh, nodes = Mesh.parse("pp=2,dp=2,tp=2"), [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [mesh.nodes_of(name, nodes) for name in mesh.sizes] == [2, 1, 1]
+    assert Mesh.parse("tp=2,pp=4").spread(nodes) == "mesh tp=2,pp=4: tp over 2 nodes, pp within a node"

@@ -1,0 +1,1 @@
+"""Meshes of ranks with named axes, and the communicators along them."""

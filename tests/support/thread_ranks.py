@@ -1,0 +1,118 @@
+"""Ranks as threads of one process, with the collectives on arrays that operators use; exchanges are counted."""
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+OPERATIONS = {MPI.SUM: np.add, MPI.MAX: np.maximum, MPI.MIN: np.minimum}
+PATIENCE = 30.0
+
+
+class _Meeting:
+    """Values of all ranks of one collective call; a wait of more than `PATIENCE` seconds counts as a deadlock."""
+
+    def __init__(self, size):
+        self.size = size
+        self.values = [None] * size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+
+    def exchange(self, rank, value):
+        self.values[rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+class ThreadComm:
+    """Communicator of one rank. `calls` has the name and the bytes of every collective on arrays, in order."""
+
+    nodes = None
+
+    def __init__(self, meeting, rank):
+        self._meeting, self._rank = meeting, rank
+        self.calls = []
+
+    def Get_rank(self):
+        return self._rank
+
+    def Get_size(self):
+        return self._meeting.size
+
+    def allgather(self, value):
+        return self._meeting.exchange(self._rank, value)
+
+    def bcast(self, value, root=0):
+        return self.allgather(value)[root]
+
+    def Barrier(self):
+        self.allgather(None)
+
+    def _arrays(self, name, send):
+        call = name, send.nbytes, send.dtype
+        every = self._meeting.exchange(self._rank, (call[0], call[2], send.copy()))
+        assert len({(name, dtype) for name, dtype, _ in every}) == 1, f"ranks made different calls: {every}"
+        self.calls.append(call[:2])
+        return [array for _, _, array in every]
+
+    def Allreduce(self, send, receive, op=MPI.SUM, algorithm=None):
+        """Sum in the order of the ranks."""
+        every = self._arrays("allreduce", receive if send is MPI.IN_PLACE else send)
+        total = every[0]
+        for one in every[1:]:
+            total = OPERATIONS[op](total, one)
+        receive[...] = total.reshape(receive.shape)
+
+    def Allgather(self, send, receive):
+        self.Allgatherv(send, [receive, None])
+
+    def Allgatherv(self, send, receive):
+        every = self._arrays("allgather", send)
+        receive[0].reshape(-1)[...] = np.concatenate([one.reshape(-1) for one in every])
+
+    def Reduce_scatter(self, send, receive, counts, op=MPI.SUM, algorithm=None):
+        every, start = self._arrays("reduce_scatter", send), sum(counts[: self._rank])
+        parts = [one.reshape(-1)[start : start + counts[self._rank]] for one in every]
+        total = parts[0]
+        for one in parts[1:]:
+            total = OPERATIONS[op](total, one)
+        receive.reshape(-1)[...] = total
+
+    def Reduce_scatter_block(self, send, receive, op=MPI.SUM, algorithm=None):
+        self.Reduce_scatter(send, receive, [receive.size] * self.Get_size(), op)
+
+    def Alltoall(self, send, receive):
+        blocks = [one.reshape(self.Get_size(), -1)[self._rank] for one in self._arrays("alltoall", send)]
+        receive.reshape(-1)[...] = np.concatenate(blocks)
+
+
+class ThreadAxis(NamedTuple):
+    """Axis of a mesh, as `parallel.mesh.device_mesh.MeshAxis`."""
+
+    name: str
+    rank: int
+    size: int
+    comm: ThreadComm
+
+
+def run(size, function, name="tp"):
+    """Results of ``function(axis)`` of every rank, each in a thread; the first error of any rank is raised."""
+    meeting, results, errors = _Meeting(size), [None] * size, []
+
+    def rank_main(rank):
+        try:
+            results[rank] = function(ThreadAxis(name, rank, size, ThreadComm(meeting, rank)))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
