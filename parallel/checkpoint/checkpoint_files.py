@@ -258,7 +258,7 @@ class Checkpoint:
         """Load the checkpoint's values into the arrays of the slices, after checking with `fit`. Collective.
 
         Slices of the family `OPTIONAL` that it does not hold are unchanged. Their owner may have to be notified, as by
-        `parallel.engine.data_parallel_engine.Engine.refresh`.
+        `parallel.engine.base.TrainEngine.refresh`.
         """
         slices = list(slices)
         self.fit(slices)

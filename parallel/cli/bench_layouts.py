@@ -24,7 +24,7 @@ from parallel.benchmark import workload
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
@@ -48,14 +48,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def engine_of(name: str, ranks: MPI.Intracomm, options: argparse.Namespace, task: LearningTask) -> Engine:
+def engine_of(name: str, ranks: MPI.Intracomm, options: argparse.Namespace, task: LearningTask) -> DataParallelEngine:
     """Engine that trains a new copy of the model with the layout `name`, on a new communicator over `ranks`."""
     settings = Settings(layout=name, first_bytes=int(options.first_mb * 2**20))
     model = build(options.model, task.inputs, task.outputs)
-    return Engine(model, SoftmaxCrossEntropy(), Communicator(ranks), AdamW(rate=1e-4), settings)
+    return DataParallelEngine(model, SoftmaxCrossEntropy(), Communicator(ranks), AdamW(rate=1e-4), settings)
 
 
-def training_step(engine: Engine, rank: int) -> Callable[[Batch], float]:
+def training_step(engine: DataParallelEngine, rank: int) -> Callable[[Batch], float]:
     """Step function of the benchmark: trains on a batch and returns the seconds spent in communication."""
     return lambda batch: engine.step([batch._replace(number=rank)]).communication
 

@@ -22,7 +22,7 @@ from collectives.cli.launcher import say
 from parallel.benchmark import workload
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import Operator
@@ -51,9 +51,9 @@ class GradientTap(SGD):
 
 def chorus_side(
     task: LearningTask, options: argparse.Namespace, comm: Communicator, optimizer: Any
-) -> tuple[Operator, Engine]:
+) -> tuple[Operator, DataParallelEngine]:
     model = build(options.model, task.inputs, task.outputs)
-    return model, Engine(model, SoftmaxCrossEntropy(), comm, optimizer)
+    return model, DataParallelEngine(model, SoftmaxCrossEntropy(), comm, optimizer)
 
 
 def chorus_gradients(

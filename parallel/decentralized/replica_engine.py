@@ -20,7 +20,7 @@ from parallel.data_parallel.partition_spec import plan_of
 from parallel.decentralized.averaging_style import ReplicaSums
 from parallel.decentralized.styles import STYLES, refuse
 from parallel.engine.base import BaseEngine, check, facts_of
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
@@ -43,7 +43,7 @@ class ReplicaEngine(BaseEngine):
 
     Parameters
     ----------
-    model, loss, comm, optimizer : as of `Engine`
+    model, loss, comm, optimizer : as of `DataParallelEngine`
     settings : `layout` is a key of `parallel.decentralized.styles.STYLES`. `clip` limits the norm of the rank's own
         gradient. `reproducible` and `check_every` are refused.
 
@@ -51,7 +51,7 @@ class ReplicaEngine(BaseEngine):
     ----------
     style
     steps, updates : steps of this rank, and updates of its replica
-    flat, ledger : as of `Engine`
+    flat, ledger : as of `DataParallelEngine`
 
     Raises
     ------
@@ -69,7 +69,9 @@ class ReplicaEngine(BaseEngine):
         self.settings, self._comm, entry = settings, comm, STYLES[settings.layout]
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
         memory = entry.memory(comm, settings.device)
-        self._engine = Engine(model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory)
+        self._engine = DataParallelEngine(
+            model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory
+        )
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
         check_equal(comm, facts_of(self.flat, optimizer))
         self._recorder = self._engine.context.recorder
@@ -85,10 +87,12 @@ class ReplicaEngine(BaseEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
-        """Forecast of this rank's memory: a single-rank `Engine` and the averaging style's buffers."""
+        """Forecast of this rank's memory: a single-rank `DataParallelEngine` and the averaging style's buffers."""
         share, alone = LAYOUTS["dp"].share, replace(settings, layout=OWN)
         own = [tuple(step[at] for at in share(len(step), workload.rank, workload.ranks)) for step in workload.steps]
-        ledger = Engine.forecast(model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone)
+        ledger = DataParallelEngine.forecast(
+            model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone
+        )
         plan = plan_of(model, 1, 0, alone)
         buffers = STYLES[settings.layout].buffers(plan.flat.length * plan.precision.wide.itemsize, settings)
         ledger.expect(Counter(buffers=buffers), part=settings.layout)
@@ -133,7 +137,7 @@ class ReplicaEngine(BaseEngine):
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Evaluate the mean of all replicas on all ranks' batches, as `Engine.evaluate`; the replicas are unchanged.
+        """Evaluate the mean of all replicas on all ranks' batches, as `TrainEngine.evaluate`; replicas are unchanged.
 
         But messages in flight (sgp with `tau`) are received first, so the training differs from one without evaluation.
         """

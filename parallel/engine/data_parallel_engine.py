@@ -33,7 +33,7 @@ from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.runtime.vector_memory import VectorAllocator
 
 
-class Engine(TrainEngine):
+class DataParallelEngine(TrainEngine):
     """Data-parallel training engine (DDP or ZeRO, by `settings.layout`) on a communicator. Construction is collective.
 
     Parameters
@@ -266,6 +266,9 @@ class Engine(TrainEngine):
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):
             self.ledger.expect(predict(self._plan, self.settings.layout, len(self._optimizer.states()), assignment))
+
+
+Engine = DataParallelEngine
 
 
 def compressor_of(compress: str) -> CompressorFactory | None:

@@ -52,7 +52,7 @@ class ParameterServer(BaseEngine):
 
     Parameters
     ----------
-    model, loss, comm, optimizer : as of `Engine`
+    model, loss, comm, optimizer : as of `DataParallelEngine`
     settings : specific fields: `servers`, `consistency`, `replicas`, `slow`, `delay`, `record`, `replay` and
         `fault_tolerant`. With the last one ranks wait for each other in messages only, every worker evaluates on its
         own, and the first living worker reports. `clip` limits the norm of a step with synchronous updates, else of
@@ -64,7 +64,7 @@ class ParameterServer(BaseEngine):
     server : None on workers; on rank 0 ``server.work.outcome(step)`` has all parts' results until the next `quiesce`
     worker : None on servers
     keys : of all servers
-    flat, ledger : as of `Engine`
+    flat, ledger : as of `DataParallelEngine`
     traffic : bytes of vectors by ``("sent" or "received", kind of message, other rank)``
 
     Raises
@@ -107,7 +107,7 @@ class ParameterServer(BaseEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings = SERVER_DEFAULTS
     ) -> MemoryLedger:
-        """Forecast of a rank's memory, as `Engine.forecast`; it counts the most gradients that a server may hold."""
+        """Forecast of a rank's memory; it counts the most gradients that a server may hold."""
         rank, servers, ledger = workload.rank, settings.servers, MemoryLedger()
         plan = plan_of(model, workload.ranks, rank, settings)
         if rank >= servers:
@@ -171,7 +171,7 @@ class ParameterServer(BaseEngine):
         self._order.flush()
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss and `measure` over all workers' batches, as `Engine.evaluate`; calls `quiesce`.
+        """Mean loss and `measure` over all workers' batches, as `TrainEngine.evaluate`; calls `quiesce`.
 
         Servers have no batches. If fault-tolerant, each worker uses its own batches only, and servers return NaN.
         """

@@ -41,7 +41,7 @@ class Pipeline(TrainEngine):
     Parameters
     ----------
     model : a `Sequential` with at least one item per part; its operators have outlines, which give message sizes
-    loss, comm, optimizer : as of `parallel.engine.data_parallel_engine.Engine`
+    loss, comm, optimizer : as of `parallel.engine.data_parallel_engine.DataParallelEngine`
     settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one of `REPLICAS`, and is by default
         one pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
     schedule : plan without messages, in place of the layout's schedule
@@ -108,7 +108,7 @@ class Pipeline(TrainEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
-        """Forecast of a rank's memory in a workload, as `parallel.engine.data_parallel_engine.Engine.forecast`."""
+        """Forecast of a rank's memory in a workload, as `DataParallelEngine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
         whole = plan_of(model, workload.ranks, workload.rank, settings)

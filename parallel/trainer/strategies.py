@@ -9,7 +9,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine.data_parallel_engine import Engine, check_compression
+from parallel.engine.data_parallel_engine import DataParallelEngine, check_compression
 from parallel.engine.settings import DEFAULTS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.grad_compression import AUTO
 from parallel.grad_compression.auto_select import choose
@@ -24,7 +24,7 @@ from parallel.pipeline.config import Take
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
 
-TrainableEngine = Engine | Pipeline | ParameterServer | ReplicaEngine
+TrainableEngine = DataParallelEngine | Pipeline | ParameterServer | ReplicaEngine
 """Engines of a training loop. With `Settings.pool`, the method `step` also takes `drawn`."""
 
 
@@ -83,7 +83,7 @@ def _check_servers(settings: Settings, ranks: int) -> None:
 
 STRATEGIES = {
     name: Strategy(
-        lambda settings: Engine,
+        lambda settings: DataParallelEngine,
         lambda settings, ranks: check_compression(settings),
         resolve=_choose_compression,
         fields=("compress", *(("pool",) if layout.drawn else ())),

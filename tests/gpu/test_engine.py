@@ -5,7 +5,7 @@ import pytest
 from support import tiny_models
 
 from parallel.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.optim.optimizers import AdamW
 
@@ -13,7 +13,7 @@ from parallel.optim.optimizers import AdamW
 def trained(comm, layout, device, **settings):
     optimizer = AdamW(rate=0.01)
     settings = {"layout": layout, "device": device, "first_bytes": 1, "bucket_bytes": 5000, "clip": 1.0, **settings}
-    with Engine(tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(**settings)) as made:
+    with DataParallelEngine(tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(**settings)) as made:
         reports = [made.step(tiny_models.batches(made.share(5), step)) for step in range(3)]
         assert made.ledger.allocated == made.ledger.predicted
         values = {}

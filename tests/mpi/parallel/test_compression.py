@@ -16,7 +16,7 @@ from collectives.runtime.requests import wait_all
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
 from parallel.data_parallel.grad_bucket import GradBucket
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.grad_compression import COMPRESSORS, auto_select, parse
 from parallel.grad_compression.signs import SignCompressor
@@ -202,7 +202,7 @@ def test_what_makes_no_sense_is_refused(how, words):
 def engine(comm, how, layout="dp", **settings):
     settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
     optimizer = SGD(rate=0.05, momentum=0.9)
-    return Engine(
+    return DataParallelEngine(
         tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(layout=layout, compress=how, **settings)
     )
 

@@ -9,7 +9,7 @@ from support.training_states import differing, whole
 from collectives import Communicator
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized.replica_engine import ReplicaEngine
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD
@@ -64,7 +64,9 @@ def tied(dense):
 
 def data_parallel(comm, layout, model, **settings):
     settings = {"first_bytes": 1, "bucket_bytes": 3000, **settings}
-    return Engine(model, tiny_models.Squares(), comm, SGD(rate=0.05, momentum=0.9), Settings(layout=layout, **settings))
+    return DataParallelEngine(
+        model, tiny_models.Squares(), comm, SGD(rate=0.05, momentum=0.9), Settings(layout=layout, **settings)
+    )
 
 
 def trained(comm, made):

@@ -8,7 +8,7 @@ from support.training_states import whole
 from parallel.data.sampler import batch_of
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.naive_ddp import NaiveDataParallel
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.optim.optimizers import LAMB, SGD, AdamW
 
@@ -26,7 +26,7 @@ def float32(batches):
 def test_a_layout_equals_the_reference(comm, layout, optimizer):
     settings = Settings(layout=layout, first_bytes=1, bucket_bytes=5000)
     naive = NaiveDataParallel(tiny_models.model(), tiny_models.Squares(), comm, optimizer)
-    with Engine(tiny_models.model(), tiny_models.Squares(), comm, optimizer, settings) as engine:
+    with DataParallelEngine(tiny_models.model(), tiny_models.Squares(), comm, optimizer, settings) as engine:
         for step, count in enumerate(STEPS):
             batches = list(tiny_models.batches(engine.share(count), step))
             assert engine.step(batches).loss == pytest.approx(naive.step(float32(batches)), rel=1e-5)

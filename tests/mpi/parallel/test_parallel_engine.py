@@ -13,7 +13,7 @@ from collectives import Communicator
 from collectives.runtime.progress import active_requests
 from parallel.data.work_queue import WorkQueue
 from parallel.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
@@ -40,7 +40,7 @@ def engine(comm, layout="dp", model=None, optimizer=None, **settings):
     """Buckets small enough that there are several."""
     settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
     optimizer = optimizer or SGD(rate=0.05, momentum=0.9)
-    return Engine(
+    return DataParallelEngine(
         model or tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(layout=layout, **settings)
     )
 
@@ -110,7 +110,7 @@ def test_the_same_bits_of_a_transformer(comm, layout, alone):
     def after(comm, layout, recompute):
         model = transformer(30, 8, 2, 2, 16, dropout=0.2, recompute=recompute)
         settings = {"layout": layout, "reproducible": True, "bucket_bytes": 4000, "first_bytes": 1000}
-        with Engine(model, SoftmaxCrossEntropy(), comm, LAMB(rate=0.01), Settings(**settings)) as made:
+        with DataParallelEngine(model, SoftmaxCrossEntropy(), comm, LAMB(rate=0.01), Settings(**settings)) as made:
             for _ in range(3):
                 made.step(list(tokens(made.share(5))))
             assert made.ledger.allocated["parameters"] == made.ledger.predicted["parameters"]
@@ -339,7 +339,9 @@ class Overflows(tiny_models.Squares):
 @layouts
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_gradient_that_is_no_number(comm, layout, clip):
-    with Engine(tiny_models.model(), Overflows(), comm, SGD(rate=0.1), Settings(layout=layout, clip=clip)) as made:
+    with DataParallelEngine(
+        tiny_models.model(), Overflows(), comm, SGD(rate=0.1), Settings(layout=layout, clip=clip)
+    ) as made:
         before = whole(comm, made)
         with pytest.raises(StepFailed, match=r"nothing was updated; the gradient of 0\.weight, .*not finite in step 0"):
             made.step(tiny_models.batches(made.share(2)))
@@ -363,7 +365,7 @@ def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
 
 
 def test_a_loss_scale_that_can_do_no_more(comm):
-    with Engine(tiny_models.model(), Overflows(), comm, SGD(rate=0.1), Settings(precision="fp16")) as made:
+    with DataParallelEngine(tiny_models.model(), Overflows(), comm, SGD(rate=0.1), Settings(precision="fp16")) as made:
         made.scaling.value, made.scaling.patience = 2.0, 2
         for _ in range(3):  # at 2, and twice at 1
             assert made.step(tiny_models.batches(made.share(2))).skipped

@@ -10,7 +10,7 @@ from support import tiny_models
 from support.training_states import same, whole
 
 from parallel.checkpoint import checkpoint_files
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding
@@ -66,7 +66,7 @@ def trained(comm, rule="bsp", steps=STEPS, **settings):
 
 def data_parallel(comm, steps=STEPS, model=None, loss=None, optimizer=None, batches=tiny_models.batches, **settings):
     model, loss, optimizer = model or tiny_models.model(), loss or tiny_models.Squares(), optimizer or AdamW(rate=0.01)
-    with Engine(model, loss, comm, optimizer, Settings(reproducible=True, **settings)) as made:
+    with DataParallelEngine(model, loss, comm, optimizer, Settings(reproducible=True, **settings)) as made:
         reports = [made.step(batches(made.share(parts), step)) for step, parts in enumerate(steps)]
         return whole(comm, made), reports, made.evaluate(batches(made.share(5), 99), lambda scores, y: len(y))
 
@@ -168,7 +168,9 @@ def test_a_checkpoint_goes_from_data_parallelism_to_servers_and_back(comm, tmp_p
     def step(engine, at):
         engine.step(tiny_models.batches(range(STEPS[at]) if engine is not first else engine.share(STEPS[at]), at))
 
-    first = Engine(tiny_models.model(), tiny_models.Squares(), comm, AdamW(rate=0.01), Settings(reproducible=True))
+    first = DataParallelEngine(
+        tiny_models.model(), tiny_models.Squares(), comm, AdamW(rate=0.01), Settings(reproducible=True)
+    )
     second = served(comm, "bsp", reproducible=True)
     third = served(comm, "bsp", reproducible=True, servers=comm.size - 1)
     with first, second, third:

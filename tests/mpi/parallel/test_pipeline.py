@@ -10,7 +10,7 @@ from support.training_states import differing, whole
 
 from collectives import Communicator
 from collectives.runtime.program_end import open_communicators
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
@@ -89,7 +89,7 @@ def reference(alone):
         key = depth, tuple(sorted(settings.items()))
         if key not in known:
             optimizer = SGD(rate=0.05, momentum=0.9)
-            made = Engine(
+            made = DataParallelEngine(
                 tiny_models.model(depth=depth),
                 tiny_models.Squares(),
                 alone,
@@ -154,7 +154,7 @@ def test_uneven_parts(comm, schedule, tied, alone):
     made = pipeline(
         comm, schedule, model=tiny_models.model(depth=depth, tied=tied), cuts=",".join(map(str, cuts)), **settings
     )
-    other = Engine(
+    other = DataParallelEngine(
         tiny_models.model(depth=depth, tied=tied),
         tiny_models.Squares(),
         alone,
@@ -182,7 +182,7 @@ def trained_transformer(comm, engine, recompute=False, **settings):
 
 @pytest.fixture(scope="module")
 def transformer_alone(alone):
-    return trained_transformer(alone, Engine)
+    return trained_transformer(alone, DataParallelEngine)
 
 
 @schedules
@@ -206,7 +206,7 @@ def test_a_state_knows_no_layout(comm, mesh, alone):
 
     def replicas(seed):
         model = tiny_models.model(depth=2 * comm.size)
-        return Engine(
+        return DataParallelEngine(
             model, tiny_models.Squares(), comm, AdamW(rate=0.01), Settings(layout="dp", seed=seed, **settings)
         )
 
@@ -221,7 +221,7 @@ def test_a_state_knows_no_layout(comm, mesh, alone):
         three.step(tiny_models.batches(three.share(6), 2))
         found = whole(comm, three)
     model = tiny_models.model(depth=2 * comm.size)
-    with Engine(model, tiny_models.Squares(), alone, AdamW(rate=0.01), Settings(**settings)) as made:
+    with DataParallelEngine(model, tiny_models.Squares(), alone, AdamW(rate=0.01), Settings(**settings)) as made:
         for step in range(3):
             made.step(tiny_models.batches(range(6), step))
         assert differing(found, whole(alone, made)) == []

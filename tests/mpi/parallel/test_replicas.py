@@ -17,7 +17,7 @@ from parallel.decentralized.group_averaging import GroupAveraging
 from parallel.decentralized.hogwild import LINE
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD, AdamW
@@ -167,7 +167,9 @@ def test_means_of_everyone_after_every_step_are_data_parallelism(comm, style):
         pytest.skip("it is something else")
     with (
         replicas(comm, style, optimizer=SGD(rate=0.1), precision="fp64") as made,
-        Engine(tiny_models.model(), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(precision="fp64")) as other,
+        DataParallelEngine(
+            tiny_models.model(), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(precision="fp64")
+        ) as other,
     ):
         for step in range(4):
             mine = tiny_models.batches(made.share(2 * comm.size), step)
@@ -185,7 +187,9 @@ def test_hogwild_is_one_vector(comm):
     with (
         Communicator(MPI.COMM_SELF, shared=False) as alone,
         replicas(comm, "hogwild", optimizer=SGD(rate=0.1)) as made,
-        Engine(tiny_models.model(), tiny_models.Squares(), alone, SGD(rate=0.1), Settings(layout="dp-naive")) as other,
+        DataParallelEngine(
+            tiny_models.model(), tiny_models.Squares(), alone, SGD(rate=0.1), Settings(layout="dp-naive")
+        ) as other,
     ):
         for step, turn in product(range(3), range(comm.size)):
             comm.Barrier()

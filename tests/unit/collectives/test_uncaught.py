@@ -52,7 +52,7 @@ work(comm)
 """
 
 MODEL = """
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
@@ -93,7 +93,7 @@ comm.Barrier()
 """,
     "in an engine's with block": MODEL
     + """
-with Engine(mlp([8, 8, 2]), SoftmaxCrossEntropy(), comm, SGD(rate=0.1), Settings(layout="zero3")) as engine:
+with DataParallelEngine(mlp([8, 8, 2]), SoftmaxCrossEntropy(), comm, SGD(rate=0.1), Settings(layout="zero3")) as engine:
     engine.step(batch)
     fail()
     engine.step(batch)

@@ -33,7 +33,7 @@ import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
 from parallel.data.sampler import Batch
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
@@ -50,7 +50,8 @@ def train(widths):
     numbers = np.random.default_rng(comm.Get_rank())
     x, y = numbers.standard_normal((16, widths[0])).astype(np.float32), numbers.integers(0, widths[-1], 16)
     before = taken()
-    with Engine(mlp(widths), SoftmaxCrossEntropy(), comm, AdamW(rate=1e-3), Settings(layout=sys.argv[1])) as engine:
+    settings = Settings(layout=sys.argv[1])
+    with DataParallelEngine(mlp(widths), SoftmaxCrossEntropy(), comm, AdamW(rate=1e-3), settings) as engine:
         for _ in range(2):  # two micro-batches a rank: some vectors are for the second one
             engine.step([Batch(number, x, y, np.arange(16)) for number in engine.share(2 * comm.Get_size())])
         return taken() - before, sum(engine.ledger.allocated.values())

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.data.sampler import Batch
-from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
@@ -299,7 +299,7 @@ def test_an_engine_evaluates_it_unchanged(job):
     made = quantise(job.model, grouped(4, 32), shown(job), SELF)
     expected = scored(job, made)
     values = {parameter.name: parameter.data.copy() for parameter in made.parameters()}
-    engine = Engine(made, job.loss, Communicator(SELF), SGD(rate=0.1))
+    engine = DataParallelEngine(made, job.loss, Communicator(SELF), SGD(rate=0.1))
     for parameter in made.parameters():
         parameter.data[...] = values[parameter.name]
     found = engine.evaluate(dealt(job.task.test, 1000, 100, 0, 1), job.measure)
