@@ -45,7 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 class GradientTap(SGD):
     """Optimizer that stores (span, scaled gradient) in `spans` and leaves the weights unchanged."""
 
-    def update(self, pieces: Any, step: int, scale: float, gather: Any = None) -> None:
+    def update(self, pieces: Any, step: int, scale: float, gather: Any = None, clock: Any = None) -> None:
         self.spans = [(piece.span, piece.gradient * scale) for piece in pieces]
 
 

@@ -262,9 +262,15 @@ def check(comm: Any, settings: Settings) -> None:
 
 
 def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
-    """Names and values that describe model and optimizer, to compare between ranks by `consistency_check`."""
-    tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in flat.places]
-    return [*tensors, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
+    """Names and values that describe model and optimizer, to compare between ranks by `consistency_check`.
+
+    ValueError if a group of the optimizer has no parameter of the model.
+    """
+    parameters = [place.parameter for place in flat.places]
+    optimizer.check(parameters)
+    tensors = [(f"parameter {one.name}", one.shape) for one in parameters]
+    frozen = ("frozen parameters", [one.name for one in parameters if not one.requires_grad])
+    return [*tensors, frozen, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:

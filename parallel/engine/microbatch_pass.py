@@ -106,7 +106,7 @@ class MicrobatchPass:
 
     @guarded
     def backward(self, unit: Operator, grads: GradientSink) -> None:
-        dx = unit.backward(self._dy, self.saved.pop(), checked(unit, grads))
+        dx = unit.backward(self._dy, self.saved.pop(), checked(unit, hooked(grads)))
         if dx is not None:
             expect_type(unit, "gradient", dx, self._dy.dtype)
         self._dy = dx
@@ -127,6 +127,25 @@ class MicrobatchPass:
         self.problem = named(error, self._loss)
         self.saved.clear()
         self._x = self._dy = self._saved_loss = None
+
+
+def hooked(sink: GradientSink) -> GradientSink:
+    """Wrap a gradient sink: skip the gradients of frozen parameters, and call the hooks of others."""
+
+    def take(parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        if not parameter.requires_grad:
+            return
+
+        def write(out: Array) -> object:
+            returned = compute(out)
+            for hook in parameter.hooks:
+                if (changed := hook(out)) is not None:
+                    out[...] = changed
+            return returned
+
+        sink(parameter, write if parameter.hooks else compute)
+
+    return take
 
 
 def empty_pass() -> MicrobatchPass:

@@ -10,9 +10,10 @@ only. To add an operator, write a subclass of `Operator` in a module of `paralle
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +22,10 @@ from quant.types import Array
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 """Initial values of a parameter of this shape."""
+
+
+GradientHook = Callable[[Array], Any]
+"""Function of a gradient that may change it in place or return another one (else None)."""
 
 
 class ParameterNotGathered(RuntimeError):
@@ -38,6 +43,9 @@ class Parameter:
         Initial values. The generator is seeded with the parameter's name: they do not depend on layout or model.
     decay : bool
         True if weight decay applies; usually False for biases and gains.
+    requires_grad : bool
+        False for a frozen parameter: engines compute no gradient and do not update it. May be changed between steps, on
+        all ranks alike.
 
     Attributes
     ----------
@@ -47,14 +55,18 @@ class Parameter:
         Occurrences in the model's tree, normally gradients per backward pass; 2 for tied embeddings.
     dtype : dtype
         Storage dtype of the current or last values; before the first, float32 or as an engine has set it.
+    hooks : list of callable
+        As of `register_hook`, called in this order; remove one to end it.
     """
 
     shape: tuple[int, ...]
     init: Init
     decay: bool = True
+    requires_grad: bool = True
     name: str = field(default="", init=False)
     uses: int = field(default=0, init=False)
     dtype: np.dtype = field(default=np.dtype(np.float32), init=False)
+    hooks: list[GradientHook] = field(default_factory=list, init=False, repr=False)
     _data: Array = field(default=None, init=False, repr=False)
 
     @property
@@ -83,6 +95,14 @@ class Parameter:
             raise ValueError(f"parameter {self.name}: expected an array of shape {self.shape}, found {values.shape}")
         self._data = values
         self.dtype = self.dtype if values is None else values.dtype
+
+    def register_hook(self, hook: GradientHook) -> None:
+        """Call ``hook(gradient)`` with each gradient of the parameter, before gradients are added.
+
+        The array has the parameter's shape: the gradient of one use in one micro-batch, of the sum of losses times the
+        loss scale. The hook may change it in place, or return another of the same shape.
+        """
+        self.hooks.append(hook)
 
     def first(self, seed: int) -> np.ndarray:
         """Initial values, float64 of `shape`; they depend only on `seed` and the parameter's name."""
@@ -159,7 +179,7 @@ class OperatorOutline(NamedTuple):
 
 
 class Operator:
-    """Base class of layers. Parameters and operators in attributes, or in list or tuple attributes, belong to it.
+    """Base class of layers. Parameters and operators in attributes, or in lists, tuples and dicts there, belong to it.
 
     Subclasses implement `forward`, `backward` and `outline`. Arrays have the storage dtype (float32, float64, or a half
     type); operators compute wider where needed.
@@ -191,17 +211,12 @@ class Operator:
         raise NotImplementedError
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield (name, value) of parameters and operators in attributes, and in list or tuple attributes (`items.0`).
+        """Yield (name, value) of parameters and operators in attributes, and in lists, tuples and dicts (`items.0`).
 
-        In the order of attributes; dicts and nested lists are not searched.
+        In the order of attributes and items; containers may be nested (`DEPTH`). All ranks must have the same order.
         """
         for name, value in vars(self).items():
-            if isinstance(value, Parameter | Operator):
-                yield name, value
-            elif isinstance(value, list | tuple):
-                for number, item in enumerate(value):
-                    if isinstance(item, Parameter | Operator):
-                        yield f"{name}.{number}", item
+            yield from _members_in(value, name)
 
     def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (path, value) of all parameters and operators below this one, at any depth; shared ones repeatedly."""
@@ -210,6 +225,12 @@ class Operator:
             yield here, value
             if isinstance(value, Operator):
                 yield from value.walk(here)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze (False) or release all parameters of this operator and those below it; returns the operator."""
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+        return self
 
     def parameters(self) -> list[Parameter]:
         """All parameters of this operator and those below it, once each, in order of first occurrence."""
@@ -220,7 +241,8 @@ class Operator:
 def name_all(model: Operator) -> list[Parameter]:
     """Set `name` of every operator and parameter to its first path in the model, count uses; return the parameters.
 
-    ValueError if an operator holds others, or parameters, outside of the tree, as in a dictionary.
+    ValueError if an operator holds others, or parameters, outside of the tree, as in a set, or if two parameters would
+    have the same name.
     """
     _expect_in_tree(model)
     for _, value in model.walk():
@@ -231,36 +253,49 @@ def name_all(model: Operator) -> list[Parameter]:
         value.name = value.name or path
         if isinstance(value, Parameter):
             value.uses += 1
-    return model.parameters()
+    parameters = model.parameters()
+    names = Counter(parameter.name for parameter in parameters)
+    if double := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"parameters: expected different names, found two that are {double[0]}")
+    return parameters
 
 
-CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 3
 """Nesting depth up to which containers are searched."""
 
 
+def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Parameter | Operator]]:
+    """Yield (path, value) of `value` itself, or of the parameters and operators in it if it is a container."""
+    if isinstance(value, Parameter | Operator):
+        yield path, value
+    elif depth < DEPTH and isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _members_in(item, f"{path}.{key}", depth + 1)
+
+
 def _expect_in_tree(model: Operator) -> None:
-    """Raise ValueError if an attribute holds an operator or parameter where `walk` does not find it, as in a dict."""
+    """Raise ValueError if an attribute holds an operator or parameter where `walk` does not find it, as in a set."""
     there = [(path, value) for path, value in model.walk() if isinstance(value, Operator)]
     known = {id(value) for _, value in model.walk()} | {id(model)}
     for path, operator in [("", model), *there]:
         for name, value in vars(operator).items():
-            for item in _nested(value):
+            # `members` may leave out an operator for what is in it, as that of `Recompute` does.
+            for item in value.parameters() if isinstance(value, Operator) else _held_by(value):
                 if id(item) not in known:
                     raise ValueError(
                         f"{type(operator).__name__} {path or '(the model)'}: {name} holds a {type(item).__name__} in a "
-                        f"{type(value).__name__}; expected it as an attribute, or in a list or tuple that is one"
+                        f"{type(value).__name__}, and `members` does not find it; expected it as an attribute, or in "
+                        f"lists, tuples and dicts at most {DEPTH} deep"
                     )
 
 
-def _nested(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
-    """Yield operators and parameters inside `value` that `members` misses: in dicts, sets or nested containers."""
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ():
-        if isinstance(item, Parameter | Operator):
-            if depth or not isinstance(value, list | tuple):
-                yield item
-        elif depth < DEPTH:
-            yield from _nested(item, depth + 1)
+def _held_by(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
+    """Yield `value`, if it is an operator or parameter, and those in it, if it is a container, also where too deep."""
+    if isinstance(value, Parameter | Operator):
+        yield value
+    elif depth <= DEPTH and isinstance(value, dict | list | tuple | set | frozenset):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held_by(item, depth + 1)
 
 
 def arrays_of(saved: Any) -> dict[int, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +11,10 @@ from quant.types import Array
 
 
 class ElementRun(NamedTuple):
-    """Elements `start` to `stop`, relative to a span, all with or all without decay; `place` is their first tensor."""
+    """Elements `start` to `stop`, relative to a span, of one or several tensors; `place` is the first one."""
 
     start: int
     stop: int
-    decays: bool
     place: ParamSpan
 
 
@@ -45,7 +43,6 @@ class OptimizerSpan:
     state: dict[str, Array]
     places: Iterable[ParamSpan]
     stored: Array | None = None
-    runs: tuple[ElementRun, ...] = field(init=False, repr=False)
     tensors: tuple[ElementRun, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,12 +59,8 @@ class OptimizerSpan:
             raise ValueError(f"stored: expected shape ({self.span.size},), found {self.stored.shape}")
         shares = [(place, place.span.intersection(self.span)) for place in self.places]
         self.tensors = tuple(
-            ElementRun(share.start - start, share.stop - start, place.parameter.decay, place)
-            for place, share in shares
-            if share.size
+            ElementRun(share.start - start, share.stop - start, place) for place, share in shares if share.size
         )
         self.places = tuple(run.place for run in self.tensors)
         if sum(run.stop - run.start for run in self.tensors) != self.span.size:
             raise ValueError(f"places: expected tensors that fill {start} to {stop} exactly, found {self.places}")
-        joined = (list(group) for _, group in groupby(self.tensors, lambda run: run.decays))
-        self.runs = tuple(runs[0]._replace(stop=runs[-1].stop) for runs in joined)

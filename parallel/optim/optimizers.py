@@ -1,5 +1,8 @@
 """Optimizers (SGD, Adam, AdamW, LAMB) that update the spans of the flat vector that a rank owns. Imports no MPI.
 
+Constructors take PyTorch's names as well: `lr`, `weight_decay`, `betas`. Frozen parameters (`requires_grad` is False)
+and their state are not updated.
+
 Spans are updated in portions that fit the cache. No element's update depends on where spans or portions begin, so every
 division of the vector gives the same bits; norms are float64 sums of squares per block, gathered from all ranks and
 added in the order of the vector. Parameters with ``decay=False`` (biases and gains) have no weight decay.
@@ -16,21 +19,27 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK, ParamSpan
+from parallel.nn.operator import Parameter
 from parallel.optim.kernels import kernels
 from parallel.optim.kernels.reference_updates import Scalars
-from parallel.optim.lr_schedules import Rate, describe, rate_at
+from parallel.optim.lr_schedules import Rate, describe
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
+from parallel.optim.param_groups import GroupTable, ParamGroup, RateClock, TorchNames, Tuning
 from quant.types import Array
 
 Gather = Callable[[np.ndarray], np.ndarray]
 """Block sums of all ranks, in the order of the vector, from those of this rank's spans; the same on all ranks."""
+
+EMA = "ema"
+"""State vector: moving average of the weights."""
 
 PORTION = {"host": 1 << 14, "device": 1 << 24}
 """Elements per kernel call. Seven float32 vectors of the host's portion fit into half a megabyte of cache; on a GPU a
@@ -38,24 +47,56 @@ small call costs more than its memory traffic."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Optimizer:
-    """Base class of optimizers: learning rate (a number or a schedule), weight decay, and the loop over spans.
+class Optimizer(metaclass=TorchNames):
+    """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
 
-    Decay applies to parameters that have ``decay=True``. ValueError for hyperparameters out of range.
+    Parameters
+    ----------
+    rate, lr : float, or function of the number of earlier updates
+    decay, weight_decay : float
+        Applies to parameters that have ``decay=True``.
+    groups : sequence of ParamGroup, or of dicts as in PyTorch
+        Parameters with other values; the first group that has a parameter counts.
+    ema : float
+        Decay of a moving average of the weights, from 0 (none) to below 1: the state vector "ema", equal to the weights
+        after the first update, then ema = decay ema + (1 - decay) w after each (Polyak and Juditsky 1992).
     """
 
     rate: Rate
     decay: float = 0.0
+    groups: Sequence[ParamGroup | Mapping[str, Any]] = ()
+    ema: float = 0.0
+    _table: GroupTable = field(init=False, repr=False)
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
             _check("rate", self.rate, 0 <= self.rate < math.inf, "a number from 0 on, or a schedule")
         _check("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
+        _check("ema", self.ema, 0 <= self.ema < 1, "0 <= ema < 1")
+        groups = tuple(one if isinstance(one, ParamGroup) else ParamGroup(**one) for one in self.groups)
+        self.groups, self._table = groups, GroupTable(groups)
+
+    @property
+    def lr(self) -> Rate:
+        """Learning rate by PyTorch's name."""
+        return self.rate
+
+    @lr.setter
+    def lr(self, rate: Rate) -> None:
+        self.rate = rate
 
     def states(self) -> tuple[str, ...]:
-        """Names of the optimizer's state vectors, such as ("m", "v"), each as long as the weights."""
+        """Names of all state vectors, such as ("m", "v", "ema"), each as long as the weights."""
+        return (*self.moments(), *((EMA,) if self.ema else ()))
+
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state vectors that the update rule uses, such as ("m", "v")."""
         return ()
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError if a group has none of these, the named parameters of the model."""
+        self._table.check(parameters)
 
     def fresh(self, weights: Array) -> dict[str, Array]:
         """Initial state vectors by name: zeros like the weights."""
@@ -64,9 +105,17 @@ class Optimizer:
     def describe(self) -> dict[str, Any]:
         """Optimizer name and hyperparameters, for a checkpoint."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {"name": NAMES.get(type(self), type(self).__name__), **settings, "rate": describe(self.rate)}
+        own = {"rate": describe(self.rate), "groups": [group.describe() for group in self._table.groups]}
+        return {"name": NAMES.get(type(self), type(self).__name__), **settings, **own}
 
-    def update(self, pieces: Sequence[OptimizerSpan], step: int, scale: float, gather: Gather | None = None) -> None:
+    def update(
+        self,
+        pieces: Sequence[OptimizerSpan],
+        step: int,
+        scale: float,
+        gather: Gather | None = None,
+        clock: RateClock | None = None,
+    ) -> None:
         """Make one optimizer step: update weights, state and half-precision copies (`stored`) of this rank's spans.
 
         Parameters
@@ -80,30 +129,50 @@ class Optimizer:
             a step whose gradient is not. ValueError otherwise; nothing is changed.
         gather : callable
             Collective; only LAMB needs it.
+        clock : RateClock
+            Time for the learning rates, by default `step`.
         """
-        rate = rate_at(self.rate, step)
+        rates = self._table.rates(self.rate, clock or RateClock(step))
         _check("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
         with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find
-            self._update(pieces, step, float(scale), rate, gather)
+            self._update(pieces, step, float(scale), rates, gather)
 
     def _update(
-        self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rate: float, gather: Gather | None
+        self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rates: Sequence[float], gather: Gather | None
     ) -> None:
         for piece in pieces:
             spare = self._workspace(piece.weights)
-            for run in piece.runs:
-                scalars = self._scalars(step, scale, rate, run)
+            for tuning, run in self._runs(piece):
+                scalars = self._scalars(step, scale, rates[tuning.number], tuning.decay)
                 for part in _portions(run, spare):
-                    self._portion(piece, part, spare, scalars)
-                    _store(piece, part)
+                    if tuning.trains:
+                        self._portion(piece, part, spare, scalars)
+                    self._finish(piece, part, step, spare)
+
+    def _runs(self, piece: OptimizerSpan) -> Iterator[tuple[Tuning, ElementRun]]:
+        """Yield neighbouring tensors of a span with the same hyperparameters as one run, in order."""
+        for tuning, tensors in groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay)):
+            first, *others = tensors
+            yield tuning, first._replace(stop=others[-1].stop) if others else first
+
+    def _finish(self, piece: OptimizerSpan, part: slice, step: int, spare: Array) -> None:
+        """Round updated weights to their storage precision, and add them to their moving average."""
+        weights = piece.weights[part]
+        if piece.stored is not None:
+            piece.stored[part] = weights
+        if self.ema:
+            average, new = piece.state[EMA][part], spare[0, : len(weights)]
+            np.multiply(weights, 1.0 - self.ema if step else 1.0, out=new)
+            np.multiply(average, self.ema if step else 0.0, out=average)
+            np.add(average, new, out=average)
 
     def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
         """Update weights and state of the elements `part` of a span, a portion that fits the cache."""
         raise NotImplementedError
 
-    def _scalars(self, step: int, scale: float, rate: float, run: ElementRun) -> Scalars:
+    def _scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
         """Scalar arguments of the update kernels for a run of elements; all floats, so that numba compiles once."""
-        return tuple(map(float, (scale, rate, self.decay if run.decays else 0.0, *self._hyperparameters(step))))
+        return tuple(map(float, (scale, rate, decay, *self._hyperparameters(step))))
 
     def _hyperparameters(self, step: int) -> Scalars:
         """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2."""
@@ -124,11 +193,6 @@ def _portion_of(vector: Array) -> int:
 def _portions(run: ElementRun, spare: Array) -> Iterator[slice]:
     step = spare.shape[1]
     return (slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step))
-
-
-def _store(piece: OptimizerSpan, part: slice) -> None:
-    if piece.stored is not None:
-        piece.stored[part] = piece.weights[part]
 
 
 def _check(name: str, value: Any, good: bool, expected: str) -> None:
@@ -152,7 +216,7 @@ class SGD(Optimizer):
         good = not self.nesterov or self.momentum > 0
         _check("nesterov", self.nesterov, good, "momentum, where nesterov is asked for")
 
-    def states(self) -> tuple[str, ...]:
+    def moments(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
     def _hyperparameters(self, step):
@@ -170,7 +234,7 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam optimizer (Kingma and Ba, ICLR 2015, algorithm 1); weight decay is added to the gradient (L2).
 
-    `beta1` and `beta2` are the decay of the moments, `eps` is added to the root of the second.
+    `beta1` and `beta2`, or the pair `betas`, are the decay of the moments; `eps` is added to the root of the second.
     """
 
     kernel: ClassVar[str] = "adam"
@@ -184,7 +248,7 @@ class Adam(Optimizer):
         _check("beta2", self.beta2, 0 <= self.beta2 < 1, "0 <= beta2 < 1")
         _check("eps", self.eps, 1e-30 <= self.eps < math.inf, "a number from 1e-30 on")  # not 0 in float32
 
-    def states(self) -> tuple[str, ...]:
+    def moments(self) -> tuple[str, ...]:
         return ("m", "v")
 
     def _hyperparameters(self, step):
@@ -216,7 +280,7 @@ class LAMB(Adam):
     eps: float = 1e-6
     decay: float = 0.01
 
-    def _update(self, pieces, step, scale, rate, gather):
+    def _update(self, pieces, step, scale, rates, gather):
         if gather is None:
             raise ValueError("gather: LAMB needs the block sums of all ranks, found None")
         weights, directions = [np.zeros(0)], [np.zeros(0)]
@@ -224,8 +288,11 @@ class LAMB(Adam):
             use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
             spare = self._workspace(piece.weights)
             weights.append(block_squares(piece.weights))
-            for run in piece.tensors:
-                scalars = self._scalars(step, scale, rate, run)
+            for run, tuning in self._tensors(piece):
+                if not tuning.trains:
+                    directions.append(np.zeros((run.stop - run.start) // BLOCK))
+                    continue
+                scalars = self._scalars(step, scale, rates[tuning.number], tuning.decay)
                 for part in _portions(run, spare):
                     use.lamb_moments(piece.gradient[part], m[part], v[part], spare, scalars)
                     u = use.lamb_direction(piece.weights[part], m[part], v[part], spare, scalars)
@@ -234,12 +301,16 @@ class LAMB(Adam):
         for piece in pieces:
             use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
             spare = self._workspace(piece.weights)
-            for run in piece.tensors:
+            for run, tuning in self._tensors(piece):
                 trust = _trust(run.place, of_weights, of_directions)
-                scalars = self._scalars(step, scale, rate * trust, run)
+                scalars = self._scalars(step, scale, rates[tuning.number] * trust, tuning.decay)
                 for part in _portions(run, spare):
-                    use.lamb(piece.weights[part], m[part], v[part], spare, scalars)
-                    _store(piece, part)
+                    if tuning.trains:
+                        use.lamb(piece.weights[part], m[part], v[part], spare, scalars)
+                    self._finish(piece, part, step, spare)
+
+    def _tensors(self, piece: OptimizerSpan) -> Iterator[tuple[ElementRun, Tuning]]:
+        return ((run, self._table.tuning(run.place.parameter, self.decay)) for run in piece.tensors)
 
 
 def _trust(place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:

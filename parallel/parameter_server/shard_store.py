@@ -5,7 +5,6 @@ update of every gradient. Weights are sent from where they lie; an update during
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 
 from parallel.data_parallel.sharded_optimizer import in_order, numbers_of
 from parallel.nn.kernels.storage import narrow
-from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
+from parallel.optim.param_groups import RateClock
 from parallel.parameter_server.key_assignment import ServerKey
 from parallel.parameter_server.messages import MessageHandle, ServerMessage
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
@@ -89,24 +88,17 @@ class AsyncStore(ShardStore):
     update.
     """
 
-    def __init__(self, key_states: Sequence[ShardState], optimizer: Optimizer, *options: Any):
-        super().__init__(key_states, replace(optimizer, rate=self._rate), *options)
-        self._scheduled = optimizer.rate
+    def __init__(self, key_states: Sequence[ShardState], *options: Any):
+        super().__init__(key_states, *options)
         self._applied_parts: dict[int, set[tuple[int, int]]] = {number: set() for number in self.key_states}
-        self._current = (0, 1)  # step, and its number of parts
         self._quiesced_at = 0
-
-    def _rate(self, step: int) -> float:
-        clock, parts = self._current
-        return rate_at(self._scheduled, clock) / parts
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
         key, part, applied = message.key, (message.clock, message.number), self._applied_parts[message.key]
         new = message.clock >= self._quiesced_at and part not in applied
         if new:
-            self._current = message.clock, message.parts
-            piece = self.key_states[key].prepare(gradient)
-            self._optimizer.update([piece], self.updates + len(applied), message.factor)
+            piece, clock = self.key_states[key].prepare(gradient), RateClock(message.clock, message.parts)
+            self._optimizer.update([piece], self.updates + len(applied), message.factor, clock=clock)
             applied.add(part)
         self._pools[key].give(gradient)
         return new

@@ -5,7 +5,6 @@ the plan determines the version. No micro-batch is in flight at the end of a ste
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,8 +17,8 @@ from parallel.engine.base import PassResult
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
-from parallel.optim.lr_schedules import rate_at
-from parallel.optim.optimizers import Optimizer, block_squares
+from parallel.optim.optimizers import block_squares
+from parallel.optim.param_groups import RateClock
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.param_division import SharedParamGroup
 from parallel.pipeline.pipeline_engine import Pipeline
@@ -121,13 +120,6 @@ class AsynchronousPipeline(Pipeline):
 
     _unchanged = "updates that the step had made before stay"
 
-    _rate = 0.0
-
-    @cached_property
-    def _own(self) -> Optimizer:
-        """Optimizer with the learning rate of the current step for all of its updates."""
-        return replace(self._optimizer, rate=lambda update: self._rate)
-
     @cached_property
     def _pools(self) -> list[VectorPool]:
         allocate = partial(self.context.memory.private, "parameters", dtype=self.context.storage)
@@ -160,7 +152,7 @@ class AsynchronousPipeline(Pipeline):
         line = self._bound(len(here), True)
         intervals = intervals_of([bound.action for bound in line])
         wanted = self.plan.versions[self._portion.stage()][: len(here)]
-        self._rate = rate_at(self._optimizer.rate, self._clock)
+        clock = RateClock(self._clock)  # all updates of a step have its learning rate
 
         def begin(interval: Sequence[int]) -> None:
             for group, part in self._shares:
@@ -171,7 +163,7 @@ class AsynchronousPipeline(Pipeline):
             if not all(np.isfinite(block_squares(gradient)).all() for gradient in held):
                 raise FloatingPointError(f"the gradient of micro-batches {list(interval)} is not finite")
             if count := sum(counts[at] for at in interval):
-                self._own.update(self._sharded.pieces, self.updates, 1 / count, self._gather)
+                self._optimizer.update(self._sharded.pieces, self.updates, 1 / count, self._gather, clock)
             self.updates += 1
 
         work = WeightStashing(

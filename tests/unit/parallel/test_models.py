@@ -114,23 +114,54 @@ def test_odd_images():
     assert outline.y.shape == (2, 4)
 
 
-@pytest.mark.parametrize("kept", [lambda unit: {"a": unit}, lambda unit: [[unit]], lambda unit: {unit.weight}])
-def test_an_operator_where_the_tree_does_not_look_is_told(kept):
-    class Holder(Operator):
-        def __init__(self):
-            self.parts = kept(Linear(2, 3))
+class Holder(Operator):
+    """Operator that keeps `parts` in an attribute."""
 
-    with pytest.raises(ValueError, match=r"Holder 0: parts holds a \w+ in a (dict|list|set); expected it as an"):
-        FlatParams(Sequential([Holder()]))
+    def __init__(self, parts):
+        self.parts = parts
 
 
-def test_what_the_tree_has_anyway_may_be_in_a_dictionary_as_well():
-    class Holder(Operator):
-        def __init__(self):
-            self.first = Linear(2, 3)
-            self.by_name = {"first": self.first}
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        (lambda unit: {"a": unit}, ["0.parts.a.weight", "0.parts.a.bias"]),
+        (lambda unit: [[unit]], ["0.parts.0.0.weight", "0.parts.0.0.bias"]),
+        (lambda unit: {"w": unit.weight, "b": (unit.bias,), "n": 3}, ["0.parts.w", "0.parts.b.0"]),
+        (lambda unit: {2: {"both": [unit.weight, unit.weight]}}, ["0.parts.2.both.0"]),
+        (lambda unit: {}, []),
+    ],
+)
+def test_parameters_in_containers(parts, names):
+    parameters = FlatParams(Sequential([Holder(parts(Linear(2, 3)))])).places
+    assert [place.parameter.name for place in parameters] == names
+    assert [place.parameter.uses for place in parameters] == [2 if "both" in name else 1 for name in names]
 
-    assert len(FlatParams(Sequential([Holder()])).places) == 2
+
+@pytest.mark.parametrize("parts", [lambda unit: {unit.weight}, lambda unit: [[[[unit]]]]])
+def test_an_operator_where_the_tree_does_not_look_is_refused(parts):
+    with pytest.raises(
+        ValueError, match=r"Holder 0: parts holds a \w+ in a (list|set), and `members` does not find it"
+    ):
+        FlatParams(Sequential([Holder(parts(Linear(2, 3)))]))
+
+
+def test_an_attribute_that_members_leaves_out_is_refused():
+    model = Sequential([Linear(2, 3)])
+    model.head = Linear(3, 4)
+    with pytest.raises(ValueError, match=r"Sequential \(the model\): head holds a Parameter in a Linear"):
+        FlatParams(model)
+
+
+def test_two_parameters_of_one_name_are_refused():
+    parts = {"a": {"b": Linear(2, 3).weight}, "a.b": Linear(2, 3).weight}
+    with pytest.raises(ValueError, match=r"expected different names, found two that are 0.parts.a.b"):
+        FlatParams(Sequential([Holder(parts)]))
+
+
+def test_what_the_tree_has_anyway_may_be_in_a_set_as_well():
+    holder = Holder(Linear(2, 3))
+    holder.all = {holder.parts}
+    assert len(FlatParams(Sequential([holder])).places) == 2
 
 
 def test_a_parameter_without_values_says_where_they_come_from():

@@ -238,7 +238,7 @@ def test_no_pieces_and_empty_pieces(name):
     none = np.zeros(0, np.float32)
     piece = OptimizerSpan(Span(512, 512), none, none, optimizer.fresh(none), PLACES)
     optimizer.update([piece], 0, 1.0, lambda sums: np.zeros(LENGTH // BLOCK))
-    assert piece.runs == ()
+    assert piece.tensors == ()
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW, LAMB])
@@ -417,6 +417,8 @@ def test_description():
         "name": "adamw",
         "rate": {"name": "warm_up_cosine", "rate": 0.02, "warm_up": 5, "steps": STEPS},
         "decay": 0.1,
+        "groups": [],
+        "ema": 0.0,
         "beta1": 0.9,
         "beta2": 0.999,
         "eps": 1e-8,

@@ -1,0 +1,122 @@
+"""Parameter groups: a learning rate or weight decay for some of the parameters; hyperparameters by PyTorch's names."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from parallel.nn.operator import Parameter
+from parallel.optim.lr_schedules import Rate, describe, rate_at
+
+TORCH_NAMES = {"lr": ("rate",), "weight_decay": ("decay",), "betas": ("beta1", "beta2")}
+"""PyTorch's names of hyperparameters, and those of the same values here."""
+
+
+def from_torch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with PyTorch's names replaced; TypeError if a value is given twice, or `betas` are no pair.
+
+    >>> from_torch({"lr": 0.1, "betas": (0.9, 0.99)})
+    {'rate': 0.1, 'beta1': 0.9, 'beta2': 0.99}
+    """
+    values = dict(given)
+    for name in TORCH_NAMES.keys() & given.keys():
+        names, value = TORCH_NAMES[name], values.pop(name)
+        parts = tuple(value) if len(names) > 1 and isinstance(value, Iterable) else (value,)
+        if len(parts) != len(names) or not given.keys().isdisjoint(names):
+            found = "both" if len(parts) == len(names) else repr(value)
+            raise TypeError(f"{name}: expected {name} or {' and '.join(names)}, found {found}")
+        values |= zip(names, parts)
+    return values
+
+
+class TorchNames(type):
+    """Metaclass of classes whose constructors also take hyperparameters by PyTorch's names (`TORCH_NAMES`)."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        return super().__call__(*args, **from_torch(given))
+
+
+@dataclass(frozen=True, eq=False)
+class ParamGroup(metaclass=TorchNames):
+    """Learning rate and weight decay of some parameters, in place of the optimizer's own.
+
+    Parameters
+    ----------
+    params : str, or iterable of str and Parameter
+        Parameters, such as ``model.items[0].parameters()``, or patterns of their names, such as ``"0.*"``.
+    rate, lr : float or schedule, optional
+        None for the optimizer's own.
+    decay, weight_decay : float, optional
+        For all parameters of the group, biases too. None for the optimizer's own, which leaves out biases and gains.
+    """
+
+    params: Iterable[Parameter | str]
+    rate: Rate | None = None
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        params = (self.params,) if isinstance(self.params, str | Parameter) else tuple(self.params)
+        for one in params:
+            if not isinstance(one, str | Parameter):
+                raise TypeError(f"params: expected parameters or patterns of names, found {one!r}")
+        object.__setattr__(self, "params", params)
+        if self.decay is not None and not 0 <= self.decay < math.inf:
+            raise ValueError(f"decay: expected a number from 0 on, found {self.decay}")
+
+    def has(self, parameter: Parameter) -> bool:
+        """True if the parameter belongs to the group; it must have its name."""
+        return any(
+            fnmatchcase(parameter.name, one) if isinstance(one, str) else one is parameter for one in self.params
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Names or patterns, rate and decay, for a checkpoint."""
+        names = [one if isinstance(one, str) else one.name for one in self.params]
+        return {"params": names, "rate": self.rate and describe(self.rate), "decay": self.decay}
+
+
+class RateClock(NamedTuple):
+    """Time of an update for the learning rate: the schedule's `step`, and the number of updates that share its rate."""
+
+    step: int
+    parts: int = 1
+
+
+class Tuning(NamedTuple):
+    """Hyperparameters of a parameter in an update: number of its learning rate, weight decay, False if frozen."""
+
+    number: int
+    decay: float
+    trains: bool
+
+
+class GroupTable:
+    """Groups of an optimizer: learning rates, and the hyperparameters of a parameter by the first group that has it."""
+
+    def __init__(self, groups: Sequence[ParamGroup]):
+        self.groups = groups
+        self._numbers: dict[Parameter, int] = {}
+
+    def tuning(self, parameter: Parameter, decay: float) -> Tuning:
+        """Hyperparameters of a parameter, where `decay` is the optimizer's; rate 0 is the optimizer's own."""
+        if not self.groups:
+            return Tuning(0, decay if parameter.decay else 0.0, parameter.requires_grad)
+        number = self._numbers.get(parameter)
+        if number is None:
+            has = (number for number, group in enumerate(self.groups, 1) if group.has(parameter))
+            number = self._numbers[parameter] = next(has, 0)
+        own = self.groups[number - 1].decay if number else None
+        return Tuning(number, own if own is not None else decay if parameter.decay else 0.0, parameter.requires_grad)
+
+    def rates(self, rate: Rate, clock: RateClock) -> list[float]:
+        """Learning rates at `clock`, by the number in `Tuning`: the optimizer's `rate`, then those of the groups."""
+        own = (rate if group.rate is None else group.rate for group in self.groups)
+        return [rate_at(one, clock.step) / clock.parts for one in (rate, *own)]
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError if a group has none of the parameters, as after a typing error in a name."""
+        for group in self.groups:
+            if not any(group.has(parameter) for parameter in parameters):
+                some = ", ".join(parameter.name for parameter in parameters[:6])
+                raise ValueError(f"groups: {group.describe()['params']} is no parameter of the model, which has {some}")
