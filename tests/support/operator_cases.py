@@ -13,6 +13,8 @@ import numpy as np
 from parallel.nn import models
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
+from parallel.nn.attention_mask import FULL, AttentionMask
+from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
@@ -60,6 +62,27 @@ def attend(torch, x, heads):
     q, k, v = (part.reshape(batch, length, heads, width // heads).transpose(1, 2) for part in x.split(width, dim=2))
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return y.transpose(1, 2).reshape(batch, length, width)
+
+
+def attend_grouped(torch, x, p, heads, kv_heads, mask):
+    """Attention of PyTorch with fewer key and value heads, and the mask as an array."""
+    batch, length, width = x.shape[0], x.shape[1], x.shape[2] // (heads + 2 * kv_heads)
+    parts = x.split([heads * width, kv_heads * width, kv_heads * width], dim=2)
+    q, k, v = (part.reshape(batch, length, -1, width).transpose(1, 2) for part in parts)
+    k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
+    seen = torch.from_numpy(seen_keys(mask, length))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return y.transpose(1, 2).reshape(batch, length, heads * width)
+
+
+def seen_keys(mask, length):
+    """The mask as a bool array (queries, keys), from its definition by pairs of positions."""
+    query, key = np.arange(length)[:, None], np.arange(length)[None]
+    document = np.searchsorted(mask.documents, np.arange(length), side="right")
+    seen = document[:, None] == document[None]
+    if mask.causal:
+        seen &= key <= query
+    return seen & (abs(query - key) < mask.window) if mask.window else seen
 
 
 def linear(torch, x, p, name=""):
@@ -148,6 +171,24 @@ CASES = {
         ((2, 5, 12), (1, 1, 6), (1, 130, 12), (1, 64, 6), (0, 5, 12)),
         ((2, 5, 8), (5, 12)),
         lambda torch, x, p: attend(torch, x, 2),
+    ),
+    "blockwise attention": Case(
+        partial(BlockwiseAttention, 2),
+        ((2, 5, 12), (1, 1, 6), (1, 300, 12), (1, 64, 6), (0, 5, 12)),
+        ((2, 5, 8), (5, 12)),
+        lambda torch, x, p: attend(torch, x, 2),
+    ),
+    "blockwise attention, grouped": Case(
+        partial(BlockwiseAttention, 4, 2, FULL),
+        ((2, 5, 24), (1, 70, 16)),
+        ((2, 5, 12),),
+        partial(attend_grouped, heads=4, kv_heads=2, mask=FULL),
+    ),
+    "blockwise attention, window and documents": Case(
+        partial(BlockwiseAttention, 4, 1, AttentionMask(window=9, documents=(3, 40))),
+        ((2, 70, 12),),
+        (),
+        partial(attend_grouped, heads=4, kv_heads=1, mask=AttentionMask(window=9, documents=(3, 40))),
     ),
     "self-attention": Case(
         partial(self_attention, 8, 2),

@@ -42,6 +42,7 @@ LAYERS = [
     "parallel.data",
     "parallel.checkpoint",
     "parallel.mesh",
+    "parallel.context",
     "parallel.data_parallel",
     "parallel.grad_compression",
     "parallel.engine",

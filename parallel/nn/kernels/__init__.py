@@ -21,6 +21,7 @@ TWINS = (
     *("relu", "relu_backward", "gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "silu", "silu_backward"),
     *("biased_relu", "biased_gelu", "biased_gelu_tanh", "biased_silu", "masked", "keep", "sum_rows"),
     *("layer_norm", "layer_norm_backward", "causal_softmax", "softmax_backward"),
+    *("visible_softmax", "visible_probabilities", "attention_gradient", "merge_attention"),
     *("softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient"),
 )
 """Kernels that exist compiled or fused too; the others are those of the reference."""

@@ -198,6 +198,97 @@ def softmax_backward(dp, p, scale):
 
 
 @loop
+def _visible_softmax(scores, scale, low, high, log_sum):
+    keys = scores.shape[1]
+    for i in range(scores.shape[0]):
+        row, first, last = scores[i], low[i % low.size], high[i % low.size]
+        for j in range(first):
+            row[j] = ZERO
+        for j in range(last, keys):
+            row[j] = ZERO
+        if first >= last:
+            log_sum[i] = -np.inf
+            continue
+        seen = row[first:last]
+        top = _largest(seen, last - first, scale)
+        total = ZERO
+        for j in range(last - first):
+            e = exp_down(seen[j] * scale - top)
+            seen[j] = e
+            total += e
+        inverse = ONE / total
+        for j in range(last - first):
+            seen[j] *= inverse
+        log_sum[i] = F(math.log(total)) + top
+
+
+@wraps(reference_kernels.visible_softmax)
+def visible_softmax(scores, scale, low, high):
+    log_sum = np.empty(scores.shape[:-1], F)
+    if scores.size:
+        _visible_softmax(scores.reshape(-1, scores.shape[-1]), F(scale), low, high, log_sum.reshape(-1))
+    return log_sum
+
+
+@loop
+def _visible_probabilities(scores, scale, low, high, log_sum):
+    keys = scores.shape[1]
+    for i in range(scores.shape[0]):
+        row, first, last, away = scores[i], low[i % low.size], high[i % low.size], log_sum[i]
+        for j in range(first):
+            row[j] = ZERO
+        for j in range(first, last):
+            row[j] = exp_down(row[j] * scale - away)
+        for j in range(last, keys):
+            row[j] = ZERO
+
+
+@wraps(reference_kernels.visible_probabilities)
+def visible_probabilities(scores, scale, low, high, log_sum):
+    if scores.size:
+        _visible_probabilities(scores.reshape(-1, scores.shape[-1]), F(scale), low, high, log_sum.reshape(-1))
+    return scores
+
+
+@loop
+def _attention_gradient(dp, p, scale, row_sum):
+    for i in range(dp.shape[0]):
+        row, weights, along = dp[i], p[i], row_sum[i]
+        for j in range(dp.shape[1]):
+            row[j] = (row[j] - along) * weights[j] * scale
+
+
+@wraps(reference_kernels.attention_gradient)
+def attention_gradient(dp, p, scale, row_sum):
+    if dp.size:
+        keys = dp.shape[-1]
+        _attention_gradient(dp.reshape(-1, keys), p.reshape(-1, keys), F(scale), row_sum.reshape(-1))
+    return dp
+
+
+@loop
+def _merge_attention(out, log_sum, part, part_log_sum):
+    for i in range(out.shape[0]):
+        one, other = log_sum[i], part_log_sum[i]
+        if other == -np.inf:
+            continue
+        top, away = max(one, other), -abs(one - other)
+        e = F(math.exp(away))
+        log_sum[i] = top + F(math.log1p(e))
+        share = (ONE if other >= one else e) / (ONE + e)
+        row, more = out[i], part[i]
+        for j in range(row.size):
+            row[j] += share * (more[j] - row[j])
+
+
+@wraps(reference_kernels.merge_attention)
+def merge_attention(out, log_sum, part, part_log_sum):
+    if out.size:
+        width = out.shape[-1]
+        _merge_attention(out.reshape(-1, width), log_sum.reshape(-1), part.reshape(-1, width), part_log_sum.reshape(-1))
+
+
+@loop
 def _softmax_cross_entropy(scores, targets, log_sum):
     rows, classes = scores.shape
     loss = 0.0

@@ -105,6 +105,73 @@ def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
     return dp
 
 
+def visible_softmax(scores: Array, scale: float, low: Array, high: Array) -> Array:
+    """Softmax of scores * `scale` over the visible keys, in place, 0 elsewhere; return the log of the sum.
+
+    `scores` has shape (..., rows, keys), wide; row i sees keys low[i % queries] up to, but excluding, high[i % queries]
+    (int64, of length `queries`). The result, the log of the sum of exponentials, has shape (..., rows): -inf where no
+    key is visible.
+    """
+    xp = array_namespace(scores)
+    _hide(scores, scale, low, high)
+    top = scores.max(axis=-1, keepdims=True)
+    top[top == -math.inf] = 0
+    scores -= top
+    xp.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    scores /= xp.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        log_sum: Array = (xp.log(total) + top)[..., 0]
+    return log_sum
+
+
+def visible_probabilities(scores: Array, scale: float, low: Array, high: Array, log_sum: Array) -> Array:
+    """Exponentials of scores * `scale` - `log_sum` at the visible keys, in place, 0 elsewhere.
+
+    Shapes as in `visible_softmax`; `log_sum` is that of all keys of the row, of this and other tiles.
+    """
+    xp = array_namespace(scores)
+    _hide(scores, scale, low, high)
+    scores -= xp.where(log_sum == -math.inf, 0, log_sum)[..., None]
+    return xp.exp(scores, out=scores)
+
+
+def _hide(scores: Array, scale: float, low: Array, high: Array) -> None:
+    """Multiply by `scale`, and set the scores of invisible keys to -inf."""
+    xp, rows = array_namespace(scores), scores.shape[-2]
+    scores *= scale
+    keys = xp.arange(scores.shape[-1])
+    hidden = (keys < xp.asarray(low)[:, None]) | (keys >= xp.asarray(high)[:, None])
+    folded = scores.reshape(*scores.shape[:-2], rows // max(len(hidden), 1), *hidden.shape)
+    folded[...] = xp.where(hidden, scores.dtype.type(-math.inf), folded)
+
+
+def attention_gradient(dp: Array, p: Array, scale: float, row_sum: Array) -> Array:
+    """Gradient of the unscaled scores, scale p (dp - row_sum), written to dp; p, dp: (..., rows, keys).
+
+    `row_sum`, of shape (..., rows), is the sum of dp p over all keys, of this and other tiles.
+    """
+    dp -= row_sum[..., None]
+    dp *= p
+    dp *= scale
+    return dp
+
+
+def merge_attention(out: Array, log_sum: Array, part: Array, part_log_sum: Array) -> None:
+    """Add to attention over some keys that over others: update `out` (..., rows, width) and `log_sum` (..., rows).
+
+    All wide. out += s (part - out), where s is the share of the new keys in the sum of exponentials; no exponential
+    overflows, and a sum of nothing (-inf) is ordinary. (Dao, "FlashAttention-2", 2023, section 3.1.)
+    """
+    xp = array_namespace(out)
+    with np.errstate(invalid="ignore"):
+        more = part_log_sum - log_sum
+    ratio = xp.where(part_log_sum == -math.inf, 0, xp.exp(-abs(more)))  # of the smaller sum to the larger
+    share = xp.where(more >= 0, 1, ratio) / (1 + ratio)
+    log_sum[...] = xp.maximum(log_sum, part_log_sum) + xp.log1p(ratio)
+    out += share[..., None] * (part - out)
+
+
 # ------------------------------------------------------------------------------------------ losses
 
 

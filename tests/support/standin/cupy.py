@@ -545,6 +545,7 @@ FUNCTIONS = frozenset(
         "isfinite",
         "isinf",
         "log",
+        "log1p",
         "matmul",
         "ones",
         "packbits",

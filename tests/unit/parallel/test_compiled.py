@@ -243,6 +243,44 @@ def test_softmax_of_extremes():
     )
 
 
+@pytest.mark.parametrize("queries, keys, heads", [(1, 1, 1), (3, 3, 2), (5, 40, 1), (64, 256, 2), (0, 4, 1)])
+@pytest.mark.parametrize("leading", [(), (2, 3), (0,)])
+def test_attention_over_visible_keys(leading, queries, keys, heads):
+    """Rows with no visible key, with all, and with some; two tiles of keys merged."""
+    random = np.random.default_rng(0)
+    low = random.integers(0, keys + 1, queries)
+    high = np.maximum(low, random.integers(0, keys + 1, queries))
+    scores, out = (numbers(*leading, heads * queries, keys, seed=seed, scale=8) for seed in (0, 1))
+    results = []
+    for module in (compiled_kernels, reference_kernels):
+        p, dp, merged = scores.copy(), numbers(*leading, heads * queries, keys, seed=2), out.copy()
+        log_sum = module.visible_softmax(p, 0.5, low, high)
+        again = module.visible_probabilities(scores.copy(), 0.5, low, high, log_sum)
+        module.attention_gradient(dp, p, 0.5, log_sum)
+        total = log_sum[..., ::-1].copy()
+        module.merge_attention(merged, total, p, log_sum)
+        results.append((p, log_sum, again, dp, merged, total))
+    for found, expected in zip(*results):
+        close(found, expected, atol=4e-6)
+    hidden = (np.arange(keys) < low[:, None]) | (np.arange(keys) >= high[:, None])
+    for p in (results[0][0], results[0][2]):
+        assert not p[..., np.tile(hidden, (heads, 1))].any()
+
+
+def test_merge_of_extremes():
+    """Sums of nothing, sums far apart, sums as large as float32 allows: no overflow, and NaN stays NaN."""
+    sums = np.array([-np.inf, -1e4, 0.0, 1e4, 3e38, np.nan], F)
+    log_sum, part_sum = (array.reshape(-1).copy() for array in np.meshgrid(sums, sums))
+    results = []
+    for module in (compiled_kernels, reference_kernels):
+        out, total = np.where(log_sum == -np.inf, F(0), F(2))[:, None].repeat(3, axis=1), log_sum.copy()
+        module.merge_attention(out, total, np.full_like(out, 5), part_sum)
+        results.append((out, total))
+    for found, expected in zip(*results):
+        close(found, expected)
+    assert np.isfinite(results[0][0][np.isfinite(log_sum) & np.isfinite(part_sum)]).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (65, 256), (30, 1000)])
 def test_cross_entropy(shape):
     scores = numbers(*shape, scale=5)

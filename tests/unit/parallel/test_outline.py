@@ -13,6 +13,7 @@ import pytest
 from parallel.nn import kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention
+from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
@@ -30,6 +31,8 @@ LARGE = {
     "rms norm": (partial(RMSNorm, 300), (500, 300)),
     "dropout": (partial(Dropout, 0.1), (500, 300)),
     "attention": (partial(CausalAttention, 4), (4, 192, 192)),
+    "blockwise attention": (partial(BlockwiseAttention, 4), (4, 320, 192)),
+    "blockwise attention, grouped": (partial(BlockwiseAttention, 4, 1), (4, 320, 192)),
     "convolution": (partial(Conv2d, 4, 8, 3, padding=1), (16, 4, 24, 24)),
     "max pool": (partial(MaxPool2d, 2), (16, 8, 40, 40)),
     "average pool": (partial(AvgPool2d, 2), (16, 8, 40, 40)),
