@@ -20,36 +20,36 @@ QUERIES, KEYS = 64, 256
 """Most positions of a tile of queries, and of keys."""
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Neighbouring entries of an array along its axis of positions: where they are, and their positions."""
 
     place: slice
     positions: range
 
 
-def tiles(blocks: Iterable[range], length: int) -> Iterator[Tile]:
+def tiles(blocks: Iterable[range], length: int) -> Iterator[AttentionTile]:
     """Cut arrays that hold these blocks of positions, one after another, into tiles of at most `length`."""
     at = 0
     for block in blocks:
         for first in range(0, len(block), length):
             positions = block[first : first + length]
-            yield Tile(slice(at + first, at + first + len(positions)), positions)
+            yield AttentionTile(slice(at + first, at + first + len(positions)), positions)
         at += len(block)
 
 
 class ForwardTile(NamedTuple):
-    """Tile of queries with its attention over the keys so far, and the log of the sum of exponentials, both wide."""
+    """Queries of a tile with their attention over the keys so far, and the log of the sum of exponentials; wide."""
 
-    tile: Tile
+    tile: AttentionTile
     q: Array
     out: Array
     log_sum: Array
 
 
 class BackwardTile(NamedTuple):
-    """Tile of queries in the backward pass: `row_sum` is that of `dout` times the result; `dq` accumulates, wide."""
+    """Queries of a tile in the backward pass: `row_sum` is that of `dout` times the result; `dq` accumulates, wide."""
 
-    tile: Tile
+    tile: AttentionTile
     q: Array
     dout: Array
     log_sum: Array
@@ -57,7 +57,7 @@ class BackwardTile(NamedTuple):
     dq: Array
 
 
-def fold(x: Array, tile: Tile) -> Array:
+def fold(x: Array, tile: AttentionTile) -> Array:
     """Copy of a tile of (batch, g, r, n, ...), C-contiguous, the rows of all r heads joined: (batch, g, rows, ...)."""
     piece = x[:, :, :, tile.place]
     batch, groups, heads, count = piece.shape[:4]
@@ -65,7 +65,7 @@ def fold(x: Array, tile: Tile) -> Array:
     return folded.reshape(batch, groups, heads * count, *piece.shape[4:])
 
 
-def unfold(folded: Array, tile: Tile, x: Array) -> None:
+def unfold(folded: Array, tile: AttentionTile, x: Array) -> None:
     """Write what `fold` has joined to the tile's place in `x`, rounded to its dtype."""
     piece = x[:, :, :, tile.place]
     kernels.narrow(folded.reshape(piece.shape), x.dtype, piece)
@@ -138,7 +138,9 @@ def attend_backward(
         progress()
 
 
-def visible_tiles(mask: AttentionMask, tile: Tile, key_tiles: Iterable[Tile]) -> Iterator[tuple[slice, Any, Any]]:
+def visible_tiles(
+    mask: AttentionMask, tile: AttentionTile, key_tiles: Iterable[AttentionTile]
+) -> Iterator[tuple[slice, Any, Any]]:
     """Yield, for each tile of keys that the queries see: place of the visible keys, each query's range of them."""
     for keys in key_tiles:
         ranges = mask.key_ranges(tile.positions, keys.positions)
