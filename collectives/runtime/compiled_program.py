@@ -25,6 +25,10 @@ from collectives.transport.mailbox import LENGTHS, PID, RENDEZVOUS_BYTES, Mailbo
 from collectives.transport.shm_messages import CHUNK, Acknowledgement, EagerSend, Receive, RendezvousSend
 
 
+YIELDS = 16
+"""Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
+
+
 @cache
 def available() -> bool:
     """True if numba is installed."""
@@ -227,7 +231,8 @@ class CompiledProgram:
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
         pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
         self._written = {_place(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
-        self._spins = self.node.spins * 8  # compiled code polls that much faster
+        self._table[table.SHARED_CORES] = self.node.shares_cores
+        self._spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
         self.ended = True
         self._address = MPI.Get_address(self._table)
         self._run, self._advance = table_kernel.functions()

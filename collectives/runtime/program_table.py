@@ -30,8 +30,9 @@ RECV_ARRAY = SEND_ARRAY + ARRAY_WORDS
 of the array, 1 if it is written, the memory that it is, and the offset of that in the array."""
 
 ONE_ARRAY = RECV_ARRAY + ARRAY_WORDS
-HEADER_WORDS = ONE_ARRAY + 1
-"""1 if both arrays are the same one; and the length of the header."""
+SHARED_CORES = ONE_ARRAY + 1
+HEADER_WORDS = SHARED_CORES + 1
+"""1 if both arrays are the same one; 1 if the core is yielded between polls; and the length of the header."""
 
 # ------------------------------------------------------------------------------------------ the sections
 

@@ -141,6 +141,7 @@ else:
         return -1
 
 
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _MONOTONIC = time.CLOCK_MONOTONIC
 
@@ -456,7 +457,10 @@ def _advance(t, spins):
                 left -= 1
                 if left < 0:
                     return table.WAITING
-                _relax()
+                if _at(t, table.SHARED_CORES):
+                    _yield_core()
+                else:
+                    _relax()
             result = _pass(t, first, stop)
         stream = _at(t, table.STREAMS_AT) + 8 * table.STREAM_WORDS * first
         for _ in range(first, stop):

@@ -115,18 +115,18 @@ class NodeMemory:
     `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
     addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
     other's memory. `copied`: bytes up to which messages on each channel are copied into cells at first, and `slow_ns`:
-    see `copy_speed`.
+    see `copy_speed`. `shares_cores`: the node has more ranks than cores that they may use.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
         self.comm, self.heap = comm, heap
         self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid()))
-        self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
-        self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
-        self.spins = SPINS
-        if len(usable_cores()) < self.size:
-            self.spins = 30
+        neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid(), usable_cores()))
+        self.places = {rank: place for place, (rank, _, _) in enumerate(neighbours)}
+        self.readers = [CrossMemoryAttach(pid) for _, pid, _ in neighbours]
+        self.shares_cores = len(set[int]().union(*(cores for _, _, cores in neighbours))) < self.size
+        self.spins = 0 if self.shares_cores else SPINS
+        if self.shares_cores:
             share_cores()
         self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
@@ -151,7 +151,7 @@ class NodeMemory:
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.reads = self._reads()
         self.slow_ns, far = NO_LIMIT, False
-        if self.reads and self.size > 1 and self.spins == SPINS:
+        if self.reads and self.size > 1 and not self.shares_cores:
             self.slow_ns, far = measure_copy(self)
         self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
 
