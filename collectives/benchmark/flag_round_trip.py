@@ -5,7 +5,6 @@ import time
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport.mailbox import usable_cores
 
 TURNS = 2000
 
@@ -19,7 +18,7 @@ def flag_round_trip(comm: Communicator) -> float | None:
     addresses = comm.allgather(MPI.Get_address(flag))
     node, peer = comm._open_planner().node, 1 - comm.Get_rank()
     least: float | None = None
-    if node is not None and peer in (0, 1) and node.size <= len(usable_cores()) and node.reaches(peer):
+    if node is not None and peer in (0, 1) and not node.shares_cores and node.reaches(peer):
         view = node.heap.peer_view(node.places[peer], addresses[peer], flag.nbytes)
         if view is not None:
             least = _exchange(flag.data, view.view(flag.dtype).data, first=peer == 1)

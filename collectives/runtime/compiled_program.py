@@ -24,7 +24,6 @@ from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import LENGTHS, PID, RENDEZVOUS_BYTES, MailboxEdge, address_label, label
 from collectives.transport.shm_messages import CHUNK, Acknowledgement, EagerSend, Receive, RendezvousSend
 
-
 YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 

@@ -254,11 +254,19 @@ def _judge(numbers, nbytes, duration):
 
 
 @_compile
+def _eager_buffer(numbers, nbytes, slot, shorts, cells):
+    """Address of the data of an eager message that does not fit beside its flag."""
+    short = _at(numbers, mailbox.SHORT_BYTES)
+    return _at(numbers, shorts) + slot * short if nbytes <= short else _at(numbers, cells + slot % mailbox.CELLS)
+
+
+@_compile
 def _send(t, operation):
     numbers, nbytes = _at(operation, table.EDGE), _at(operation, table.BYTES)
     by_address = _goes_by_address(t, operation, numbers)
     number = _at(numbers, mailbox.SENT) + 1
-    room = mailbox.CELLS if nbytes > mailbox.INLINE and not by_address else mailbox.SLOTS
+    is_short = nbytes <= _at(numbers, mailbox.SHORT_BYTES)
+    room = mailbox.SLOTS if nbytes <= mailbox.INLINE or is_short or by_address else mailbox.CELLS
     if number - _at(numbers, mailbox.ACKED) > room:
         _set(numbers, mailbox.ACKED, _load(_at(numbers, mailbox.THEIR_ACK)))
         if number - _at(numbers, mailbox.ACKED) > room:
@@ -277,7 +285,7 @@ def _send(t, operation):
         return True
     data = flag + 8
     if nbytes > mailbox.INLINE:
-        data = _at(numbers, mailbox.CELLS_OUT + slot % mailbox.CELLS)
+        data = _eager_buffer(numbers, nbytes, slot, mailbox.SHORT_OUT, mailbox.CELLS_OUT)
         _set_word(flag + 8, nbytes)
     start = _now(t) if nbytes > mailbox.FAR_COPIED else 0
     for index in range(count):
@@ -356,7 +364,7 @@ def _receive(t, operation):
         if nbytes <= mailbox.INLINE:
             _receive_eager(t, operation, flag + 8)
         elif _word(flag + 8) == nbytes:
-            _receive_eager(t, operation, _at(numbers, mailbox.CELLS_IN + slot % mailbox.CELLS))
+            _receive_eager(t, operation, _eager_buffer(numbers, nbytes, slot, mailbox.SHORT_IN, mailbox.CELLS_IN))
         else:
             return table.MISMATCH
     else:

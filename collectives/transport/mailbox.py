@@ -28,8 +28,16 @@ from collectives.transport.shared_heap import SharedHeap, map_all
 from collectives.transport.wire import pause, share_cores
 
 LINE = 64
-SLOTS = 4
+SLOTS = 16
+"""Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
+ranks share cores."""
+
 CELLS = 2
+"""Eager buffers of medium messages from one rank to another, which they take in turn."""
+
+SHORT_PARTS = 64
+"""A short message, which has the buffer of its slot, is at most a cell divided by this."""
+
 INLINE = 56
 """Bytes that fit beside a flag."""
 
@@ -50,8 +58,8 @@ KIND = LENGTHS * MARKS
 """Flags are the message's number times this, plus its label. Numbers have 45 bits: enough for a year of messages."""
 
 CELL = 1 << 18
-"""Most bytes of a cell, the eager buffer of two slots. Messages up to `shm.STREAMED` that do not fit are cut: one part
-is read while the next is written. Longer ones are sent by address if ranks may read each other's memory."""
+"""Most bytes of a cell, the eager buffer of a medium message. Messages up to `shm.STREAMED` that do not fit are cut:
+one part is read while the next is written. Longer ones are sent by address if ranks may read each other's memory."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -81,15 +89,15 @@ SPINS = 4000
 MOST_SEGMENTS = 32
 
 SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
-SLOW_NS, CONTRADICTIONS, CELLS_OUT = range(10, 13)
+SLOW_NS, SHORT_BYTES, SHORT_OUT, SHORT_IN, CONTRADICTIONS, CELLS_OUT = range(10, 16)
 CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
 PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 """Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
-into it; nanoseconds from which a copy of `copy_speed.NBYTES` bytes is slow, and consecutive copies that were not as
-expected; addresses of the cells. Then the number of segments of this rank that the peer has
-mapped, each with its first and end address; and the number of the peer's segments that this rank has mapped, each with
-its first and end address at the peer, and its first address here."""
+into it; nanoseconds from which a copy of `copy_speed.NBYTES` bytes is slow; bytes of a short buffer, addresses of those
+of the first slots; consecutive copies that were not as expected; addresses of the cells. Then the number of segments of
+this rank that the peer has mapped, each with its first and end address; and the number of the peer's segments that this
+rank has mapped, each with its first and end address at the peer, and its first address here."""
 
 
 def usable_cores() -> set[int]:
@@ -130,10 +138,11 @@ class NodeMemory:
             share_cores()
         self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
+        self.short = [cell // SHORT_PARTS // LINE * LINE for cell in self.cells]
         self.box = LINE * (SLOTS + 1)
         offsets = [0]
-        for cell in self.cells:
-            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell))
+        for cell, short in zip(self.cells, self.short, strict=True):
+            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell + SLOTS * short))
         self.offsets = offsets
         self.bytes = map_all(self.comm, offsets[-1])
         if not reduced(everyone, bool(self.bytes), MPI.LAND):
@@ -188,7 +197,7 @@ class MailboxEdge:
 
     __slots__ = (
         "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox", "place",
-        "their_ack", "theirs",
+        "short", "short_in", "short_out", "their_ack", "theirs",
     )  # fmt: skip
 
     def __init__(self, node: NodeMemory, channel: int, peer: int) -> None:
@@ -198,8 +207,11 @@ class MailboxEdge:
         self.mine, self.theirs = node.words[place], node.words[peer]
         self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
-        self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
-        self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
+        self.cells_out, self.cells_in = (
+            [cells + (rank * CELLS + turn) * cell for turn in range(CELLS)] for rank in (peer, place)
+        )
+        self.short, shorts = node.short[channel], cells + node.size * CELLS * cell
+        self.short_out, self.short_in = (shorts + rank * SLOTS * self.short for rank in (peer, place))
         self.place = peer
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
@@ -213,9 +225,12 @@ class MailboxEdge:
             cell,
             node.copied[channel],
             node.slow_ns,
+            self.short,
+            here + self.short_out,
+            there + self.short_in,
         )
-        self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
-        self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in self.cells_in[:CELLS]]
+        self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out]
+        self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in self.cells_in]
         self.update_segments()
 
     def update_segments(self) -> None:
@@ -252,10 +267,18 @@ class MailboxEdge:
             counts[ACKED] = self.theirs[self.their_ack]
         return counts[ACKED] >= number
 
+    def room(self, nbytes: int) -> int:
+        """Number of eager messages of `nbytes` that may be under way: further ones would use the same memory."""
+        return SLOTS if nbytes <= max(INLINE, self.short) else CELLS
+
     def slot_out(self, slot: int, nbytes: int) -> int:
         """Byte offset, in this rank's mailbox memory, of the data of an outgoing message of `nbytes` in `slot`."""
-        return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
+        if nbytes <= INLINE:
+            return (self.outbox + slot * WORDS + 1) * 8
+        return self.short_out + slot * self.short if nbytes <= self.short else self.cells_out[slot % CELLS]
 
     def slot_in(self, slot: int, nbytes: int) -> int:
         """Byte offset, in the peer's mailbox memory, of the data of an incoming message of `nbytes` in `slot`."""
-        return (self.inbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_in[slot]
+        if nbytes <= INLINE:
+            return (self.inbox + slot * WORDS + 1) * 8
+        return self.short_in + slot * self.short if nbytes <= self.short else self.cells_in[slot % CELLS]

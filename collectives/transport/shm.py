@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from collectives.buffers.memory import view
-from collectives.transport.mailbox import ADDRESSES, CELLS, RENDEZVOUS_BYTES, SLOTS, MailboxEdge, NodeMemory
+from collectives.transport.mailbox import ADDRESSES, CELLS, RENDEZVOUS_BYTES, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shm_messages import (
     BYTE,
@@ -93,8 +93,8 @@ class NodeAwareTransport:
         self, edge: MailboxEdge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]
     ) -> list[list[Callable[[], object]]]:
         """Receiving functions of each slot, ``take(index, data)`` per target; none for messages longer than a cell."""
-        takes: list[list[Callable[[], object]]] = [[] for _ in range(SLOTS)]
         nbytes = sum(target.nbytes for target in targets)
+        takes: list[list[Callable[[], object]]] = [[] for _ in range(edge.room(nbytes))]
         if nbytes <= self.node.cells[self._channel]:  # the sender decides whether it copies
             memory = self.node.bytes[edge.place]
             for slot, calls in enumerate(takes):

@@ -19,7 +19,6 @@ from collectives.transport.exchange import After
 from collectives.transport.mailbox import (
     ACKED,
     ADDRESSES,
-    CELLS,
     INLINE,
     KIND,
     MASK,
@@ -56,11 +55,11 @@ class EagerSend:
         self.may_go_by_address = may_go_by_address
         self.edge, self.pieces, self._fence = edge, list(pieces), edge.node.fence
         self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.label, self._room = label(self.nbytes, mark), SLOTS if self.nbytes <= INLINE else CELLS
+        self.label, self._room = label(self.nbytes, mark), edge.room(self.nbytes)
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         memory = edge.node.bytes[edge.node.place]
         self._copies = []
-        for slot in range(SLOTS):
+        for slot in range(self._room):
             start = edge.slot_out(slot, self.nbytes)
             slot_memory = memory[start : start + self.nbytes]
             self._copies.append([as_words(target, source) for target, source in _pair_up(slot_memory, pieces)])
@@ -74,7 +73,7 @@ class EagerSend:
             return False
         counts[SENT] = number
         slot = number & MASK
-        for target, source in self._copies[slot]:
+        for target, source in self._copies[slot % self._room]:
             target[...] = source
         at = self._flags[slot]
         if self.nbytes > INLINE:
@@ -145,8 +144,8 @@ def _pair_up(memory: np.ndarray, pieces: Sequence[Iovec]) -> Iterator[tuple[np.n
 class Receive:
     """Receive of an eager or a rendezvous message through a mailbox.
 
-    `_takes[slot]` are the functions that copy or reduce an eager message out of a slot; `read.calls(pieces)` returns
-    those for a rendezvous message.
+    `_takes[slot % len(_takes)]` are the functions that copy or reduce an eager message out of a slot;
+    `read.calls(pieces)` returns those for a rendezvous message.
     """
 
     __slots__ = ("_address_label", "_fence", "_flags", "_takes", "edge", "label", "nbytes", "read")
@@ -175,7 +174,7 @@ class Receive:
             self._fence()  # nothing below may be loaded before the flag
             found = words[at] - number * KIND
         if found == self.label and (self.nbytes <= INLINE or words[at + 1] == self.nbytes):
-            for take in self._takes[slot]:
+            for take in self._takes[slot % len(self._takes)]:
                 take()
         else:
             addresses = found - self._address_label
