@@ -11,6 +11,7 @@ from quant.types import Array
 class Activation(Operator):
     """Base class of elementwise activations, computed by kernels `kernel`, `<kernel>_backward`, `biased_<kernel>`."""
 
+    mixes = ()
     kernel: str
     vectors: int
     """Wide temporary vectors of a pass."""

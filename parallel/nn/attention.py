@@ -9,6 +9,7 @@ from parallel.nn.array_checks import elements, expect
 from parallel.nn.compose import Sequential
 from parallel.nn.linear import Linear
 from parallel.nn.operator import ArraySpec, GradientSink, Init, Operator, OperatorOutline, PassMode
+from parallel.nn.placement import Features
 from quant.types import Array
 
 QUERIES = 64
@@ -102,6 +103,6 @@ def self_attention(width: int, heads: int, *, init: Init | None = None, init_out
     """
     if heads < 1 or width % heads:
         raise ValueError(f"self_attention: expected a width that is a multiple of the heads, found {width} and {heads}")
-    return Sequential(
-        [Linear(width, 3 * width, init=init), CausalAttention(heads), Linear(width, width, init=init_out)]
-    )
+    inner, outer = Linear(width, 3 * width, init=init), Linear(width, width, init=init_out)
+    inner.columns, outer.rows = Features(heads, (width // heads,) * 3), Features(heads, (width // heads,))
+    return Sequential([inner, CausalAttention(heads), outer])

@@ -1,17 +1,21 @@
 """Operators built of operators: sequence, residual connection, recomputation."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, nbytes_of
+from parallel.nn.placement import Placement
 from quant.types import Array
 
 
 class Sequential(Operator):
-    """Operators applied in order. Of a whole model, the items are the *units* whose weights are gathered and freed."""
+    """Operators applied in order. Of a whole model, the items are the *units* whose weights are gathered and freed.
 
-    def __init__(self, items: Iterable[Operator]):
-        self.items = list(items)
+    `cuts`, the styles in which `parallel.tensor` cuts operators by names or patterns of names, is for whole models.
+    """
+
+    def __init__(self, items: Iterable[Operator], cuts: Mapping[str, str] | None = None):
+        self.items, self.cuts = list(items), dict(cuts or {})
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (number as text, item), so that parameter names are "3.weight" rather than "items.3.weight"."""
@@ -30,6 +34,11 @@ class Sequential(Operator):
         for item, values in zip(reversed(self.items), reversed(saved)):
             dy = item.backward(dy, values, grads)
         return dy
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        for item in self.items:
+            x = item.place(axis, x, partial)
+        return x
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline of all items: saved arrays of all, sum of flops, largest temporaries of any item."""
@@ -55,6 +64,13 @@ class Residual(Operator):
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return self.inner.backward(dy, saved, grads) + dy
 
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        """Placement of x, which the inner operator's result must share."""
+        y = self.inner.place(axis, x, partial)
+        if y != x:
+            raise self.refuse(axis, y, f"a sum of {x} and the like")
+        return x
+
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline of the inner operator, plus temporary memory for dy, which stays allocated in its backward pass."""
         inner = self.inner.outline(x)
@@ -76,6 +92,9 @@ class Recompute(Operator):
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return self.inner.backward(dy, self.inner.forward(*saved)[1], grads)
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        return self.inner.place(axis, x, partial)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline in which only x is saved; arrays saved by the inner operator count as temporaries."""

@@ -6,6 +6,7 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from parallel.nn.placement import logical_name
 from quant.types import Array
 
 
@@ -28,9 +29,13 @@ class Dropout(Operator):
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
         expect(len(x) == len(run.samples), self, expected, x)
         samples = kernels.array_namespace(x).asarray(run.samples)
-        key = kernels.key_of(run.seed, run.step, self.name)
-        keep = kernels.keep(samples, math.prod(x.shape[1:]), self.rate, key)
+        key = kernels.key_of(run.seed, run.step, logical_name(self.name))
+        keep = self._mask(samples, x.shape, key)
         return kernels.masked(x, keep.reshape(x.shape), 1 / (1 - self.rate)), keep
+
+    def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int]) -> Array:
+        """Mask of the elements to keep, of shape (batch, elements of a sample)."""
+        return kernels.keep(samples, math.prod(shape[1:]), self.rate, key)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return dy if saved is None else kernels.masked(dy, saved.reshape(dy.shape), 1 / (1 - self.rate))

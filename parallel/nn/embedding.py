@@ -14,17 +14,23 @@ class Embedding(Operator):
     `weight`, of shape (vocabulary, width), starts with `init`, by default normal with deviation 0.02.
     """
 
+    mixes = ()
+
     def __init__(self, vocabulary: int, width: int, *, init: Init | None = None):
         self.vocabulary, self.width = vocabulary, width
         self.weight = Parameter((vocabulary, width), init or normal(0.02))
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Look up token ids x, integers in [0, vocabulary) of any shape; y has shape (*x.shape, width)."""
+        self.expect_tokens(x)
+        return self.weight.data[x], x
+
+    def expect_tokens(self, x: Array) -> None:
+        """Raise ValueError unless x has integers in [0, vocabulary)."""
         expect(x.dtype.kind in "iu", self, "an array of integers", x)
         expect_range(self, x, self.vocabulary, "token")
         if x.size and int(x.min()) < 0:
             raise ValueError(f"Embedding {self.name}: token {int(x.min())} is below 0")
-        return self.weight.data[x], x
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         """Pass the table's gradient (sum of dy per token id) to `grads`; return None, as token ids have no gradient."""
@@ -39,6 +45,8 @@ class Embedding(Operator):
 
 class Unembedding(Operator):
     """Tied output projection to token scores, y = x W^T, with the table W of `embedding` (Press and Wolf, 2017)."""
+
+    mixes = (-1,)
 
     def __init__(self, embedding: Embedding):
         self.weight = embedding.weight

@@ -17,6 +17,7 @@ from parallel.nn.operator import (
     constant,
     normal,
 )
+from parallel.nn.placement import Features
 from quant.types import Array
 
 
@@ -31,10 +32,18 @@ class Linear(Operator):
         Initial W, by default normal with variance 1 / inputs. b starts at 0.
     first : bool
         True if no operator before it has parameters: backward returns None in place of dx, which saves a product.
+
+    Attributes
+    ----------
+    columns, rows : Features
+        Units in which `parallel.tensor` cuts outputs and inputs: by default single features.
     """
+
+    mixes = (-1,)
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: Init | None = None, first: bool = False):
         self.inputs, self.outputs, self.first = inputs, outputs, first
+        self.rows, self.columns = Features(inputs), Features(outputs)
         self.weight = Parameter((inputs, outputs), init or normal(1 / math.sqrt(max(inputs, 1))))
         self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None
 

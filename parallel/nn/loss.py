@@ -26,7 +26,7 @@ class Loss(Protocol):
         """Outline for arrays like these: saved arrays and bytes of temporaries; its `y` is a scalar."""
 
 
-_NOTHING = ArraySpec((), np.dtype(np.float64))
+NO_RESULT = ArraySpec((), np.dtype(np.float64))
 
 
 class SoftmaxCrossEntropy:
@@ -56,7 +56,7 @@ class SoftmaxCrossEntropy:
 
     def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
         log_sum = ArraySpec((elements(targets),), kernels.wide(y.dtype))
-        return OperatorOutline(_NOTHING, (y, targets, log_sum), 0, 3 * elements(y) * log_sum.dtype.itemsize)
+        return OperatorOutline(NO_RESULT, (y, targets, log_sum), 0, 3 * elements(y) * log_sum.dtype.itemsize)
 
 
 class MSE:
@@ -73,4 +73,4 @@ class MSE:
         return int(targets.size)
 
     def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
-        return OperatorOutline(_NOTHING, (y, targets), 0, 3 * elements(y) * kernels.wide(y.dtype).itemsize)
+        return OperatorOutline(NO_RESULT, (y, targets), 0, 3 * elements(y) * kernels.wide(y.dtype).itemsize)

@@ -34,7 +34,21 @@ def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False)
         linear = Linear(inputs, outputs, init=normal(math.sqrt((1 if last else 2) / inputs)), first=first)
         unit = [Flatten()] * first + [linear] + ([] if last else [ReLU(), *_dropouts(dropout)])
         units.append(_unit(unit, recompute and not last))
-    return Sequential(units)
+    return Sequential(units, _mlp_cuts(widths, dropout))
+
+
+def _mlp_cuts(widths: Sequence[int], dropout: float) -> dict[str, str]:
+    """Table of placements of `mlp`: layers are cut by outputs and by inputs in turn; a last one alone stays whole."""
+    cuts = {}
+    for number in range(len(widths) - 1):
+        first = int(number == 0)
+        if number % 2:
+            cuts[f"{number}.0"] = "row"
+        elif number < len(widths) - 2:
+            cuts[f"{number}.{first}"] = "column"
+            if dropout:
+                cuts[f"{number}.{first + 2}"] = f"features:{widths[number + 1]}"
+    return cuts
 
 
 def convnet(
@@ -88,7 +102,18 @@ def transformer(
         halves = [Residual(Sequential([*half, *_dropouts(dropout)])) for half in (attention, forward)]
         units.append(_unit(halves, recompute))
     units.append(Sequential([LayerNorm(width), Unembedding(embedding)]))
-    return Sequential(units)
+    return Sequential(units, {**EMBEDDING_CUTS, f"{layers + 1}.1": "vocabulary", **(BLOCK_CUTS if layers else {})})
+
+
+EMBEDDING_CUTS = {"0.0": "vocabulary"}
+BLOCK_CUTS = {
+    "*.0.inner.1": "column",
+    "*.0.inner.2": "heads",
+    "*.0.inner.3": "row",
+    "*.1.inner.1": "column",
+    "*.1.inner.3": "row",
+}
+"""Tables of placements of `transformer`: norms, dropout and residual sums stay whole on every rank."""
 
 
 def _unit(items: Sequence[Operator], recompute: bool) -> Operator:

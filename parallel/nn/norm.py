@@ -14,6 +14,7 @@ class LayerNorm(Operator):
     Ba, Kiros and Hinton, 2016.
     """
 
+    mixes = (-1,)
     bias: Parameter | None
 
     def __init__(self, width: int, eps: float = 1e-5):

@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
+from parallel.nn.placement import Partial, Placement, PlacementError, Replicate, Shard, TensorCut, logical_name
 from quant.types import Array
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -53,6 +54,8 @@ class Parameter:
         Set by `name_all`: path of attributes and numbers from the model, such as ``"3.mlp.0.weight"``.
     uses : int
         Occurrences in the model's tree, normally gradients per backward pass; 2 for tied embeddings.
+    cut : TensorCut or None
+        If this is a part of a logical tensor (`parallel.tensor`): which.
     dtype : dtype
         Storage dtype of the current or last values; before the first, float32 or as an engine has set it.
     hooks : list of callable
@@ -65,6 +68,7 @@ class Parameter:
     requires_grad: bool = True
     name: str = field(default="", init=False)
     uses: int = field(default=0, init=False)
+    cut: TensorCut | None = field(default=None, init=False)
     dtype: np.dtype = field(default=np.dtype(np.float32), init=False)
     hooks: list[GradientHook] = field(default_factory=list, init=False, repr=False)
     _data: Array = field(default=None, init=False, repr=False)
@@ -105,9 +109,11 @@ class Parameter:
         self.hooks.append(hook)
 
     def first(self, seed: int) -> np.ndarray:
-        """Initial values, float64 of `shape`; they depend only on `seed` and the parameter's name."""
-        values = self.init(np.random.default_rng([seed, crc32(self.name.encode())]), self.shape)
-        return np.asarray(values, np.float64).reshape(self.shape)
+        """Initial values, float64 of `shape`; they depend only on `seed` and the logical tensor's name and shape."""
+        shape = self.shape if self.cut is None else self.cut.shape
+        values = self.init(np.random.default_rng([seed, crc32(logical_name(self.name).encode())]), shape)
+        values = np.asarray(values, np.float64).reshape(shape)
+        return values if self.cut is None else self.cut.take(values)
 
 
 def normal(deviation: float) -> Init:
@@ -186,6 +192,8 @@ class Operator:
     """
 
     name: str = ""
+    mixes: tuple[int, ...] | None = None
+    """Dimensions of the input over which one element of the result is computed; None: all but the batch."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""
@@ -209,6 +217,22 @@ class Operator:
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Predicted result, saved arrays, flops and temporary bytes for an input of the shape and dtype of `x`."""
         raise NotImplementedError
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        """Placement of the result along a mesh axis, from that of the input; PlacementError if it cannot take that.
+
+        Adds to `partial` the replicated parameters whose gradients are terms of a sum over the axis.
+        """
+        mixed = isinstance(x, Shard) and (x.dim != 0 if self.mixes is None else x.dim in self.mixes)
+        if mixed or isinstance(x, Partial):
+            raise self.refuse(axis, x)
+        if x != Replicate():
+            partial.update(value for _, value in self.members() if isinstance(value, Parameter))
+        return x
+
+    def refuse(self, axis: str, x: Placement, expected: str = "another placement") -> PlacementError:
+        """Error that names the operator and the axis along which it cannot take the placement `x`."""
+        return PlacementError(f"{type(self).__name__} {self.name}: expected {expected} along {axis}, found {x}")
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (name, value) of parameters and operators in attributes, and in lists, tuples and dicts (`items.0`).

@@ -1,13 +1,25 @@
 """Ranks as threads of one process, with the collectives on arrays that operators use; exchanges are counted."""
 
 import threading
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-OPERATIONS = {MPI.SUM: np.add, MPI.MAX: np.maximum, MPI.MIN: np.minimum}
 PATIENCE = 30.0
+
+
+def combined(op, terms, algorithm):
+    """Terms of all ranks, combined in the order of the ranks, or by the binary tree."""
+    function = next(function for one, function in OPERATIONS if one == op)
+    if algorithm != "tree" or len(terms) == 1:
+        return reduce(function, terms)
+    pairs = [function(*terms[at : at + 2]) if at + 1 < len(terms) else terms[at] for at in range(0, len(terms), 2)]
+    return combined(op, pairs, algorithm)
+
+
+OPERATIONS = ((MPI.SUM, np.add), (MPI.MAX, np.maximum), (MPI.MIN, np.minimum))
 
 
 class _Meeting:
@@ -58,11 +70,7 @@ class ThreadComm:
         return [array for _, _, array in every]
 
     def Allreduce(self, send, receive, op=MPI.SUM, algorithm=None):
-        """Sum in the order of the ranks."""
-        every = self._arrays("allreduce", receive if send is MPI.IN_PLACE else send)
-        total = every[0]
-        for one in every[1:]:
-            total = OPERATIONS[op](total, one)
+        total = combined(op, self._arrays("allreduce", receive if send is MPI.IN_PLACE else send), algorithm)
         receive[...] = total.reshape(receive.shape)
 
     def Allgather(self, send, receive):
@@ -74,11 +82,7 @@ class ThreadComm:
 
     def Reduce_scatter(self, send, receive, counts, op=MPI.SUM, algorithm=None):
         every, start = self._arrays("reduce_scatter", send), sum(counts[: self._rank])
-        parts = [one.reshape(-1)[start : start + counts[self._rank]] for one in every]
-        total = parts[0]
-        for one in parts[1:]:
-            total = OPERATIONS[op](total, one)
-        receive.reshape(-1)[...] = total
+        receive.reshape(-1)[...] = combined(op, every, algorithm).reshape(-1)[start : start + counts[self._rank]]
 
     def Reduce_scatter_block(self, send, receive, op=MPI.SUM, algorithm=None):
         self.Reduce_scatter(send, receive, [receive.size] * self.Get_size(), op)

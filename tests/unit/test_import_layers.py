@@ -43,6 +43,7 @@ LAYERS = [
     "parallel.checkpoint",
     "parallel.mesh",
     "parallel.context",
+    "parallel.tensor",
     "parallel.data_parallel",
     "parallel.grad_compression",
     "parallel.engine",

@@ -1,0 +1,124 @@
+"""Placements: how a value and its gradient lie over the ranks of one mesh axis. Imports no arrays and no MPI.
+
+Along an axis, a value is one of these; its gradient then has the placement on the right:
+
+    =================================  ===================================  ==================================
+    placement                          value on each rank                   gradient on each rank
+    =================================  ===================================  ==================================
+    ``Replicate()``                    the whole                            the whole
+    ``Replicate(partial=True)``        the whole, for this rank's shards    a term of the sum over the ranks
+    ``Partial()``                      a term of the sum over the ranks     the whole
+    ``Shard(dim)``                     a part, cut along one dimension      the same part
+    =================================  ===================================  ==================================
+
+(Names as in PyTorch's DTensor.) An operator maps the placement of its input to that of its result (`Operator.place`),
+and raises `PlacementError` if it cannot take it. `parallel.tensor.check` walks a model with it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from collectives.schedule.chunks import even
+
+
+class PlacementError(ValueError):
+    """Raised before anything runs if an operator cannot take a value with the placement that it would get."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Base class of placements of a value along one mesh axis."""
+
+
+@dataclass(frozen=True)
+class Replicate(Placement):
+    """Equal copies of the value; the gradients are equal copies too, or, if `partial`, terms of a sum."""
+
+    partial: bool = False
+
+    def __str__(self) -> str:
+        return "a replicated value whose gradient is a partial sum" if self.partial else "a replicated value"
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """Terms of a sum over the ranks; the gradients are equal copies."""
+
+    def __str__(self) -> str:
+        return "a partial sum"
+
+
+@dataclass(frozen=True)
+class Shard(Placement):
+    """Parts of the value, cut along dimension `dim`: 0 the batch, 1 the sequence, -1 the features.
+
+    `units` are the numbers of units (columns, heads) of each logical shard, where features are cut in whole units.
+    """
+
+    dim: int
+    units: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"a value sharded along dimension {self.dim}" + (f" in {self.units} units" if self.units else "")
+
+
+class Features(NamedTuple):
+    """Structure of the features of a linear layer: sections one after another, each of the same number of units.
+
+    A feature axis is cut in whole units. Queries, keys and values of 4 heads of width 16, side by side, have 4 units of
+    the widths (16, 16, 16); plain columns have width 1.
+
+    >>> Features(4, (16, 16, 16)).ranges(0, 1)
+    ((0, 16), (64, 80), (128, 144))
+    """
+
+    units: int
+    widths: tuple[int, ...] = (1,)
+
+    def ranges(self, start: int, stop: int) -> Ranges:
+        """Index ranges of the units from `start` to `stop`, one in each section."""
+        sections = accumulate((self.units * width for width in self.widths[:-1]), initial=0)
+        return tuple((at + start * width, at + stop * width) for at, width in zip(sections, self.widths))
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges of indices, start and stop."""
+
+
+class TensorCut(NamedTuple):
+    """Part of a logical tensor that a parameter holds: some `ranges` of dimension `dim` of a tensor of `shape`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: Ranges
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        length = sum(stop - start for start, stop in self.ranges)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def take(self, values: Any) -> Any:
+        """The part of an array of the logical shape."""
+        return values.take([index for start, stop in self.ranges for index in range(start, stop)], self.dim)
+
+
+def unit_bounds(units: int, shards: int) -> list[tuple[int, int]]:
+    """First unit, and the one after the last, of each of `shards` logical shards, as equal as possible.
+
+    >>> unit_bounds(5, 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return list(pairwise(accumulate(even(units, shards), initial=0)))
+
+
+def logical_name(name: str) -> str:
+    """Name in the model that was cut: ``"1.0.@3.weight"``, of logical shard 3, without the shard.
+
+    >>> logical_name("1.0.@3.weight"), logical_name("1.0.weight")
+    ('1.0.weight', '1.0.weight')
+    """
+    return re.sub(r"\.?@\d+", "", name)

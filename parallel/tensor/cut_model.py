@@ -1,0 +1,220 @@
+"""Models cut along a mesh axis: operators named in a table of placements are replaced by their shards.
+
+The table is the model's attribute `cuts`: names of operators, or patterns of names, and the style in which each is cut
+(`STYLES`). Another style is a function and a line there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from parallel.nn.array_checks import label
+from parallel.nn.attention import CausalAttention
+from parallel.nn.dropout import Dropout
+from parallel.nn.embedding import Embedding, Unembedding
+from parallel.nn.linear import Linear
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.operator import Operator, Parameter, name_all
+from parallel.nn.placement import Partial, PlacementError, Ranges, Replicate, Shard, TensorCut, unit_bounds
+from parallel.tensor.redistribute import CopyToShards, SumShards
+from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards
+from parallel.tensor.vocabulary import EmbeddingShard, VocabularyCrossEntropy
+
+COPIES = Replicate(partial=True)
+
+
+def cut(
+    model: Operator, loss: Any, axis: Any, shards: int | None = None, algorithm: str = "auto"
+) -> tuple[Operator, Any]:
+    """Model and loss with their operators cut into logical shards, of which this rank of the axis has its part.
+
+    Operators and parameters that the table does not name are shared with `model`, which is not changed.
+
+    Parameters
+    ----------
+    model : Operator
+        With a table `cuts`.
+    loss
+        Replaced by `VocabularyCrossEntropy` if the model's result is sharded.
+    axis : MeshAxis
+    shards : int
+        Logical shards of every operator, by default one per rank; a multiple of the ranks. With as many shards, and
+        sums by "tree", every number of ranks has the same bits, if each has a power of two of shards, or all.
+    algorithm : str
+        Of the sums over ranks.
+
+    Raises
+    ------
+    PlacementError
+        If the model has no table, or cannot be cut like this.
+    """
+    shards = axis.size if shards is None else shards
+    if shards % axis.size:
+        raise PlacementError(f"shards: expected a multiple of the {axis.size} ranks along {axis.name}, found {shards}")
+    if shards == 1:
+        return model, loss
+    table = getattr(model, "cuts", None)
+    if not table:
+        raise PlacementError(f"{axis.name}: expected a model with a table `cuts` of the operators to cut, found none")
+    name_all(model)
+    cutter = Cutter(axis, shards, algorithm)
+    ours = cutter.replaced(model, dict(table), {})
+    if table := [pattern for pattern in table if pattern not in cutter.used]:
+        raise PlacementError(f"cuts: expected names of operators of the model, found {', '.join(table)}")
+    name_all(ours)
+    for parameter in ours.parameters():
+        if id(parameter) in cutter.whole:
+            raise PlacementError(f"cuts: {parameter.name} is cut in one operator and whole in another")
+    y = ours.place(axis.name, Replicate(), set())
+    if isinstance(y, Shard) and type(loss) is SoftmaxCrossEntropy:
+        assert y.units is not None
+        loss = VocabularyCrossEntropy(axis, y.units, algorithm)
+    return ours, loss
+
+
+class Cutter:
+    """Cuts operators along one axis into logical shards; tensors that several operators hold are cut once.
+
+    `used` are the patterns of the table that named an operator, `whole` the parameters that were cut, by id.
+    """
+
+    def __init__(self, axis: Any, shards: int, algorithm: str):
+        self.axis, self.shards, self.algorithm = axis, shards, algorithm
+        each = shards // axis.size
+        self.numbers = range(axis.rank * each, (axis.rank + 1) * each)
+        self.used: set[str] = set()
+        self.whole: dict[int, Parameter] = {}
+        self._parts: dict[tuple[int, int], Parameter] = {}
+
+    def replaced(self, operator: Operator, table: dict[str, str], done: dict[int, Operator]) -> Operator:
+        """The operator with those that the table names replaced, at any depth; `done` are operators met before."""
+        if id(operator) in done:
+            return done[id(operator)]
+        for pattern, style in table.items():
+            if operator.name and fnmatchcase(operator.name, pattern):
+                self.used.add(pattern)
+                ours = self._cut(operator, style)
+                break
+        else:
+            ours = copy.copy(operator)
+            for name, value in vars(operator).items():
+                if isinstance(value, Operator):
+                    setattr(ours, name, self.replaced(value, table, done))
+                elif isinstance(value, list | tuple):
+                    items = [self.replaced(one, table, done) if isinstance(one, Operator) else one for one in value]
+                    setattr(ours, name, type(value)(items))
+        done[id(operator)] = ours
+        return ours
+
+    def _cut(self, operator: Operator, style: str) -> Operator:
+        name, _, argument = style.partition(":")
+        styles = {of: function for (text, of), function in STYLES.items() if text == name}
+        function = next((function for of, function in styles.items() if type(operator) is of), None)
+        if function is None:
+            fits = " or ".join(of.__name__ for of in styles) or f"one of {sorted({text for text, _ in STYLES})}"
+            raise PlacementError(f"cuts: {style!r} is for {fits}, found {label(operator)}")
+        return CutOperator(function(operator, self, *([int(argument)] if argument else [])))
+
+    def bounds(self, operator: Operator, units: int, what: str) -> tuple[dict[int, tuple[int, int]], Shard]:
+        """Bounds of the units of this rank's shards, and the placement of the features that are cut so."""
+        if units < self.shards:
+            most = f"at most {units} shards along {self.axis.name}, one for each of the {what}"
+            raise PlacementError(f"{label(operator)}: expected {most}; found {self.shards}")
+        every = unit_bounds(units, self.shards)
+        return {n: every[n] for n in self.numbers}, Shard(-1, tuple(stop - start for start, stop in every))
+
+    def part(self, parameter: Parameter, number: int, dim: int, ranges: Ranges) -> Parameter:
+        """Logical shard of a parameter: these ranges of one dimension."""
+        key = id(parameter), number
+        if key not in self._parts:
+            part = TensorCut(parameter.shape, dim, ranges)
+            ours = Parameter(part.local_shape, parameter.init, parameter.decay, parameter.requires_grad)
+            ours.cut, ours.dtype, ours.hooks = part, parameter.dtype, parameter.hooks
+            self._parts[key] = ours
+            self.whole[id(parameter)] = parameter
+        return self._parts[key]
+
+    def spread(self, shards: Mapping[int, Any]) -> CopyToShards:
+        """f: before shards that have a weight."""
+        return CopyToShards(self.axis, shards[self.numbers[0]].weight, self.algorithm)
+
+    def sum(self, shards: Mapping[int, Any]) -> SumShards:
+        """g: after them."""
+        return SumShards(self.axis, shards[self.numbers[0]].weight, self.algorithm)
+
+
+def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
+    """Linear layer cut by outputs: x whole, y sharded; the bias is cut too."""
+    bounds, features = cutter.bounds(linear, linear.columns.units, "outputs")
+    shards: dict[int, Operator] = {}
+    for number, units in bounds.items():
+        ranges = linear.columns.ranges(*units)
+        shards[number] = shard = copy.copy(linear)
+        shard.outputs = sum(stop - start for start, stop in ranges)
+        shard.weight = cutter.part(linear.weight, number, 1, ranges)
+        shard.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, ranges)
+    return [cutter.spread(shards), Shards(cutter.axis.name, shards, COPIES, features)]
+
+
+def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
+    """Linear layer cut by inputs: x sharded, y a sum over the ranks, to which the bias is added once."""
+    bounds, features = cutter.bounds(linear, linear.rows.units, "inputs")
+    shards: dict[int, Operator] = {}
+    for number, units in bounds.items():
+        ranges = linear.rows.ranges(*units)
+        shards[number] = shard = copy.copy(linear)
+        shard.inputs, shard.bias = sum(stop - start for start, stop in ranges), None
+        shard.weight = cutter.part(linear.weight, number, 0, ranges)
+    bias = [] if linear.bias is None else [AddBias(linear.bias)]
+    return [Shards(cutter.axis.name, shards, features, Partial()), cutter.sum(shards), *bias]
+
+
+def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
+    """Attention cut by heads."""
+    bounds, features = cutter.bounds(attention, attention.heads, "heads")
+    shards: dict[int, Operator] = {}
+    for number, (start, stop) in bounds.items():
+        shards[number] = shard = copy.copy(attention)
+        shard.heads = stop - start
+    return [Shards(cutter.axis.name, shards, features, features)]
+
+
+def _dropout(dropout: Dropout, cutter: Cutter, width: int) -> list[Operator]:
+    """Dropout of sharded features, of `width` altogether; masks are parts of the whole mask."""
+    bounds, features = cutter.bounds(dropout, width, "features")
+    shards = {number: DropoutShard(dropout.rate, width, *units) for number, units in bounds.items()}
+    return [Shards(cutter.axis.name, shards, features, features)]
+
+
+def _embedding(embedding: Embedding, cutter: Cutter) -> list[Operator]:
+    """Token embedding cut by tokens: a sum in which all terms but one are zero."""
+    bounds, _ = cutter.bounds(embedding, embedding.vocabulary, "tokens")
+    shards = {
+        number: EmbeddingShard(embedding, cutter.part(embedding.weight, number, 0, (units,)), *units)
+        for number, units in bounds.items()
+    }
+    return [Shards(cutter.axis.name, shards, Replicate(), Partial()), cutter.sum(shards)]
+
+
+def _unembedding(output: Unembedding, cutter: Cutter) -> list[Operator]:
+    """Output projection cut by tokens: scores are sharded, and the loss becomes `VocabularyCrossEntropy`."""
+    bounds, features = cutter.bounds(output, output.weight.shape[0], "tokens")
+    shards: dict[int, Operator] = {}
+    for number, units in bounds.items():
+        shards[number] = shard = copy.copy(output)
+        shard.weight = cutter.part(output.weight, number, 0, (units,))
+    return [cutter.spread(shards), Shards(cutter.axis.name, shards, COPIES, features)]
+
+
+STYLES: dict[tuple[str, type[Operator]], Callable[..., list[Operator]]] = {
+    ("column", Linear): _column,
+    ("row", Linear): _row,
+    ("heads", CausalAttention): _heads,
+    ("features", Dropout): _dropout,
+    ("vocabulary", Embedding): _embedding,
+    ("vocabulary", Unembedding): _unembedding,
+}
+"""Operators that replace one of a type, by style; ``features:256`` gives the style an argument."""
