@@ -163,6 +163,24 @@ def _product(a: Array, b: Array) -> Array:
     return kernels.matmul(a, b, out=xp.empty((*a.shape[:-1], b.shape[-1]), kernels.wide(a.dtype)))
 
 
+def attention(
+    q: Array, kv: Array, queries: Iterable[range], keys: Iterable[range], mask: AttentionMask
+) -> tuple[Array, Array]:
+    """Attention of queries over keys at these blocks of positions: (result like q, log of the sum of exponentials)."""
+    made = forward_tiles(q, queries)
+    attend(made, kv, keys, mask)
+    return collected(made, q)
+
+
+def attention_gradients(
+    queries: Iterable[BackwardTile], q: Array, kv: Array, keys: Iterable[range], mask: AttentionMask
+) -> tuple[Array, Array]:
+    """Gradients, wide, of q and of kv."""
+    made, dkv = list(queries), kernels.array_namespace(q).zeros(kv.shape, kernels.wide(q.dtype))
+    attend_backward(made, kv, dkv, keys, mask)
+    return collected_gradient(made, q), dkv
+
+
 def collected(queries: Iterable[ForwardTile], q: Array) -> tuple[Array, Array]:
     """Results of all tiles, of the shape and dtype of q, and the logs of sums of exponentials, wide."""
     xp = kernels.array_namespace(q)

@@ -8,12 +8,9 @@ from parallel.nn.attention_mask import CAUSAL, AttentionMask
 from parallel.nn.attention_tiles import (
     KEYS,
     QUERIES,
-    attend,
-    attend_backward,
+    attention,
+    attention_gradients,
     backward_tiles,
-    collected,
-    collected_gradient,
-    forward_tiles,
     tiles,
     visible_tiles,
 )
@@ -108,17 +105,12 @@ class BlockwiseAttention(Operator):
     def _attend(self, q: Array, kv: Array) -> tuple[Array, Array]:
         """Result, of the shape and dtype of q, and log of the sum of exponentials."""
         blocks = (range(q.shape[3]),)
-        queries = forward_tiles(q, blocks)
-        attend(queries, kv, blocks, self.mask)
-        return collected(queries, q)
+        return attention(q, kv, blocks, blocks, self.mask)
 
     def _attend_backward(self, q: Array, kv: Array, out: Array, log_sum: Array, dout: Array) -> tuple[Array, Array]:
         """Gradients of q and kv, wide."""
         blocks = (range(q.shape[3]),)
-        queries = backward_tiles(q, out, log_sum, dout, blocks)
-        dkv = kernels.array_namespace(q).zeros(kv.shape, kernels.wide(q.dtype))
-        attend_backward(queries, kv, dkv, blocks, self.mask)
-        return collected_gradient(queries, q), dkv
+        return attention_gradients(backward_tiles(q, out, log_sum, dout, blocks), q, kv, blocks, self.mask)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline; counts 4 * d flops per head and per pair of query and key that is computed (whole tiles)."""

@@ -1,6 +1,7 @@
 """Ranks as threads of one process, with the collectives on arrays that operators use; exchanges are counted."""
 
 import threading
+from collections import defaultdict, deque
 from functools import reduce
 from typing import NamedTuple
 
@@ -29,6 +30,22 @@ class _Meeting:
         self.size = size
         self.values = [None] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self._lock = threading.Lock()
+        self._waiting = defaultdict(deque)
+
+    def start(self, key, kind, array):
+        """Start a send or receive between two ranks; it is done when the other side has been started."""
+        message, other = _Message(array), "receives" if kind == "sends" else "sends"
+        with self._lock:
+            if not self._waiting[key, other]:
+                self._waiting[key, kind].append(message)
+                return message
+            partner = self._waiting[key, other].popleft()
+            sent, received = (message, partner) if kind == "sends" else (partner, message)
+            assert sent.array.nbytes == received.array.nbytes, f"{key}: {sent.array.nbytes}, {received.array.nbytes}"
+            received.array[...] = sent.array
+            message.done = partner.done = True
+        return message
 
     def exchange(self, rank, value):
         self.values[rank] = value
@@ -90,6 +107,32 @@ class ThreadComm:
     def Alltoall(self, send, receive):
         blocks = [one.reshape(self.Get_size(), -1)[self._rank] for one in self._arrays("alltoall", send)]
         receive.reshape(-1)[...] = np.concatenate(blocks)
+
+    def Alltoallv(self, send, receive):
+        """`sent` leaves out the block that stays here."""
+        (array, counts), bounds = send, np.cumsum([0, *send[1]])
+        every = self._meeting.exchange(self._rank, (array.reshape(-1).copy(), bounds))
+        receive[0].reshape(-1)[...] = np.concatenate(
+            [flat[starts[self._rank] : starts[self._rank + 1]] for flat, starts in every]
+        )
+        self.calls.append(("alltoallv", array.nbytes - counts[self._rank] * array.itemsize))
+
+    def Isend(self, send, peer, tag=0):
+        self.calls.append(("send", send[0].nbytes))
+        return self._meeting.start((self._rank, peer, tag), "sends", send[0].copy())
+
+    def Irecv(self, receive, peer, tag=0):
+        return self._meeting.start((peer, self._rank, tag), "receives", receive[0])
+
+
+class _Message:
+    """Request of a send or receive."""
+
+    def __init__(self, array):
+        self.array, self.done = array, False
+
+    def Test(self):
+        return self.done
 
 
 class ThreadAxis(NamedTuple):

@@ -1,0 +1,67 @@
+"""Base of attention over a sequence that is divided over the ranks of a mesh axis.
+
+Each rank has the tokens of its blocks (`parallel.context.sequence_division`), and computes what its queries get. The
+algorithms differ in how keys and values reach them. Bytes sent per rank and layer, with c ranks, batch b, length s,
+g key/value heads of width d, h = heads x d, element size e, and gradients in float32:
+
+    ==========  ==============================  ===============================================
+    algorithm   forward                         backward
+    ==========  ==============================  ===============================================
+    ring        2 (c-1)/c b s g d e             2 (c-1)/c b s g d (e + 4)
+    allgather   2 (c-1)/c b s g d e             2 (c-1)/c b s g d (e + 4)
+    ulysses     2 (c-1)/c^2 b s (h + g' d) e    2 (c-1)/c^2 b s (h + g' d) e
+    ==========  ==============================  ===============================================
+
+g' is the larger of g and c: with fewer key/value heads than ranks, ulysses sends copies.
+"""
+
+from typing import Any
+
+from parallel.context.sequence_division import Blocks, SequenceDivision
+from parallel.nn.array_checks import expect
+from parallel.nn.attention_mask import CAUSAL, AttentionMask
+from parallel.nn.blockwise_attention import BlockwiseAttention
+from parallel.nn.operator import ArraySpec, OperatorOutline
+
+
+class ContextAttention(BlockwiseAttention):
+    """Attention of this rank's queries over the keys of all ranks; x and y hold this rank's tokens only.
+
+    Parameters
+    ----------
+    axis : MeshAxis
+        With `rank`, `size` and `comm`.
+    division : SequenceDivision
+        Over the ranks of the axis; sequences have its length.
+    heads, kv_heads, mask
+        As of `BlockwiseAttention`; positions are those in the whole sequence.
+    """
+
+    def __init__(
+        self,
+        axis: Any,
+        division: SequenceDivision,
+        heads: int,
+        kv_heads: int | None = None,
+        mask: AttentionMask = CAUSAL,
+    ):
+        super().__init__(heads, kv_heads, mask)
+        if division.ranks != axis.size:
+            raise ValueError(f"division: expected one over {axis.size} ranks, found {division}")
+        self.axis, self.division = axis, division
+
+    @property
+    def blocks(self) -> Blocks:
+        """Positions of this rank's tokens."""
+        return self.division.blocks(self.axis.rank)
+
+    def _expect(self, x: Any) -> None:
+        super()._expect(x)
+        size = self.division.size(self.axis.rank)
+        expected = f"{size} of {self.division.length} positions on rank {self.axis.rank} of {self.axis.size}"
+        expect(x.shape[1] == size, self, expected, x)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        self._expect(x)
+        keys = tuple(block for rank in range(self.axis.size) for block in self.division.blocks(rank))
+        return self._outline(x, self.blocks, keys)
