@@ -1,12 +1,13 @@
-"""Cache keys of buffer arguments: equal for arguments of the same lengths and types at any addresses.
+"""Cache keys of arguments: equal for buffers of the same shapes, counts and types at any addresses.
 
 >>> import numpy as np
 >>> describe(np.zeros(3))[1]
-(24, dtype('float64'))
+((3,), dtype('float64'))
 >>> describe([np.zeros(3), [2, 1]])[1] == describe((np.zeros(3), [2, 1]))[1]
 True
 """
 
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def is_constant(number: int) -> bool:
 def describe(spec: Any) -> tuple[np.ndarray | None, tuple[Any, ...]]:
     """NumPy array of a buffer argument, None if it has none, and a key of all else; TypeError for other arguments."""
     if type(spec) is _ndarray:
-        return spec, (spec.nbytes, spec.dtype)
+        return spec, (spec.shape, spec.dtype)
     if spec is None or spec is _IN_PLACE:
         return None, ()
     if type(spec) not in (list, tuple) or not 2 <= len(spec) <= 4 or type(spec[0]) is not _ndarray:
@@ -41,8 +42,8 @@ def _part(value: Any) -> Any:
     """Key of counts, displacements or a datatype."""
     kind = type(value)
     if kind is list or kind is tuple:
-        if value and type(value[0]) is int:
-            return kind, *value
+        if value and type(value[0]) is int and value[-1] is not None:
+            return kind, *map(index, value)  # TypeError for a float, which is equal to an integer
         return kind, *map(_part, value)
     if kind is int or kind is str or value is None:
         return value
@@ -50,9 +51,22 @@ def _part(value: Any) -> Any:
         return value.dtype, value.shape, value.tobytes()
     if id(value) in _CONSTANTS:
         return id(value)
+    if isinstance(value, np.integer):
+        return int(value)
     raise TypeError
 
 
 def counts_key(counts: Any) -> Any:
-    """Key of the counts of a call; without counts a list, which is unhashable, so that the call is not cached."""
-    return [] if counts is None else _part(counts)
+    """Key of the counts of a call; where there is none a list, which is unhashable, so that the call is not cached."""
+    try:
+        return [] if counts is None else _part(counts)
+    except TypeError:
+        return []
+
+
+def root_key(root: Any) -> Any:
+    """Key of a root that is not an int, but may be another integer; a list where there is none, as in `counts_key`."""
+    try:
+        return index(root)
+    except TypeError:
+        return []

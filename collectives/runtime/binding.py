@@ -92,14 +92,21 @@ def changes_target(call: Call) -> bool:
     return bool(call.recv_blocks)
 
 
+def separate_bytes(call: Call) -> tuple[int, int]:
+    """Bytes of source and target, from their addresses on, that may not overlap: 0 in place or if one is not used."""
+    source, target = call.source, call.target
+    if source is None or target is None or source is target or not (call.send_blocks and call.recv_blocks):
+        return 0, 0
+    sent, received = buffer_spans(call)
+    return sent * call.unit.itemsize, received * call.unit.itemsize
+
+
 def check_no_overlap(call: Call) -> None:
     source, target = call.source, call.target
-    if source is None or target is None or source is target or source.device != target.device:
+    if source is None or target is None or source.device != target.device:
         return
-    if not (call.send_blocks and call.recv_blocks and source.contiguous and target.contiguous):
-        return
-    ends = [span * call.unit.itemsize for span in buffer_spans(call)]
-    if all(ends) and source.address < target.address + ends[1] and target.address < source.address + ends[0]:
+    sent, received = separate_bytes(call) if source.contiguous and target.contiguous else (0, 0)
+    if sent and received and source.address < target.address + received and target.address < source.address + sent:
         raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
 
 
@@ -246,22 +253,26 @@ class EagerBuffers(NamedTuple):
         program, one_array = self.program, s is r
 
         def run(sendbuf: Any, recvbuf: Any) -> bool:
-            if sendbuf is recvbuf and not one_array:
+            if not one_array and overlaps(sendbuf, recvbuf):
+                return False
+            if store is not None and recvbuf.flags.num & READY != READY:
                 return False
             if load is not None:
                 if not sendbuf.flags.c_contiguous:
                     return False
                 load[...] = sendbuf
-            if store is None:
-                run_program(program)
-                return True
-            if recvbuf.flags.num & READY != READY:
-                return False
             run_program(program)
-            recvbuf[...] = store
+            if store is not None:
+                recvbuf[...] = store
             return True
 
         return run
+
+
+def overlaps(one: np.ndarray, other: np.ndarray) -> bool:
+    """True if two dense arrays share memory."""
+    owners = one.base is None and other.base is None
+    return one is other or (not owners and np.may_share_memory(one, other))
 
 
 def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:

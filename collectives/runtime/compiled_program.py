@@ -211,7 +211,7 @@ def _place(memories: Sequence[tuple[int, int]], address: int, nbytes: int) -> tu
 class CompiledProgram:
     """A program as a table, and the functions that run it. The `Program` that it is made from keeps its memory.
 
-    `on_arrays` runs it on other arrays than those it was bound to, which `expect` describes.
+    `on_arrays` runs it on other arrays than those it was bound to, of the same shapes and dtypes; see `expect`.
     """
 
     broken = False
@@ -236,19 +236,18 @@ class CompiledProgram:
         self._address = MPI.Get_address(self._table)
         self._run, self._advance = table_kernel.functions()
 
-    def expect(self, sendbuf: np.ndarray, recvbuf: np.ndarray, source: int | None, target: int | None) -> None:
-        """Describe the arrays that `on_arrays` accepts; the same object twice for a call with one array.
+    def expect(self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int]) -> None:
+        """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
 
-        The program's source and target begin at the addresses `source` and `target` in them; None for own memory.
+        The program's source and target begin at the addresses `memories` in them; None for own memory. Their first
+        `separate` bytes may not overlap.
         """
-        arrays = (sendbuf, table.SEND_ARRAY, table.SOURCE, source), (recvbuf, table.RECV_ARRAY, table.TARGET, target)
-        for array, place, memory, address in arrays:
+        places = (table.SEND_ARRAY, table.SOURCE), (table.RECV_ARRAY, table.TARGET)
+        for (place, memory), array, address, nbytes in zip(places, arrays, memories, separate, strict=True):
             words = self._table[place : place + table.ARRAY_WORDS]
-            words[table.ITEM_TYPE], words[table.ITEM_SIZE] = id(array.dtype), array.itemsize
-            words[table.NBYTES], words[table.WRITTEN] = array.nbytes, memory in self._written
+            words[table.WRITTEN], words[table.NBYTES] = memory in self._written, nbytes
             words[table.MEMORY] = table.IGNORED if address is None else memory
             words[table.OFFSET] = 0 if address is None else address - MPI.Get_address(array)
-        self._table[table.ONE_ARRAY] = sendbuf is recvbuf
 
     @property
     def position(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
+from collectives.runtime.binding import overlaps
 from collectives.runtime.call import Blocks, Call
 from collectives.runtime.program import ElementArray, Program
 from collectives.schedule.semantics import MEANINGS
@@ -118,6 +119,8 @@ def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], 
     root = (call.root,) if MEANINGS[call.collective].rooted else ()
 
     def run(send: Any, recv: Any) -> bool:
+        if not (send.flags.forc and recv.flags.forc and recv.flags.writeable) or overlaps(send, recv):
+            return False
         if call.collective == "broadcast":
             method([recv, byte], *root)
         elif op is None:

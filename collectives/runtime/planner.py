@@ -76,7 +76,7 @@ class Planner:
         call, device = self._on_device(call, choice)
         if device is None and binding.needs_staging(call):  # anew in every call
             program = self._bind(call, choice, "blocking")
-            self._run_or_poison(program)
+            self._run_or_poison(program, call)
             program.free()
             return
         small = device is None and binding.fits_eager_buffers(call)
@@ -85,6 +85,8 @@ class Planner:
         if entry is None:
             entry = self._bind_eager(call, choice) if small else self._bind(call, choice, "blocking", device)
             self.cache.add(key, entry)
+        else:
+            self.cache.count_repeat()
         if isinstance(entry, Program) and entry.stream is not None:
             entry.stream.follow(*(buffer.owner for buffer in call.buffers))
         try:
@@ -93,16 +95,15 @@ class Planner:
             else:
                 run_program(entry)
         except BaseException as error:
-            self.cache.evict(key)  # its messages may still be active: never start them again
-            self.cache.poison(error)
+            self.cache.poison(error, self.cache.evict(key), call)
             raise
         self.cache.store(cache_key, key, call)
 
-    def _run_or_poison(self, program: Program) -> None:
+    def _run_or_poison(self, program: Program, call: Call) -> None:
         try:
             run_program(program)
         except BaseException as error:
-            self.cache.poison(error)
+            self.cache.poison(error, program, call)
             raise
 
     def _on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
@@ -284,7 +285,7 @@ class Planner:
             wire = self._wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
         exchange.load(call)
-        self._run_or_poison(exchange.program)
+        self._run_or_poison(exchange.program, call)
         self._count_exchanges[key] = exchange
         if len(self._count_exchanges) > MAX_PROGRAMS:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives.errors import RanksDisagree
 from collectives.runtime import compiled_program
 from collectives.runtime.argument_keys import describe, is_constant
-from collectives.runtime.binding import EagerBuffers, memories, program_of
+from collectives.runtime.binding import EagerBuffers, memories, program_of, separate_bytes
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
@@ -116,6 +116,7 @@ class ProgramCache:
         self._repeats = 0
         self.nbytes = 0
         self.broken: str | None = None
+        self._orphans: list[object] = []
 
     def run_cached(
         self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
@@ -138,9 +139,9 @@ class ProgramCache:
             if not call.run(s, r):
                 return UNCACHEABLE
         except BaseException as error:
+            self.poison(error, call, s, r)
             if call.key in self.bound:
                 self.evict(call.key)
-            self.poison(error)
             raise
         return ()
 
@@ -172,7 +173,7 @@ class ProgramCache:
             return None
         compiled = compile_program(program)
         if compiled is not None:
-            compiled.expect(key.sendbuf, key.recvbuf, *memories(call))
+            compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))
         return compiled
 
     def count_repeat(self) -> None:
@@ -210,9 +211,13 @@ class ProgramCache:
             del self.calls[known]
         return program
 
-    def poison(self, error: BaseException) -> None:
-        """Make all later blocking calls on this communicator raise, as messages of the aborted one may still arrive."""
+    def poison(self, error: BaseException, *memory: object) -> None:
+        """Make all later blocking calls on this communicator raise, as messages of the aborted one may still arrive.
+
+        `memory`, of the aborted call, is kept, since these messages are read from it and written to it.
+        """
         self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._orphans += memory
         self.calls.clear()
 
     def check_in_step(self) -> None:

@@ -23,16 +23,15 @@ of memory into which a peer's memory is read before it is reduced; and the first
 BASES = VECTOR + 4
 """The first of `MEMORIES` addresses of the memories."""
 
-ITEM_TYPE, ITEM_SIZE, NBYTES, WRITTEN, MEMORY, OFFSET, ARRAY_WORDS = range(7)
+WRITTEN, MEMORY, OFFSET, NBYTES, ARRAY_WORDS = range(5)
 SEND_ARRAY = BASES + MEMORIES
 RECV_ARRAY = SEND_ARRAY + ARRAY_WORDS
-"""The two arrays that a call passes, each in `ARRAY_WORDS` words: address of the dtype object, bytes of an element and
-of the array, 1 if it is written, the memory that it is, and the offset of that in the array."""
+"""The two arrays that a call passes, each in `ARRAY_WORDS` words: 1 if it is written, the memory that it is, the offset
+of that in the array, and its bytes that may not overlap those of the other array."""
 
-ONE_ARRAY = RECV_ARRAY + ARRAY_WORDS
-SHARED_CORES = ONE_ARRAY + 1
+SHARED_CORES = RECV_ARRAY + ARRAY_WORDS
 HEADER_WORDS = SHARED_CORES + 1
-"""1 if both arrays are the same one; 1 if the core is yielded between polls; and the length of the header."""
+"""1 if the core is yielded between polls; and the length of the header."""
 
 # ------------------------------------------------------------------------------------------ the sections
 

@@ -108,12 +108,13 @@ _ON_BOOLS = {
 
 _KERNELS = {
     "f": _ARITHMETIC,
-    "c": {np.add: _add, np.multiply: _multiply},
+    "c": {np.add: _add},
     "i": _ARITHMETIC | _LOGICAL | _BITWISE,
     "u": _ARITHMETIC | _LOGICAL | _BITWISE,
     "b": {ufunc: _BITWISE[bits] for bits, ufuncs in _ON_BOOLS.items() for ufunc in ufuncs},
 }
-"""Kernels by the kind of a dtype and NumPy's ufunc."""
+"""Kernels by the kind of a dtype and NumPy's ufunc; none for products of complex numbers, where NumPy uses fused
+operations or not, depending on the processor and the position in the array."""
 
 _compiling = Lock()
 """Held while kernels are compiled: two threads would write the same files."""

@@ -480,9 +480,8 @@ def _advance(t, spins):
     return table.DONE
 
 
-DATA, NDIM, DIMENSIONS, ITEM_TYPE, FLAGS = 16, 24, 32, 56, 64
-"""Offsets in NumPy's array object (PyArrayObject): the pointer to the data, the number of dimensions, the pointer to
-their lengths, the dtype object, and the flags."""
+DATA, FLAGS = 16, 64
+"""Offsets in NumPy's array object (PyArrayObject): the pointer to the data, and the flags."""
 
 DENSE, ALIGNED, WRITEABLE = 0x3, 0x100, 0x400
 """Flags of such an object; dense: C- or Fortran-contiguous."""
@@ -490,31 +489,24 @@ DENSE, ALIGNED, WRITEABLE = 0x3, 0x100, 0x400
 
 @_compile
 def _fits(array, t, expected):
-    """True if an array object is of the expected dtype and length, dense, aligned, and writeable if necessary."""
-    if _word(array + ITEM_TYPE) != _at(t, expected + table.ITEM_TYPE):
+    """True if an array object is dense, aligned, and writeable if necessary; all else is in its cache key."""
+    flags = _word(array + FLAGS)
+    if not flags & DENSE or not flags & ALIGNED:
         return False
-    flags = _word(array + FLAGS) & 0xFFFF
-    if not flags & DENSE or not flags & ALIGNED or (_at(t, expected + table.WRITTEN) and not flags & WRITEABLE):
-        return False
-    nbytes, lengths = _at(t, expected + table.ITEM_SIZE), _word(array + DIMENSIONS)
-    for index in range(_word(array + NDIM) & 0xFFFF):
-        nbytes *= _word(lengths + 8 * index)
-    return nbytes == _at(t, expected + table.NBYTES)
+    return flags & WRITEABLE != 0 or _at(t, expected + table.WRITTEN) == 0
 
 
 def _run(send, recv, t, spins):
     s, r = _object(send), _object(recv)
     if not _fits(s, t, table.SEND_ARRAY) or not _fits(r, t, table.RECV_ARRAY):
         return table.OTHER_ARRAYS
-    source, target = _word(s + DATA), _word(r + DATA)
-    source_end, target_end = (
-        source + _at(t, table.SEND_ARRAY + table.NBYTES),
-        target + _at(t, table.RECV_ARRAY + table.NBYTES),
-    )
-    if not _at(t, table.ONE_ARRAY) and source < target_end and target < source_end:
+    source = _word(s + DATA) + _at(t, table.SEND_ARRAY + table.OFFSET)
+    target = _word(r + DATA) + _at(t, table.RECV_ARRAY + table.OFFSET)
+    sent, received = _at(t, table.SEND_ARRAY + table.NBYTES), _at(t, table.RECV_ARRAY + table.NBYTES)
+    if sent and received and source < target + received and target < source + sent:
         return table.OTHER_ARRAYS  # they overlap, which the Python code reports as an error
-    _set(t, table.BASES + _at(t, table.SEND_ARRAY + table.MEMORY), source + _at(t, table.SEND_ARRAY + table.OFFSET))
-    _set(t, table.BASES + _at(t, table.RECV_ARRAY + table.MEMORY), target + _at(t, table.RECV_ARRAY + table.OFFSET))
+    _set(t, table.BASES + _at(t, table.SEND_ARRAY + table.MEMORY), source)
+    _set(t, table.BASES + _at(t, table.RECV_ARRAY + table.MEMORY), target)
     return _advance(t, spins)
 
 

@@ -1,7 +1,9 @@
 """Calls that are broken off, by Ctrl-C or an operation that raises: what comes after them works or says why not."""
 
+import gc
 import signal
 import time
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -71,6 +73,25 @@ def test_ctrl_c_in_a_blocking_call(own, before, method):
         total = np.zeros(5)
         new.Allreduce(np.ones(5), total)
         assert (total == size).all()
+
+
+@pytest.mark.parametrize("before", [0, 1, 6], ids=["new", "known", "compiled"])
+def test_the_memory_of_an_aborted_call_is_kept(own, before):
+    """Peers may still read it, and the MPI write to it."""
+    vector = np.zeros(5)
+    for _ in range(before):
+        own.Bcast(vector, 1, algorithm="linear")
+    own.Barrier()
+    if own.Get_rank() == 0:
+        with ctrl_c():
+            own.Bcast(vector, 1, algorithm="linear")
+        remains = weakref.ref(vector)
+        del vector
+        gc.collect()
+        assert remains() is not None
+    else:
+        time.sleep(LATER)
+        own.Bcast(vector, 1, algorithm="linear")
 
 
 @pytest.mark.parametrize("waits", ["Wait", "Test"])

@@ -177,6 +177,107 @@ def test_errors_are_the_same(quick, slow, wrong):
     assert (total == quick.Get_size()).all()
 
 
+def last(count, size):
+    """Counts of two elements, but the last one."""
+    return [2] * (size - 1) + [count]
+
+
+REFUSED = {
+    "root": (lambda comm, size, root: comm.Bcast(ones(2), root), 0, 0.0),
+    "count": (lambda comm, size, count: comm.Allreduce([ones(2), count], ones(2)), 2, 2.0),
+    "counts": (lambda comm, size, count: comm.Allgatherv(ones(2), [ones(2 * size), last(count, size)]), 2, 2.0),
+    "recvcounts": (lambda comm, size, count: comm.Reduce_scatter(ones(2 * size), ones(2), last(count, size)), 2, 2.0),
+    "not contiguous": (lambda comm, size, a: comm.Allreduce(a, ones(2), algorithm="native"), ones(2), ones(4)[::2]),
+    "read-only": (
+        lambda comm, size, a: comm.Allreduce(ones(2), a, algorithm="native"),
+        *(ones(2), np.frombuffer(bytes(16))),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_call_is_treated_as_the_first_one_after_equal_calls(quick, slow, case):
+    """A float that is equal to an integer, and arrays that MPI's own collectives do not take."""
+    call, right, wrong = REFUSED[case]
+    outcomes = []
+    for comm in (slow, quick):
+        for calls in (0, 6):
+            for _ in range(calls):
+                call(comm, comm.Get_size(), right)
+            outcome = "fine"
+            try:
+                call(comm, comm.Get_size(), wrong)
+            except (ValueError, TypeError) as error:
+                outcome = type(error), str(error)
+            outcomes.append(outcome)
+            call(comm, comm.Get_size(), right)
+    assert outcomes == outcomes[:1] * 4
+
+
+@pytest.mark.parametrize("kind", [int, np.int32, np.int64])
+def test_counts_of_any_integers(quick, kind):
+    size = quick.Get_size()
+    for _ in range(6):
+        mine = np.zeros(2)
+        quick.Reduce_scatter(ones(2 * size), mine, [kind(2)] * size)
+        quick.Bcast(mine, kind(size - 1))
+        assert (mine == size).all()
+
+
+def test_other_shapes_of_equal_lengths(quick, slow):
+    for comm in (slow, quick):
+        for shape in [(6,), (2, 3), (6, 1), (6,), (1, 6), (3, 2), ()] * 3:
+            total = ones(shape)
+            comm.Allreduce(MPI.IN_PLACE, total)
+            assert (total == comm.Get_size()).all()
+
+
+def test_blocks_of_one_array(quick):
+    """Send and receive buffer in one array, then in two arrays that overlap, apart and not."""
+    rank, size = quick.Get_rank(), quick.Get_size()
+    for turn in range(12):
+        memory = np.zeros(2 * size + 8)
+        first, second = memory[4:-2], memory[6:] if turn % 2 else memory[4:-2]
+        first[2 * size :] = rank + turn, 0
+        if turn > 6 and turn % 2:
+            second = memory[2:-4]
+            with pytest.raises(ValueError, match="overlap"):
+                quick.Allgatherv([second, (2, 2 * size)], [first, ([2] * size, None)])
+            continue
+        first, second = (first, first) if turn % 2 == 0 else (first, memory[:-6])
+        quick.Allgatherv([first, (1, 2 * size)], [second, ([1] * size, None)])
+        assert second[:size].tolist() == [float(other + turn) for other in range(size)]
+
+
+def test_products_of_complex_numbers(quick, slow):
+    chance = np.random.default_rng(quick.Get_rank())
+    for dtype in "FD":
+        mine = (chance.standard_normal(101) + 1j * chance.standard_normal(101)).astype(dtype)
+        total, model = np.zeros_like(mine), np.zeros_like(mine)
+        slow.Allreduce(mine, model, MPI.PROD)
+        for _ in range(5):
+            quick.Allreduce(mine, total, MPI.PROD)
+            assert total.tobytes() == model.tobytes()
+
+
+def test_equal_calls_are_compiled_in_every_spelling(quick, monkeypatch):
+    """A dtype object of an array's own, as unpickling makes it, and calls that are all of one spelling."""
+    if quick._planner.node is None or not compiled_program.available():
+        pytest.skip("nothing is compiled")
+    own, size = np.dtype("f8").newbyteorder().newbyteorder(), quick.Get_size()
+    assert own is not np.dtype("f8")
+    calls = {
+        "Allgatherv": lambda: quick.Allgatherv([ones(1), 1], [ones(size), [1] * size]),
+        "Allreduce": lambda: quick.Allreduce(ones(3), ones(3)),
+    }
+    for call in calls.values():
+        for _ in range(6):
+            call()
+    assert compiled(quick) == set(calls)
+    monkeypatch.setattr(quick._planner, "run", None)
+    quick.Allreduce(ones(3, own), ones(3))
+
+
 def test_a_compiled_rank_and_one_that_is_not(world, monkeypatch):
     monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2 if world.Get_rank() % 2 else 10**9)
     with Communicator(world) as comm:
