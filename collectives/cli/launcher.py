@@ -141,7 +141,7 @@ def launcher_stream(descriptor: int) -> TextIO | None:
 
 
 def progress(total: int, description: str, unit: str = "it") -> tqdm[Any] | ProgressLines:
-    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every `PLAIN` seconds."""
+    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every tenth."""
     root = MPI.COMM_WORLD.Get_rank() == 0
     if root and not on_terminal():
         return ProgressLines(total, description, unit)
@@ -149,8 +149,8 @@ def progress(total: int, description: str, unit: str = "it") -> tqdm[Any] | Prog
     return tqdm(total=total, desc=description, unit=unit, disable=not root, **look)
 
 
-PLAIN = 10.0
-"""Seconds between two lines of progress without a terminal."""
+PLAIN = 1.0
+"""Least seconds between two lines of progress without a terminal."""
 
 
 class ProgressLines(AbstractContextManager["ProgressLines"]):
@@ -160,20 +160,27 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
         self.n, self._total, self._title, self._clock = 0, total, f"{description}: {unit}", clock
         self._postfix = ""
         self._last = self._began = clock()
+        self._shown = -1
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         self._postfix = s and f", {s}"
 
     def update(self, n: int = 1) -> None:
-        """Advance by `n`; print a line if the last one is `PLAIN` seconds old."""
-        self.n += n
-        now = self._clock()
-        if now - self._last >= PLAIN:
-            self._last = now
-            share = f" ({self.n / self._total:.0%})" if self._total else ""
-            took = tqdm.format_interval(now - self._began)
-            text = f"{self._title} {self.n} of {self._total}{share}{self._postfix}, {took}"
-            print(text, file=sys.stderr, flush=True)
+        """Advance by `n`; print a line at every tenth of the total, at most one in `PLAIN` seconds."""
+        before, self.n = self.n, self.n + n
+        parts = max(1, self._total)
+        if self.n * 10 // parts > before * 10 // parts and self._clock() - self._last >= PLAIN:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Print a line, unless there is one for this position."""
+        if self.n == self._shown:
+            return
+        self._last, self._shown = self._clock(), self.n
+        share = f" ({self.n / self._total:.0%})" if self._total else ""
+        took = tqdm.format_interval(self._last - self._began)
+        text = f"{self._title} {self.n} of {self._total}{share}{self._postfix}, {took}"
+        print(text, file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         """No-op."""

@@ -43,10 +43,21 @@ def short(number: float) -> str:
     return f"{rounded:.3g}"
 
 
+def format_share(share: float) -> str:
+    """Format a share with two significant digits if it is small.
+
+    >>> format_share(0.423), format_share(0.0423), format_share(0.00423)
+    ('42%', '4.2%', '0.42%')
+    """
+    return f"{share:.{0 if share >= 0.1 or not share else 1 if share >= 0.01 else 2}%}"
+
+
 def format_speed(training: Training, speed: Throughput) -> str:
-    words = f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"
-    words += "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
-    return f"{words}, communication {speed.communication_share:.0%}"
+    words = [f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"]
+    if speed.mfu is not None and speed.hfu is not None:
+        words.append(f"MFU {format_share(speed.mfu)}")
+        words += [f"HFU {format_share(speed.hfu)}"] * (speed.hfu > speed.mfu)
+    return ", ".join([*words, f"communication {format_share(speed.communication_share)}"])
 
 
 def format_loss(training: Training, loss: float) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from parallel.checkpoint.step_folders import FAMILIES, CheckpointError
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.runtime.vector_memory import to_host
 from quant.types import Array
 
 OPTIONAL = "feedback"
@@ -103,6 +105,22 @@ def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[Pla
         load[writer] += entries[name].nbytes
         families[name.partition("/")[0]].append(PlannedTensor(name, entries[name], tuple(pieces), writer))
     return {family: some for family, some in families.items() if some or family != OPTIONAL}
+
+
+def whole_tensors(comm: MPI.Intracomm, slices: Sequence[TensorSlice]) -> dict[str, np.ndarray]:
+    """Whole tensors by name on all ranks, from the slices of all. Collective; CheckpointError as `plan`."""
+    held = [piece for piece in slices if piece.mine and len(piece.array)]
+    mine = {(piece.name, piece.start): piece.array for piece in held}
+    found = {}
+    for tensor in (tensor for planned in plan(comm, held).values() for tensor in planned):
+        values = np.empty(math.prod(tensor.entry.shape), tensor.entry.dtype)
+        for part in tensor.parts:
+            here = values[part.start : part.start + part.size]
+            if part.rank == comm.Get_rank():
+                here[...] = to_host(mine[tensor.name, part.start])
+            comm.Bcast(here, part.rank)
+        found[tensor.name] = values.reshape(tensor.entry.shape)
+    return found
 
 
 def natural_key(name: str) -> list[Any]:

@@ -106,7 +106,8 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
     parts = f", parts begin at units {resolved.cuts.rpartition(',')[0]}" if resolved.cuts else ""
     threads = f"{args.threads} thread{'s' * (args.threads != 1)}"
     say(f"{resolved.layout} on {ranks} rank{'s' * (ranks != 1)} of {threads}{parts}, {plan.steps} steps")
-    for remark in plan.remarks:
+    crowd = resources.crowd(comm, args.threads)
+    for remark in (*plan.remarks, *([crowd] if crowd else [])):
         say(remark)
 
 

@@ -84,13 +84,19 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=int, default=3, metavar="K", help="number of checkpoints to keep (default 3)")
     add("--resume", nargs="?", const=True, metavar="CHECKPOINT", help="continue from this checkpoint, or the newest")
     add("--test-every", type=int, metavar="N", help="steps between tests (default: an epoch, or ten in all)")
+    add(
+        "--test-samples",
+        type=int,
+        metavar="N",
+        help="most samples of a test (default: all; 256 of a text before the end)",
+    )
     add("--json", type=Path, metavar="FILE", help="metrics, a line per step and a summary")
     add("--plot", type=Path, metavar="FILE", help="learning curve as a picture")
     add("--trace", type=Path, metavar="FILE", help="trace of a few steps for ui.perfetto.dev")
 
 
 def argument_error(args: argparse.Namespace) -> str | None:
-    for name in ("every", "keep", "test_every", "threads"):
+    for name in ("every", "keep", "test_every", "test_samples", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
             return f"--{name.replace('_', '-')}: expected 1 or more, found {value}"

@@ -109,7 +109,7 @@ class TrainingRun:
         self._began = time.perf_counter()
         self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
         peak = resources.peak_flops(comm, args.device, threads=args.threads)
-        self._meter = ThroughputMeter(training.flops_per_sample, peak)
+        self._meter = ThroughputMeter((training.flops_per_sample, training.executed_flops_per_sample), peak)
         if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
             watchdog.stop()
             launcher.print_when(lambda: training.is_reporter)
@@ -134,18 +134,20 @@ class TrainingRun:
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
             for index, record in enumerate(training.run(lambda: interrupt.seen)):
-                self._record(record, test_every)
+                is_tested = self._record(record, test_every)
                 if index in TRACED:
                     self._events += training.engine.events
                 training.engine.events.clear()
                 if args.checkpoint and training.done % save_every == 0:
                     checkpoints.save()
                     notice.set_text(checkpoints.killed_text())
-                if self._meter.window_seconds > REFRESH:
+                if is_tested or self._meter.window_seconds > REFRESH:
                     loss, speed = format_loss(training, record.report.loss), self._meter.recent()
                     text = f"{loss}{self._test_text}, {format_speed(training, speed)}"
                     bar.set_postfix_str(text, refresh=False)
                 bar.update()
+                if is_tested:
+                    bar.refresh()
             if args.checkpoint and training.done > checkpoints.tried:
                 checkpoints.save()
             number = int(self._comm.allreduce(interrupt.number, MPI.MAX))
@@ -154,21 +156,22 @@ class TrainingRun:
                 print(text, file=output, flush=True) if output else say(text)
             return 128 + number if number else 0
 
-    def _record(self, record: StepRecord, test_every: int) -> None:
-        """Add a step to meter and metrics file; every `test_every` steps, except the last, also test the model."""
+    def _record(self, record: StepRecord, test_every: int) -> bool:
+        """Add a step to meter and metrics file; every `test_every` steps, except the last, also test: returns True."""
         training, metrics = self._training, self._metrics
         self._meter.add(record.samples, record.seconds, record.report.communication)
         done, line = training.done, record.line()
-        if done % test_every == 0 and done < training.steps and not record.report.stop:
-            score = training.score(TEST_SAMPLES * (training.task.kind == "bytes") or None)
+        if is_tested := done % test_every == 0 and done < training.steps and not record.report.stop:
+            score = training.score(self._args.test_samples or TEST_SAMPLES * (training.task.kind == "bytes") or None)
             line |= score.line()
             self._test_text = f", {format_score(score)}"
         intact = metrics.problem is None
         metrics.add(line)
         if intact and metrics.problem:
             say(f"warning: {self._args.json} has no line of step {done} yet: {metrics.problem}; the training goes on")
+        return is_tested
 
-    def _summary(self, score: EvalScore, speed: Throughput) -> dict[str, Any]:
+    def _summary(self, score: EvalScore, tested: int, speed: Throughput) -> dict[str, Any]:
         """Summary of the run for the last line of the metrics file. Collective."""
         training, lines = self._training, self._metrics.lines
         return {
@@ -176,11 +179,13 @@ class TrainingRun:
             "step": training.done,
             "loss": lines[-1]["loss"] if lines else None,
             **score.line(),
+            "test_samples": tested,
             f"{unit(training)}_per_s": speed.samples_per_s * tokens(training),
             "mfu": speed.mfu,
+            "hfu": speed.hfu,
             "updates": training.engine.updates,
             "communication_share": speed.communication_share,
-            **self._memory(),
+            **self._by_rank(),
             "seconds": time.perf_counter() - self._began,
             "ranks": MPI.COMM_WORLD.Get_size(),
             "settings": asdict(training.settings),
@@ -190,10 +195,11 @@ class TrainingRun:
         """Test the trained model, write metrics, plot and trace; returns 0; OutputError if a file fails. Collective."""
         args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
         checkpoints = self._checkpoints
-        with launcher.progress(len(training.task.test), "test", "sample") as bar:
-            score = training.score(tell=lambda done, count: bar.update(done - bar.n))
+        count = min(len(training.task.test), args.test_samples or len(training.task.test))
+        with launcher.progress(count, "test", "sample") as bar:
+            score = training.score(count, tell=lambda done, count: bar.update(done - bar.n))
         speed = self._meter.overall(comm)
-        final = self._summary(score, speed)
+        final = self._summary(score, count, speed)
         metrics.add(final)
         metrics.close()
         if args.json and training.is_reporter and not self._reporter:  # the first reporter is dead
@@ -221,11 +227,17 @@ class TrainingRun:
 
         plot_learning(self._args.plot, self._metrics.lines, title_of(self._training), machine())
 
-    def _memory(self) -> dict[str, int]:
-        """Peak bytes by memory ledger and of the process: maximum over ranks (if fault-tolerant: own). Collective."""
+    def _by_rank(self) -> dict[str, Any]:
+        """Peak bytes by memory ledger and of the process, the maximum and by rank; communication share by rank.
+
+        Collective. In a fault-tolerant training those of this rank only.
+        """
         ledger = self._training.engine.ledger
-        peaks = {
-            "peak_bytes": sum(ledger.allocated.values()) + ledger.work,
-            "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT,
+        own = {
+            "peak_bytes": int(sum(ledger.allocated.values()) + ledger.work),
+            "resident_bytes": int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT),
+            "communication_share": self._meter.communication_share,
         }
-        return {name: int(self._comm.allreduce(nbytes, MPI.MAX)) for name, nbytes in peaks.items()}
+        ranks = self._comm.allgather(own)
+        most = {name: max(one[name] for one in ranks) for name in ("peak_bytes", "resident_bytes")}
+        return {**most, "by_rank": {name: [one[name] for one in ranks] for name in own}}

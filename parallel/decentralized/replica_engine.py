@@ -238,4 +238,6 @@ def _cause(problem: Exception | None) -> Exception | None:
     if problem is None:
         return None
     cause = problem.__cause__ if isinstance(problem, StepFailed) and problem.__cause__ else problem
-    return RuntimeError(f"{type(cause).__name__}: {describe(cause)}")
+    named = RuntimeError(f"{type(cause).__name__}: {describe(cause)}")
+    named.__cause__ = cause
+    return named

@@ -1,1 +1,49 @@
 """Models as operators with explicit forward and backward passes, on NumPy and CuPy arrays, without MPI."""
+
+from parallel.nn.activation import GELU, ReLU, SiLU
+from parallel.nn.attention import CausalAttention, self_attention
+from parallel.nn.compose import Recompute, Residual, Sequential
+from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
+from parallel.nn.dropout import Dropout
+from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.linear import Flatten, Linear
+from parallel.nn.loss import MSE, Loss, SoftmaxCrossEntropy
+from parallel.nn.models import build, convnet, mlp, transformer
+from parallel.nn.norm import LayerNorm, RMSNorm
+from parallel.nn.operator import ArraySpec, Operator, OperatorOutline, Parameter, PassMode, constant, normal
+
+__all__ = [
+    "GELU",
+    "MSE",
+    "ArraySpec",
+    "AvgPool2d",
+    "CausalAttention",
+    "Conv2d",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "LayerNorm",
+    "Linear",
+    "Loss",
+    "MaxPool2d",
+    "Operator",
+    "OperatorOutline",
+    "Parameter",
+    "PassMode",
+    "PositionEmbedding",
+    "RMSNorm",
+    "ReLU",
+    "Recompute",
+    "Residual",
+    "Sequential",
+    "SiLU",
+    "SoftmaxCrossEntropy",
+    "Unembedding",
+    "build",
+    "constant",
+    "convnet",
+    "mlp",
+    "normal",
+    "self_attention",
+    "transformer",
+]

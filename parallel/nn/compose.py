@@ -48,7 +48,8 @@ class Sequential(Operator):
             x = outlines[-1].y
         saved = tuple(outline.saved for outline in outlines)
         work = max((outline.work for outline in outlines), default=0)
-        return OperatorOutline(x, saved, sum(outline.flops for outline in outlines), work)
+        flops, recomputed = (sum(getattr(outline, name) for outline in outlines) for name in ("flops", "recomputed"))
+        return OperatorOutline(x, saved, flops, work, recomputed)
 
 
 class Residual(Operator):
@@ -99,4 +100,5 @@ class Recompute(Operator):
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline in which only x is saved; arrays saved by the inner operator count as temporaries."""
         inner = self.inner.outline(x)
-        return OperatorOutline(inner.y, (x,), inner.flops, inner.work + nbytes_of(inner.saved))
+        work, recomputed = inner.work + nbytes_of(inner.saved), inner.flops + inner.recomputed
+        return OperatorOutline(inner.y, (x,), inner.flops, work, recomputed)

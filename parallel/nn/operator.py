@@ -176,19 +176,22 @@ class OperatorOutline(NamedTuple):
         Multiplications and additions of the forward pass's matrix products and convolutions.
     work : int
         Peak bytes of temporaries of either pass with the reference kernels, besides x, y, dx, dy and `saved`.
+    recomputed : int
+        Those of the flops that the backward pass computes again.
     """
 
     y: ArraySpec
     saved: Any
     flops: int = 0
     work: int = 0
+    recomputed: int = 0
 
 
 class Operator:
     """Base class of layers. Parameters and operators in attributes, or in lists, tuples and dicts there, belong to it.
 
-    Subclasses implement `forward`, `backward` and `outline`. Arrays have the storage dtype (float32, float64, or a half
-    type); operators compute wider where needed.
+    Subclasses implement `forward` and `backward`, and may implement `outline`. Arrays have the storage dtype (float32,
+    float64, or a half type); operators compute wider where needed.
     """
 
     name: str = ""
@@ -215,8 +218,13 @@ class Operator:
         raise NotImplementedError
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Predicted result, saved arrays, flops and temporary bytes for an input of the shape and dtype of `x`."""
-        raise NotImplementedError
+        """Predicted result, saved arrays, flops and temporary bytes for an input of the shape and dtype of `x`.
+
+        By default from a forward pass on zeros, which leaves out flops and temporaries.
+        """
+        from parallel.nn.trial_outline import trial_outline
+
+        return trial_outline(self, x)
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
         """Placement of the result along a mesh axis, from that of the input; PlacementError if it cannot take that.

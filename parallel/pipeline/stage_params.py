@@ -16,6 +16,7 @@ from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
+from parallel.nn.trial_outline import loss_outline
 from parallel.pipeline.param_division import SharedParamGroup, divide
 from parallel.pipeline.schedule.actions import Action
 from parallel.pipeline.schedule.activation_memory import versions
@@ -109,7 +110,7 @@ class Portion:
                 kept, work = [outline.y, outline.saved], max(work, outline.work)
                 if part == self.plan.placement.parts - 1:
                     y = ArraySpec(*y)
-                    end = loss.outline(outline.y, y)
+                    end = loss_outline(loss, outline.y, y)
                     kept, work = [*kept, y, end.saved], max(work, end.work)
                 held[key] = nbytes_of(kept)
                 most = max(most, sum(held.values()))
@@ -126,11 +127,7 @@ class Portion:
         outlines: list[OperatorOutline] = []
         for start, stop in pairwise(self.cuts):
             part = Sequential(self.division.units[start:stop])
-            try:
-                outlines.append(part.outline(outlines[-1].y if outlines else x))
-            except NotImplementedError:
-                some = f"an operator in units {start} to {stop - 1}"
-                raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
+            outlines.append(part.outline(outlines[-1].y if outlines else x))
         return outlines
 
     def _line(self, microbatches: int) -> tuple[Action, ...]:

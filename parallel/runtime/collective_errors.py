@@ -31,7 +31,7 @@ def raise_on_all(
             message if len(ranks) == len(messages) else f"{message} (rank {', '.join(map(str, ranks))})"
             for message, ranks in ranks_of.items()
         ]
-        raise kind(f"{trouble}: {'; '.join(texts)}")
+        raise kind(f"{trouble}: {'; '.join(texts)}") from problem
 
 
 def collective_call(

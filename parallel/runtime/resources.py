@@ -44,6 +44,18 @@ def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
         return threads * min(1.0, float(cores / node.allreduce(threads)))
 
 
+def crowd(comm: MPI.Intracomm, threads: int) -> str | None:
+    """Remark if the ranks of a node, of `threads` threads each, have more threads than cores, else None. Collective."""
+    with _node(comm) as node:
+        cores, ranks, total = _cores(node)[1], node.Get_size(), node.allreduce(threads)
+    worst = max(comm.allgather((total / cores, total, ranks, cores)))
+    if worst[0] <= 1:
+        return None
+    _, total, ranks, cores = worst
+    have = f"{ranks} ranks of a node have {total} thread{'s' * (total > 1)} on {cores} core{'s' * (cores > 1)}"
+    return f"{have}: they take turns, so speed and communication are not those of a core for each"
+
+
 def limit_threads(threads: int) -> None:
     """Set the number of BLAS threads of this process; ImportError without threadpoolctl."""
     try:

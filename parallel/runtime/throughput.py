@@ -1,4 +1,4 @@
-"""Training throughput: samples per second, share of communication, model FLOPs utilisation."""
+"""Training throughput: samples per second, share of communication, utilisation of the peak FLOPs."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,26 @@ from mpi4py import MPI
 
 @dataclass(frozen=True)
 class Throughput:
-    """Samples per second, share of time in communication, and model FLOPs utilisation (None if no peak is known)."""
+    """Samples per second, share of time in communication, utilisation of the peak FLOPs (None if that is unknown).
+
+    `mfu` counts the FLOPs of the model, `hfu` also those of recomputation (Chowdhery et al., "PaLM", 2022).
+    """
 
     samples_per_s: float
     communication_share: float
     mfu: float | None
+    hfu: float | None
 
 
 class ThroughputMeter:
     """Meter of training throughput; `add` takes a step's samples (of all ranks), seconds and communication seconds.
 
     The overall throughput leaves out the first step of a process, which allocates and compiles, if there are others.
-    `peak` is the FLOPs per second of all ranks.
+    `flops` are those of a sample, without and with recomputation; `peak` is the FLOPs per second of all ranks.
     """
 
-    def __init__(self, flops_per_sample: float, peak: float | None = None):
-        self._flops, self._peak = flops_per_sample, peak
+    def __init__(self, flops: tuple[float, float], peak: float | None = None):
+        self._flops, self._peak = flops, peak
         self._first: np.ndarray | None = None
         self._total, self._window = np.zeros(3), np.zeros(3)
 
@@ -46,6 +50,12 @@ class ThroughputMeter:
         self._window[:] = 0
         return self._throughput(samples, seconds, _ratio(communication, seconds))
 
+    @property
+    def communication_share(self) -> float:
+        """This rank's share of communication in all steps but the first."""
+        total = self._total if self._total[1] or self._first is None else self._first
+        return _ratio(float(total[2]), float(total[1]))
+
     def overall(self, comm: MPI.Intracomm) -> Throughput:
         """Throughput of all steps but the first, with the share of communication over all ranks. Collective."""
         total = self._total if self._total[1] or self._first is None else self._first
@@ -54,7 +64,8 @@ class ThroughputMeter:
 
     def _throughput(self, samples: float, seconds: float, share: float) -> Throughput:
         rate = _ratio(samples, seconds)
-        return Throughput(rate, share, rate * self._flops / self._peak if self._peak else None)
+        mfu, hfu = (rate * flops / self._peak if self._peak else None for flops in self._flops)
+        return Throughput(rate, share, mfu, hfu)
 
 
 def _ratio(a: float, b: float) -> float:

@@ -1,10 +1,11 @@
 """Table of training strategies: for each layout, the engine class, checks of settings and automatic choices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from parallel.data.sampler import Batch, Dataset, OnDemandSampler, StepBatches
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
@@ -49,7 +50,7 @@ class Strategy(NamedTuple):
 
     `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks.
     `workers` is the number of ranks, or pipelines, that share the samples of a step. `resolve` decides open fields
-    (collective); ``take(n)`` returns n samples for its trials.
+    (collective); if it `measures` the model, ``take(n)`` returns n samples for its trials.
     """
 
     engine_class: Callable[[Settings], Any]
@@ -57,6 +58,7 @@ class Strategy(NamedTuple):
     workers: Callable[[Settings, int], int] = lambda settings, ranks: ranks
     resolve: Callable[[TrainJob, Settings, Take], Resolved] = lambda job, settings, take: Resolved(settings)
     fields: tuple[str, ...] = ()  # that not every strategy has
+    measures: bool = False  # `resolve` needs samples
     has_variants: bool = False  # the layout may have a suffix after a colon
     pulls_work: bool = False  # ranks request micro-batches one by one, and must be able to load any of a step
     survives_failures: bool = False  # training continues after the death of a rank, if the MPI does
@@ -91,7 +93,13 @@ STRATEGIES = {
     for name, layout in LAYOUTS.items()
 }
 STRATEGIES["pp"] = Strategy(
-    _pipeline_class, pipeline_config.check, pipeline_config.workers, _choose_cuts, PIPELINE_FIELDS, has_variants=True
+    _pipeline_class,
+    pipeline_config.check,
+    pipeline_config.workers,
+    _choose_cuts,
+    PIPELINE_FIELDS,
+    measures=True,
+    has_variants=True,
 )
 STRATEGIES["ps"] = Strategy(
     lambda settings: ParameterServer,
@@ -105,6 +113,13 @@ STRATEGIES |= {
     name: Strategy(lambda settings: ReplicaEngine, styles.refuse, fields=style.options)
     for name, style in STYLES.items()
 }
+
+
+def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, data: Dataset) -> Sequence[Batch]:
+    """This rank's micro-batches of a training step, loaded from the data set at once, or when ranks request them."""
+    if strategy.pulls_work:
+        return OnDemandSampler(step, data)
+    return list(step.batches(data, engine.share(len(step.parts))))
 
 
 def strategy_of(settings: Settings) -> Strategy:

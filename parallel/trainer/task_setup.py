@@ -89,9 +89,10 @@ def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, 
     return x, y
 
 
-def flops(model: Sequential, task: LearningTask, precision: str) -> float:
+def flops(model: Sequential, task: LearningTask, precision: str) -> tuple[float, float]:
     """FLOPs of matrix products to train on one sample: three times the forward pass, as a backward counts as two.
 
-    Recomputation does not count.
+    Without and with those that are computed again in the backward pass (`Recompute`).
     """
-    return float(3 * model.outline(specs(task, precision, 1)[0]).flops)
+    outline = model.outline(specs(task, precision, 1)[0])
+    return float(3 * outline.flops), float(3 * outline.flops + outline.recomputed)

@@ -7,7 +7,7 @@ The caller may save, print or stop between two steps; nothing is printed here.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
-from parallel.checkpoint.tensor_slices import TensorSlice
-from parallel.data.sampler import Batch, Dataset, OnDemandSampler, Sampler, StepBatches, prefetch
+from parallel.data.sampler import Batch, Dataset, Sampler, StepBatches, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import NAMES, RUN_FIELDS, Settings
@@ -30,9 +27,10 @@ from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.step_report import Evaluation
-from parallel.runtime.validation import expect_integer, expect_mapping
+from parallel.runtime.validation import expect_mapping
+from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
-from parallel.trainer.strategies import TrainableEngine, TrainJob, strategy_of
+from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from parallel.trainer.task_setup import flops, loss_of, measure_of, prepare, sampler_of, specs, steps_of
 
 PARTS_PER_EVALUATION = 16
@@ -61,7 +59,8 @@ class TrainingPlan:
 
     Attributes
     ----------
-    task, sampler, flops_per_sample
+    task, sampler
+    flops_per_sample, executed_flops_per_sample : without and with recomputation
     settings, resolved : as given (but for `fault_tolerant`), and with the fields that a layout leaves open decided
     fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
         collective may be called on all ranks, and nothing may wait for `MPI_Finalize`.
@@ -88,7 +87,7 @@ class TrainingPlan:
         self.sampler = sampler_of(self.resolved, self.task, ranks)
         self.steps = steps_of(settings, self.task)
         self.parameters = sum(place.size for place in FlatParams(model).places)
-        self.flops_per_sample = flops(model, self.task, settings.precision)
+        self.flops_per_sample, self.executed_flops_per_sample = flops(model, self.task, settings.precision)
         shapes, sizes = partial(specs, self.task, settings.precision), self.sampler.sizes(self.steps)
         workload = Workload(comm.Get_rank(), ranks, shapes, sizes, settings.pool)
         self._engine_class = strategy.engine_class(self.resolved)
@@ -154,10 +153,7 @@ class Training(TrainingPlan):
 
     def _ahead(self) -> Iterator[tuple[StepBatches, Sequence[Batch]]]:
         for step in self.sampler.ahead():
-            if self._strategy.pulls_work:
-                yield step, OnDemandSampler(step, self.task.train)
-            else:
-                yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
+            yield step, batches_of(self._strategy, self.engine, step, self.task.train)
 
     def _drawn(self, pool: WorkQueue) -> Iterator[tuple[StepBatches, Iterator[Batch]]]:
         """Yield each step with an iterator that takes micro-batches from the shared queue only when they are needed."""
@@ -190,18 +186,12 @@ class Training(TrainingPlan):
         """
         facts = {
             "settings": asdict(self.settings),
-            "engine": self.engine.state(),
             "sampler": self.sampler.position(),
             "random": {"seed": self.settings.seed, "step": self.done},
             "optimizer": self._job.optimizer.describe(),
             "ranks": self._comm.Get_size(),
         }
-
-        def write(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> None:
-            checkpoint_files.save(comm, directory, self.done, slices, facts, keep=keep)
-
-        self.engine.save(write)
-        return directory / checkpoint_files.name_of(self.done)
+        return save_engine(self.engine, directory, facts, keep)
 
     def resume(self, found: Checkpoint) -> None:
         """Load a checkpoint, written with any number of ranks and layout, to continue from it. Collective.
@@ -218,35 +208,13 @@ class Training(TrainingPlan):
             sampler.load(found.facts["sampler"])
         except ValueError as error:
             raise CheckpointError(f"{found.path} is of another training: {error}") from error
-        self._expect_optimizer(found)
-        found.fit(self.engine.tensor_slices())
+        fit_engine(found, self.engine, self._job.optimizer)
         if found.step > self.steps:
             raise CheckpointError(
                 f"{found.path}: {found.step} steps were made already, and this training is to have {self.steps}; "
                 f"expected {found.step} or more, since steps and epochs count from the beginning"
             )
-        try:
-            if (steps := expect_integer(expect_mapping(found.facts["engine"], "state"), "steps")) != found.step:
-                raise ValueError(f"steps: expected {found.step}, as the checkpoint's own, found {steps}")
-            self.engine.load(found.facts["engine"])
-        except ValueError as error:
-            raise CheckpointError(f"{found.path} cannot be used: its engine's {error}") from error
-        found.restore(self.engine.tensor_slices())
-        self.sampler.load(found.facts["sampler"])
-        self.engine.refresh()
-
-    def _expect_optimizer(self, found: Checkpoint) -> None:
-        """Raise CheckpointError if the checkpoint has other optimizer vectors than this training."""
-        there = {name.split("/")[1] for name in found.entries if name.startswith("optimizer/")}
-        here = set(self._job.optimizer.states())
-        if there != here and self.engine.flat.places:
-            before = found.facts.get("optimizer")
-            name = before.get("name", "another one") if isinstance(before, dict) else "another one"
-            kept = [", ".join(sorted(some)) or "none" for some in (there, here)]
-            raise CheckpointError(
-                f"{found.path} is of another optimiser: it was made by {name}, which keeps vectors {kept[0]}; this "
-                f"training has {self._job.optimizer.describe()['name']}, which keeps {kept[1]}"
-            )
+        restore_engine(found, self.engine, lambda: self.sampler.load(found.facts["sampler"]))
 
     def close(self) -> None:
         self.engine.close()

@@ -48,6 +48,17 @@ def test_threads_count_as_far_as_there_are_cores(monkeypatch):
     assert resources._cores_at_once(world, 3) == pytest.approx(2 * min(1, 2 / ranks))
 
 
+def test_more_threads_than_cores(monkeypatch, world):
+    ranks = world.Split_type(MPI.COMM_TYPE_SHARED)
+    monkeypatch.setattr(resources, "_cores", lambda node: (2, 2 * node.Get_size()))
+    assert resources.crowd(world, 2) is None
+    count = ranks.Get_size()
+    ranks.Free()
+    if world.allreduce(count, MPI.MIN) == world.size:
+        have = f"{world.size} ranks of a node have {3 * world.size} threads on {2 * world.size} cores: they take turns"
+        assert resources.crowd(world, 3).startswith(have)
+
+
 def test_mfu_of_a_training_that_outlives_ranks_is_of_all_ranks(monkeypatch):
     """The peak is measured while all ranks are there, before each goes on without the others."""
     pytest.importorskip("safetensors")
@@ -61,7 +72,9 @@ def test_mfu_of_a_training_that_outlives_ranks_is_of_all_ranks(monkeypatch):
     monkeypatch.setattr(train.resources, "peak_flops", peak)
     monkeypatch.setattr(train.watchdog, "stop", lambda: None)
     monkeypatch.setattr(train.launcher, "print_when", lambda is_reporter: None)
-    training = SimpleNamespace(fault_tolerant=True, is_reporter=True, flops_per_sample=1.0)
+    training = SimpleNamespace(
+        fault_tolerant=True, is_reporter=True, flops_per_sample=1.0, executed_flops_per_sample=1.0
+    )
     with pytest.raises(InterruptedError):
         train.train(MPI.COMM_WORLD, SimpleNamespace(device="cpu", threads=1), training)
     assert seen == [MPI.COMM_WORLD]

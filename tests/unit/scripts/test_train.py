@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.m
 
 TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--steps", "60", "--dropout", "0.1"]
 TASK += ["--test-every", "15", "--threads", "1"]
-TIMED = {"seconds", "communication", "samples_per_s", "mfu", "communication_share", "resident_bytes"}
+TIMED = {"seconds", "communication", "samples_per_s", "mfu", "hfu", "communication_share", "resident_bytes", "by_rank"}
 
 
 def start(*arguments, ranks=2, program=("-m", "parallel.cli.main", "train"), **more):
@@ -313,15 +313,21 @@ def test_lines_of_progress_come_at_their_times(monkeypatch, capsys):
     from collectives.cli import launcher
 
     now = 0.0
-    with launcher.ProgressLines(10, "race", "turn", clock=lambda: now) as bar:
-        for step in range(10):
-            now = 4.0 * step
+    with launcher.ProgressLines(40, "race", "turn", clock=lambda: now) as bar:
+        for step in range(40):
+            now = 0.2 * step
             bar.set_postfix_str("loss 1")
             bar.update()
+            if step in (3, 7, 8):
+                bar.refresh()
     assert capsys.readouterr().err.splitlines() == [
-        "race: turn 4 of 10 (40%), loss 1, 00:12",
-        "race: turn 7 of 10 (70%), loss 1, 00:24",
-        "race: turn 10 of 10 (100%), loss 1, 00:36",
+        "race: turn 4 of 40 (10%), loss 1, 00:00",
+        "race: turn 8 of 40 (20%), loss 1, 00:01",
+        "race: turn 9 of 40 (22%), loss 1, 00:01",
+        "race: turn 16 of 40 (40%), loss 1, 00:03",
+        "race: turn 24 of 40 (60%), loss 1, 00:04",
+        "race: turn 32 of 40 (80%), loss 1, 00:06",
+        "race: turn 40 of 40 (100%), loss 1, 00:07",
     ]
 
 

@@ -1,0 +1,325 @@
+"""Training engine for every strategy: the settings choose data parallelism, pipelines, servers or local replicas."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
+from parallel.checkpoint.step_folders import NAME
+from parallel.data.sampler import Batch, Dataset, Sampler, prefetch
+from parallel.data.work_queue import WorkQueue
+from parallel.engine.base import check
+from parallel.engine.memory_ledger import MemoryLedger
+from parallel.engine.microbatch_pass import Measure
+from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, Settings
+from parallel.nn.operator import Operator
+from parallel.optim.optimizers import Optimizer
+from parallel.runtime.consistency_check import check_equal
+from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.vector_memory import to_host
+from parallel.trainer import engine_checkpoint
+from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
+from quant.types import Array
+
+OPTIONS = (
+    *("layout", "precision", "clip", "batch", "micro_batch", "accumulate", "reproducible", "seed", "check_every"),
+    *("bucket_bytes", "first_bytes", "compress", "pool", "device", "trace", *LAYOUT_FIELDS),
+)
+"""Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
+
+
+class Engine:
+    """Engine that trains a model on all ranks of a communicator, by the strategy of its settings.
+
+    `step` and `evaluate` take whole batches, the same on all ranks; each rank computes its share. Everything but
+    `batches` and the attributes is collective.
+
+    Parameters
+    ----------
+    model : Operator
+        The items of a `Sequential` are the units that ZeRO gathers and pipelines divide.
+    loss : see `parallel.nn.loss.Loss`
+    comm : Communicator or MPI.Intracomm
+        Not closed by the engine.
+    optimizer : Optimizer
+    settings : Settings
+    example : (inputs, targets), optional
+        Samples by which a pipeline is cut into stages of equal time; without them, stages have equally many units.
+    **options
+        Settings by name (`OPTIONS`) that replace those of `settings`, such as ``layout="zero2"``.
+
+    Attributes
+    ----------
+    inner : engine of the strategy
+    settings : with all open choices made
+    model, optimizer
+    remarks : choices that were made, for the user
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, if an argument is invalid, or if ranks differ in it.
+
+    Examples
+    --------
+    >>> from parallel import AdamW, nn
+    >>> x, y = np.eye(8, dtype=np.float32), np.arange(8)
+    >>> model, loss = nn.mlp([8, 16, 8]), nn.SoftmaxCrossEntropy()
+    >>> with Engine(model, loss, MPI.COMM_SELF, AdamW(lr=0.05), layout="zero1") as engine:
+    ...     losses = [engine.step(x, y).loss for _ in range(30)]
+    ...     engine.evaluate(x, y, loss.correct).measure
+    1.0
+    """
+
+    def __init__(
+        self,
+        model: Operator,
+        loss: Any,
+        comm: MPI.Intracomm,
+        optimizer: Optimizer,
+        settings: Settings = DEFAULTS,
+        *,
+        example: tuple[Array, Array] | None = None,
+        **options: Any,
+    ) -> None:
+        settings = with_options(settings, options)
+        self._comm = comm if isinstance(comm, Communicator) else Communicator(comm)
+        self._is_owner = self._comm is not comm
+        check(self._comm, settings)
+        self.model, self.optimizer = model, optimizer
+        self._strategy = strategy = strategy_of(settings)
+        strategy.check(settings, self._comm.Get_size())
+        remarks: tuple[str, ...] = ()
+        if not strategy.measures or example is not None:
+            job = TrainJob(model, loss, self._comm, optimizer)  # type: ignore[arg-type]
+            settings, remarks = strategy.resolve(job, settings, lambda count: _repeated(example, count))
+        elif settings.layout.endswith(":auto"):
+            raise ValueError(f"example: {settings.layout} measures the model, and needs (inputs, targets); found None")
+        self.settings = settings
+        self.inner: TrainableEngine = strategy.engine_class(settings)(model, loss, self._comm, optimizer, settings)
+        self.remarks = (*remarks, *self.inner.remarks)
+        self._pool = WorkQueue(self._comm) if settings.pool else None
+        self._workers = strategy.workers(settings, self._comm.Get_size())
+        self._micro = settings.micro(self._workers)
+        self._is_checked = False
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def step(self, x: Any, y: Any = None, *, samples: Array = None, stop: bool = False) -> StepReport:
+        """Run one training step on a batch: forward, backward, and one update of the weights.
+
+        Parameters
+        ----------
+        x, y : arrays with an axis of samples first, of equal lengths
+            Inputs and targets of the whole step, the same on all ranks. They are cut into micro-batches by the settings
+            (`micro_batch`, `accumulate`, `microbatches`). Without `y`: this rank's micro-batches, as from `batches`.
+        samples : array of int, optional
+            Numbers of the samples in the data set, for dropout; by default 0, 1, ...
+        stop : bool
+            True to end the training: the reports of all ranks have it after this or a later step.
+
+        Raises
+        ------
+        RankMismatch
+            On all ranks in the first step, if they have other batches.
+        StepFailed, ParameterMismatch
+            As `parallel.engine.base.TrainEngine.step`.
+        """
+        if y is None:
+            mine: Any = x
+        else:
+            if not self._is_checked:
+                self._expect_same(x, y)
+                self._is_checked = True
+            self._micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
+            mine = self._cut(x, y, samples, training=True)
+        options: dict[str, Any] = {} if self._pool is None else {"drawn": True}
+        return self.inner.step(mine, stop=stop, **options)
+
+    def evaluate(self, x: Any, y: Any = None, measure: Measure | None = None, *, ema: bool = False) -> Evaluation:
+        """Evaluate without training, and without dropout: mean loss and `measure` per target.
+
+        Parameters
+        ----------
+        x, y : as of `step`
+        measure : function of (scores, targets), optional
+            Summed over micro-batches, such as ``loss.correct``.
+        ema : bool
+            True to evaluate the moving average of the weights. Decentralised styles then continue from their mean.
+        """
+        with self._average(ema):
+            if y is None:
+                return self.inner.evaluate(x, measure)
+            self._expect_same(x, y)
+            return self.inner.evaluate(list(self._cut(x, y, None, training=False)), measure)
+
+    def batches(
+        self, data: Dataset, batch: int | None = None, *, epoch: int = 0, shuffle: bool = True
+    ) -> Iterator[Sequence[Batch]]:
+        """Iterate over an epoch of a data set: this rank's micro-batches of each step, for `step`. Not collective.
+
+        Only this rank's share is loaded, ahead of its use. `batch` is the number of samples of a step over all ranks,
+        by default that of the settings; the order depends on the settings' seed and `epoch`.
+        """
+        settings = self.settings if batch is None else replace(self.settings, batch=batch)
+        sampler = Sampler(len(data), settings.batch, settings.micro(self._workers), settings.seed, shuffle=shuffle)
+        if self._pool is not None:
+            pool = self._pool
+            return (step.batches(data, pool.draw(len(step.parts))) for step in sampler.steps(epoch))  # type: ignore
+        return prefetch(batches_of(self._strategy, self.inner, step, data) for step in sampler.steps(epoch))
+
+    def _cut(self, x: Any, y: Any, samples: Array, training: bool) -> Iterable[Batch]:
+        """Micro-batches of this rank; errors come in the iteration, where the step shares them with all ranks."""
+        starts = range(0, len(x), self._micro)
+        numbers: Iterable[int] = self.inner.share(len(starts))
+        if training and self._pool is not None:
+            numbers = self._pool.draw(len(starts))
+        elif training and self._strategy.pulls_work:
+            numbers = range(len(starts))
+
+        def made() -> Iterator[Batch]:
+            all_samples = np.arange(len(x)) if samples is None else np.asarray(samples)
+            if not len(x) == len(y) == len(all_samples):
+                found = f"{len(x)} inputs, {len(y)} targets, {len(all_samples)} sample numbers"
+                raise ValueError(f"x, y, samples: expected equal lengths, found {found}")
+            for number in numbers:
+                here = slice(starts[number], starts[number] + self._micro)
+                places = all_samples[here]
+                yield Batch(number, x[here], y[here], places)
+
+        return list(made()) if training and self._strategy.pulls_work else made()
+
+    def _expect_same(self, x: Any, y: Any) -> None:
+        """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective."""
+        facts = [(f"{name} of {len(array)} samples, hash", _digest(array)) for name, array in (("x", x), ("y", y))]
+        check_equal(self._comm, facts)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, skipped ones included."""
+        return self.inner.steps
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the weights."""
+        return self.inner.updates
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Predicted and allocated bytes of this rank by kind."""
+        return self.inner.ledger
+
+    @property
+    def events(self) -> list[ProfilerEvent]:
+        """Profiler events since the list was last cleared; empty unless `settings.trace`."""
+        return self.inner.events
+
+    @property
+    def is_reporter(self) -> bool:
+        """True on the one rank that reports progress."""
+        return self.inner.is_reporter
+
+    def state_dict(self, *, ema: bool = False) -> dict[str, np.ndarray]:
+        """Weights, or with `ema` their moving average, as whole tensors by parameter name, on all ranks.
+
+        New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks.
+        """
+        with self._average(ema):
+            return engine_checkpoint.state_dict(self.inner)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Set the weights to whole tensors by parameter name, the same on all ranks; optimizer state is unchanged.
+
+        With `strict`, ValueError unless these are all parameters; else some may be missing, or unknown. Arrays of
+        another shape are always a ValueError. Nothing is changed then.
+        """
+        engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
+
+    def save(self, directory: str | Path, *, keep: int = 3, **facts: Any) -> Path:
+        """Write a checkpoint into a directory that all ranks see, keep the newest `keep`; returns its folder.
+
+        `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns. CheckpointError if
+        it cannot be written.
+        """
+        about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
+        about |= {"ranks": self._comm.Get_size(), "user": facts}
+        return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Load a checkpoint, or the newest in a directory, written in any layout; returns the facts given to `save`.
+
+        CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or optimizer.
+        """
+        folder: Path | None = Path(path)
+        if not NAME.fullmatch(Path(path).name):
+            folder = latest(self._comm, Path(path))
+        if folder is None:
+            raise CheckpointError(f"{path} has no checkpoints")
+        found = Checkpoint(self._comm, folder)
+        self.inner.quiesce()
+        engine_checkpoint.fit_engine(found, self.inner, self.optimizer)
+        engine_checkpoint.restore_engine(found, self.inner)
+        return dict(found.facts.get("user", {}))
+
+    def _average(self, ema: bool) -> Any:
+        if not ema:
+            return nullcontext()
+        if not self.optimizer.ema:
+            raise ValueError("ema: expected an optimizer with a moving average, such as AdamW(ema=0.999), found none")
+        return engine_checkpoint.exchanged_average(self.inner)
+
+    def close(self) -> None:
+        """Free memory and MPI requests, parameter values too; the engine cannot be used afterwards."""
+        self.inner.close()
+        if self._pool is not None:
+            self._pool.close()
+        if self._is_owner:
+            self._comm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: Any) -> None:
+        if kind is None:
+            self.inner.quiesce()
+            self.close()
+        else:  # a rank that failed does not wait for the others
+            self.inner.__exit__(kind, *others)
+
+
+def with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
+    """Settings with some fields replaced; ValueError for names that are none, or that engines do not use."""
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings: expected Settings, or options by name, found {settings!r}")
+    for name in options:
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, n=1, cutoff=0)[0]
+            others = {field.name for field in fields(Settings)} | {"lr", "weight_decay", "betas"}
+            hint = "the optimizer, model or training program has it" if name in others else f"perhaps {near}"
+            raise ValueError(f"{name}: expected an option of engines; {hint}")
+    return replace(settings, **options)
+
+
+def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, Array]:
+    """`count` samples of the example, repeated in turn."""
+    if example is None or not len(example[0]):
+        raise ValueError("example: expected (inputs, targets) with at least one sample, found none")
+    places = np.arange(count) % len(example[0])
+    return np.asarray(example[0])[places], np.asarray(example[1])[places]
+
+
+def _digest(array: Any) -> str:
+    on_device = type(array).__module__.partition(".")[0] == "cupy"
+    values = np.ascontiguousarray(to_host(array) if on_device else array)
+    return blake2b(values.tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,129 @@
+"""State of any training engine: checkpoints, whole tensors, and an exchange of weights and their moving average."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+from mpi4py import MPI
+
+from parallel.checkpoint import checkpoint_files
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
+from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
+from parallel.optim.optimizers import EMA, Optimizer
+from parallel.runtime.collective_errors import collective_call
+from parallel.runtime.validation import expect_integer, expect_mapping
+from parallel.trainer.strategies import TrainableEngine
+
+WEIGHTS, AVERAGE = "model/", f"optimizer/{EMA}/"
+"""Beginnings of the names of slices: weights, and their moving average."""
+
+
+def save_engine(engine: TrainableEngine, directory: Path, facts: Mapping[str, Any], keep: int) -> Path:
+    """Write a checkpoint of an engine with `facts`, as `checkpoint_files.save`; returns its folder. Collective."""
+    step, facts = engine.steps, {"engine": engine.state()} | dict(facts)
+
+    def write(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> None:
+        checkpoint_files.save(comm, directory, step, slices, facts, keep=keep)
+
+    engine.save(write)
+    return directory / checkpoint_files.name_of(step)
+
+
+def fit_engine(found: Checkpoint, engine: TrainableEngine, optimizer: Optimizer) -> None:
+    """Raise CheckpointError on all ranks if a checkpoint's tensors are not those of the engine. Collective."""
+    there = {name.split("/")[1] for name in found.entries if name.startswith("optimizer/")}
+    here = set(optimizer.states())
+    if there != here and engine.flat.places:
+        before = found.facts.get("optimizer")
+        name = before.get("name", "another one") if isinstance(before, dict) else "another one"
+        kept = [", ".join(sorted(some)) or "none" for some in (there, here)]
+        raise CheckpointError(
+            f"{found.path} is of another optimiser: it was made by {name}, which keeps vectors {kept[0]}; this "
+            f"training has {optimizer.describe()['name']}, which keeps {kept[1]}"
+        )
+    found.fit(engine.tensor_slices())
+
+
+def restore_engine(found: Checkpoint, engine: TrainableEngine, sampler: Callable[[], None] = lambda: None) -> None:
+    """Load a checkpoint that fits into an engine; `sampler` is called before the engine's refresh. Collective.
+
+    CheckpointError on all ranks, with nothing changed, if its engine state is invalid.
+    """
+    try:
+        state = expect_mapping(found.facts.get("engine"), "state")
+        if (steps := expect_integer(state, "steps")) != found.step:
+            raise ValueError(f"steps: expected {found.step}, as the checkpoint's own, found {steps}")
+        engine.load(found.facts["engine"])
+    except ValueError as error:
+        raise CheckpointError(f"{found.path} cannot be used: its engine's {error}") from error
+    found.restore(engine.tensor_slices())
+    sampler()
+    engine.refresh()
+
+
+def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.ndarray]:
+    """Whole tensors of the weights or their average by parameter name, the same on all ranks. Collective."""
+
+    def gather(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> dict[str, np.ndarray]:
+        return whole_tensors(comm, [piece for piece in slices if piece.name.startswith(family)])
+
+    found: Any = engine.save(gather)
+    return {name.removeprefix(family): found[name] for name in (family + one for one in engine.flat.by_name)}
+
+
+def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping[str, Any], strict: bool) -> None:
+    """Set weights to whole tensors, equal on all ranks; ValueError, with nothing changed, if they do not fit."""
+    engine.quiesce()
+    shapes = {name: place.parameter.shape for name, place in engine.flat.by_name.items()}
+    given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
+    for piece in engine.tensor_slices():
+        name = within_family(piece.name)
+        if piece.name.startswith(WEIGHTS) and name in given and len(piece.array):
+            values = given[name].reshape(-1)[piece.start :][: len(piece.array)]
+            piece.array[...] = array_namespace(piece.array).asarray(values)
+    engine.refresh()
+
+
+def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:
+    """Arrays of the parameters in `state`; ValueError for other shapes, and if `strict` for other names."""
+    found = {name: np.asarray(values) for name, values in state.items() if name in shapes}
+    for name, values in found.items():
+        if values.shape != shapes[name]:
+            raise ValueError(f"{name}: expected an array of shape {shapes[name]}, found {values.shape}")
+    missing, unknown = sorted(shapes.keys() - found.keys()), sorted(state.keys() - shapes.keys())
+    if strict and (missing or unknown):
+        raise ValueError(f"expected all parameters and nothing else, missing are {missing}, unknown are {unknown}")
+    return found
+
+
+@contextmanager
+def exchanged_average(engine: TrainableEngine) -> Iterator[None]:
+    """Context in which the moving average stands in for the weights; nothing changes before the first update."""
+    engine.quiesce()
+    if not engine.updates:
+        yield
+        return
+    _exchange(engine)
+    try:
+        yield
+    finally:
+        engine.quiesce()
+        _exchange(engine)
+
+
+def _exchange(engine: TrainableEngine) -> None:
+    """Exchange weights and average in all slices of this rank. Collective."""
+    pairs: dict[tuple[str, int], Any] = {}
+    for piece in engine.tensor_slices():
+        family = next((one for one in (WEIGHTS, AVERAGE) if piece.name.startswith(one)), None)
+        if family is not None:
+            key = piece.name.removeprefix(family), piece.start
+            if (other := pairs.pop(key, None)) is None:
+                pairs[key] = piece.array
+            else:
+                spare = other.copy()
+                other[...], piece.array[...] = piece.array, spare
+    engine.refresh()
