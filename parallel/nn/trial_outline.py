@@ -47,7 +47,7 @@ def _spec(array: Any, specs: dict[int, ArraySpec]) -> ArraySpec:
 
 @contextmanager
 def _zeros(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Context in which parameters have the value 0, wherever their own values are."""
+    """Context in which parameters have the value 0 on the host; their own values are restored after it."""
     before = [(one, one._data, one.dtype) for one in parameters]
     try:
         for one in parameters:
