@@ -54,15 +54,16 @@ class DLPackOnly:
 class DrawnCall:
     """One rank's arguments of one random call, and its request if it may end later than the step that began it.
 
-    A `native` call, the MPI's own, may use all of a receive buffer where ours must not.
+    A `native` call, the MPI's own, may use all of a receive buffer where ours must not. `turn`: repetitions before.
     """
 
-    def __init__(self, step: Step, comm: Any, seed: int, op: MPI.Op | None, native: bool) -> None:
-        self.step, self.comm, self.native = step, comm, native
+    def __init__(self, step: Step, comm: Any, seed: int, op: MPI.Op | None, native: bool, turn: int = 0) -> None:
+        self.step, self.comm, self.native, self.turn = step, comm, native, turn
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._seed = (seed, step.thread, step.number)
-        self._common = np.random.default_rng([*self._seed, 1])
-        self._own = np.random.default_rng([*self._seed, 2, self.rank])
+        changes = turn if "other counts" in step.flags else 0
+        self._common = np.random.default_rng([*self._seed, 1, changes // 3])
+        self._own = np.random.default_rng([*self._seed, 2, self.rank, turn])
         if step.dtype in PAIRS:
             value, location = PAIRS[step.dtype]
             self.dtype = np.dtype([("val", value), ("loc", location)], align=True)
@@ -133,8 +134,10 @@ class DrawnCall:
         """Buffer argument for a vector, or blocks of `count` elements each, in the form that the step's flags name."""
         flags = self.step.flags
         obj: Any = array
-        if "DLPack" in flags and self.dtype.char in "ilfd":
+        if "DLPack" in flags and self.dtype.char in "ilfd" and array.flags.writeable:
             obj = DLPackOnly(array)
+        elif "memoryview" in flags and self.dtype.char in "bhilqBHILQfd":
+            obj = memoryview(array)
         if self.derived or self.dtype.names or "count given" in flags:
             return [obj, count, self.datatype] if "packed" in flags else [obj, (count, 0), self.datatype]
         return [obj, self.datatype] if "type given" in flags else obj
@@ -164,10 +167,19 @@ class DrawnCall:
             lengths = (self._lengths[self.rank] if sends else self._lengths[:, self.rank]).tolist()
         if kind == "unequal":
             displs, count = self._displs(lengths)
-            return self._spelled_v(self._allocate(count, is_input), lengths, displs)
+            return self._spelled_v(
+                self._presented(self._allocate(count, is_input), sends and is_input), lengths, displs
+            )
         n = self.step.n
         count = {"vector": n, "blocks": n * self.size, "own": lengths[self.rank], "total": sum(lengths)}[kind]
-        return self._spelled(self._allocate(count, is_input), n if kind == "blocks" else count)
+        array = self._presented(self._allocate(count, is_input), sends and is_input)
+        return self._spelled(array, n if kind == "blocks" else count)
+
+    def _presented(self, array: np.ndarray, is_read: bool) -> np.ndarray:
+        """View of an array as the call gets it: of another shape in every other turn, read-only."""
+        view = array.reshape((-1, 1) if self.turn % 2 and "other shapes" in self.step.flags else -1)
+        view.flags.writeable = not (is_read and "read-only" in self.step.flags)
+        return view
 
     def _arrays(self) -> None:
         """Make send and receive arguments, for all methods of `KINDS`; other methods have functions below."""

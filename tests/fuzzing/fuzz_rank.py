@@ -19,10 +19,14 @@ from pathlib import Path
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.runtime import program_cache, requests
 from fuzzing.sequences import CREATING, Step, sequence
 from fuzzing.step_runner import FUNCTIONS, StepRunner
 
 LIBRARY = MPI.Get_library_version()
+
+COMPILE_AFTER = 4
+"""Repeated calls after which programs are compiled here: few, so that compiled ones get other arguments, too."""
 
 
 def hangs_natively(step: Step) -> bool:
@@ -110,6 +114,7 @@ def difference(wanted: list[bytes] | None, found: list[bytes] | None) -> str:
 
 def main() -> None:
     """Run the seeds of the command line one after the other, until one of them shows a fault."""
+    program_cache.COMPILE_AFTER = requests.COMPILE_AFTER = COMPILE_AFTER
     folder, seconds, calls, threads, control, *seeds = sys.argv[1:]
     rank = MPI.COMM_WORLD.Get_rank()
     with open(Path(folder, f"rank-{rank}"), "w") as lines, open(Path(folder, f"stack-{rank}"), "w") as stack:

@@ -25,7 +25,7 @@ OPERATIONS = {
 GAPLESS = ("contiguous", "dup", "struct")
 TYPES = (*GAPLESS, "vector", "indexed", "resized", "nested")
 LENGTHS = (0, 1, 1, 2, 3, 5, 8, 17, 100, 1000, 5000)
-FORMS = ("blocking", "blocking", "blocking", "begun", "begun", "pending", "bound", "kept")
+FORMS = ("blocking", "blocking", "begun", "pending", "bound", "kept", "repeated", "repeated", "begun again")
 
 
 class Step(NamedTuple):
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     comm: int = 0  # index of the communicator, modulo their number
     pick: int = 0  # any other choice, modulo the number of possibilities
     method: str = ""  # of the communicator
-    form: str = ""  # blocking, begun and waited for, left pending, bound, started and freed, or kept for restarts
+    form: str = ""  # blocking, begun, left pending, bound (started and freed), kept for restarts, or repeated
     dtype: str = ""  # letter of the elements' type
     datatype: str = ""  # derived type made of it
     op: str = ""
@@ -64,7 +64,7 @@ CREATING = ("dup", "split", "clone", "create", "wrap")
 SPELLINGS = {
     "in place": 0.25, "None for in place": 0.2, "root as an array": 0.1, "type given": 0.3, "count given": 0.3,
     "DLPack": 0.1, "shared": 0.15, "algorithm": 0.3, "segments": 0.1, "copied op": 0.15, "type freed": 0.5,
-    "packed": 0.4,
+    "packed": 0.4, "read-only": 0.2, "memoryview": 0.1, "other shapes": 0.3, "other counts": 0.2,
 }
 """Flags of calls, with their frequency."""
 # fmt: on

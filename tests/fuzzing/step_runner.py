@@ -104,6 +104,9 @@ class StepRunner:
         return chosen | ({"segments": 1 + step.pick % 3} if "segments" in step.flags else {})
 
     def _call(self, step: Step, comm: Any) -> None:
+        if step.form in ("repeated", "begun again"):
+            self._repeat(step, comm)
+            return
         self.calls += 1
         call = DrawnCall(step, comm, self.seed, self._op(step), self.native)
         keywords = call.keywords | self._chosen(step)
@@ -139,6 +142,20 @@ class StepRunner:
             self.kept.append(call)
             if step.form == "bound":
                 self._release(lambda other: other is call)
+
+    def _repeat(self, step: Step, comm: Any) -> None:
+        """Repeat a call on other arrays each time, more often than it takes to be compiled."""
+        begun = step.form == "begun again" and not self.native
+        method, keywords = getattr(comm, f"I{step.method.lower()}" if begun else step.method), self._chosen(step)
+        for turn in range(2 + step.pick % 11):
+            self.calls += 1
+            call = DrawnCall(step, comm, self.seed, self._op(step), self.native, turn)
+            call.request = method(*call.positional, **call.keywords, **keywords)
+            if begun:
+                self._wait([call], step.pick)
+            else:
+                self._record(call)
+                call.free_type()
 
     def _record(self, call: DrawnCall) -> None:
         self.results.setdefault((call.step.thread, call.step.number), []).extend(call.result())
