@@ -27,7 +27,7 @@ from collectives.transport.wire import Wire
 from collectives.types import Wait
 
 SEGMENT = 1 << 18
-"""Bytes of a segment of a long message that is reduced: a few fit the second-level cache."""
+"""Bytes of a segment of a long message over a network: a few fit its queues, and the second-level cache."""
 
 LINE = 64
 """Bytes; chunks of a vector are multiples where it is long enough."""
@@ -53,7 +53,7 @@ def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: 
     else:
         lengths = tuple(piece for length in call.lengths for piece in even(length, choice.segments))
     source, target = _places(memory, sent, lengths, parts), _places(TARGET, received, lengths, parts)
-    return Task(schedule, lengths, source, target, itemsize, SEGMENT if call.combine else 0)
+    return Task(schedule, lengths, source, target, itemsize, SEGMENT)
 
 
 def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -> dict[int, MemorySpan]:

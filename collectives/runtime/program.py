@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
     `source` and `target` are the initial locations of the rank's chunks and the final locations of its results.
     Messages longer than `segment` bytes, the same on all ranks, are cut, so that one segment is reduced while the next
-    arrives; 0: never cut.
+    arrives, and few are in the network at once; 0: never cut.
     """
 
     schedule: Schedule
