@@ -151,7 +151,9 @@ class Communicator(CollectiveMethods):
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         table = broadcast_table(self._planner.comm, tuning)
         native = table is not None and not self._planner.transports.aware and self._threads
-        self._chooser = AlgorithmChooser(Selector(self._size, self._planner.nodes, table), native)
+        node, nodes = self._planner.node, self._planner.nodes
+        cores = node.cores if node is not None and node.shares_cores and nodes is None else None
+        self._chooser = AlgorithmChooser(Selector(self._size, nodes, table, cores), native)
         self._number = next(_numbers)
         open_communicators[self._number] = self
 

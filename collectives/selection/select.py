@@ -18,6 +18,7 @@ from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
+from collectives.selection.shared_cores import predict_on_shared_cores
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.mailbox import RENDEZVOUS_BYTES
 
@@ -64,11 +65,14 @@ class Selector:
     """Selector of ``algorithm="auto"`` for one communicator, with a cache of choices.
 
     `nodes` is None if all ranks are on one node. `table` is the same on all ranks; without one the model decides, at
-    built-in costs.
+    built-in costs. `cores`: those that the ranks of one node share, if there are fewer than ranks.
     """
 
-    def __init__(self, size: int, nodes: Nodes | None = None, table: TimingTable | None = None) -> None:
+    def __init__(
+        self, size: int, nodes: Nodes | None = None, table: TimingTable | None = None, cores: int | None = None
+    ) -> None:
         self.size, self.nodes, self.table = size, nodes, table
+        self.cores = cores if size <= SIMULATED_RANKS else None
         self.costs = BUILT_IN if table is None else table.costs
         self._chosen: dict[CallTraits, AlgorithmChoice] = {}
 
@@ -126,7 +130,8 @@ class Selector:
         """Fastest suitable algorithm and segment count by the cost model; with local counts, by `_fewest_rounds`.
 
         The catalogue's formulas count where all edges cost the same. Elsewhere algorithms that use the topology are
-        simulated, and all others are priced as if every message took the slower wire.
+        simulated, and all others are priced as if every message took the slower wire. Where the ranks of one node share
+        cores, the work of all of them counts.
         """
         collective, nodes = traits.collective, self.nodes
         uniform = uniform_network(nodes, costs)
@@ -141,7 +146,9 @@ class Selector:
         found: dict[AlgorithmChoice, float] = {}
         for name, entry in able.items():
             call = collective, name, ranks, traits.nbytes
-            if not entry.placed:
+            if self.cores is not None and not entry.placed:
+                segments, seconds = 1, predict_on_shared_cores(*call, self.cores)
+            elif not entry.placed:
                 segments, seconds = best_segments(partial(formula, *call, wire=wire))
             elif uniform is None:
                 segments, seconds = best_segments(partial(predict, *call, nodes=part, costs=costs))

@@ -123,7 +123,8 @@ class NodeMemory:
     `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
     addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
     other's memory. `copied`: bytes up to which messages on each channel are copied into cells at first, and `slow_ns`:
-    see `copy_speed`. `shares_cores`: the node has more ranks than cores that they may use.
+    see `copy_speed`. `cores`: number that the ranks of the node may use, and `shares_cores`: it has more
+    ranks than these.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -132,7 +133,8 @@ class NodeMemory:
         neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid(), usable_cores()))
         self.places = {rank: place for place, (rank, _, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid, _ in neighbours]
-        self.shares_cores = len(set[int]().union(*(cores for _, _, cores in neighbours))) < self.size
+        self.cores = len(set[int]().union(*(cores for _, _, cores in neighbours)))
+        self.shares_cores = self.cores < self.size
         self.spins = 0 if self.shares_cores else SPINS
         if self.shares_cores:
             share_cores()

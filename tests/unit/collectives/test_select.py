@@ -13,6 +13,7 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select
 from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
 from collectives.selection.select import CallTraits, Selector, formula
+from collectives.selection.shared_cores import BETA, RESUME, predict_on_shared_cores, total_work
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 
 COLLECTIVES = list(catalog.CATALOG)
@@ -143,6 +144,18 @@ def test_large_clusters_are_priced_by_a_part(monkeypatch):
     monkeypatch.setattr(select, "price", lambda steps, *rest: ranks.append(len(steps)) or price(steps, *rest))
     choose("allreduce", 4096, 1 << 20, nodes=nodes)
     assert 0 < max(ranks) <= select.SIMULATED_RANKS
+
+
+def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
+    n, work = 1 << 20, total_work("broadcast", "linear", 4)
+    assert work == (3, 3.0, 0.0)
+    expected = RESUME * 3 / 2 + n * BETA * 3
+    assert predict_on_shared_cores("broadcast", "linear", 4, n, 2) == pytest.approx(expected)
+    alone, shared = Selector(4), Selector(4, cores=2)
+    assert alone.choose(CallTraits("scatter", n)).algorithm == "mst"
+    assert shared.choose(CallTraits("scatter", n)) == ("linear", 1)  # mst moves half of the blocks twice
+    assert alone.choose(CallTraits("broadcast", 8 * n)).segments > 1
+    assert {shared.choose(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
 
 
 def test_a_choice_that_was_made_is_looked_up():
