@@ -27,7 +27,7 @@ from collectives.runtime.desync_check import DesyncChecker, is_wanted
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
-from collectives.runtime.progress import active_requests, progress_until, with_progress_thread
+from collectives.runtime.progress import progress_thread, progress_until
 from collectives.runtime.requests import Request
 from collectives.selection.select import Selection, Selector
 from collectives.selection.timing_file import broadcast_table
@@ -354,8 +354,8 @@ class Communicator(CollectiveMethods):
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Communicator of a group, as in mpi4py: a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
-        create = partial(MPI.Intracomm(self).Create_group, group, tag)  # collective over the group alone
-        return self._adopt(with_progress_thread(create) if active_requests and self._threads else create())
+        progress_thread.wake()  # no barrier in place of it, since this is collective over the group alone
+        return self._adopt(MPI.Intracomm(self).Create_group(group, tag))
 
     def close(self) -> None:
         """Release Chorus's resources once no operation is active; the MPI communicator remains usable. Collective.

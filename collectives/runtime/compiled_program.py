@@ -215,7 +215,7 @@ class CompiledProgram:
     """
 
     broken = False
-    prefers_finish = True
+    prefers_finish = needs_no_mpi = True
     ended: bool
     """True once the program has ended, until it is started again."""
 

@@ -6,9 +6,9 @@ mpi4py's ``Recv`` or ``bcast`` blocks, and two ranks could deadlock. Without act
 own. While any request is active
 
 - a point-to-point method starts its non-blocking form and makes progress until that is complete;
-- a thread progresses it during a collective call. Where the MPI is not thread-safe, and in reductions of objects, all
-  ranks first complete a non-blocking barrier in every such call instead, which progresses the active requests: mpi4py
-  receives the messages of these reductions with ``MPI_Mprobe``, in which MPICH admits no other thread.
+- the progress thread is woken before a collective call. Where the MPI is not thread-safe, and in reductions of objects,
+  all ranks first complete a non-blocking barrier in every such call instead, which progresses the active requests:
+  mpi4py's `allreduce` waits while it holds the interpreter's lock (GIL), so that no other thread runs.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from mpi4py import MPI
 
-from collectives.runtime.progress import active_requests, progress_until, with_progress_thread
+from collectives.runtime.progress import active_requests, progress_thread, progress_until
 
 Result = TypeVar("Result")
 
@@ -50,12 +50,13 @@ class Inherited(MPI.Intracomm):
     def _accompany(self, call: Callable[[], Result], after_barrier: bool = False) -> Result:
         """Run a collective of mpi4py and return its result, with progress of active requests.
 
-        A thread progresses them meanwhile; a barrier before the call if `after_barrier`, or if threads are not allowed.
+        The progress thread advances them meanwhile; before the call a barrier if `after_barrier`, or if MPI is not
+        thread-safe.
         """
         if after_barrier or not self._threads:
             progress_until(MPI.Intracomm.Ibarrier(self).Test)
         elif active_requests:
-            return with_progress_thread(call)
+            progress_thread.wake()
         return call()
 
     def recv(

@@ -1,9 +1,8 @@
 """Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests accept them.
 
 `MPI.Request.Waitall` and similar functions are C: they pass the handles of a list to the MPI. A `NativeRequest` has the
-handle of a generalized request, which is completed at the end of the collective. While a thread waits inside the MPI,
-it calls nothing of this package, so a helper thread progresses active requests. It does nothing while the program makes
-progress itself, and ends when no request is active.
+handle of a generalized request, which is completed at the end of the collective, by the progress thread if all others
+wait inside the MPI.
 
 Making, completing and freeing such a handle takes longer than a short collective, so it is avoided where possible. A
 compiled collective that is complete when its start returns uses the handle of a send to `MPI.PROC_NULL`, which is
@@ -15,39 +14,20 @@ complete. If `Wait` of the request itself sees the end, the pending handle is re
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from ctypes import memmove
-from functools import cache
 from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.progress import active_requests, progress_count, progress_lock
+from collectives.runtime.progress import mpi_is_thread_safe
 from collectives.runtime.requests import Request
-
-LONGEST_SLEEP = 1e-3
-"""Seconds between two checks of the helper thread while the program makes progress itself, or nothing progresses."""
-
-SHORTEST_SLEEP = 2e-5
-"""Seconds to the next check after progress."""
-
-IDLE_CHECKS = 500
-"""Consecutive checks without active requests, after which the helper thread ends."""
-
-
-@cache
-def available() -> bool:
-    """True if the MPI allows calls from several threads at once, which the helper thread requires."""
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def new_request(*arguments: Any) -> Request:
     """Create the request of a non-blocking collective: a `NativeRequest` if MPI is thread-safe, else a `Request`."""
-    if not available():
+    if not mpi_is_thread_safe():
         return Request(*arguments)
     handle = _unused.pop() if _unused else PendingHandle()
     request = MPI.Request.__new__(NativeRequest, handle.request)  # not by the class, which takes as long again
@@ -58,7 +38,7 @@ def new_request(*arguments: Any) -> Request:
 
 def ended_request(*arguments: Any) -> Request:
     """Create the request of a non-blocking collective that has ended already."""
-    if not available():
+    if not mpi_is_thread_safe():
         return Request(*arguments)
     request = MPI.Request.__new__(NativeRequest, MPI.COMM_SELF.Isend(_NO_DATA, MPI.PROC_NULL))
     request.__init__(*arguments)
@@ -135,17 +115,6 @@ class NativeRequest(Request, MPI.Request):
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
 
-    def begin(self, gate: Callable[[], bool] | None) -> None:
-        with progress_lock:
-            super().begin(gate)
-            if self.active and _helper is None:
-                _start_helper()
-
-    def activate(self) -> None:
-        super().activate()
-        if _helper is None:
-            _start_helper()
-
     def _ended(self) -> None:
         super()._ended()
         if self._handle is not None:
@@ -174,61 +143,8 @@ class NativeRequest(Request, MPI.Request):
     free = Free
 
 
-# ------------------------------------------------------------------------------------------ the helper thread
-
-_helper: threading.Thread | None = None
-_ending = threading.Event()
-
-
-def _start_helper() -> None:
-    """Start the helper thread; the caller holds `progress_lock`."""
-    global _helper
-    if not _ending.is_set():
-        _helper = threading.Thread(target=_run_helper, name="chorus-requests", daemon=True)
-        _helper.start()
-
-
-def _run_helper() -> None:
-    global _helper
-    pause, idle, seen = LONGEST_SLEEP, 0, progress_count()
-    while idle < IDLE_CHECKS:
-        time.sleep(pause)
-        if _ending.is_set():
-            return
-        pause = LONGEST_SLEEP if pause > LONGEST_SLEEP / 2 else 2 * pause
-        idle = 0 if active_requests else idle + 1
-        if progress_count() != seen:  # the program makes progress itself
-            seen, pause = progress_count(), LONGEST_SLEEP
-        elif active_requests and _progressed():
-            pause = SHORTEST_SLEEP
-        if idle >= IDLE_CHECKS:
-            with progress_lock:
-                if not active_requests:
-                    _helper = None
-                    return
-            idle = 0
-
-
-def _progressed() -> bool:
-    """Progress all active requests; True if one advanced. Their errors are kept for the threads that wait."""
-    advanced = False
-    with progress_lock:
-        for request in tuple(active_requests):
-            before = request.program.position
-            try:
-                request._advance()
-            except BaseException as error:
-                request.error = error
-            advanced |= not request.active or request.program.position != before
-    return advanced
-
-
-def end_helper() -> None:
-    """End the helper thread and free unused handles, as the program exits."""
-    _ending.set()
-    helper = _helper
-    if helper is not None:
-        helper.join()
+def free_unused_handles() -> None:
+    """Free the handles kept for later requests, as the program exits."""
     while _unused and not MPI.Is_finalized():
         handle = _unused.pop()
         handle.complete(failed=False)

@@ -107,6 +107,11 @@ class Program:
         self.nbytes = nbytes
         self.stream = stream
 
+    @property
+    def needs_no_mpi(self) -> bool:
+        """True if it only reads and writes shared memory."""
+        return self.exchanges is not None and all(exchange.node.fence is None for exchange in self.exchanges)
+
     def run(self) -> None:
         for call in self.calls:
             call()

@@ -18,7 +18,8 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
-from collectives.runtime.native_requests import end_helper
+from collectives.runtime.native_requests import free_unused_handles
+from collectives.runtime.progress import progress_thread
 
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
@@ -33,7 +34,8 @@ _abort_status = 0
 
 def close_all() -> None:
     """Release all communicators at exit, so that MPI reports no leaks; not if the job is aborted after an exception."""
-    end_helper()
+    progress_thread.end()
+    free_unused_handles()
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):

@@ -13,7 +13,7 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
-from collectives.runtime.progress import active_requests, progress, progress_lock, progress_until
+from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
 from collectives.transport.wire import pause
 
 COMPILE_AFTER = 10
@@ -98,7 +98,7 @@ class Request:
     """True between start and completion."""
 
     error: BaseException | None = None
-    """Error that aborted the operation in a helper thread, to be raised by `Test` or `Wait`."""
+    """Error that aborted the operation in the progress thread, to be raised by `Test` or `Wait`."""
 
     on_end: Callable[[], object] | None = None
     """Called when the active operation ends."""
@@ -181,8 +181,7 @@ class Request:
             except BaseException:
                 self._broken = self.program.broken = True
                 raise
-            self.active = True
-            active_requests.append(self)
+            self.activate()
         finally:
             _release_lock()
 
@@ -200,16 +199,17 @@ class Request:
         with progress_lock:
             if self.device is not None:
                 self._context = self.device.capture()
-            self.active = True
             self._gate = gate
-            active_requests.append(self)
+            self.activate()
             if gate is None:
                 self._start_program()
 
     def activate(self) -> None:
-        """Activate the request, whose program has started but not ended."""
+        """Activate the request; the caller holds `progress_lock`."""
         self.active = True
         active_requests.append(self)
+        if progress_thread.thread is None:
+            progress_thread.ensure()
 
     def _start_program(self) -> None:
         if self.tag is not None and isinstance(self.program, Program):
@@ -228,6 +228,11 @@ class Request:
             return
         if self._do(self.program.advance):
             self._end()
+
+    def _advance_within_node(self) -> None:
+        """Advance the program if that needs no call of the MPI; `_advance` then completes the request."""
+        if self.active and self._gate is None and self.on_end is None and self.program.needs_no_mpi:
+            self._do(self.program.advance)
 
     def _do(self, step: Callable[[], Any]) -> Any:
         """Return `step()`, run in the request's device context; an error aborts the operation and is raised."""

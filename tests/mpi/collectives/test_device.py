@@ -7,7 +7,7 @@ from support.doc_examples import EXAMPLES, check
 from support.fakes import cupy
 
 from collectives import Communicator, wait_all
-from collectives.runtime import native_requests
+from collectives.runtime.progress import mpi_is_thread_safe
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "staged"])
@@ -56,7 +56,7 @@ def test_every_collective(aware, name, form):
 
 def test_the_helper_thread_works_on_the_callers_stream(aware):
     """mpi4py's Waitall waits for the thread, whose current stream is another one."""
-    if not native_requests.available():
+    if not mpi_is_thread_safe():
         pytest.skip("the MPI allows no helper thread")
     data, root = cupy.empty(3000, "f4"), aware.Get_size() - 1
     for turn in range(20):

@@ -1,8 +1,5 @@
 """The MPI's own collectives, asked for by name: in every form, on whatever our algorithms take, beside all else."""
 
-import threading
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -146,27 +143,6 @@ def test_others_go_on_while_it_waits_inside_mpi(comm):
         comm.Barrier(algorithm="native")
         request.Wait()
         assert (total == comm.Get_size()).all()
-
-
-def test_a_fault_in_what_goes_on_meanwhile_is_told(comm):
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE or comm.Get_size() == 1:
-        pytest.skip("nothing goes on meanwhile")
-    from collectives.runtime.progress import active_requests, with_progress_thread
-
-    class Faulty:
-        program, active = SimpleNamespace(position=0), True
-
-        def _advance(self):
-            if threading.current_thread().name == "chorus-progress":  # not the one of native requests
-                raise ArithmeticError("no such sum")
-
-    faulty = Faulty()
-    active_requests.append(faulty)
-    try:
-        with pytest.raises(ArithmeticError, match="no such sum"):
-            with_progress_thread(lambda: comm.Get_size() and __import__("time").sleep(0.05))
-    finally:
-        active_requests.remove(faulty)
 
 
 def test_it_is_listed():

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from collectives import Communicator, Request
 from collectives.errors import InvalidArgument
-from collectives.runtime import native_requests
 from collectives.runtime.native_requests import GeneralizedHandle, PendingHandle
+from collectives.runtime.progress import mpi_is_thread_safe
 
 ALL = {
     "Waitall": MPI.Request.Waitall,
@@ -217,7 +217,7 @@ def test_in_debug_mode(world):
 
 def test_the_helper_thread_ends_when_nothing_is_under_way(comm, monkeypatch):
     def helpers():
-        return [thread for thread in threading.enumerate() if thread.name == "chorus-requests"]
+        return [thread for thread in threading.enumerate() if thread.name == "chorus-progress"]
 
     MPI.Request.Waitall([comm.Ibarrier()])
     deadline = time.monotonic() + 60
@@ -227,4 +227,4 @@ def test_the_helper_thread_ends_when_nothing_is_under_way(comm, monkeypatch):
     total = np.zeros(2000)
     MPI.Request.Waitall([comm.Iallreduce(np.ones(2000), total, algorithm="ring")])
     assert (total == comm.Get_size()).all(), "there is another one when it is needed"
-    assert len(helpers()) <= 1 and native_requests.available()
+    assert len(helpers()) <= 1 and mpi_is_thread_safe()

@@ -1,10 +1,14 @@
 """A rank that waits in any call helps along what it was given before: others may hang on that."""
 
+import os
+import time
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.runtime.progress import active_requests, progress_lock, progress_thread
 
 
 @pytest.mark.parametrize("form", ["Allreduce", "Barrier", "Bcast"])
@@ -129,3 +133,65 @@ def test_other_receives_move_what_is_under_way(comm, name):
         if name == "Sendrecv_replace":
             comm.Recv(np.zeros(2), 0, 4)
     comm.Barrier()
+
+
+def fence(comm, window):
+    window.Fence()
+    window.Fence()
+
+
+def neighbours(comm, ring):
+    got = np.zeros(2)
+    ring.Neighbor_allgather(np.ones(1), got)
+    assert got.tolist() == [1, 1]
+
+
+OF_THE_MPI = {
+    "Barrier of the plain communicator": (lambda c: MPI.Intracomm(c), lambda c, plain: plain.Barrier()),
+    "Ibarrier of the plain communicator": (lambda c: MPI.Intracomm(c), lambda c, plain: plain.Ibarrier().Wait()),
+    "bcast of the plain communicator": (lambda c: MPI.Intracomm(c), lambda c, plain: plain.bcast(1, c.size - 1)),
+    "a window": (lambda c: MPI.Win.Create(np.zeros(1), comm=c), fence),
+    "a new window": (lambda c: None, lambda c, _: MPI.Win.Allocate(8, comm=c).Free()),
+    "neighbours": (lambda c: c.Create_cart([c.size], [True]), neighbours),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "messages"])
+@pytest.mark.parametrize("name", OF_THE_MPI)
+def test_persistent_requests_progress_in_calls_that_are_not_ours(world, name, shared):
+    """Rank 0 is inside the MPI, where only the progress thread can advance the request that the others wait for."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI is not for several threads")
+    make, call = OF_THE_MPI[name]
+    with Communicator(world, shared=shared) as comm:
+        rank, size, total = comm.Get_rank(), comm.Get_size(), np.zeros(4)
+        made = make(comm)
+        bound = comm.Allreduce_init(np.full(4, rank + 1.0), total, algorithm="linear")
+        if rank:
+            time.sleep(0.01)  # so that rank 0 does not complete it at its start
+        bound.Start()
+        if rank:
+            bound.Wait()
+        call(comm, made)
+        bound.Wait()
+        assert (total == size * (size + 1) / 2).all()
+        bound.Free()
+        if isinstance(made, (MPI.Win, MPI.Cartcomm)):
+            made.Free()
+
+
+def test_a_forked_process_has_no_requests(comm):
+    """A lock that the progress thread holds at the fork is free in the new process."""
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    total = np.zeros(4)
+    request = Communicator(MPI.COMM_SELF).Allreduce_init(np.ones(4), total)
+    request.Start()
+    child = os.fork()
+    if child == 0:
+        free = progress_lock.acquire(timeout=10) and not active_requests and progress_thread.thread is None
+        os._exit(0 if free else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    request.Wait()
+    assert (total == 1).all()

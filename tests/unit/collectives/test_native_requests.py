@@ -42,7 +42,7 @@ def test_the_helper_thread_ends_what_mpi_waits_for():
     waited.begin(None)
     assert waited and active_requests == [waited]
     MPI.Request.Waitall([waited])
-    assert not waited and not active_requests and movers[-1] == "chorus-requests" and len(movers) == 21
+    assert not waited and not active_requests and movers[-1] == "chorus-progress" and len(movers) == 21
     assert waited.Wait() and waited.Test()
 
 
@@ -70,7 +70,7 @@ def test_an_error_of_a_persistent_one_beside_it():
     """The helper thread moves that too, and whoever waits for it gets the error."""
 
     def breaks():
-        if threading.current_thread().name != "chorus-requests":
+        if threading.current_thread().name != "chorus-progress":
             return False
         raise ArithmeticError("no such sum")
 
