@@ -21,7 +21,8 @@ from parallel.context.sequence_division import Blocks, SequenceDivision
 from parallel.nn.array_checks import expect
 from parallel.nn.attention_mask import CAUSAL, AttentionMask
 from parallel.nn.blockwise_attention import BlockwiseAttention
-from parallel.nn.operator import ArraySpec, OperatorOutline
+from parallel.nn.operator import ArraySpec, OperatorOutline, Parameter
+from parallel.nn.placement import Placement, Shard
 
 
 class ContextAttention(BlockwiseAttention):
@@ -30,7 +31,7 @@ class ContextAttention(BlockwiseAttention):
     Parameters
     ----------
     axis : MeshAxis
-        With `rank`, `size` and `comm`.
+        With `name`, `rank`, `size` and `comm`.
     division : SequenceDivision
         Over the ranks of the axis; sequences have its length.
     heads, kv_heads, mask
@@ -60,6 +61,14 @@ class ContextAttention(BlockwiseAttention):
         size = self.division.size(self.axis.rank)
         expected = f"{size} of {self.division.length} positions on rank {self.axis.rank} of {self.axis.size}"
         expect(x.shape[1] == size, self, expected, x)
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        """Along its own axis, the placement of divided sequences, `Shard(1)`, which x must have."""
+        if axis != self.axis.name:
+            return super().place(axis, x, partial)
+        if x != Shard(1):
+            raise self.refuse(axis, x, str(Shard(1)))
+        return x
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         self._expect(x)

@@ -33,9 +33,10 @@ class Dropout(Operator):
         keep = self._mask(samples, x.shape, key)
         return kernels.masked(x, keep.reshape(x.shape), 1 / (1 - self.rate)), keep
 
-    def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int]) -> Array:
-        """Mask of the elements to keep, of shape (batch, elements of a sample)."""
-        return kernels.keep(samples, math.prod(shape[1:]), self.rate, key)
+    def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int], position: int = 0) -> Array:
+        """Mask of the elements to keep, of shape (batch, elements); the samples' first axis begins at `position`."""
+        first = position * math.prod(shape[2:])
+        return kernels.keep(samples, math.prod(shape[1:]), self.rate, key, first)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return dy if saved is None else kernels.masked(dy, saved.reshape(dy.shape), 1 / (1 - self.rate))

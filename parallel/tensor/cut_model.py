@@ -19,6 +19,7 @@ from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, name_all
 from parallel.nn.placement import Partial, PlacementError, Ranges, Replicate, Shard, TensorCut, unit_bounds
+from parallel.nn.rewrite import replaced
 from parallel.tensor.redistribute import CopyToShards, SumShards
 from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards
 from parallel.tensor.vocabulary import EmbeddingShard, VocabularyCrossEntropy
@@ -61,7 +62,8 @@ def cut(
         raise PlacementError(f"{axis.name}: expected a model with a table `cuts` of the operators to cut, found none")
     name_all(model)
     cutter = Cutter(axis, shards, algorithm)
-    ours = cutter.replaced(model, dict(table), {})
+    styles = dict(table)
+    ours = replaced(model, lambda operator: cutter.replacement(operator, styles))
     if table := [pattern for pattern in table if pattern not in cutter.used]:
         raise PlacementError(f"cuts: expected names of operators of the model, found {', '.join(table)}")
     name_all(ours)
@@ -89,25 +91,13 @@ class Cutter:
         self.whole: dict[int, Parameter] = {}
         self._parts: dict[tuple[int, int], Parameter] = {}
 
-    def replaced(self, operator: Operator, table: dict[str, str], done: dict[int, Operator]) -> Operator:
-        """The operator with those that the table names replaced, at any depth; `done` are operators met before."""
-        if id(operator) in done:
-            return done[id(operator)]
+    def replacement(self, operator: Operator, table: Mapping[str, str]) -> Operator | None:
+        """Shards of an operator that the table names; None for others."""
         for pattern, style in table.items():
             if operator.name and fnmatchcase(operator.name, pattern):
                 self.used.add(pattern)
-                ours = self._cut(operator, style)
-                break
-        else:
-            ours = copy.copy(operator)
-            for name, value in vars(operator).items():
-                if isinstance(value, Operator):
-                    setattr(ours, name, self.replaced(value, table, done))
-                elif isinstance(value, list | tuple):
-                    items = [self.replaced(one, table, done) if isinstance(one, Operator) else one for one in value]
-                    setattr(ours, name, type(value)(items))
-        done[id(operator)] = ours
-        return ours
+                return self._cut(operator, style)
+        return None
 
     def _cut(self, operator: Operator, style: str) -> Operator:
         name, _, argument = style.partition(":")

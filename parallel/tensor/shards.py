@@ -168,7 +168,7 @@ class DropoutShard(Dropout):
         super().__init__(rate)
         self.width, self.start, self.stop = width, start, stop
 
-    def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int]) -> Array:
-        whole = super()._mask(samples, (*shape[:-1], self.width), key)
+    def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int], position: int = 0) -> Array:
+        whole = super()._mask(samples, (*shape[:-1], self.width), key, position)
         part = whole.reshape(*shape[:-1], self.width)[..., self.start : self.stop]
         return part.copy().reshape(shape[0], math.prod(shape[1:]))

@@ -172,12 +172,12 @@ _LOW, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @loop
-def _keep(samples, limit, key0, key1, kept):
+def _keep(samples, limit, key0, key1, start, kept):
     for row in range(samples.size):
         low, high = samples[row] & _LOW, samples[row] >> _WORD
         flags = kept[row]
         for block in range(kept.shape[1] // 4):
-            c0, c1, c2, c3 = np.uint64(block), np.uint64(0), low, high
+            c0, c1, c2, c3 = start + np.uint64(block), np.uint64(0), low, high
             k0, k1 = key0, key1
             for _ in range(10):
                 left, right = c0 * _M0, c2 * _M1
@@ -190,9 +190,11 @@ def _keep(samples, limit, key0, key1, kept):
 
 
 @wraps(reference_kernels.keep)
-def keep(samples, elements, rate, key):
+def keep(samples, elements, rate, key, first=0):
     if samples.dtype != np.int64 or samples.ndim != 1:
-        return reference_kernels.keep(samples, elements, rate, key)
-    kept = np.empty((len(samples), -(-elements // 4) * 4), bool)
-    _keep(samples.view(np.uint64), np.uint64(round(rate * 2**32)), np.uint64(key[0]), np.uint64(key[1]), kept)
-    return kept[:, :elements].copy() if elements % 4 else kept
+        return reference_kernels.keep(samples, elements, rate, key, first)
+    start, at = divmod(first, 4)
+    kept = np.empty((len(samples), -(-(at + elements) // 4) * 4), bool)
+    limit, *words = map(np.uint64, (round(rate * 2**32), *key, start))
+    _keep(samples.view(np.uint64), limit, *words, kept)
+    return kept if at == 0 and elements % 4 == 0 else kept[:, at : at + elements].copy()

@@ -175,19 +175,22 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
     return c0, c1, c2, c3
 
 
-def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Array:
+def keep(samples: Array, elements: int, rate: float, key: tuple[int, int], first: int = 0) -> Array:
     """Dropout mask for samples of these numbers: bool, shape (len(samples), elements), False with probability `rate`.
+
+    For the elements from number `first` on.
 
     Element e < 2^34 of the sample with number s (int64) depends only on s, e, `rate`, rounded to a multiple of 2^-32,
     and `key`.
     """
     xp = array_namespace(samples)
     sample = samples.astype(xp.uint64)[:, None]
-    block = xp.arange(-(-elements // 4), dtype=xp.uint64)[None]
+    block = xp.arange(first // 4, -(-(first + elements) // 4), dtype=xp.uint64)[None]
     words = philox((block, xp.zeros_like(block), sample & 0xFFFFFFFF, sample >> 32), key)
     limit = np.uint64(round(rate * 2**32))
     kept = xp.empty((len(samples), block.shape[1], 4), bool)
     for lane, word in enumerate(words):
         kept[..., lane] = word >= limit
     kept = kept.reshape(len(samples), 4 * block.shape[1])
-    return kept[:, :elements].copy() if elements % 4 else kept
+    at = first % 4
+    return kept if at == 0 and elements % 4 == 0 else kept[:, at : at + elements].copy()

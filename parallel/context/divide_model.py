@@ -1,0 +1,116 @@
+"""Models whose sequences are divided over the ranks of a mesh axis: a copy in which some operators are replaced.
+
+Attention exchanges (`ALGORITHMS`), what depends on positions gets those of this rank (`REPLACEMENTS`), and all else
+works on single tokens: `Operator.place` refuses an operator that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from parallel.context.allgather_attention import AllgatherAttention
+from parallel.context.context_attention import ContextAttention
+from parallel.context.positions import DividedDropout, DividedPositionEmbedding
+from parallel.context.ring_attention import RingAttention
+from parallel.context.sequence_division import SequenceDivision
+from parallel.context.sequence_parts import SequenceParts, TiedTerms
+from parallel.context.ulysses_attention import UlyssesAttention
+from parallel.data.sampler import Batch
+from parallel.nn.attention import CausalAttention
+from parallel.nn.blockwise_attention import BlockwiseAttention
+from parallel.nn.dropout import Dropout
+from parallel.nn.embedding import PositionEmbedding
+from parallel.nn.operator import Operator, name_all
+from parallel.nn.placement import Shard
+from parallel.nn.rewrite import replaced
+
+ALGORITHMS: dict[str, type[ContextAttention]] = {
+    "ring": RingAttention,
+    "allgather": AllgatherAttention,
+    "ulysses": UlyssesAttention,
+}
+"""Attention over a divided sequence, by name."""
+
+
+class ModelDivision(NamedTuple):
+    """Axis, division of its sequences, and class of attention."""
+
+    axis: Any
+    division: SequenceDivision
+    attention: type[ContextAttention]
+
+
+def _causal(operator: CausalAttention, how: ModelDivision) -> Operator:
+    return how.attention(how.axis, how.division, operator.heads)
+
+
+def _blockwise(operator: BlockwiseAttention, how: ModelDivision) -> Operator:
+    return how.attention(how.axis, how.division, *operator.heads, operator.mask)
+
+
+def _positions(operator: PositionEmbedding, how: ModelDivision) -> Operator:
+    return DividedPositionEmbedding(operator, how.division, how.axis.rank)
+
+
+def _dropout(operator: Dropout, how: ModelDivision) -> Operator:
+    return DividedDropout(operator, how.division.blocks(how.axis.rank))
+
+
+REPLACEMENTS: tuple[tuple[type[Operator], Callable[[Any, ModelDivision], Operator]], ...] = (
+    (CausalAttention, _causal),
+    (BlockwiseAttention, _blockwise),
+    (PositionEmbedding, _positions),
+    (Dropout, _dropout),
+)
+"""Operators that need other positions than their own token's, and what replaces them."""
+
+
+def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: str = "ring") -> Operator:
+    """Model for this rank's tokens of every sequence; it shares parameters with `model`, which is not changed.
+
+    Parameters
+    ----------
+    model : Operator
+        Of inputs (batch, positions): whole, or already cut by `parallel.tensor`.
+    axis : MeshAxis
+    division : SequenceDivision
+        Over the ranks of the axis. With `parts`, and "allgather", every number of ranks that leaves a power of two of
+        parts per rank has the same bits (`parallel.context.sequence_parts`); batches and sums over ranks must be
+        reproducible too.
+    algorithm : str
+        Key of `ALGORITHMS`.
+
+    Raises
+    ------
+    PlacementError, ValueError
+        If an operator needs whole sequences, or the algorithm does not suit the heads.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"context attention: expected one of {', '.join(ALGORITHMS)}; found {algorithm!r}")
+    name_all(model)
+    how, tied = ModelDivision(axis, division, ALGORITHMS[algorithm]), TiedTerms()
+    places = division.part_slices(axis.rank)
+
+    def replacement(operator: Operator) -> Operator | None:
+        for kind, make in REPLACEMENTS:
+            if isinstance(operator, kind):
+                return make(operator, how)
+        alone = type(operator).place is Operator.place and operator.mixes is not None
+        return SequenceParts(operator, places, tied) if division.parts and alone else None
+
+    ours = replaced(model, replacement)
+    name_all(ours)
+    ours.place(axis.name, Shard(1), set())
+    return ours
+
+
+def divided_batches(batches: Iterable[Batch], axis: Any, division: SequenceDivision) -> Iterator[Batch]:
+    """Yield this rank's tokens of micro-batches that all ranks of the axis have.
+
+    To the sum of gradients the ranks of the axis are data-parallel: rank r has number r of c parts of a micro-batch, so
+    its number becomes c * number + r, and the losses of all ranks are divided by the count of all their targets.
+    """
+    positions = division.positions(axis.rank)
+    for number, x, y, samples in batches:
+        yield Batch(number * axis.size + axis.rank, x[:, positions], y[:, positions], samples)

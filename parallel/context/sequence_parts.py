@@ -1,0 +1,126 @@
+"""Operators applied to the parts of a sequence one by one, so that their bits do not depend on the number of ranks.
+
+The parts (`SequenceDivision.parts`) are the same for every number of ranks, and so are the shapes of all products. The
+gradients of a parameter by all parts of a rank are added along a binary tree, of which a rank has a whole subtree; the
+reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from parallel.nn import kernels
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.placement import Placement
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
+from quant.types import Array
+
+
+class TiedTerms:
+    """Gradients by part of parameters with several uses, as tied tables, until their last use in a backward pass.
+
+    The sum over the uses comes first and that over the parts then, as if each part were a micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._terms: dict[int, list[list[Array]]] = {}
+
+    def clear(self) -> None:
+        """Drop what a pass that failed has left."""
+        self._terms.clear()
+
+    def add(self, parameter: Parameter, terms: list[Array]) -> list[Array] | None:
+        """Add the gradients by part of one use; return their sums over the uses after the last one, else None."""
+        uses = self._terms.setdefault(id(parameter), [])
+        uses.append(terms)
+        if len(uses) < parameter.uses:
+            return None
+        first, *others = self._terms.pop(id(parameter))
+        for other in others:
+            for total, term in zip(first, other):
+                total += term
+        return first
+
+
+class SequenceParts(Operator):
+    """An operator without exchanges, applied to each of this rank's parts of the sequence.
+
+    Parameters
+    ----------
+    inner : Operator
+        Of inputs of shape (batch, positions, ...); positions must not depend on each other.
+    places : sequence of slice
+        Positions of each part in the arrays.
+    tied : TiedTerms
+        Of the whole model.
+    """
+
+    def __init__(self, inner: Operator, places: Sequence[slice], tied: TiedTerms):
+        self.inner, self.places, self.tied = inner, tuple(places), tied
+        self.mixes = inner.mixes
+
+    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
+        yield from self.inner.members()
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        self.tied.clear()
+        pairs = [self.inner.forward(part, run) for part in self._split(x)]
+        return self._joined([y for y, _ in pairs]), tuple(saved for _, saved in pairs)
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        found: dict[int, tuple[Parameter, list[Callable[[Array], object]]]] = {}
+
+        def collect(parameter: Parameter, compute: Callable[[Array], object]) -> None:
+            found.setdefault(id(parameter), (parameter, []))[1].append(compute)
+
+        dx = [self.inner.backward(part, values, collect) for part, values in zip(self._split(dy), saved)]
+        for parameter, computes in found.values():
+            grads(parameter, self._summed(parameter, computes))
+        return None if dx[0] is None else self._joined(dx)
+
+    def _summed(self, parameter: Parameter, computes: Sequence[Callable[[Array], object]]) -> Callable[[Array], object]:
+        """Function that writes the sum of the gradients of all parts, by the tree; 0 but for the last use."""
+
+        def compute(out: Array) -> None:
+            xp = kernels.array_namespace(out)
+            terms: Any = (self._term(one, xp.empty(out.shape, out.dtype)) for one in computes)
+            if parameter.uses > 1:
+                terms = self.tied.add(parameter, list(terms))
+            if terms is None:
+                out[...] = 0
+                return
+            tree = TreeSum(VectorPool(list))  # takes the terms over: nothing is taken from the pool
+            for number, term in enumerate(terms):
+                tree.push(TreeNode(0, number), term, ours=True)
+            out[...] = tree.total()
+
+        return compute
+
+    @staticmethod
+    def _term(compute: Callable[[Array], object], out: Array) -> Array:
+        compute(out)
+        return out
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        return self.inner.place(axis, x, partial)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """Outline of all parts, which are arrays of their own."""
+        parts = [ArraySpec((x.shape[0], place.stop - place.start, *x.shape[2:]), x.dtype) for place in self.places]
+        outlines = [self.inner.outline(part) for part in parts]
+        y = outlines[0].y
+        whole = ArraySpec((y.shape[0], x.shape[1], *y.shape[2:]), y.dtype)
+        gradients = sum(4 * parameter.size for parameter in self.inner.parameters()) * len(parts)
+        work = max(outline.work for outline in outlines) + x.nbytes + 2 * whole.nbytes + gradients
+        saved = tuple(outline.saved for outline in outlines)
+        return OperatorOutline(whole, saved, sum(outline.flops for outline in outlines), work)
+
+    def _split(self, x: Array) -> list[Array]:
+        xp = kernels.array_namespace(x)
+        return [xp.ascontiguousarray(x[:, place]) for place in self.places]
+
+    @staticmethod
+    def _joined(parts: Sequence[Array]) -> Array:
+        return kernels.array_namespace(parts[0]).concatenate(parts, axis=1)

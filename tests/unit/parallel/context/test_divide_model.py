@@ -1,0 +1,152 @@
+"""Transformers whose sequences are divided: every gradient against the whole model, dropout masks, the same bits."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import thread_ranks
+from support.context_cases import ALGORITHMS
+
+from parallel.context.divide_model import divide, divided_batches
+from parallel.context.sequence_division import DIVISIONS, SequenceDivision
+from parallel.data.sampler import Batch
+from parallel.nn.compose import Sequential
+from parallel.nn.dropout import Dropout
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import mlp, transformer
+from parallel.nn.operator import PassMode
+from parallel.nn.placement import PlacementError
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
+
+LENGTH, VOCABULARY, HEADS = 24, 11, 12
+
+
+def model(**options):
+    return transformer(VOCABULARY, LENGTH, 2, HEADS, 24, **options)
+
+
+def batch():
+    """Targets of which some do not count, unevenly over the ranks."""
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, VOCABULARY, (2, 3, LENGTH))
+    y[:, :7] = -1
+    return Batch(0, x, y, np.array([5, 1, 9]))
+
+
+def trained(whole, made, part, dtype):
+    """Loss, number of targets, and gradients in order of the parameters, of one micro-batch."""
+    flat = FlatParams(whole)
+    vector = np.zeros(flat.length)
+    flat.initialise(vector, 1)
+    flat.bind(vector.astype(dtype))
+    loss, gradients = SoftmaxCrossEntropy(), {}
+
+    def sink(parameter, compute):
+        term = np.full(parameter.shape, np.nan, np.float64 if dtype == np.float64 else np.float32)
+        compute(term)
+        gradients[parameter.name] = gradients[parameter.name] + term if parameter.name in gradients else term
+
+    scores, saved = made.forward(part.x, PassMode(seed=3, samples=part.samples))
+    total, state = loss.forward(scores, part.y)
+    made.backward(loss.backward(1.0, state), saved, sink)
+    return total, loss.count(part.y), [gradients[parameter.name] for parameter in whole.parameters()]
+
+
+def parts(ranks, algorithm, name, dtype, logical=0, **options):
+    """What every rank comes to."""
+
+    def rank_main(axis):
+        whole, division = model(**options), SequenceDivision(name, LENGTH, axis.size, logical)
+        made = divide(whole, axis, division, algorithm)
+        (part,) = divided_batches([batch()], axis, division)
+        assert part.number == axis.rank
+        return trained(whole, made, part, dtype)
+
+    return thread_ranks.run(ranks, rank_main, "cp")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_gradient(algorithm, ranks):
+    """With dropout and a tied table: losses and counts are sums over the ranks, and so are all gradients."""
+    whole = model(dropout=0.2)
+    loss, count, gradients = trained(whole, whole, batch(), np.float64)
+    for name in DIVISIONS:
+        found = parts(ranks, algorithm, name, np.float64, dropout=0.2)
+        assert sum(one[0] for one in found) == pytest.approx(loss, rel=1e-12)
+        assert sum(one[1] for one in found) == count
+        for at, expected in enumerate(gradients):
+            total = sum(one[2][at] for one in found)
+            np.testing.assert_allclose(total, expected, rtol=0, atol=1e-12 * max(1, abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    "name, dtype, options",
+    [
+        ("zigzag", np.float32, {"dropout": 0.1}),
+        ("zigzag", ml_dtypes.bfloat16, {"dropout": 0.1}),
+        ("contiguous", np.float32, {"recompute": True}),
+    ],
+)
+def test_same_bits_for_any_number_of_ranks(name, dtype, options):
+    """Losses, and gradients added by the tree over the ranks."""
+    found = []
+    for ranks in (1, 2, 4):
+        each = parts(ranks, "allgather", name, dtype, logical=4, **options)
+        sums = []
+        for at in range(len(each[0][2])):
+            tree = TreeSum(VectorPool(list))
+            for rank, one in enumerate(each):
+                tree.push(TreeNode(0, rank), one[2][at], ours=True)
+            sums.append(tree.total().tobytes())
+        found.append((sum(one[0] for one in each), *sums))
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("width", [4, 3])
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_dropout_masks_are_parts_of_the_whole(name, width):
+    whole, x = Sequential([Dropout(0.4)]), np.ones((3, 19, width))
+    run = PassMode(seed=7, samples=np.array([2, 0, 11]))
+    divided = []
+    for rank in range(3):
+        division = SequenceDivision(name, 19, 3)
+        made = divide(whole, thread_ranks.ThreadAxis("cp", rank, 3, None), division)
+        divided.append((division.positions(rank), made.forward(x[:, division.positions(rank)], run)[0]))
+    expected = whole.forward(x, run)[0]
+    for positions, y in divided:
+        assert np.array_equal(y, expected[:, positions])
+
+
+def test_a_failed_pass_leaves_nothing_in_tied_tables():
+    whole = model()
+    axis, division = thread_ranks.ThreadAxis("cp", 0, 1, None), SequenceDivision("zigzag", LENGTH, 1, 4)
+    made = divide(whole, axis, division, "allgather")
+    (part,) = divided_batches([batch()], axis, division)
+    expected = trained(whole, made, part, np.float32)
+
+    def breaks(parameter, compute):
+        compute(np.empty(parameter.shape, np.float32))
+        if parameter.name.startswith("2"):
+            raise FloatingPointError("broken off")
+
+    scores, saved = made.forward(part.x, PassMode(samples=part.samples))
+    with pytest.raises(FloatingPointError):
+        made.backward(np.ones_like(scores), saved, breaks)
+    found = trained(whole, made, part, np.float32)
+    assert all(np.array_equal(one, other) for one, other in zip(found[2], expected[2]))
+
+
+@pytest.mark.parametrize(
+    "make, length, algorithm, error, message",
+    [
+        (lambda: mlp([8, 4, 2]), 8, "ring", PlacementError, "Flatten 0.0: expected another placement along cp"),
+        (model, 32, "ring", ValueError, "length: expected at most 24 positions, found 32"),
+        (model, 24, "star", ValueError, "expected one of ring, allgather, ulysses; found 'star'"),
+        (lambda: transformer(5, 24, 1, 3, 6), 24, "ulysses", ValueError, r"divides the 3 heads \(1, 3\), found 2"),
+    ],
+)
+def test_refused(make, length, algorithm, error, message):
+    axis = thread_ranks.ThreadAxis("cp", 0, 2, None)
+    with pytest.raises(error, match=message):
+        divide(make(), axis, SequenceDivision("zigzag", length, 2), algorithm)
