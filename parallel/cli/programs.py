@@ -47,6 +47,7 @@ PROGRAMS = {
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),
     "draw pipeline": CommandEntry("parallel.cli.draw_pipeline", "timeline of a pipeline, text or picture", mpi=False),
+    "draw attention": CommandEntry("parallel.cli.draw_attention", "work of ring attention, text or picture", mpi=False),
     "prove collectives": CommandEntry("collectives.cli.prove", "prove every algorithm of the catalogue", mpi=False),
     "prove pipelines": CommandEntry("parallel.cli.prove_pipeline", "prove every pipeline schedule", mpi=False),
 }

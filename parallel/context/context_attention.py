@@ -1,18 +1,7 @@
 """Base of attention over a sequence that is divided over the ranks of a mesh axis.
 
 Each rank has the tokens of its blocks (`parallel.context.sequence_division`), and computes what its queries get. The
-algorithms differ in how keys and values reach them. Bytes sent per rank and layer, with c ranks, batch b, length s,
-g key/value heads of width d, h = heads x d, element size e, and gradients in float32:
-
-    ==========  ==============================  ===============================================
-    algorithm   forward                         backward
-    ==========  ==============================  ===============================================
-    ring        2 (c-1)/c b s g d e             2 (c-1)/c b s g d (e + 4)
-    allgather   2 (c-1)/c b s g d e             2 (c-1)/c b s g d (e + 4)
-    ulysses     2 (c-1)/c^2 b s (h + g' d) e    2 (c-1)/c^2 b s (h + g' d) e
-    ==========  ==============================  ===============================================
-
-g' is the larger of g and c: with fewer key/value heads than ranks, ulysses sends copies.
+algorithms differ in how keys and values reach them; `parallel.context.cost_formulas` has their bytes and times.
 """
 
 from typing import Any

@@ -99,17 +99,3 @@ def check(axis, algorithm, name, case, dtype):
     pairs = (y, whole.y[:, positions]), (dx, whole.dx[:, positions]), (found, log_sum[:, :, order])
     for ours, expected in pairs:
         np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE[dtype] * max(1, abs(whole.dx).max()))
-
-
-def bytes_of(algorithm, case, ranks, itemsize, gradient):
-    """Bytes that a rank sends (forward, backward), by the formulas of `parallel.context.context_attention`.
-
-    For lengths that the ranks divide.
-    """
-    tokens = BATCH * case.length * WIDTH
-    if algorithm == "ulysses":
-        heads = case.heads + max(case.kv_heads, ranks)
-        each = 2 * (ranks - 1) * tokens * heads * itemsize // ranks**2
-        return each, each
-    kv = 2 * (ranks - 1) * tokens * case.kv_heads // ranks
-    return kv * itemsize, kv * (itemsize + gradient)

@@ -51,6 +51,7 @@ CHEAP = {
     "chorus prove collectives": [],
     "chorus draw collective": [],
     "chorus draw pipeline": [],
+    "chorus draw attention": [],
     "chorus prove pipelines": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
     "chorus simulate": ["--ranks", "64", "--up-to", "64", "--sizes", "8,1M"],
     "scripts/document_algorithms.py": [],

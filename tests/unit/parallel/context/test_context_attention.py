@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import thread_ranks
-from support.context_cases import ALGORITHMS, BATCH, CASES, WIDTH, ContextCase, bytes_of, check, played, reference
+from support.context_cases import ALGORITHMS, BATCH, CASES, WIDTH, ContextCase, check, played, reference
 
+from parallel.context.cost_formulas import AttentionWork, sent_bytes
 from parallel.context.sequence_division import DIVISIONS, SequenceDivision
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.operator import PassMode
@@ -39,9 +40,14 @@ def test_bytes_are_those_of_the_formulas(algorithm, case, dtype):
             split = FORWARD[algorithm](axis.size)
             return sum(n for _, n in calls[:split]), sum(n for _, n in calls[split:])
 
-        gradient = 8 if dtype == np.float64 else 4
-        expected = bytes_of(algorithm, case, ranks, dtype.itemsize, gradient)
-        assert set(thread_ranks.run(ranks, sent, "cp")) == {expected}
+        division = SequenceDivision("zigzag", case.length, ranks)
+        work = AttentionWork(division, BATCH, case.heads, case.kv_heads, WIDTH, case.mask, dtype.itemsize)
+        assert set(thread_ranks.run(ranks, sent, "cp")) == {sent_bytes(algorithm, work)}
+        b, s, h, c, e = BATCH, case.length, case.heads * WIDTH, ranks, dtype.itemsize
+        if algorithm == "ulysses" and case.kv_heads == case.heads:
+            assert sum(sent_bytes(algorithm, work)) == 8 * (c - 1) * b * s * h * e // c**2
+        elif algorithm != "ulysses":
+            assert sent_bytes(algorithm, work)[0] == 2 * (c - 1) * b * s * case.kv_heads * WIDTH * e // c
 
 
 FORWARD = {
