@@ -19,9 +19,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     sizes = "; ".join(f"{name}: {', '.join(family.sizes)}" for name, family in MODELS.items())
 
     add = parser.add_argument_group("model and data").add_argument
-    add("--data", metavar="NAME", help=f"{', '.join(datasets.TASKS)}, a text file, or an .npz file (default digits)")
+    add(
+        "--data",
+        metavar="NAME",
+        help=f"{', '.join(datasets.TASKS)}, a text or .npz file, or a folder of shards (default digits)",
+    )
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or with a size as in gpt:tiny ({sizes})")
     add("--length", type=int, metavar="N", help="length of sequences")
+    add("--window", type=int, metavar="N", help="neighbouring samples shuffled among themselves (default: all)")
     add("--dropout", type=float, metavar="P", help="dropout probability")
     add("--seed", type=int, metavar="N", help="seed of weights, order of samples, and dropout (default 0)")
 
@@ -63,6 +68,8 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="model chunks on each stage (pp:interleaved)")
     add("--mesh", metavar="AXES", help="mesh of ranks, as in dp=2,pp=2 or zero1=2,pp=4; the last axis has neighbours")
+    turns = "ranks of each part of the model, which take turns, as in 2,1,1, or auto (pp:1f1b, pp:pipedream...)"
+    add("--stage-ranks", metavar="RANKS", help=turns)
     add("--cuts", metavar="UNITS", help="first unit of each chunk and number of units, as in 0,2,5 (default: measured)")
     add("--memory", type=float, metavar="BYTES", help="memory of a stage, for pp:auto")
     add = parser.add_argument_group("parameter server (ps)").add_argument
@@ -74,6 +81,12 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     add("--replay", metavar="FILE", help="repeat the recorded order of events")
     add = parser.add_argument_group("decentralised training").add_argument
     add("--tau", type=int, metavar="N", help="local, group: steps between averages (8, 10); sgp: delay of messages (0)")
+    add(
+        "--overlap",
+        type=float,
+        metavar="F",
+        help="fraction of its share by which a rank also trains on the next ranks'",
+    )
     add("--group", type=int, metavar="S", help="ranks of a group (default: square root of their number)")
 
 

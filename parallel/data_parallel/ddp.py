@@ -6,6 +6,7 @@ number of times. (Li et al., "PyTorch Distributed: Experiences on Accelerating D
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,9 +87,11 @@ class NaiveDDP:
             reducer.assign(assignment, step_scale)
 
     def begin_backward(self, turn: int, number: int | None) -> None:
-        assert number is not None
+        """Begin the backward of micro-batch `number`; with None, a turn without a micro-batch, nothing changes."""
+        self._open = set() if number is None else set(range(len(self.reducers)))
+        if number is None:
+            return
         self._number, self._remaining = number, self._remaining - 1
-        self._open = set(range(len(self.reducers)))
         for reducer in self.reducers:
             reducer.begin_backward(number)
 
@@ -147,35 +150,44 @@ class BucketedDDP(NaiveDDP):
 
 
 class OverlappedDDP(BucketedDDP):
-    """Gradient sink with a non-blocking allreduce per bucket; the step's last backward overlaps and drives it."""
+    """Gradient sink with a non-blocking allreduce per bucket; the step's last backward overlaps and drives it.
+
+    Complete buckets are started in order, those that must be alone in flight one after another.
+    """
 
     def __init__(self, context: RunContext):
         super().__init__(context)
         self._active: dict[int, float] = {}
+        self._waiting: deque[PlainReducer] = deque()
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
         super().__call__(parameter, compute)
         if self._active:
             with self._context.recorder("communication", "test"):
                 self._test_active()
+            self._start_waiting()
 
     def bind(self) -> None:
         for reducer in self.reducers:
             reducer.bind()
 
     def ready(self, reducer: PlainReducer) -> None:
-        number = reducer.bucket.number
-        if reducer.alone and number:
-            self._finish(self.reducers[number - 1])
-        with self._context.recorder("communication", "start", bucket=number):
-            reducer.start()
-        self._active[number] = time.perf_counter()
+        self._waiting.append(reducer)
+        self._start_waiting()
 
     def finalize(self) -> None:
         for reducer in self.reducers[self._next :]:
             self.ready(reducer)
         for reducer in self.reducers:
+            self._start_waiting()
             self._finish(reducer)
+
+    def _start_waiting(self) -> None:
+        while self._waiting and not (self._waiting[0].alone and self._active):
+            reducer = self._waiting.popleft()
+            with self._context.recorder("communication", "start", bucket=reducer.bucket.number):
+                reducer.start()
+            self._active[reducer.bucket.number] = time.perf_counter()
 
     def _finish(self, reducer: PlainReducer) -> None:
         with self._context.recorder("communication", "finish", bucket=reducer.bucket.number):

@@ -77,15 +77,22 @@ class ErrorFeedbackReducer(PlainReducer):
             wait_all(self._waiting)
             self._waiting = next(self._rounds, [])
 
-    def average_residual(self) -> None:
+    def average_residual(self, ranks: int) -> None:
+        """Give the first `ranks` ranks equal parts of the sum of all residuals, the others none. Collective."""
         if self._feedback:
             self._context.comm.Allreduce(MPI.IN_PLACE, self.residual)
-            self.residual /= self._context.comm.Get_size()
+            self.residual /= ranks
+            self._keep_first(ranks)
 
-    def rescale_residual(self, ranks: int) -> None:
-        """Rescale a restored residual, the average over `ranks` ranks, to the current number of ranks."""
+    def divide_residual(self, saved: int, ranks: int) -> None:
+        """Divide a residual that all ranks have restored, one of `saved` equal parts, among the first `ranks` ranks."""
         if self._feedback:
-            self.residual *= ranks / self._context.comm.Get_size()
+            self.residual *= saved / ranks
+            self._keep_first(ranks)
+
+    def _keep_first(self, ranks: int) -> None:
+        if self._context.plan.rank >= ranks:
+            self.residual[...] = 0
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of the residual (call `average_residual` before) and of the compressor's state, for a checkpoint."""

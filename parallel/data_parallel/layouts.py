@@ -15,13 +15,16 @@ class DataParallelLayout(NamedTuple):
     """Data-parallel layout: constructor of its gradient sink; `share(count, rank, ranks)` gives a rank's micro-batches.
 
     With `divided` every rank updates a part of the weights only, with `sharded` it also stores only that. With `drawn`
-    ranks may draw micro-batches during the step, since no rank waits for another before its end.
+    ranks may draw micro-batches during the step, since no rank waits for another before its end. `across_stages` is the
+    layout of parameters that several stages of a pipeline hold, which may not wait for each other before the end; None
+    if it is not for pipelines, as replicas would wait for each other in different actions.
     """
 
-    gradients: Callable[[RunContext], Any]
+    gradients: type[NaiveDDP] | type[Zero2]
     share: Callable[[int, int, int], range]
     divided: bool
     drawn: bool
+    across_stages: str | None = None
     sharded: bool = False
 
     def weights(self, context: RunContext, gradients: Any) -> ReplicatedParams | ShardedParams:
@@ -38,10 +41,10 @@ class DataParallelLayout(NamedTuple):
 
 
 LAYOUTS = {
-    "dp-naive": DataParallelLayout(NaiveDDP, contiguous, divided=False, drawn=True),
+    "dp-naive": DataParallelLayout(NaiveDDP, contiguous, divided=False, drawn=True, across_stages="dp-naive"),
     "dp-bucket": DataParallelLayout(BucketedDDP, contiguous, divided=False, drawn=True),
-    "dp": DataParallelLayout(OverlappedDDP, contiguous, divided=False, drawn=True),
-    "zero1": DataParallelLayout(Zero1, contiguous, divided=True, drawn=True),
-    "zero2": DataParallelLayout(Zero2, interleaved, divided=True, drawn=False),
-    "zero3": DataParallelLayout(Zero3, interleaved, divided=True, drawn=False, sharded=True),
+    "dp": DataParallelLayout(OverlappedDDP, contiguous, divided=False, drawn=True, across_stages="dp"),
+    "zero1": DataParallelLayout(Zero1, contiguous, divided=True, drawn=True, across_stages="zero1"),
+    "zero2": DataParallelLayout(Zero2, interleaved, divided=True, drawn=False, across_stages="zero1"),
+    "zero3": DataParallelLayout(Zero3, interleaved, divided=True, drawn=False, across_stages="zero1", sharded=True),
 }

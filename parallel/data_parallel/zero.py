@@ -89,6 +89,9 @@ class Zero2:
         for reducer in self.reducers:
             reducer.begin(assignment)
 
+    def bind(self) -> None:
+        """No-op: reduce-scatters have no persistent requests."""
+
     def begin_backward(self, turn: int, number: int | None) -> None:
         self._turn = turn
         for reducer in self.reducers:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data.sampler import Batch
+from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
@@ -44,6 +45,14 @@ class BaseEngine:
     remarks: Sequence[str] = ()
     _comm: Communicator
     _recorder: Profiler
+
+    def share(self, micro_batches: int) -> Sequence[int]:
+        """Numbers of the micro-batches of this rank, of `micro_batches` in a step over all ranks."""
+        raise NotImplementedError
+
+    def train_share(self, micro_batches: int) -> Sequence[int]:
+        """As `share`, of a training step: shares of the ranks may overlap there (`Settings.overlap`)."""
+        return self.share(micro_batches)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Yield this rank's slices of the parameters and the optimizer state, in a fixed order."""
@@ -95,9 +104,11 @@ class TrainEngine(BaseEngine):
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings = settings
         self._sync = StepSync(context, loss, teams)
+        self._workers = len(teams)
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
         self.steps = self.updates = 0
+        self._saved_workers: int | None = None
         self._known_kinds: set[tuple[Any, ...]] = set()
 
     # ------------------------------------------------------------------------------------------ methods of each engine
@@ -146,7 +157,19 @@ class TrainEngine(BaseEngine):
         return count, stop, self._passes(mine, assignment, StepScale(self.steps, count, scale))
 
     def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
-        """Run one step; ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result)."""
+        """Run one step; if it makes no update, restore the compression residuals from before it.
+
+        ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result).
+        """
+        updates = self.updates
+        try:
+            return self._stepped(run)
+        finally:
+            if self.updates == updates:
+                for reducer in self._compressed():
+                    reducer.undo()
+
+    def _stepped(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
@@ -219,23 +242,44 @@ class TrainEngine(BaseEngine):
 
     # ------------------------------------------------------------------------------------------ state
 
+    def _compressed(self) -> list[ErrorFeedbackReducer]:
+        """Reducers of this rank that compress gradients."""
+        whole = [part for part in self._parts if part.context.plan.compress is not None]
+        return [reducer for part in whole for reducer in part.gradients.reducers]
+
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        return self._sharded.tensor_slices()
+        """Yield slices of weights and optimizer state, then compression residuals, which are first averaged in place.
+
+        Collective with compression only.
+        """
+        yield from self._sharded.tensor_slices()
+        for reducer in self._compressed():
+            reducer.average_residual(self._workers)
+            yield from reducer.tensor_slices()
 
     def refresh(self) -> None:
         """Apply values written into the arrays of `tensor_slices`, as after loading a checkpoint. Collective."""
+        if self._saved_workers is not None:
+            for reducer in self._compressed():
+                reducer.divide_residual(self._saved_workers, self._workers)
+        self._saved_workers = None
         self._sharded.refresh()
 
     def state(self) -> dict[str, Any]:
-        """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale."""
-        return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
+        """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale.
+
+        With compressed gradients also the number of ranks (or pipelines) over which residuals were averaged.
+        """
+        state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
+        return state | ({} if self.context.plan.compress is None else {"ranks": self._workers})
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the counters and loss scale that `state` returned; ValueError, with nothing changed, if invalid."""
         values = expect_mapping(state, "state")
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
+        workers = expect_integer(values, "ranks") if "ranks" in values else None
         self.scaling.load(values.get("scaling", {}))
-        self.steps, self.updates = steps, updates
+        self.steps, self.updates, self._saved_workers = steps, updates, workers
 
     def close(self) -> None:
         """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""

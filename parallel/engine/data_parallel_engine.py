@@ -1,34 +1,27 @@
 """Data-parallel engine (DDP, ZeRO): forward and backward unit by unit, gradient sum over the ranks, update."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from collectives import Communicator
-from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data.sampler import Batch
-from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
+from parallel.engine.compression import check_compression, choose_compression, compressor_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.settings import DEFAULTS, Settings
-from parallel.grad_compression import AUTO, NONE, CompressorFactory, parse
-from parallel.grad_compression.auto_select import choose
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
-from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport
-from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.runtime.vector_memory import VectorAllocator
 
 
@@ -69,11 +62,12 @@ class DataParallelEngine(TrainEngine):
         check(comm, settings)
         if settings.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
-        check_compression(settings)
+        check_compression(settings, settings.layout)
         self._layout = LAYOUTS[settings.layout]
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         consistency_check.check_equal(comm, facts_of(plan.flat, optimizer))
-        self._plan = replace(plan, compress=self._compressor(comm, settings.compress, plan.flat.length))
+        compress, self.remarks = choose_compression(comm, settings.compress, plan.flat.length)
+        self._plan = replace(plan, compress=compressor_of(compress))
         self._units = plan.units
         self._memory = memory or VectorAllocator(comm, settings.device)
         context = RunContext(self._plan, comm, self._memory, Profiler(settings.trace))
@@ -82,14 +76,7 @@ class DataParallelEngine(TrainEngine):
         super().__init__(context, [part], part.spans, loss, optimizer, settings)
         self.ledger = MemoryLedger(self._memory.allocated)
         self._expect([()] * comm.Get_size())
-        self._residual_ranks = comm.Get_size()
         self.refresh()
-
-    def _compressor(self, comm: Communicator, compress: str, length: int) -> CompressorFactory | None:
-        if compress == AUTO:
-            compress, why = choose(comm, length)
-            self.remarks = (f"compress {AUTO}: {why}",)
-        return compressor_of(compress)
 
     @classmethod
     def forecast(
@@ -128,42 +115,6 @@ class DataParallelEngine(TrainEngine):
             can, found = ", ".join(name for name, layout in LAYOUTS.items() if layout.drawn), self.settings.layout
             raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {found}")
         return self._step(lambda scale: self._drawn(batches, stop, scale))
-
-    def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Yield slices as `TrainEngine`, then compression residuals, averaged over all ranks in place. Collective."""
-        yield from super().tensor_slices()
-        for reducer in self._compressed():
-            reducer.average_residual()
-            yield from reducer.tensor_slices()
-
-    def state(self) -> dict[str, Any]:
-        ranks = {} if self._plan.compress is None else {"ranks": self._comm.Get_size()}
-        return super().state() | ranks
-
-    def load(self, state: dict[str, Any]) -> None:
-        ranks = expect_integer(expect_mapping(state, "state"), "ranks") if "ranks" in state else self._comm.Get_size()
-        super().load(state)
-        self._residual_ranks = ranks
-
-    def refresh(self) -> None:
-        """As `TrainEngine`; compression residuals are first rescaled from the saved to the present number of ranks."""
-        for reducer in self._compressed():
-            reducer.rescale_residual(self._residual_ranks)
-        self._residual_ranks = self._comm.Get_size()
-        super().refresh()
-
-    def _compressed(self) -> list[ErrorFeedbackReducer]:
-        return self._gradients.reducers if self._plan.compress is not None else []
-
-    def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
-        """Run one step as `TrainEngine`; if it makes no update, restore the compression residuals from before it."""
-        updates = self.updates
-        try:
-            return super()._step(run)
-        finally:
-            if self.updates == updates:
-                for reducer in self._compressed():
-                    reducer.undo()
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         self._expect(assignment)
@@ -267,28 +218,3 @@ class DataParallelEngine(TrainEngine):
 
 
 Engine = DataParallelEngine
-
-
-def compressor_of(compress: str) -> CompressorFactory | None:
-    return None if compress == NONE else parse(compress)
-
-
-def check_compression(settings: Settings) -> None:
-    """Raise ValueError if `settings.compress` is unknown or incompatible with the other settings."""
-    compress, layout = settings.compress, settings.layout
-    if compress == NONE:
-        return
-    if compress != AUTO:
-        parse(compress)
-    if LAYOUTS[layout].divided:
-        whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
-        why = f"only where every rank has the whole sum ({whole}) can there be more, and the layout is {layout}"
-    elif settings.reproducible:
-        why = "a reproducible training adds gradients as they are, in canonical order"
-    elif PRECISIONS[settings.precision].wide != np.float32:
-        why = f"gradients are to be float32, and in {settings.precision} they are not"
-    elif settings.device != "cpu":
-        why = f"on {settings.device} there is nothing else so far"
-    else:
-        return
-    raise ValueError(f"compress: expected {NONE}, since {why}; found {compress}")

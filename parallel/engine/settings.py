@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 PIPELINE_MICROBATCHES = 8
@@ -40,6 +43,7 @@ class Settings:
     epochs, steps : passes over the training set, used if `steps` is None; steps of the whole training
     warm_up : steps of the learning-rate warm-up
     length : tokens per sequence, at least 1
+    window : neighbouring samples that are shuffled among themselves; by default all, or those of some shards
     dropout : probability, from 0 to below 1
     recompute : recompute activations in the backward pass
     reproducible : sum gradients in canonical order, bitwise equal on any mesh
@@ -52,6 +56,7 @@ class Settings:
     trace : record profiler events
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
     mesh : pipelines: axis names and sizes, such as ``dp=2,pp=4``; the last axis has neighbouring ranks
+    stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
     cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
     memory : pp:auto: bytes that a stage may take
     servers, replicas : parameter server: number of servers, and of servers that hold a copy of each parameter
@@ -61,6 +66,7 @@ class Settings:
     record, replay : parameter server: file prefix to write the order of events to, or to read it from
     fault_tolerant : go on after the death of a rank, if the layout can and the MPI survives it
     tau, group : decentralized styles: steps between averages (sgp: staleness), and ranks per group
+    overlap : decentralized styles: fraction of its share of a step by which a rank also trains on the next ranks'
 
     Raises
     ------
@@ -85,6 +91,7 @@ class Settings:
     steps: int | None = None
     warm_up: int = 0
     length: int = 128
+    window: int | None = None
     dropout: float = 0.0
     recompute: bool = False
     reproducible: bool = False
@@ -99,6 +106,7 @@ class Settings:
     microbatches: int | None = None
     virtual: int | None = None
     mesh: str | None = None
+    stage_ranks: str | None = None
     cuts: str | None = None
     memory: float | None = None
     servers: int = 1
@@ -111,6 +119,7 @@ class Settings:
     fault_tolerant: bool = False
     tau: int | None = None
     group: int | None = None
+    overlap: float | None = None
     compress: str = "none"
 
     def __post_init__(self) -> None:
@@ -154,8 +163,8 @@ TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (in
 TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items()}
 """Accepted types, by a field's annotation."""
 
-_FROM_ONE = "batch micro_batch accumulate length bucket_bytes first_bytes stages microbatches virtual memory"
-_FROM_ZERO = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every delay"
+_FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
+_FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every delay"
 LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
 """Smallest value of numeric fields."""
 
@@ -166,9 +175,9 @@ NAMES = tuple(field.name for field in fields(Settings))
 ALTERNATIVES = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
-PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "cuts", "memory")
+PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
-STYLE_FIELDS = ("tau", "group")
+STYLE_FIELDS = ("tau", "group", "overlap")
 
 LAYOUT_FIELDS = (*PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS)
 """Fields of one kind of layout only: another layout drops the checkpoint's values."""
@@ -241,7 +250,14 @@ def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _is_text(data: str) -> bool:
-    return data in TEXTS or (data not in ARRAYS and not data.endswith(".npz"))
+    """True for texts: bytes of a file, or the tokens of a sharded data set."""
+    if data in TEXTS or data in ARRAYS:
+        return data in TEXTS
+    if Path(data).is_dir():
+        with suppress(OSError, ValueError):  # an error of the index is raised where data are loaded
+            return bool(json.loads(Path(data, "index.json").read_text())["kind"] == "tokens")
+        return False
+    return not data.endswith(".npz")
 
 
 ARRAYS = ("digits", "teacher", "teacher_classes")

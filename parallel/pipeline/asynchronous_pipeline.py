@@ -4,13 +4,16 @@ The backward of a micro-batch uses the weights of its forward (Narayanan et al.,
 the plan determines the version. No micro-batch is in flight at the end of a step, so only the newest version remains.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from parallel.data.sampler import Batch
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.sharded_optimizer import ParamShard, numbers_of
 from parallel.engine.base import PassResult
@@ -24,7 +27,7 @@ from parallel.pipeline.param_division import SharedParamGroup
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
 from parallel.pipeline.stage import StageTrainer
-from parallel.pipeline.stage_params import intervals_of
+from parallel.pipeline.stage_params import replicas_of
 from parallel.runtime.tree_sum import VectorPool
 from quant.types import Array
 
@@ -32,12 +35,14 @@ from quant.types import Array
 class WeightVersions:
     """Versions of a stage's weights: the newest in place, and copies of older ones while micro-batches need them.
 
-    `wanted` is the version that each micro-batch uses, in the order of backwards; `pools` have vectors of each part.
+    `wanted` is the version of each micro-batch of the stage, in the order of backwards; `pools` have vectors of each
+    part.
     """
 
-    def __init__(self, parts: Sequence[ParamShard], pools: Sequence[VectorPool], wanted: Sequence[int]):
+    def __init__(self, parts: Sequence[ParamShard], pools: Sequence[VectorPool], wanted: Mapping[int, int]):
         self._parts, self._pools, self._wanted = parts, pools, wanted
-        self._over = self.newest = 0
+        self._later = deque(wanted.values())
+        self.newest = 0
         self._older: dict[int, list[Array]] = {}
 
     def use(self, microbatch: int) -> None:
@@ -47,14 +52,14 @@ class WeightVersions:
 
     def end_backward(self) -> None:
         """Count one more micro-batch whose backward is done; frees versions that no later one needs."""
-        self._over += 1
-        for version in set(self._older) - set(self._wanted[self._over :]):
+        self._later.popleft()
+        for version in set(self._older) - set(self._later):
             for pool, vector in zip(self._pools, self._older.pop(version)):
                 pool.give(vector)
 
     def begin_version(self) -> None:
         """Begin a new version, to be updated in place; first copies the newest if a later backward needs it."""
-        if self.newest in self._wanted[self._over :]:
+        if self.newest in self._later:
             older = self._older[self.newest] = [pool.take() for pool in self._pools]
             for vector, part in zip(older, self._parts):
                 vector[...] = part.weights.vector
@@ -64,23 +69,22 @@ class WeightVersions:
 class WeightStashing(StageTrainer):
     """Computations of a stage that updates its weights between backwards and stashes older versions (PipeDream).
 
-    `intervals` are the micro-batches of each update. `begin` and `apply` are called with these before the first and
-    after the last gradient of an update.
+    ``begin(number)`` is called before the first gradient of an update, ``apply(number, intact)`` after the last one:
+    not `intact` if this stage or a neighbour has failed.
     """
 
     def __init__(
         self,
         *args: Any,
-        intervals: Sequence[Sequence[int]],
-        begin: Callable[[Sequence[int]], None],
-        apply: Callable[[Sequence[int]], None],
+        begin: Callable[[int], None],
+        apply: Callable[[int, bool], None],
         versions: WeightVersions,
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self._intervals, self._begin, self._apply, self._versions = intervals, begin, apply, versions
+        self._begin, self._apply, self._versions = begin, apply, versions
         self._is_incomplete = False  # an array of another stage is missing: it has failed
-        self._begin_next(0)
+        self._begin(0)
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
         self._versions.use(microbatch)
@@ -95,27 +99,22 @@ class WeightStashing(StageTrainer):
         return dx
 
     def update(self, chunk: int, number: int) -> None:
-        """Begin the next weight version; apply update `number` to it unless this stage or a neighbour has failed."""
+        """Begin the next weight version and apply update `number` to it."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
         self._versions.begin_version()
         try:
-            if self.problem is None and not self._is_incomplete:
-                self._apply(self._intervals[number])
+            self._apply(number, self.problem is None and not self._is_incomplete)
         except FloatingPointError as error:
             self.problem = error
-        self._begin_next(number + 1)
-
-    def _begin_next(self, number: int) -> None:
-        if number < len(self._intervals):
-            self._begin(self._intervals[number])
+        self._begin(number + 1)
 
 
 class AsynchronousPipeline(Pipeline):
     """PipeDream engine: stages update several times per step and stash older weights.
 
-    No replicas, tied weights, clipping or fp16. Reports have no gradient norm. Updates before a failure in a step are
-    kept.
+    Replicas of a stage are `Settings.stage_ranks`. No tied weights, clipping or fp16. Reports have no gradient norm.
+    Updates before a failure in a step are kept.
     """
 
     _unchanged = "updates that the step had made before stay"
@@ -126,17 +125,19 @@ class AsynchronousPipeline(Pipeline):
         return [VectorPool(partial(allocate, part.context.flat.length)) for part in self._parts]
 
     @staticmethod
-    def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:
+    def _build(schedule: str, stages: int, microbatches: int, options: dict[str, Any]) -> PipelinePlan:
         """Plan of a training step: schedule steps of `stages` micro-batches each, or one of all if not divisible."""
         each = microbatches if microbatches % stages else stages
-        return build(schedule, stages, each, virtual=virtual, steps=microbatches // each)
+        return build(schedule, stages, each, steps=microbatches // each, **options)
 
     @staticmethod
     def _refusal(plan: PipelinePlan, groups: Sequence[SharedParamGroup], mesh: Mesh, settings: Settings) -> str | None:
         if plan.versions is None:
             return f"schedule: {plan.name} does not update on the way; it is for Pipeline"
         if mesh.size > plan.stages or plan.placement.chunks > 1:
-            return f"mesh: {plan.name} is for stages without replicas that have one part each, found {mesh}"
+            return f"mesh: {plan.name} is for one pipeline, with replicas by stage_ranks; found {mesh}"
+        if not LAYOUTS[replicas_of(mesh, mesh.size)].drawn:
+            return f"mesh: {plan.name} keeps versions of whole weights; found {mesh}"
         if tied := [group for group in groups if len(group.parts) > 1]:
             name = tied[0].tensors[0].parameter.name
             return f"model: {plan.name} updates stage by stage, and {name} belongs to several"
@@ -150,21 +151,30 @@ class AsynchronousPipeline(Pipeline):
         here = [self._microbatch(batch, training=True) for batch in mine]
         counts = [int(self._loss.count(one.y)) for one in here]
         line = self._bound(len(here), True)
-        intervals = intervals_of([bound.action for bound in line])
-        wanted = self.plan.versions[self._portion.stage()][: len(here)]
+        stage, before = self._portion.stage(), self.updates
+        own = [bound.action.microbatch for bound in line if bound.action.kind in ("W", "BW")]
+        updates = {group.number: self._portion.updates(group, len(here)) for group, _ in self._shares}
         clock = RateClock(self._clock)  # all updates of a step have its learning rate
 
-        def begin(interval: Sequence[int]) -> None:
-            for group, part in self._shares:
-                part.gradients.begin([tuple(group.leaf(here[at].number, group.parts[0]) for at in interval)])
+        def targets(update: Assignment) -> int:
+            return sum(counts[at] for some in update for at in some)
 
-        def apply(interval: Sequence[int]) -> None:
+        def begin(number: int) -> None:
+            for group, part in self._shares:
+                for update in updates[group.number][number : number + 1]:  # none after the last
+                    part.gradients.begin(update, StepScale(before + number, targets(update), 1.0))
+
+        def apply(number: int, intact: bool) -> None:
             held = [gradient for part in self._parts for _, gradient in part.gradients.own]
-            if not all(np.isfinite(block_squares(gradient)).all() for gradient in held):
-                raise FloatingPointError(f"the gradient of micro-batches {list(interval)} is not finite")
-            if count := sum(counts[at] for at in interval):
-                self._optimizer.update(self._sharded.pieces, self.updates, 1 / count, self._gather, clock)
-            self.updates += 1
+            finite = all(np.isfinite(block_squares(gradient)).all() for gradient in held)
+            if not self._agreed(intact and finite):
+                for reducer in self._compressed():
+                    reducer.undo()
+            elif count := max((targets(some[number]) for some in updates.values()), default=0):
+                self._optimizer.update(self._sharded.pieces, before + number, 1 / count, self._gather, clock)
+                self._sharded.publish()
+            if intact and not finite:
+                raise FloatingPointError(f"the gradient of update {number} is not finite")
 
         work = WeightStashing(
             self._chunks,
@@ -173,23 +183,30 @@ class AsynchronousPipeline(Pipeline):
             self._runner.progress,
             scale=step_scale.scale,
             note=self._noting(here, assignment),
-            intervals=intervals,
             begin=begin,
             apply=apply,
-            versions=WeightVersions(self._parts, self._pools, wanted),
+            versions=WeightVersions(self._parts, self._pools, {at: self.plan.versions[stage][at] for at in own}),
         )
-        before = self.updates
         self._runner.run(line, work)
         for part in self._parts:
             part.context.flat.bind(part.weights.vector)
-        self.updates = before + len(intervals)  # on all ranks, also where something has failed
+        # On all ranks, also where something has failed.
+        self.updates = before + sum(bound.action.kind == "U" for bound in line)
         return PassResult(work.losses, work.problem)
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
-        """Vector over the blocks of all parameters: this rank's values `of_pieces` in their places, zeros elsewhere."""
+        """Vector over the blocks of all parameters: values of this stage's replicas, zeros elsewhere. Collective."""
         whole = np.zeros(self.flat.length // BLOCK)
         whole[numbers_of(piece.span for piece in self._sharded.pieces)] = of_pieces
+        if LAYOUTS[self._portion.layout].divided and self._parts:
+            self._parts[0].context.comm.Allreduce(MPI.IN_PLACE, whole)
         return whole
+
+    def _agreed(self, ready: bool) -> bool:
+        """True if all replicas of this stage are ready to update. Collective over them."""
+        if not self._parts or self._parts[0].context.plan.ranks == 1:
+            return ready
+        return bool(self._parts[0].context.comm.allreduce(ready, MPI.LAND))
 
     @property
     def _clock(self) -> int:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Communicator
+from collectives.compressed.compression_model import fitted
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
+from parallel.engine.compression import check_compression, choose_compression
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
@@ -15,10 +17,10 @@ from parallel.nn.operator import Operator
 from parallel.optim.optimizers import Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.schedule.actions import from_csv
-from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.pipeline_plan import build, check_ranks
 from parallel.pipeline.schedule.schedule_search import search
 from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, tabled
-from parallel.pipeline.schedule.stage_partition import LayerCost, partition
+from parallel.pipeline.schedule.stage_partition import LayerCost, partition, replicate
 from parallel.pipeline.stage_params import AXIS, replicas_of
 from parallel.pipeline.unit_timing import measure
 from parallel.runtime.collective_errors import collective_call
@@ -82,21 +84,43 @@ def check(settings: Settings, ranks: int) -> None:
         parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
         raise ValueError(f"microbatches: a batch of {batch} samples does not divide into {parts} micro-batches")
     microbatches(settings, ranks)
+    stages = mesh_of(settings, ranks).sizes[AXIS]
+    if settings.stage_ranks is not None:
+        turns = (1,) * stages if settings.stage_ranks == AUTO else ranks_of(settings.stage_ranks)
+        check_ranks(name, stages, turns or ())
+    check_compression(settings, replicas_of(mesh_of(settings, ranks), ranks))
     cuts_of(settings.cuts)
     if name == AUTO and (settings.virtual, settings.cuts) != (None, None):
         raise ValueError(f"virtual, cuts: {AUTO} finds them, found {settings.virtual}, {settings.cuts}")
+    if settings.stage_ranks == AUTO and settings.cuts is not None:
+        raise ValueError(f"cuts: stage_ranks {AUTO} finds them, found {settings.cuts}")
     if settings.memory is not None and name != AUTO:
         raise ValueError(f"memory: a limit is for {AXIS}:{AUTO}, the layout is {settings.layout}")
 
 
 def cuts_of(text: str | None) -> tuple[int, ...] | None:
     """Parse cuts (first unit of each part, then the number of units) such as ``"0,2,5"``; None for None."""
-    if text is None:
-        return None
+    return None if text is None else _numbers("cuts", text, "0,2,5")
+
+
+def ranks_of(text: str | None) -> tuple[int, ...] | None:
+    """Parse the ranks of each part, such as ``"2,1,1"``; None for None."""
+    return None if text is None else _numbers("stage_ranks", text, "2,1,1")
+
+
+def _numbers(name: str, text: str, example: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise ValueError(f"cuts: expected numbers as in 0,2,5, found {text!r}")
+        raise ValueError(f"{name}: expected numbers as in {example}, found {text!r}")
     return tuple(int(word) for word in words)
+
+
+def resolve_compression(settings: Settings, comm: Communicator, length: int) -> tuple[Settings, tuple[str, ...]]:
+    """Decide ``compress="auto"`` by what the replicas of rank 0's stage measure; returns also remarks. Collective."""
+    stage = mesh_of(settings, comm.Get_size()).coordinates(comm.Get_rank())[AXIS]
+    with comm.Split(stage, comm.Get_rank()) as replicas:
+        chosen, remarks = comm.bcast(choose_compression(replicas, settings.compress, length))
+    return replace(settings, compress=chosen), remarks
 
 
 def resolve(
@@ -104,6 +128,7 @@ def resolve(
 ) -> Settings:
     """Fill in cuts, if open, and with ``auto`` also schedule, micro-batches and chunks, by measurement. Collective.
 
+    With ``stage_ranks="auto"`` the ranks of each part are found too, for which a sum over the ranks is measured.
     Settings that have cuts are returned unchanged. Times are measured on rank 0, so that all ranks cut alike; what is
     not filled in stays as on each rank. Raises ValueError on all ranks, if the model has too few units or the memory
     limit is too low.
@@ -121,8 +146,15 @@ def resolve(
     def chosen() -> dict[str, Any]:
         found: dict[str, Any] = {}
         if schedule_of(settings) != AUTO:
-            parts = build(schedule_of(settings), stages, 1, virtual=settings.virtual).placement.parts
-            cuts = partition(layers(settings.micro(pipelines)), parts)
+            costs = layers(settings.micro(pipelines))
+            if settings.stage_ranks == AUTO:
+                cuts, turns = replicate(costs, stages, exchange)
+                found["stage_ranks"] = ",".join(map(str, turns))
+            elif given := ranks_of(settings.stage_ranks):
+                cuts = partition(costs, len(given), ranks=given)
+            else:
+                parts = build(schedule_of(settings), stages, 1, virtual=settings.virtual).placement.parts
+                cuts = partition(costs, parts)
         else:
             numbers = None if settings.microbatches is None else [settings.microbatches]
             best = search(layers, stages, settings.batch // pipelines, settings.memory, microbatches=numbers)[0]
@@ -132,4 +164,8 @@ def resolve(
 
     if settings.cuts is not None:
         return settings
+    exchange = 0.0  # seconds of a gradient sum per byte of parameters and state, and micro-batch
+    if settings.stage_ranks == AUTO:
+        kinds = recipe.bytes_per_parameter(len(optimizer.states()))
+        exchange = fitted(comm).beta * kinds["gradients"] / sum(kinds.values()) / microbatches(settings, ranks)
     return replace(settings, **collective_call(comm, chosen, "the pipeline cannot be cut", root=0))

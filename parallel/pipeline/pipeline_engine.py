@@ -1,6 +1,7 @@
 """Training engine with pipeline parallelism, optionally with replicas of the stages."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
+from parallel.engine.compression import check_compression, compressor_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.settings import Settings
@@ -28,8 +30,8 @@ from parallel.pipeline.schedule.actions import to_csv
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build, forward_only, truncate
 from parallel.pipeline.schedule.simulator import simulate
-from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer
-from parallel.pipeline.stage_params import AXIS, Portion
+from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer, empty_microbatch
+from parallel.pipeline.stage_params import AXIS, Portion, replicas_of
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import VectorAllocator
@@ -42,8 +44,9 @@ class Pipeline(TrainEngine):
     ----------
     model : a `Sequential` with at least one item per part; its operators have outlines, which give message sizes
     loss, comm, optimizer : as of `parallel.engine.data_parallel_engine.DataParallelEngine`
-    settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one of `REPLICAS`, and is by default
-        one pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
+    settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one named after the layout of the
+        stages' replicas (`REPLICAS`); by default it is one pipeline of `stages`. `microbatches` is the number per step
+        in each replica; a step may have fewer.
     schedule : plan without messages, in place of the layout's schedule
 
     Attributes
@@ -70,6 +73,7 @@ class Pipeline(TrainEngine):
     ) -> None:
         check(comm, settings)
         self.mesh = config.mesh_of(settings, comm.Get_size())
+        check_compression(settings, replicas_of(self.mesh, comm.Get_size()))
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
         whole = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         flat, units = whole.flat, whole.units
@@ -79,6 +83,8 @@ class Pipeline(TrainEngine):
         consistency_check.check_equal(comm, [*facts, *actions, *facts_of(flat, optimizer)])
         if plan.stages != self.mesh.sizes[AXIS]:
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
+        settings, self.remarks = config.resolve_compression(settings, comm, flat.length)
+        whole = replace(whole, compress=compressor_of(settings.compress))
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         self._portion = portion = Portion.make(whole, self.mesh, plan, self.cuts)
         self.plan = portion.plan
@@ -111,7 +117,7 @@ class Pipeline(TrainEngine):
         """Forecast of a rank's memory in a workload, as `DataParallelEngine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
-        whole = plan_of(model, workload.ranks, workload.rank, settings)
+        whole = plan_of(model, workload.ranks, workload.rank, settings, compressor_of(settings.compress))
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
         portion = Portion.make(whole, mesh, plan, cuts)
         portion.expect(ledger, states, [()] * portion.replicas)
@@ -125,11 +131,12 @@ class Pipeline(TrainEngine):
     @classmethod
     def _scheduled(cls, mesh: Mesh, settings: Settings) -> PipelinePlan:
         microbatches = config.microbatches(settings, mesh.size)
-        return cls._build(config.schedule_of(settings), mesh.sizes[AXIS], microbatches, settings.virtual)
+        options = {"virtual": settings.virtual, "ranks": config.ranks_of(settings.stage_ranks)}
+        return cls._build(config.schedule_of(settings), mesh.sizes[AXIS], microbatches, options)
 
     @staticmethod
-    def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:
-        return build(schedule, stages, microbatches, virtual=virtual)
+    def _build(schedule: str, stages: int, microbatches: int, options: dict[str, Any]) -> PipelinePlan:
+        return build(schedule, stages, microbatches, **options)
 
     @staticmethod
     def _refusal(plan: PipelinePlan, groups: Sequence[SharedParamGroup], mesh: Mesh, settings: Settings) -> str | None:
@@ -153,7 +160,7 @@ class Pipeline(TrainEngine):
         comm = context.comm.Create_group(holders, tag=group.number)
         self._group_comms.append(comm)
         own = RunContext(division, comm, context.memory.with_comm(comm), context.recorder)
-        share = ParamShard.make(own, LAYOUTS[self._portion.layout])
+        share = ParamShard.make(own, LAYOUTS[self._portion.layout_of(group)])
         share.gradients.bind()
         return share
 
@@ -169,13 +176,24 @@ class Pipeline(TrainEngine):
         self._expect_at_most(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
         note = self._noting(here, assignment)
+        here, line = self._begin(here, assignment, training=True)
         work = StageTrainer(self._chunks, here, self._loss, self._runner.progress, scale=step_scale.scale, note=note)
         for group, part in self._shares:
-            part.gradients.begin(self._portion.leaves(group, assignment))
-        self._runner.run(self._bound(len(mine), True), work)
+            part.gradients.begin(self._portion.leaves(group, assignment), step_scale)
+        self._runner.run(line, work)
         for _, part in self._shares:
             part.gradients.finish()
         return PassResult(work.losses, work.problem)
+
+    def _begin(
+        self, here: list[Microbatch], assignment: Assignment, training: bool
+    ) -> tuple[list[Microbatch], list[BoundAction]]:
+        """Micro-batches, with empty ones for those that only other replicas have, and actions of this rank's line."""
+        rounds = self._portion.rounds(assignment)
+        line = self._bound(rounds, training)
+        for at, chunk in self._chunks.items():
+            chunk.begin(bound.action.kind for bound in line if bound.action.chunk == at)
+        return here + [empty_microbatch(self.plan.placement.parts)] * (rounds - len(here)), line
 
     def _expect_at_most(self, assignment: Assignment) -> None:
         most, found = self.plan.microbatches, max(map(len, assignment))
@@ -184,8 +202,9 @@ class Pipeline(TrainEngine):
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         here = [self._microbatch(batch, training=False) for batch in mine]
+        here, line = self._begin(here, assignment, training=False)
         work = StageEvaluator(self._chunks, here, self._loss, self._runner.progress, measure)
-        self._runner.run(self._bound(len(mine), False), work)
+        self._runner.run(line, work)
         return PassResult(work.losses, work.problem, work.measured)
 
     def _actions(self, microbatches: int, training: bool) -> list[BoundAction]:

@@ -19,6 +19,7 @@ from collectives.runtime.progress import active_requests, progress
 from collectives.transport.wire import pause
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
+from parallel.pipeline.schedule.lowering import COMPUTED
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import to_host
@@ -74,9 +75,9 @@ def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
         key = kind, action.chunk if action.kind in SENDS else receiver.chunk, action.microbatch
         return BoundAction(action, label, key, peer.stage, 2 * receiver.chunk + (kind == "B"), part)
     kind = "F" if action.kind == "F" else "B"
-    following = placement.after.get(here) if kind == "F" else placement.before.get(here)
+    following = plan.target(action) if action.kind in COMPUTED else None
     target = None
-    if following is not None and following.stage == action.stage and action.kind in ("F", "B", "BW"):
+    if following is not None and following.stage == action.stage:
         target = kind, following.chunk, action.microbatch
     return BoundAction(action, label, (kind, action.chunk, action.microbatch), target=target)
 

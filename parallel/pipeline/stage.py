@@ -1,8 +1,10 @@
 """Computations of a stage: forwards and backwards of its units on the micro-batches of its pipeline."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from parallel.data_parallel.grad_bucket import of
 from parallel.data_parallel.sharded_optimizer import ParamShard
@@ -10,6 +12,8 @@ from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.step_sync import Losses
 from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode
 from parallel.pipeline.param_division import SharedParamGroup
+from parallel.pipeline.schedule.actions import Kind
+from parallel.pipeline.schedule.lowering import COMPUTED
 from quant.types import Array
 
 Compute = Callable[[Array], object]
@@ -32,10 +36,28 @@ class StageChunk:
         self._once = {id(tensor.parameter) for group in ordered for tensor in group.tensors}
         self._come: set[int] = set()
 
-    def begin_backward(self, turn: int, number: int) -> None:
+    def begin(self, kinds: Iterable[Kind]) -> None:
+        """Announce the kinds of the chunk's actions to come, whose order is that in which sharded weights are used."""
+        path = [unit for kind in kinds if kind in COMPUTED for unit in self._visits(kind)]
+        for _, part in self.shares:
+            part.weights.begin(path)
+
+    def _visits(self, kind: Kind) -> Iterable[int]:
+        return self.units if kind == "F" else reversed(self.units)
+
+    def unshard(self) -> None:
+        """Make the weights of the next unit available (`ShardedParams.unshard`)."""
+        for _, part in self.shares:
+            part.weights.unshard()
+
+    def reshard(self) -> None:
+        for _, part in self.shares:
+            part.weights.reshard()
+
+    def begin_backward(self, turn: int, number: int | None) -> None:
         self._come.clear()
         for group, part in self.shares:
-            part.gradients.begin_backward(turn, group.leaf(number, self.number))
+            part.gradients.begin_backward(turn, None if number is None else group.leaf(number, self.number))
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
         """Accumulate the gradient of a parameter, which ``compute(array)`` writes.
@@ -80,13 +102,20 @@ class DeferredGradients:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Micro-batch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes."""
+    """Micro-batch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes.
 
-    number: int
+    Without a number it is empty: one that other replicas have, of whose exchanges this rank makes its part.
+    """
+
+    number: int | None
     x: Array
     y: Array
     run: PassMode
     output_specs: Sequence[ArraySpec]  # of each part of the model
+
+
+def empty_microbatch(parts: int) -> Microbatch:
+    return Microbatch(None, None, None, PassMode(), [ArraySpec((0,), np.dtype(np.uint8))] * parts)
 
 
 class StageEvaluator:
@@ -134,11 +163,13 @@ class StageEvaluator:
         x, y = one.x if chunk.first else x, one.y if chunk.last else None
         pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, self._loss)
         for unit in chunk.units.values():
+            chunk.unshard()
             pass_.forward(unit)
+            chunk.reshard()
             if not keep:
                 pass_.saved.clear()
             self._progress()
-        if chunk.last:
+        if chunk.last and one.number is not None:
             pass_.score(self._measure)
             self.measured += pass_.measured
             self.losses.append((one.number, pass_.total))
@@ -173,8 +204,8 @@ class StageTrainer(StageEvaluator):
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
         key = chunk, microbatch
         self._passes[key], output = self._through(self._chunks[chunk], microbatch, x, keep=True)
-        if self._note:
-            one = self._microbatches[microbatch]
+        one = self._microbatches[microbatch]
+        if self._note and one.number is not None:
             self._alive[key] = self._passes[key].nbytes((one.x, one.y), output)
             self._note(sum(self._alive.values()))
         return output
@@ -207,7 +238,9 @@ class StageTrainer(StageEvaluator):
 
     def _back(self, chunk: StageChunk, pass_: MicrobatchPass, sink: StageChunk | DeferredGradients) -> None:
         for number in reversed(chunk.units):
+            chunk.unshard()
             pass_.backward(chunk.units[number], sink)
+            chunk.reshard()
             sink.left(number)
             self._progress()
         self.problem = self.problem or pass_.problem

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.reducers import Assignment
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
@@ -18,14 +19,14 @@ from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
 from parallel.nn.trial_outline import loss_outline
 from parallel.pipeline.param_division import SharedParamGroup, divide
-from parallel.pipeline.schedule.actions import Action
+from parallel.pipeline.schedule.actions import Action, gradients_by_update
 from parallel.pipeline.schedule.activation_memory import versions
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, truncate
 
 AXIS = "pp"
-REPLICAS = ("dp", "zero1")
-"""Axes along which stages have replicas, named after the layout that sums gradients."""
+REPLICAS = tuple(name for name, layout in LAYOUTS.items() if layout.across_stages)
+"""Axes along which stages have replicas, named after the layout of their gradients, weights and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Portion:
     plan: PipelinePlan  # with messages
     cuts: tuple[int, ...]  # first unit of every part, and the number of units
     groups: tuple[SharedParamGroup, ...]  # of the whole vector
-    layout: str  # of the gradient sums over replicas
+    layout: str  # of the replicas of a stage, one of `REPLICAS`
 
     @classmethod
     def make(cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...]) -> Portion:
@@ -51,6 +52,18 @@ class Portion:
 
     def stage(self, rank: int | None = None) -> int:
         return self.mesh.coordinates(self.division.rank if rank is None else rank)[AXIS]
+
+    def layout_of(self, group: SharedParamGroup) -> str:
+        """Layout of a parameter group: that of the replicas if a single place has the group, else `across_stages`.
+
+        Replicas of a place make the same actions and may wait for each other in any of them.
+        """
+        places = [place for part in group.parts for place in self.plan.placement.owners(part)]
+        return self.layout if len(places) == 1 else LAYOUTS[self.layout].across_stages or self.layout
+
+    def rounds(self, assignment: Assignment) -> int:
+        """Number of micro-batches in this rank's actions of a step; those beyond its assignment are empty."""
+        return int(LAYOUTS[self.layout].gradients.rounds(assignment, self.replica()))
 
     def replica(self, rank: int | None = None) -> int:
         return self.mesh.coordinates(self.division.rank if rank is None else rank).get(self.layout, 0)
@@ -70,7 +83,9 @@ class Portion:
         for group, ranks in zip(self.groups, self.holders):
             if self.division.rank in ranks:
                 flat, rank = self.division.flat.part(group.tensors), ranks.index(self.division.rank)
-                found.append((group, replace(self.division, flat=flat, ranks=len(ranks), rank=rank)))
+                compress = self.division.compress if len(ranks) > 1 else None
+                own = replace(self.division, flat=flat, ranks=len(ranks), rank=rank, compress=compress)
+                found.append((group, own))
         return found
 
     @cached_property
@@ -94,7 +109,7 @@ class Portion:
         older = versions(truncate(self.plan, len(assignment[self.replica()])))[self.stage()] - 1
         for group, division in self.held:
             for leaves in self._sums(group, division, assignment):
-                kept = predict_part(division, self.layout, states, leaves)
+                kept = predict_part(division, self.layout_of(group), states, leaves)
                 kept["parameters"] += older * division.flat.length * division.precision.storage.itemsize
                 ledger.expect(kept, part=group.number)
 
@@ -130,39 +145,49 @@ class Portion:
             outlines.append(part.outline(outlines[-1].y if outlines else x))
         return outlines
 
+    def updates(self, group: SharedParamGroup, microbatches: int) -> list[Assignment]:
+        """Micro-batches of each update of an asynchronous plan, by rank that holds the group."""
+        lines = truncate(self.plan, microbatches).actions
+        return [list(update) for update in zip(*(updates_of(lines[rank]) for rank in self.holders[group.number]))]
+
     def _line(self, microbatches: int) -> tuple[Action, ...]:
         return truncate(self.plan, microbatches).actions[self.stage()]
 
-    def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[list[tuple[int, ...]]]:
-        """Leaf numbers by holder, for each gradient sum of a group in a step; this rank's are in order of arrival."""
-        numbers = assignment[self.replica()]
-        line = self._line(len(numbers))
-        if self.plan.versions is not None:  # a sum for every update; no replicas
-            return [[tuple(interval)] for interval in intervals_of(line) or [[]]]
+    def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[Assignment]:
+        """Leaf numbers by holder, for each gradient sum of a group in a step; this rank's are in order of arrival.
+
+        Where ranks sum after every micro-batch, there is one list of all leaves in order of arrival.
+        """
+        if self.plan.versions is not None:  # a sum for every update
+            return self.updates(group, len(assignment[0])) or [[()] * division.ranks]
+        line = self._line(self.rounds(assignment))
         leaves = self.leaves(group, assignment)
         done = [(action.microbatch, self.parts[action.chunk]) for action in line if action.kind in ("W", "BW")]
-        leaves[division.rank] = tuple(group.leaf(numbers[turn], part) for turn, part in done if part in group.parts)
+        if not LAYOUTS[self.layout_of(group)].drawn:
+            turns = [turn for turn, part in done if part in group.parts]
+            return [[tuple(here[turn] for turn in turns for here in leaves if turn < len(here))]]
+        numbers = assignment[self.replica()]
+        leaves[division.rank] = tuple(
+            group.leaf(numbers[turn], part) for turn, part in done if part in group.parts and turn < len(numbers)
+        )
         return [leaves]
 
 
-def intervals_of(line: Sequence[Action]) -> list[list[int]]:
-    intervals: list[list[int]] = [[]]
-    for action in line:
-        if action.kind in ("W", "BW"):
-            intervals[-1].append(action.microbatch)
-        elif action.kind == "U":
-            intervals.append([])
-    return intervals[:-1]
+def updates_of(line: Sequence[Action]) -> list[tuple[int, ...]]:
+    """Micro-batches of each update of a stage; none where only other replicas have some."""
+    return [tuple(action.microbatch for action in some) for some in gradients_by_update(line).values()]
 
 
 def replicas_of(mesh: Mesh, ranks: int) -> str:
-    """Mesh axis along which stages have replicas; ``"dp"`` if there is none.
+    """Mesh axis along which stages have replicas, named after their layout; ``"dp"`` if there is none.
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
     others = [name for name in mesh.sizes if name != AXIS]
     if AXIS not in mesh.sizes or len(others) > 1 or not set(others) <= set(REPLICAS):
-        raise ValueError(f"mesh: expected {AXIS}, and {' or '.join(REPLICAS)} if stages have replicas; found {mesh}")
+        raise ValueError(
+            f"mesh: expected {AXIS}, and one of {', '.join(REPLICAS)} if stages have replicas; found {mesh}"
+        )
     if mesh.size != ranks:
         raise ValueError(f"mesh: {mesh} is for {mesh.size} ranks, found {ranks}")
     return others[0] if others else "dp"

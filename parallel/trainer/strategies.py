@@ -10,10 +10,9 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine.data_parallel_engine import DataParallelEngine, check_compression
+from parallel.engine.compression import check_compression, choose_compression
+from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import DEFAULTS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
-from parallel.grad_compression import AUTO
-from parallel.grad_compression.auto_select import choose
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizers import LAMB, OPTIMIZERS, Optimizer
@@ -65,10 +64,8 @@ class Strategy(NamedTuple):
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:
-    if settings.compress != AUTO:
-        return Resolved(settings)
-    chosen, why = choose(job.comm, FlatParams(job.model).length)
-    return Resolved(replace(settings, compress=chosen), (f"compress {AUTO}: {why}",))
+    chosen, remarks = choose_compression(job.comm, settings.compress, FlatParams(job.model).length)
+    return Resolved(replace(settings, compress=chosen), remarks)
 
 
 def _pipeline_class(settings: Settings) -> type[Pipeline]:
@@ -76,7 +73,8 @@ def _pipeline_class(settings: Settings) -> type[Pipeline]:
 
 
 def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
-    return Resolved(pipeline_config.resolve(settings, job.comm, job.model, job.loss, job.optimizer, take))
+    settings, remarks = pipeline_config.resolve_compression(settings, job.comm, FlatParams(job.model).length)
+    return Resolved(pipeline_config.resolve(settings, job.comm, job.model, job.loss, job.optimizer, take), remarks)
 
 
 def _check_servers(settings: Settings, ranks: int) -> None:
@@ -86,7 +84,7 @@ def _check_servers(settings: Settings, ranks: int) -> None:
 STRATEGIES = {
     name: Strategy(
         lambda settings: DataParallelEngine,
-        lambda settings, ranks: check_compression(settings),
+        lambda settings, ranks: check_compression(settings, settings.layout),
         resolve=_choose_compression,
         fields=("compress", *(("pool",) if layout.drawn else ())),
     )
@@ -97,7 +95,7 @@ STRATEGIES["pp"] = Strategy(
     pipeline_config.check,
     pipeline_config.workers,
     _choose_cuts,
-    PIPELINE_FIELDS,
+    (*PIPELINE_FIELDS, "compress"),
     measures=True,
     has_variants=True,
 )

@@ -74,6 +74,22 @@ def halves(action: Action) -> list[Action]:
     return [action._replace(kind="B"), action._replace(kind="W")] if action.kind == "BW" else [action]
 
 
+def gradients_by_update(line: Iterable[Action]) -> dict[int, list[Action]]:
+    """Actions that make weight gradients (W, BW), by the number of the update that follows them on one stage.
+
+    >>> gradients_by_update([BW(0, 0), BW(0, 1), U(0, 0), BW(0, 2), U(0, 1), U(0, 2)])[0]
+    [Action(stage=0, kind='BW', microbatch=0, chunk=0), Action(stage=0, kind='BW', microbatch=1, chunk=0)]
+    """
+    updates: dict[int, list[Action]] = {}
+    since: list[Action] = []
+    for action in line:
+        if action.kind == "U":
+            updates[action.microbatch], since = since, []
+        elif action.kind in ("W", "BW"):
+            since.append(action)
+    return updates
+
+
 _PATTERN = re.compile(r"(\d+)(?:\.(\d+))?([A-Z]+)(\d+)")
 
 

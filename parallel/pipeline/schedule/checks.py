@@ -46,16 +46,16 @@ def missing_actions(plan: PipelinePlan) -> Iterator[str]:
 
 def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
     """Yield a text if messages between two places are not received in the order of their sends."""
-    sent: dict[tuple[str, StagePlace], list[int]] = defaultdict(list)
-    received: dict[tuple[str, StagePlace], list[int]] = defaultdict(list)
+    sent: dict[tuple[str, StagePlace, StagePlace], list[int]] = defaultdict(list)
+    received: dict[tuple[str, StagePlace, StagePlace], list[int]] = defaultdict(list)
     for line in plan.actions:
         for action in line:
             if action.kind in SENDS:
-                sent[action.kind[1], plan.peer(action)].append(action.microbatch)
+                sent[action.kind[1], action.place, plan.peer(action)].append(action.microbatch)
             elif action.kind in RECEIVES:
-                received[action.kind[1], action.place].append(action.microbatch)
-    for (kind, place), numbers in sent.items():
-        others = received[kind, place]
+                received[action.kind[1], plan.peer(action), action.place].append(action.microbatch)
+    for (kind, source, place), numbers in sent.items():
+        others = received[kind, source, place]
         late = next((at for at, (one, other) in enumerate(zip(numbers, others)) if one != other), None)
         if late is not None and sorted(numbers) == sorted(others):
             expected = Action(place.stage, "RF" if kind == "F" else "RB", numbers[late], place.chunk)

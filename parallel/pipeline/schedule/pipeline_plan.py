@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from parallel.pipeline.schedule.actions import FORWARD, SENDS, Action, Actions
+from parallel.pipeline.schedule.actions import FORWARD, SENDS, Action, Actions, gradients_by_update
 from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry
-from parallel.pipeline.schedule.stage_placement import StagePlace, StagePlacement
+from parallel.pipeline.schedule.stage_placement import StagePlace, StagePlacement, replicated
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,11 @@ class PipelinePlan:
 
     def source(self, action: Action) -> StagePlace | None:
         """Stage and chunk that provide the input of a forward or backward; None at the model's input and the loss."""
-        return (self.placement.before if action.kind in FORWARD else self.placement.after)[action.place]
+        return self.placement.neighbour(action.place, action.microbatch, -1 if action.kind in FORWARD else 1)
 
     def target(self, action: Action) -> StagePlace | None:
         """Stage and chunk that receive the result of a forward or backward; None at the loss and the model's input."""
-        return (self.placement.after if action.kind in FORWARD else self.placement.before)[action.place]
+        return self.placement.neighbour(action.place, action.microbatch, 1 if action.kind in FORWARD else -1)
 
     def peer(self, action: Action) -> StagePlace:
         """Stage and chunk at the other end of a send or receive; ValueError if none, or the stage is the same."""
@@ -52,7 +54,15 @@ class PipelinePlan:
         return replace(self, actions=tuple(map(tuple, actions)))
 
 
-def build(name: str, stages: int, microbatches: int, *, virtual: int | None = None, steps: int = 1) -> PipelinePlan:
+def build(
+    name: str,
+    stages: int,
+    microbatches: int,
+    *,
+    virtual: int | None = None,
+    steps: int = 1,
+    ranks: Sequence[int] | None = None,
+) -> PipelinePlan:
     """Build the plan of schedule `name`, a key of `SCHEDULES`, without sends and receives.
 
     Parameters
@@ -60,6 +70,7 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
     stages, microbatches : ranks along the pipeline; micro-batches of a step
     virtual : parts of the model on every stage, for schedules that leave it open (default 2)
     steps : number of steps in the plan; more than 1 only for schedules without a flush
+    ranks : replicas of each part of the model, for schedules with round robin; together they are the `stages`
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; found {name!r}")
@@ -67,16 +78,29 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
     for what, count in {"stages": stages, "microbatches": microbatches, "virtual": virtual, "steps": steps}.items():
         if count is not None and count < 1:
             raise ValueError(f"{what}: expected at least 1, found {count}")
-    options = _options(name, entry, virtual, steps)
+    options: dict[str, Any] = _options(name, entry, virtual, steps)
     placement = entry.placement(stages, *(count for what, count in options.items() if what == "virtual"))
+    if ranks is not None:
+        check_ranks(name, stages, ranks)
+        options["ranks"], placement = ranks, replicated(ranks)
+    version = partial(entry.version, ranks=ranks) if entry.version and ranks else entry.version
     actions = tuple(tuple(entry.actions(stage, stages, microbatches, **options)) for stage in range(stages))
     versions = None
-    if entry.version is not None:
+    if version is not None:
         versions = tuple(
-            tuple(entry.version(stage, stages, number, microbatches) for number in range(steps * microbatches))
+            tuple(version(stage, stages, number, microbatches) for number in range(steps * microbatches))
             for stage in range(stages)
         )
     return PipelinePlan(name, placement, steps * microbatches, actions, versions)
+
+
+def check_ranks(name: str, stages: int, ranks: Sequence[int]) -> None:
+    """Raise ValueError if the parts of schedule `name` cannot have so many ranks each on `stages` stages."""
+    if name not in SCHEDULES or "ranks" not in SCHEDULES[name].options:
+        can = ", ".join(other for other, one in SCHEDULES.items() if "ranks" in one.options)
+        raise ValueError(f"ranks: stages have replicas in {can}; found {name}")
+    if sum(ranks) != stages or min(ranks, default=0) < 1:
+        raise ValueError(f"ranks: expected numbers from 1 on that add up to {stages}, found {tuple(ranks)}")
 
 
 def _options(name: str, entry: ScheduleEntry, virtual: int | None, steps: int) -> dict[str, int]:
@@ -98,22 +122,18 @@ def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
         raise ValueError(f"micro-batches: {plan.name} is planned for up to {plan.microbatches}, found {microbatches}")
     if microbatches == plan.microbatches:
         return plan
-    lines = [list(_first_microbatches(line, microbatches)) for line in plan.actions]
+    updates = {
+        number
+        for line in plan.actions
+        for number, gradients in gradients_by_update(line).items()
+        if any(action.microbatch < microbatches for action in gradients)
+    }
+    lines = [
+        [action for action in line if action.microbatch in (updates if action.kind == "U" else range(microbatches))]
+        for line in plan.actions
+    ]
     known = plan.versions and tuple(versions[:microbatches] for versions in plan.versions)
     return replace(plan, microbatches=microbatches, versions=known).with_actions(lines)
-
-
-def _first_microbatches(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
-    """Actions of the first micro-batches, without updates that have no gradients."""
-    gradients = False
-    for action in line:
-        if action.kind == "U":
-            if gradients:
-                yield action
-            gradients = False
-        elif action.microbatch < microbatches:
-            gradients = gradients or action.kind in ("W", "BW")
-            yield action
 
 
 def forward_only(plan: PipelinePlan, microbatches: int) -> PipelinePlan:

@@ -13,9 +13,10 @@ A micro-batch's activations are alive from the begin of its F to the end of its 
 """
 
 import inspect
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from parallel.pipeline.schedule.actions import BW, Action, B, F, U, W, halves
@@ -66,18 +67,43 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Actions:
     yield from (BW(stage, m) for m in range(microbatches))
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> Actions:
+class Turns(NamedTuple):
+    """Round robin of a replica: its micro-batches `first`, `first` + `every`, ...; its forwards ahead of backwards."""
+
+    first: int
+    every: int
+    ahead: int
+
+
+def round_robin(stage: int, stages: int, ranks: Sequence[int] | None) -> Turns:
+    """Turns of a stage that is one of ``ranks[k]`` replicas of its part k (default: one of each).
+
+    A replica runs as many forwards ahead as keep the replicas of later parts busy: their number, divided among its own.
+
+    >>> [round_robin(stage, 4, (2, 1, 1)) for stage in range(3)]
+    [Turns(first=0, every=2, ahead=1), Turns(first=1, every=2, ahead=1), Turns(first=0, every=1, ahead=1)]
+    """
+    ends = list(accumulate(ranks or (1,) * stages))
+    part = bisect_right(ends, stage)
+    every = ends[part] - (ends[part - 1] if part else 0)
+    return Turns(stage - (ends[part] - every), every, -(-(stages - ends[part]) // every))
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Actions:
     """1F1B: ``stages - 1 - stage`` warm-up forwards, then a forward and a backward in turn, then remaining backwards.
 
-    Idle as long as GPipe, with at most p - stage micro-batches alive.
+    Idle as long as GPipe, with at most p - stage micro-batches alive. With `ranks` it is 1F1B-RR: ``ranks[k]`` stages
+    have part k of the model and take its micro-batches in turn (`round_robin`).
 
-    Narayanan et al., "PipeDream", SOSP 2019, section 3.2; with a flush: Narayanan et al., "Efficient large-scale
-    language model training on GPU clusters", SC 2021, section 2.2.
+    Harlap et al., "PipeDream", 2018, section 3.2 (1F1B-RR); Narayanan et al., "PipeDream", SOSP 2019, section 3.2; with
+    a flush: Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, section 2.2.
     """
-    ahead = min(stages - 1 - stage, microbatches)
-    warm_up = [F(stage, m) for m in range(ahead)]
-    steady = [each for m in range(ahead, microbatches) for each in (F(stage, m), BW(stage, m - ahead))]
-    cool_down = [BW(stage, m) for m in range(microbatches - ahead, microbatches)]
+    turns = round_robin(stage, stages, ranks)
+    own = range(turns.first, microbatches, turns.every)
+    ahead = min(turns.ahead, len(own))
+    warm_up = [F(stage, m) for m in own[:ahead]]
+    steady = [each for m, back in zip(own[ahead:], own) for each in (F(stage, m), BW(stage, back))]
+    cool_down = [BW(stage, m) for m in own[len(own) - ahead :]]
     yield from (*warm_up, *steady, *cool_down)
 
 
@@ -105,40 +131,63 @@ def interleaved(stage: int, stages: int, microbatches: int, virtual: int) -> Act
 # ------------------------------------------------------------------------------------------ without a flush
 
 
-def pipedream(stage: int, stages: int, microbatches: int, steps: int) -> Actions:
+def with_updates(line: Iterable[Action], stage: int, microbatches: int, each: int) -> Actions:
+    """Add an update for every `each` of all `microbatches`, after the last backward of this stage among them.
+
+    A stage without a backward among the last ones takes part in their update too.
+    """
+    line = list(line)
+    own = [action.microbatch for action in line if action.kind == "BW"]
+    if own and own[0] >= each:
+        raise ValueError(f"ranks: expected at most {each} of a part, as many as an update has micro-batches")
+    last = -(-microbatches // each)
+    update_after = dict(zip(own, [following // each for following in own[1:]] + [last]))
+    done = 0
+    for action in line:
+        yield action
+        if action.kind == "BW":
+            yield from (U(stage, number) for number in range(done, update_after[action.microbatch]))
+            done = update_after[action.microbatch]
+    yield from (U(stage, number) for number in range(done, last))
+
+
+def pipedream(stage: int, stages: int, microbatches: int, steps: int, ranks: Sequence[int] | None = None) -> Actions:
     """PipeDream: 1F1B without a flush, an update after every backward; a backward uses the weights of its forward.
 
-    Idle only while the pipeline fills and drains. A stage keeps p - stage versions of its weights.
+    Idle only while the pipeline fills and drains. A stage keeps p - stage versions of its weights. With `ranks`
+    (`one_f_one_b`) all parts update after as many micro-batches as the most replicated part has ranks.
 
     Narayanan et al., "PipeDream", SOSP 2019, section 3.3 ("weight stashing").
     """
-    for action in one_f_one_b(stage, stages, microbatches * steps):
-        yield action
-        if action.kind == "BW":
-            yield U(stage, action.microbatch)
+    line = one_f_one_b(stage, stages, microbatches * steps, ranks)
+    yield from with_updates(line, stage, microbatches * steps, max(ranks or (1,)))
 
 
-def version_of_pipedream(stage: int, stages: int, microbatch: int, microbatches: int) -> int:
-    """Number of updates in a micro-batch's weights: all but those of the ``stages - 1 - stage`` in flight before it."""
-    return max(0, microbatch - (stages - 1 - stage))
+def version_of_pipedream(
+    stage: int, stages: int, microbatch: int, microbatches: int, ranks: Sequence[int] | None = None
+) -> int:
+    """Number of updates in a micro-batch's weights: all but those of the micro-batches in flight before it."""
+    turns = round_robin(stage, stages, ranks)
+    return max(0, microbatch - turns.ahead * turns.every) // max(ranks or (1,))
 
 
-def pipedream_2bw(stage: int, stages: int, microbatches: int, steps: int) -> Actions:
+def pipedream_2bw(
+    stage: int, stages: int, microbatches: int, steps: int, ranks: Sequence[int] | None = None
+) -> Actions:
     """PipeDream-2BW: 1F1B without a flush, one update per step; a step uses the weights before the last update.
 
     Two versions of the weights suffice if m >= p-1 (the paper requires p); with fewer micro-batches the weights of a
-    step are ceil((p-1)/m) updates old.
+    step are ceil((p-1)/m) updates old. With `ranks` (`one_f_one_b`) no part has more ranks than micro-batches.
 
     Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML 2021, section 3.1.
     """
-    for action in one_f_one_b(stage, stages, microbatches * steps):
-        yield action
-        step, place = divmod(action.microbatch, microbatches)
-        if action.kind == "BW" and place == microbatches - 1:
-            yield U(stage, step)
+    line = one_f_one_b(stage, stages, microbatches * steps, ranks)
+    yield from with_updates(line, stage, microbatches * steps, microbatches)
 
 
-def version_of_pipedream_2bw(stage: int, stages: int, microbatch: int, microbatches: int) -> int:
+def version_of_pipedream_2bw(
+    stage: int, stages: int, microbatch: int, microbatches: int, ranks: Sequence[int] | None = None
+) -> int:
     """Number of updates in a micro-batch's weights, on any stage: earlier steps less those that may be in flight."""
     return max(0, microbatch // microbatches - -(-(stages - 1) // microbatches))
 
@@ -272,15 +321,15 @@ class ScheduleEntry(NamedTuple):
     Attributes
     ----------
     actions : (stage, stages, microbatches, ...) -> actions of that stage. Has a parameter ``virtual`` if the number of
-        chunks is free, and ``steps`` if the schedule has no flush.
+        chunks is free, ``steps`` if the schedule has no flush, ``ranks`` if parts of the model may have replicas.
     placement : (stages) or (stages, virtual) -> placement
-    version : (stage, stages, microbatch, microbatches of a step) -> number of updates in the weights that this
+    version : (stage, stages, microbatch, microbatches of a step, ranks) -> number of updates in the weights that this
         micro-batch uses on a stage. None without updates within a plan.
     """
 
     actions: Callable[..., Iterable[Action]]
     placement: Callable[..., StagePlacement] = loop
-    version: Callable[[int, int, int, int], int] | None = None
+    version: Callable[..., int] | None = None
 
     @property
     def options(self) -> Set[str]:

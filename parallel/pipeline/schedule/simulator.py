@@ -1,11 +1,12 @@
 """Simulation of a plan in one process: proof of termination, and timing.
 
-A computation starts after the previous one of its stage and after the message that it needs. A message starts when its
-send is started and its receive is posted, so a plan that terminates here terminates under any MPI, without buffering.
+A computation starts after the previous one of its stage and after the message that it needs, an update after the
+backwards of all replicas of its part. A message starts when its send is started and its receive is posted, so a plan
+that terminates here terminates under any MPI, without buffering.
 Times may be any numbers; with integers or fractions all results are exact.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parallel.pipeline.schedule import checks
-from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action, Kind, halves
+from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action, Kind, gradients_by_update, halves
 from parallel.pipeline.schedule.lowering import received
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
@@ -119,12 +120,13 @@ class _Simulation:
         self._posted: dict[Action, Number] = {}
         self._started: dict[Action, tuple[Action, Number]] = {}  # by receive: its send, and when
         self.waits: list[Action | None] = [None] * len(plan.actions)  # awaited action of each stage
+        self._gradients = _gradients_of_updates(plan)
         self.computed: list[list[PipelineEvent]] = [[] for _ in plan.actions]
         self.messages: list[PipelineEvent] = []
 
     def run(self) -> None:
         ready = deque(range(len(self._plan.actions)))
-        waiting: dict[Action, int] = {}
+        waiting: dict[Action, list[int]] = defaultdict(list)
         while ready:
             stage = ready.popleft()
             self.waits[stage] = None
@@ -135,11 +137,10 @@ class _Simulation:
                 late = next((need for need in needs if need not in self._finished), None)
                 if late is not None:
                     self.waits[stage] = late
-                    waiting[late] = stage
+                    waiting[late].append(stage)
                     break
-                arrived = self._do(action, needs)
-                if arrived in waiting:
-                    ready.append(waiting.pop(arrived))
+                for finished in self._do(action, needs):
+                    ready.extend(waiting.pop(finished, ()))
                 self._at[stage] += 1
 
     def _needs(self, action: Action) -> list[Action]:
@@ -149,6 +150,8 @@ class _Simulation:
                 return [action._replace(kind="F")]
             case "SB" | "W":
                 return [action._replace(kind="B")]
+            case "U":
+                return self._gradients[self._plan.placement.part[action.place], action.microbatch]
             case "F" | "B" | "BW":
                 direction: Kind = "F" if action.kind == "F" else "B"
                 own = [] if direction == "F" else [action._replace(kind="F")]
@@ -158,8 +161,8 @@ class _Simulation:
                 return [*own, *received(action, self._plan)]
         return []
 
-    def _do(self, action: Action, needs: list[Action]) -> Action | None:
-        """Execute an action in simulated time; returns the receive whose message it completes, if any."""
+    def _do(self, action: Action, needs: list[Action]) -> Sequence[Action]:
+        """Execute an action in simulated time; returns what it completes: its halves, or a receive, if any."""
         stage, now = action.stage, self._clock[action.stage]
         if action.kind in RECEIVES:
             self._posted[action] = now
@@ -174,18 +177,18 @@ class _Simulation:
         end = self._clock[stage] = start + self._times[action.kind][part]
         self.computed[stage].append(PipelineEvent(action, start, end))
         self._finished |= dict.fromkeys(halves(action), end)
-        return None
+        return halves(action)
 
-    def _start_transfer(self, receive: Action) -> Action | None:
+    def _start_transfer(self, receive: Action) -> Sequence[Action]:
         if receive not in self._posted or receive not in self._started:
-            return None
+            return ()
         send, started = self._started[receive]
         producer = send if send.kind == "SF" else receive  # of the activations: their gradient has the same size
         duration = self._transfer_times[self._plan.placement.part[producer.place]]
         start = max(started, self._posted[receive])
         self._finished[receive] = start + duration
         self.messages.append(PipelineEvent(send, start, start + duration))
-        return receive
+        return (receive,)
 
     def left_over(self) -> Iterator[str]:
         """Yield a text for every send without a receive, and every receive without a send."""
@@ -209,6 +212,16 @@ class _Simulation:
             done = f"{at:>4} of {len(self._plan.actions[stage]):>4} done"
             rows.append(f"stage {stage:>2} {done}: {past} > {future}  {reason}".rstrip())
         return "\n".join(rows)
+
+
+def _gradients_of_updates(plan: PipelinePlan) -> dict[tuple[int, int], list[Action]]:
+    """W of the micro-batches of each update, by part and number of the update, on all replicas of the part."""
+    found: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for line in plan.actions if plan.versions is not None else ():
+        for number, gradients in gradients_by_update(line).items():
+            for action in gradients:
+                found[plan.placement.part[action.place], number].append(action._replace(kind="W"))
+    return found
 
 
 def _summary(faults: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
@@ -30,13 +30,16 @@ class MemoryLimit(NamedTuple):
     microbatches: PerPart = 1
 
 
-def partition(layers: Sequence[LayerCost], parts: int, limit: MemoryLimit | None = None) -> list[range]:
+def partition(
+    layers: Sequence[LayerCost], parts: int, limit: MemoryLimit | None = None, ranks: Sequence[int] | None = None
+) -> list[range]:
     """Cut the layers into contiguous parts so that the slowest part takes the least time, within a memory limit.
 
     Minimises the time of the slowest part, which is the cost per micro-batch in the steady state; then the sum of
     squares of the parts' times; of several solutions, the one with the longest first parts. Dynamic programming in
-    parts * layers**2 steps (Narayanan et al., "PipeDream", SOSP 2019, section 3.1). ValueError if there are fewer
-    layers than parts, or no cuts within the limit.
+    parts * layers**2 steps (Narayanan et al., "PipeDream", SOSP 2019, section 3.1). With `ranks`, part k takes a
+    ``ranks[k]``-th of its time, as its replicas take turns. ValueError if there are fewer layers than parts, or no cuts
+    within the limit.
 
     Examples
     --------
@@ -55,13 +58,14 @@ def partition(layers: Sequence[LayerCost], parts: int, limit: MemoryLimit | None
     def seconds(part: int, start: int, stop: int) -> Number | None:
         if limit and kept[part] * (nbytes[stop] - nbytes[start]) + fixed[stop] - fixed[start] > limit.nbytes:
             return None
-        return times[stop] - times[start]
+        whole = times[stop] - times[start]
+        return whole if ranks is None else whole / ranks[part]
 
     cuts = _best(len(layers), parts, seconds, max)
     if cuts is None:
         assert limit is not None
         raise ValueError(f"no cuts of {len(layers)} layers into {parts} parts keep {limit.nbytes} bytes each")
-    slowest = max(times[cut.stop] - times[cut.start] for cut in cuts)
+    slowest = max(seconds(part, cut.start, cut.stop) or 0 for part, cut in enumerate(cuts))
 
     def square(part: int, start: int, stop: int) -> Number | None:
         own = seconds(part, start, stop)
@@ -70,6 +74,42 @@ def partition(layers: Sequence[LayerCost], parts: int, limit: MemoryLimit | None
     cuts = _best(len(layers), parts, square, operator.add)
     assert cuts is not None
     return cuts
+
+
+def replicate(layers: Sequence[LayerCost], ranks: int, exchange: Number = 0) -> tuple[list[range], tuple[int, ...]]:
+    """Cut the layers into parts and divide the ranks among them as replicas, so that the slowest part is fastest.
+
+    A part on r ranks takes an r-th of its time, but at least that of its gradient sum: 2 (r - 1) / r times the bytes of
+    `LayerCost.parameters` times `exchange`, in seconds per byte and micro-batch. Of equal solutions it returns one with
+    the fewest parts. Dynamic programming in (layers * ranks)**2 steps (Narayanan et al., "PipeDream", SOSP 2019,
+    section 3.1).
+
+    Examples
+    --------
+    >>> replicate([LayerCost(forward=t, backward=t, parameters=w) for t, w in ((4, 1), (4, 1), (4, 90))], 3, exchange=1)
+    ([range(0, 2), range(2, 3)], (2, 1))
+    """
+    if ranks < 1 or not layers:
+        raise ValueError(f"ranks: expected at least 1, and layers; found {ranks} and {len(layers)} layers")
+    times: list[Number] = [0, *accumulate(layer.seconds for layer in layers)]
+    sums: list[Number] = [0, *accumulate(exchange * layer.parameters for layer in layers)]
+
+    @cache
+    def best(start: int, left: int) -> tuple[Number, int, list[range], tuple[int, ...]] | None:
+        """Slowest time, number of parts, cuts and ranks of the layers from `start` on with `left` ranks."""
+        if start == len(layers):
+            return (0, 0, [], ()) if not left else None
+        found = []
+        for stop, count in product(range(start + 1, len(layers) + 1), range(1, left + 1)):
+            rest = best(stop, left - count)
+            if rest is not None:
+                own = max(times[stop] - times[start], 2 * (count - 1) * (sums[stop] - sums[start])) / count
+                found.append((max(own, rest[0]), rest[1] + 1, [range(start, stop), *rest[2]], (count, *rest[3])))
+        return min(found, key=lambda way: way[:2], default=None)
+
+    found = best(0, ranks)
+    assert found is not None  # all layers on all ranks are a solution
+    return found[2:]
 
 
 def _best(

@@ -1,14 +1,16 @@
 """Placement of the model's parts on stages, and the routes of micro-batches through them.
 
-A model is cut into parts, numbered from its input. A part lies at a place: a chunk of a stage. A route passes through
-one place of every part, forward in this order and backward in reverse; every micro-batch takes one route. Consecutive
-places on different stages exchange messages.
+A model is cut into parts, numbered from its input. A part lies at one or more places: a chunk of a stage each. A route
+passes through one place of every part, forward in this order and backward in reverse; every micro-batch takes one
+route. Consecutive places on different stages exchange messages.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 Number: TypeAlias = int | float | Fraction
@@ -38,8 +40,7 @@ Route = tuple[StagePlace, ...]
 class StagePlacement:
     """Placement of model parts on stages, as routes of equal length; micro-batch i takes route i modulo their number.
 
-    Every place is on exactly one route. With two routes every part lies at two places, and its gradients must be summed
-    over both.
+    Where routes differ, a part lies at several places, over which its gradients must be summed.
     """
 
     routes: tuple[Route, ...]
@@ -60,21 +61,17 @@ class StagePlacement:
     def part(self) -> dict[StagePlace, int]:
         return {place: number for route in self.routes for number, place in enumerate(route)}
 
-    @cached_property
-    def before(self) -> dict[StagePlace, StagePlace | None]:
-        """Map from each place (stage, chunk) to the one it receives activations from; None at the model's input."""
-        return {place: source for route in self.routes for place, source in zip(route, (None, *route))}
-
-    @cached_property
-    def after(self) -> dict[StagePlace, StagePlace | None]:
-        """Map from each place (stage, chunk) to the one it sends activations to; None at the loss."""
-        return {place: target for route in self.routes for place, target in zip(route, (*route[1:], None))}
-
     def route(self, microbatch: int) -> Route:
         return self.routes[microbatch % len(self.routes)]
 
+    def neighbour(self, place: StagePlace, microbatch: int, step: int) -> StagePlace | None:
+        """Place `step` (1 or -1) parts further on the route of a micro-batch; None beyond the ends of the model."""
+        part = self.part[place] + step
+        return self.route(microbatch)[part] if 0 <= part < self.parts else None
+
     def owners(self, part: int) -> list[StagePlace]:
-        return [route[part] for route in self.routes]
+        """Places of a part, each once."""
+        return list(dict.fromkeys(route[part] for route in self.routes))
 
 
 def loop(stages: int, chunks: int = 1) -> StagePlacement:
@@ -101,6 +98,18 @@ def opposed(stages: int) -> StagePlacement:
     down = tuple(StagePlace(stage, 0) for stage in range(stages))
     up = tuple(StagePlace(stage, 1) for stage in reversed(range(stages)))
     return StagePlacement((down, up))
+
+
+def replicated(ranks: Sequence[int]) -> StagePlacement:
+    """Placement with part k on `ranks[k]` neighbouring stages, its replicas, which take micro-batches in turn.
+
+    Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, section 3.2: round robin.
+    """
+    first = list(accumulate(ranks, initial=0))
+    turns = range(math.lcm(*ranks))
+    return StagePlacement(
+        tuple(tuple(StagePlace(first[part] + turn % count, 0) for part, count in enumerate(ranks)) for turn in turns)
+    )
 
 
 PLACEMENTS: dict[str, Callable[..., StagePlacement]] = {"loop": loop, "vee": vee, "opposed": opposed}

@@ -11,7 +11,7 @@ from parallel.optim.optimizers import LAMB, SGD, AdamW
 from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.pipeline_plan import build, truncate
-from parallel.pipeline.stage_params import intervals_of
+from parallel.pipeline.stage_params import updates_of
 from parallel.runtime.consistency_check import StepFailed
 
 SCHEDULES = ["pipedream", "pipedream-2bw"]
@@ -103,9 +103,9 @@ def test_a_training_goes_on_from_its_state(comm, schedule):
 
 def test_updates_of_a_line():
     plan = build("pipedream-2bw", 2, 2, steps=3)
-    assert intervals_of(plan.actions[0]) == [[0, 1], [2, 3], [4, 5]]
-    assert intervals_of(truncate(plan, 5).actions[1]) == [[0, 1], [2, 3], [4]]
-    assert intervals_of(truncate(plan, 0).actions[1]) == []
+    assert updates_of(plan.actions[0]) == [(0, 1), (2, 3), (4, 5)]
+    assert updates_of(truncate(plan, 5).actions[1]) == [(0, 1), (2, 3), (4,)]
+    assert updates_of(truncate(plan, 0).actions[1]) == []
 
 
 @schedules
@@ -148,7 +148,8 @@ def test_no_stage_updates_after_a_failure_of_the_first(comm, schedule):
     [
         ({"clip": 1.0}, "clip: pipedream"),
         ({"precision": "fp16"}, "no loss scale"),
-        ({"mesh": "pp=1,dp={}"}, "replicas"),
+        ({"mesh": "pp=1,dp={}"}, "replicas by stage_ranks"),
+        ({"mesh": "pp={},zero3=1"}, "keeps versions of whole weights"),
     ],
 )
 def test_what_cannot_be(comm, settings, told):

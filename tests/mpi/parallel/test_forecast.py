@@ -20,6 +20,7 @@ from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.stage_params import REPLICAS
 from parallel.trainer.trainer import Training
 
 SAMPLES, BATCH = 23, 8
@@ -84,7 +85,7 @@ def test_of_compressed_gradients(comm, data, compress):
 def test_of_a_choice_made_here(comm, data, monkeypatch, choice):
     """It is made once, before the forecast, and told."""
     answers = iter([(choice, "so it was found")])
-    monkeypatch.setattr("parallel.trainer.strategies.choose", lambda comm, count: next(answers))
+    monkeypatch.setattr("parallel.engine.compression.choose", lambda comm, count: next(answers))
     monkeypatch.setattr(auto_select, "choose", None)
     said = {"data": data, "model": "mlp:small", "batch": BATCH, "steps": 2, "compress": "auto"}
     with Training(complete(said), comm) as made:
@@ -159,10 +160,10 @@ STEPS = (6, 6, 5, 1)
 """Micro-batches of each step: as many as are planned, fewer, and fewer than there are replicas."""
 
 
-def meshes(ranks):
-    """All ways to divide the ranks into stages and replicas of either kind."""
+def meshes(ranks, layouts=("dp", "zero1")):
+    """All ways to divide the ranks into stages and replicas of some layouts."""
     stages = [number for number in range(1, ranks + 1) if ranks % number == 0]
-    return [f"pp={one},{kind}={ranks // one}" for one in stages for kind in ("dp", "zero1")]
+    return [f"pp={one},{kind}={ranks // one}" for one in stages for kind in layouts]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,20 @@ def meshes(ranks):
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_of_every_schedule(comm, schedule, more):
+    updates = SCHEDULES[schedule].version is not None
+    of_a_pipeline(comm, schedule, [f"pp={comm.size}"] if updates else meshes(comm.size), **more)
+
+
+@pytest.mark.parametrize("layout", REPLICAS)
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe"])
+def test_of_every_layout_of_replicas(comm, schedule, layout):
+    of_a_pipeline(comm, schedule, meshes(comm.size, [layout]), reproducible=True, precision="bf16")
+    of_a_pipeline(comm, schedule, meshes(comm.size, [layout]))
+    if not LAYOUTS[layout].divided:
+        of_a_pipeline(comm, schedule, meshes(comm.size, [layout]), compress="int8")
+
+
+def of_a_pipeline(comm, schedule, meshes, **more):
     """Stage by stage, for steps of other numbers of micro-batches, of other sizes."""
     updates = SCHEDULES[schedule].version is not None
     kind = AsynchronousPipeline if updates else Pipeline
@@ -179,7 +194,7 @@ def test_of_every_schedule(comm, schedule, more):
     def shapes(samples):
         return ArraySpec((samples, 7), recipe.storage), ArraySpec((samples, 7), recipe.wide)
 
-    for mesh in [f"pp={comm.size}"] if updates else meshes(comm.size):
+    for mesh in meshes:
         model = tiny_models.model(depth=2 * comm.size, tied=not updates)
         settings = Settings(layout=f"pp:{schedule}", mesh=mesh, microbatches=6, bucket_bytes=5000, **more)
         workload = Workload(comm.rank, comm.size, shapes, sizes)

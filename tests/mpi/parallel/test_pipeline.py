@@ -20,6 +20,7 @@ from parallel.pipeline.schedule.actions import BW, F
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.stage_placement import loop
+from parallel.pipeline.stage_params import REPLICAS
 from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 
 STEPS = (6, 6, 5, 1)
@@ -118,6 +119,49 @@ def same(found, expected):
 def test_the_same_bits(comm, schedule, mesh, reference):
     settings = {"clip": 1.0, "reproducible": True}
     same(after(comm, pipeline(comm, schedule, mesh, **settings)), reference(2 * comm.size, **settings))
+
+
+REPLICATED = [f"pp={stages},{{}}={MPI.COMM_WORLD.Get_size() // stages}" for stages in (1, 2)]
+
+
+@pytest.mark.parametrize("layout", REPLICAS)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("mesh", REPLICATED)
+def test_the_same_bits_in_every_layout_of_the_replicas(comm, schedule, layout, mesh, reference):
+    """Steps of fewer micro-batches than replicas included, and of a tied matrix, which two stages hold."""
+    if comm.size % int(mesh[3]):
+        pytest.skip("the ranks do not divide")
+    settings = {"clip": 1.0, "reproducible": True, "precision": "bf16"}
+    found = after(comm, pipeline(comm, schedule, mesh.format(layout), **settings))
+    same(found, reference(2 * comm.size, **settings))
+
+
+@pytest.mark.parametrize("layout", REPLICAS)
+@pytest.mark.parametrize("mesh", REPLICATED)
+def test_the_same_up_to_rounding_in_every_layout_of_the_replicas(comm, layout, mesh, reference):
+    if comm.size % int(mesh[3]):
+        pytest.skip("the ranks do not divide")
+    settings = {"precision": "fp64", "clip": 3.0}
+    state, _, _ = after(comm, pipeline(comm, "zb-h1", mesh.format(layout), **settings))
+    for name, values in reference(2 * comm.size, **settings)[0].items():
+        np.testing.assert_allclose(state[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["zero2", "zero3"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sharded_replicas_store_parts(comm, layout, stages):
+    """Weights of which a single stage has need; the sums of a tied matrix are made at the end, as in zero1."""
+    if comm.size % stages or comm.size == stages:
+        pytest.skip("no replicas")
+    mesh = f"pp={stages},{{}}={comm.size // stages}"
+    bytes_ = {}
+    for name in ("zero1", layout):
+        with pipeline(comm, mesh=mesh.format(name), model=tiny_models.model(depth=20, tied=False)) as made:
+            made.step(tiny_models.batches(made.share(6)))
+            bytes_[name] = dict(made.ledger.allocated)
+            assert bytes_[name] == dict(made.ledger.predicted)
+    assert bytes_[layout]["gradients"] < bytes_["zero1"]["gradients"]
+    assert (bytes_[layout]["parameters"] < bytes_["zero1"]["parameters"]) == (layout == "zero3")
 
 
 @schedules
@@ -365,7 +409,7 @@ def test_more_micro_batches_than_planned(comm):
 
 @pytest.mark.parametrize(
     ("mesh", "told"),
-    [("dp=1", "expected pp"), ("pp=1,zero3=1", "expected pp"), ("pp=77", "is for 77 ranks"), ("pp", "as in dp=2")],
+    [("dp=1", "expected pp"), ("pp=1,tp=1", "expected pp"), ("pp=77", "is for 77 ranks"), ("pp", "as in dp=2")],
 )
 def test_a_mesh_without_a_meaning(comm, mesh, told):
     with pytest.raises(ValueError, match=told):

@@ -1,12 +1,12 @@
 """Cuts are the best of all that there are; searches keep to their limit and say what comes closest."""
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from random import Random
 
 import pytest
 
 from parallel.pipeline.schedule.schedule_search import search
-from parallel.pipeline.schedule.stage_partition import LayerCost, MemoryLimit, partition
+from parallel.pipeline.schedule.stage_partition import LayerCost, MemoryLimit, partition, replicate
 
 
 def every_way(count, parts):
@@ -51,6 +51,40 @@ def test_no_cuts_are_better(limited):
 def test_many_layers():
     layers = [LayerCost(1, 2) for _ in range(100)]
     assert [len(cut) for cut in partition(layers, 16)] == [7] * 4 + [6] * 12
+
+
+def test_no_cuts_and_ranks_are_better():
+    """Held against all ways to cut some layers and to divide the ranks."""
+    random = Random(0)
+    for _ in range(30):
+        layers = [
+            LayerCost(random.randint(1, 9), random.randint(1, 9), parameters=random.randint(0, 9)) for _ in range(5)
+        ]
+        ranks, exchange = random.randint(1, 5), random.choice([0, 1, 3])
+
+        def slowest(cuts, counts, layers=layers, exchange=exchange):
+            each = [(sum(layer.seconds for layer in layers[a:b]), layers[a:b], r) for (a, b), r in zip(cuts, counts)]
+            return max(max(t, 2 * (r - 1) * exchange * sum(one.parameters for one in some)) / r for t, some, r in each)
+
+        ways = [
+            (list(pairwise((0, *inner, 5))), counts)
+            for parts in range(1, min(5, ranks) + 1)
+            for inner in combinations(range(1, 5), parts - 1)
+            for counts in product(range(1, ranks + 1), repeat=parts)
+            if sum(counts) == ranks
+        ]
+        cuts, counts = replicate(layers, ranks, exchange)
+        found = slowest([(cut.start, cut.stop) for cut in cuts], counts)
+        assert sum(counts) == ranks and found == min(slowest(*way) for way in ways)
+        assert len(counts) == min(len(way[1]) for way in ways if slowest(*way) == found)
+    with pytest.raises(ValueError, match="expected at least 1, and layers"):
+        replicate([], 2)
+
+
+def test_cuts_for_unequal_ranks():
+    layers = [LayerCost(forward=1, backward=2) for _ in range(6)]
+    assert partition(layers, 2, ranks=(2, 1)) == [range(0, 4), range(4, 6)]
+    assert partition(layers, 2, ranks=(1, 2)) == [range(0, 2), range(2, 6)]
 
 
 @pytest.mark.parametrize(

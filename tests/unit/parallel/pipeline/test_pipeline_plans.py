@@ -2,7 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,10 @@ import pytest
 from parallel.pipeline.schedule.activation_memory import peaks, versions
 from parallel.pipeline.schedule.formulas import FORMULAS, deviations, evaluate
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.pipeline_plan import build, truncate
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import ActionTimes, simulate
-from parallel.pipeline.schedule.stage_placement import StagePlace, loop, opposed, vee
+from parallel.pipeline.schedule.stage_placement import StagePlace, loop, opposed, replicated, vee
 
 ROOT = Path(__file__).resolve().parents[4]
 SYNCHRONOUS = [name for name, entry in SCHEDULES.items() if entry.version is None]
@@ -176,7 +176,12 @@ def test_placements():
     assert both.parts == 4 and both.chunks == 2 and both.stages == 4
     assert both.owners(1) == [StagePlace(1, 0), StagePlace(2, 1)]
     assert both.route(5)[0] == StagePlace(3, 1)
-    assert both.before[StagePlace(0, 0)] is None and both.after[StagePlace(0, 1)] is None
+    assert both.neighbour(StagePlace(0, 0), 0, -1) is None and both.neighbour(StagePlace(0, 1), 1, 1) is None
+    turns = replicated((2, 1, 3))
+    assert (turns.parts, turns.stages, turns.chunks, len(turns.routes)) == (3, 6, 1, 6)
+    assert [turns.owners(part) for part in range(3)] == [[(0, 0), (1, 0)], [(2, 0)], [(3, 0), (4, 0), (5, 0)]]
+    assert turns.route(7) == ((1, 0), (2, 0), (4, 0))
+    assert turns.neighbour(StagePlace(2, 0), 5, 1) == (5, 0) and turns.neighbour(StagePlace(2, 0), 5, -1) == (1, 0)
 
 
 def test_at_the_turn_there_is_no_message():
@@ -185,6 +190,53 @@ def test_at_the_turn_there_is_no_message():
     assert simulate(plan).makespan == 12
     last = lower(build("zb-v", 3, 2)).actions[2]
     assert not [action for action in last if str(action) in ("2SF0", "2.1RF0", "2.1SB0", "2RB0")]
+
+
+# ------------------------------------------------------------------------------------------ replicas that take turns
+
+DIVISIONS = [ranks for count in (1, 2, 3) for ranks in product((1, 2, 3, 5), repeat=count) if sum(ranks) <= 8]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("ranks", DIVISIONS, ids=str)
+def test_replicas_take_turns_and_end(name, ranks):
+    """Proved with updates that wait for all replicas, for plans cut short too; each micro-batch is at one replica."""
+    for microbatches, steps in ((max(ranks), 1), (7, 1), (7, 3)):
+        plan = build(name, sum(ranks), microbatches, ranks=ranks, steps=1 if name == "1f1b" else steps)
+        for count in {1, microbatches, plan.microbatches - 1, plan.microbatches}:
+            short = truncate(plan, count)
+            simulate(lower(short))
+            done = Counter(action.microbatch for line in short.actions for action in line if action.kind == "BW")
+            assert done == Counter(dict.fromkeys(range(count), len(ranks)))
+            numbers = [[action.microbatch for action in line if action.kind == "U"] for line in short.actions]
+            assert all(line == numbers[0] == list(range(len(line))) for line in numbers)
+            if plan.versions is not None:
+                each = max(ranks) if name == "pipedream" else microbatches
+                assert len(numbers[0]) == -(-count // each)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "pipedream-2bw"])
+def test_one_rank_of_each_part_is_the_schedule_itself(name):
+    assert build(name, 4, 9, ranks=(1, 1, 1, 1)) == build(name, 4, 9)
+
+
+def test_a_part_that_takes_twice_as_long_needs_two_ranks():
+    """Parts of 2, 1 and 1 units on as many ranks are never idle between the first and the last micro-batches."""
+    times = ActionTimes([2, 1, 1], [2, 1, 1], [2, 1, 1])
+    even, turns = (simulate(lower(build("1f1b", sum(r), 60, ranks=r)), times) for r in ((1, 1, 1), (2, 1, 1)))
+    assert even.makespan > 2 * 3 * 60 and turns.makespan < 1.1 * 3 * 60
+    assert peaks(turns.plan) == (2, 2, 2, 1)
+
+
+def test_pipedream_versions_of_replicas():
+    """A forward uses the weights that its rank has then: so many updates were made before it."""
+    plan = build("pipedream", 6, 20, ranks=(3, 2, 1))
+    for line, known in zip(plan.actions, plan.versions):
+        made = 0
+        for action in line:
+            made += action.kind == "U"
+            if action.kind == "F":
+                assert known[action.microbatch] == made
 
 
 # ------------------------------------------------------------------------------------------ requests
