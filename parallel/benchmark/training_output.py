@@ -23,11 +23,11 @@ class OutputError(RuntimeError):
 
 def tokens(training: Training) -> int:
     """Tokens per sample: the sequence length for text; else 1, as speeds are then in samples (`unit`)."""
-    return training.settings.length if training.task.kind == "bytes" else 1
+    return training.settings.length if training.task.is_text else 1
 
 
 def unit(training: Training) -> str:
-    return "tokens" if training.task.kind == "bytes" else "samples"
+    return "tokens" if training.task.is_text else "samples"
 
 
 def short(number: float) -> str:

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     from parallel.benchmark.torch_ddp import TorchTraining  # only now: `parse` refuses to go on without PyTorch
 
     comm, task, source = workload.begin(options)
-    unit = "tokens" if task.kind == "bytes" else "samples"
+    unit = "tokens" if task.is_text else "samples"
     first = next(source)
     adamw = AdamW(rate=3e-4, beta2=0.95, decay=0.1)
     model, ours = chorus_side(task, options, comm, adamw)

@@ -162,7 +162,7 @@ class TrainingRun:
         self._meter.add(record.samples, record.seconds, record.report.communication)
         done, line = training.done, record.line()
         if is_tested := done % test_every == 0 and done < training.steps and not record.report.stop:
-            score = training.score(self._args.test_samples or TEST_SAMPLES * (training.task.kind == "bytes") or None)
+            score = training.score(self._args.test_samples or TEST_SAMPLES * training.task.is_text or None)
             line |= score.line()
             self._test_text = f", {format_score(score)}"
         intact = metrics.problem is None

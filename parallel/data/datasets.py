@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel.data.sampler import Dataset
+from parallel.data.shards import OPEN_SHARDS, ShardIndex
 
 HELD_OUT = 10
 """One in so many samples of .npz files, documents of pydoc, or bytes of text files is for the test."""
@@ -38,12 +39,16 @@ class ArrayDataset:
 
     def flat(self) -> ArrayDataset:
         """Same data set with each sample of x flattened to one dimension."""
-        return ArrayDataset(self.x.reshape(len(self.x), int(np.prod(self.x.shape[1:]))), self.y)
+        return self.map_inputs(lambda x: x.reshape(len(x), int(np.prod(x.shape[1:]))))
+
+    def map_inputs(self, change: Callable[[np.ndarray], np.ndarray]) -> ArrayDataset:
+        """Same data set with inputs ``change(x)``."""
+        return ArrayDataset(change(self.x), self.y)
 
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Data set of windows of `length` bytes of a text, `stride` apart; targets are the inputs shifted by one byte.
+    """Data set of windows of `length` bytes (or tokens) of a text, `stride` apart; targets are inputs shifted by one.
 
     Stride 0 stands for `length`: each byte is a target once per epoch, but the first and a rest below `length`.
     """
@@ -75,12 +80,14 @@ class LearningTask:
 
     Attributes
     ----------
-    kind : {"classes", "bytes", "values"}
-        y holds a class per sample, the next byte at each position, or float32 values.
+    kind : {"classes", "bytes", "tokens", "values"}
+        y holds a class per sample, the next byte or token at each position, or float32 values.
     inputs : tuple of int
         Shape of a sample of x: float32, or integers for embeddings.
     outputs : int
-        Classes, distinct bytes, or values per sample: the size of a model's output (per position).
+        Classes, distinct bytes or tokens, or values per sample: the size of a model's output (per position).
+    window : int or None
+        Neighbouring samples to shuffle among themselves (`parallel.data.sampler.Sampler`), if not all.
     """
 
     name: str
@@ -89,6 +96,12 @@ class LearningTask:
     kind: str
     inputs: tuple[int, ...]
     outputs: int
+    window: int | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """True if samples are sequences of bytes or tokens, whose next ones are the targets."""
+        return self.kind in ("bytes", "tokens")
 
 
 def digits(seed: int = 0, length: int = 0) -> LearningTask:
@@ -284,6 +297,24 @@ def from_text(path: Path, seed: int = 0, length: int = 128) -> LearningTask:
     return _text(path.name, text[:cut], text[cut:], length)
 
 
+def from_shards(folder: Path, seed: int = 0, length: int = 128) -> LearningTask:
+    """Data set in a folder of memory-mapped shards, read as needed (`parallel.data.shards`).
+
+    Samples are shuffled among those of neighbouring shards, of which half as many are open as can be.
+    """
+    index = ShardIndex(folder)
+    if index.kind == "tokens":
+        train, test = (index.tokens(part, lambda tokens: TokenWindows(tokens, length)) for part in ("train", "test"))
+        inputs: tuple[int, ...] = (length,)
+    else:
+        train, test = index.arrays("train"), index.arrays("test")
+        inputs = train.take(np.zeros(0, np.int64))[0].shape[1:]
+    if not len(train):
+        raise ValueError(f"{folder}: the shards of train have no samples")
+    window = -(-len(train) * OPEN_SHARDS // (2 * train.parts)) if train.parts > OPEN_SHARDS else None
+    return LearningTask(folder.name, train, test, index.kind, inputs, index.outputs, window)
+
+
 TASKS: dict[str, Callable[[int, int], LearningTask]] = {
     "digits": digits,
     "pydoc": pydoc,
@@ -294,13 +325,15 @@ TASKS: dict[str, Callable[[int, int], LearningTask]] = {
 
 
 def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
-    """Load a data set by name (a key of `TASKS`) or path: arrays if it ends in .npz, else text.
+    """Load a data set by name (a key of `TASKS`) or path: a folder of shards, arrays if it ends in .npz, else text.
 
     `seed` is that of the split and of generated data, `length` that of sequences in tasks that have them.
     """
     if source in TASKS:
         return TASKS[source](seed, length)
     path = Path(source)
+    if path.is_dir():
+        return from_shards(path, seed, length)
     if not path.is_file():
         raise FileNotFoundError(f"data {source!r}: neither a file nor one of {', '.join(TASKS)}")
     return (from_npz if path.suffix == ".npz" else from_text)(path, seed, length)

@@ -4,9 +4,11 @@ Neither depends on the number of ranks. A layout assigns micro-batches by number
 draw them as they become ready (`WorkQueue`).
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from operator import index
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -99,7 +101,8 @@ class Sampler:
     """Sampler without replacement: order of samples by seed and epoch, with a position for checkpoints.
 
     Equal on all ranks without communication. The order is that of NumPy's `default_rng([seed, epoch])`; one epoch's is
-    kept, 8 bytes per sample.
+    kept, 8 bytes per sample. With `window` it is that of the windows of so many neighbouring samples (a shorter last
+    one stays last), each shuffled in itself when its turn comes: data are then read from a few places at a time.
 
     Parameters
     ----------
@@ -112,6 +115,8 @@ class Sampler:
     seed : int
     shuffle : bool
         False keeps the data set's order.
+    window : int, optional
+        Neighbouring samples that are shuffled among themselves; default: all samples.
 
     Attributes
     ----------
@@ -128,7 +133,14 @@ class Sampler:
     """
 
     def __init__(
-        self, count: int, global_batch: int, micro_batch: int | None = None, seed: int = 0, *, shuffle: bool = True
+        self,
+        count: int,
+        global_batch: int,
+        micro_batch: int | None = None,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        window: int | None = None,
     ):
         micro_batch = global_batch if micro_batch is None else micro_batch
         for name, value, least in (
@@ -136,34 +148,67 @@ class Sampler:
             ("global_batch", global_batch, 1),
             ("micro_batch", micro_batch, 1),
             ("seed", seed, 0),
+            ("window", 1 if window is None else window, 1),
         ):
             if value < least:
                 raise ValueError(f"{name}: expected {least} or more, found {value}")
         self.count, self.global_batch, self.micro_batch = count, global_batch, micro_batch
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.window = seed, shuffle, window
         self.steps_per_epoch = -(-count // global_batch)
         self.epoch = self.step = 0
-        self._order = (-1, np.zeros(0, np.int64))
+        self._size = max(1, count if window is None or not shuffle else min(window, count))
+        self._windows = lru_cache(1)(self._window_order)
+        self._within = lru_cache(2)(self._order_within)
 
     def order(self, epoch: int) -> np.ndarray:
         """Sample indices of an epoch in the order of use: int64, read-only."""
-        kept, order = self._order
-        if kept != epoch:
-            everything = np.arange(self.count, dtype=np.int64)
-            if self.shuffle:
-                np.random.default_rng([self.seed, epoch]).shuffle(everything)
-            everything.flags.writeable = False
-            self._order = (epoch, order := everything)
-        return order
+        return self._chosen(epoch, 0, self.count)
+
+    def _chosen(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Sample indices at the positions `start` to `stop` of an epoch."""
+        found = [np.zeros(0, np.int64)]
+        for at in range(start // self._size, -(-stop // self._size)):
+            first = at * self._size
+            found.append(self._within(epoch, at)[max(0, start - first) : stop - first])
+        return found[-1] if len(found) <= 2 else np.concatenate(found)
+
+    def _window_order(self, epoch: int) -> np.ndarray:
+        """Numbers of the whole windows of an epoch in the order of use."""
+        whole = np.arange(self.count // self._size)
+        if len(whole) > 1:
+            np.random.default_rng([self.seed, epoch]).shuffle(whole)
+        return whole
+
+    def _order_within(self, epoch: int, at: int) -> np.ndarray:
+        """Sample indices of the window that is used as number `at` in an epoch."""
+        whole = self._windows(epoch)
+        number = int(whole[at]) if at < len(whole) else len(whole)
+        start = number * self._size
+        samples = np.arange(start, min(start + self._size, self.count), dtype=np.int64)
+        if self.shuffle:
+            np.random.default_rng([self.seed, epoch, number] if len(whole) > 1 else [self.seed, epoch]).shuffle(samples)
+        samples.flags.writeable = False
+        return samples
 
     def at(self, epoch: int, step: int) -> StepBatches:
         """Micro-batches of a given step of a given epoch; the sampler's position is unchanged."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_per_epoch} steps")
+        if not 0 <= step < self.steps_in(epoch):
+            raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_in(epoch)} steps")
+        return StepBatches(epoch, step, tuple(self._cut(self._chosen(epoch, *self._bounds(epoch, step)))))
+
+    def steps_in(self, epoch: int) -> int:
+        """Number of steps of an epoch."""
+        return self.steps_per_epoch
+
+    def _bounds(self, epoch: int, step: int) -> tuple[int, int]:
+        """First position of a step in the order of an epoch, and the end."""
         start = step * self.global_batch
-        chosen = self.order(epoch)[start : start + self.global_batch]
-        cuts = range(0, len(chosen), self.micro_batch)
-        return StepBatches(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
+        return start, min(start + self.global_batch, self.count)
+
+    def _cut(self, chosen: np.ndarray) -> Iterator[np.ndarray]:
+        """Cut the samples of a step into micro-batches."""
+        for start in range(0, len(chosen), self.micro_batch):
+            yield chosen[start : start + self.micro_batch]
 
     def sizes(self, steps: int) -> list[tuple[int, ...]]:
         """Micro-batch sizes (samples) of each distinct step among an epoch's first `steps`: the first, and a shorter
@@ -178,7 +223,7 @@ class Sampler:
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[StepBatches]:
         """Iterate over the steps of an epoch from step `start` on; the sampler's position is unchanged."""
-        for step in range(start, self.steps_per_epoch):
+        for step in range(start, self.steps_in(epoch)):
             yield self.at(epoch, step)
 
     def ahead(self) -> Iterator[StepBatches]:
@@ -191,7 +236,7 @@ class Sampler:
     def done(self, step: StepBatches) -> None:
         """Set the sampler's position to the step after `step`, which is finished."""
         self.epoch, self.step = step.epoch, step.number + 1
-        if self.step >= self.steps_per_epoch:
+        if self.step >= self.steps_in(step.epoch):
             self.epoch, self.step = step.epoch + 1, 0
 
     def position(self) -> dict[str, int]:
@@ -204,21 +249,22 @@ class Sampler:
         ValueError if count, global batch, seed or shuffle is another, or it is no position; the sampler is unchanged.
         """
         try:
-            known = expect_mapping(position, "position")
+            known = {"window": 0} | dict(expect_mapping(position, "position"))
             for name, mine in self._fixed().items():
                 if (there := expect_integer(known, name)) != mine:
                     raise ValueError(f"it was saved with {name} {there}, this run has {mine}")
             epoch, step = expect_integer(known, "epoch"), expect_integer(known, "step")
         except ValueError as error:
             raise ValueError(f"sampler position: {error}") from error
-        if step >= max(self.steps_per_epoch, 1):
+        if step >= max(self.steps_in(epoch), 1):
             raise ValueError(
-                f"sampler position: epoch {epoch}, step {step}, where an epoch has {self.steps_per_epoch} steps"
+                f"sampler position: epoch {epoch}, step {step}, where an epoch has {self.steps_in(epoch)} steps"
             )
         self.epoch, self.step = epoch, step
 
     def _fixed(self) -> dict[str, int]:
-        return {"count": self.count, "global_batch": self.global_batch, "seed": self.seed, "shuffle": int(self.shuffle)}
+        fixed = {"count": self.count, "global_batch": self.global_batch, "seed": self.seed}
+        return fixed | {"shuffle": int(self.shuffle), "window": self.window or 0}
 
 
 def contiguous(count: int, rank: int, size: int) -> range:
@@ -237,6 +283,19 @@ def interleaved(count: int, rank: int, size: int) -> range:
     [[0, 3], [1, 4], [2]]
     """
     return range(rank, count, size)
+
+
+def overlapping(count: int, rank: int, size: int, fraction: float) -> list[int]:
+    """Contiguous share of 0 .. count-1 for a rank, extended into the next ranks' shares by `fraction` of its length.
+
+    The extension is rounded up and goes on at 0 after the last; no number occurs twice.
+
+    >>> [overlapping(6, rank, 3, 0.5) for rank in range(3)]
+    [[0, 1, 2], [2, 3, 4], [4, 5, 0]]
+    """
+    own = contiguous(count, rank, size)
+    length = min(count, len(own) + math.ceil(fraction * len(own)))
+    return [(own.start + at) % count for at in range(length)]
 
 
 def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
-from parallel.data.sampler import Batch, batch_of
+from parallel.data.sampler import Batch, batch_of, overlapping
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of
 from parallel.decentralized.averaging_style import ReplicaSums
@@ -88,8 +88,9 @@ class ReplicaEngine(BaseEngine):
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
         """Forecast of this rank's memory: a single-rank `DataParallelEngine` and the averaging style's buffers."""
-        share, alone = LAYOUTS["dp"].share, replace(settings, layout=OWN)
-        own = [tuple(step[at] for at in share(len(step), workload.rank, workload.ranks)) for step in workload.steps]
+        alone, rank, ranks = replace(settings, layout=OWN), workload.rank, workload.ranks
+        shares = [overlapping(len(step), rank, ranks, settings.overlap or 0) for step in workload.steps]
+        own = [tuple(step[at] for at in share) for step, share in zip(workload.steps, shares)]
         ledger = DataParallelEngine.forecast(
             model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone
         )
@@ -100,6 +101,10 @@ class ReplicaEngine(BaseEngine):
 
     def share(self, micro_batches: int) -> range:
         return LAYOUTS["dp"].share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
+
+    def train_share(self, micro_batches: int) -> Sequence[int]:
+        overlap = self.settings.overlap or 0
+        return overlapping(micro_batches, self._comm.Get_rank(), self._comm.Get_size(), overlap)
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
         """Update the replica with this rank's micro-batches, if any, and exchange weights; returns the step's report.

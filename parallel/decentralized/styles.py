@@ -32,24 +32,25 @@ class StyleEntry(NamedTuple):
 
 STYLES = {
     "local": StyleEntry(
-        lambda context, vector, settings: LocalSGD(context, vector, settings.tau or 8), options=("tau",)
+        lambda context, vector, settings: LocalSGD(context, vector, settings.tau or 8), options=("tau", "overlap")
     ),
     "group": StyleEntry(
         lambda context, vector, settings: GroupAveraging(
             context, vector, settings.group or default_size(context.comm.Get_size()), settings.tau or 10
         ),
         lambda nbytes, settings: nbytes,
-        options=("tau", "group"),
+        options=("tau", "group", "overlap"),
     ),
     "sgp": StyleEntry(
         lambda context, vector, settings: gossip.Gossip(context, vector, settings.tau or 0),
         lambda nbytes, settings: nbytes + 2 * ((settings.tau or 0) + 1) * (gossip.HEAD + nbytes),
-        options=("tau",),
+        options=("tau", "overlap"),
         least=0,
         devices=("cpu",),
     ),
     "hogwild": StyleEntry(
         lambda context, vector, settings: hogwild.Hogwild(context, vector),
+        options=("overlap",),
         memory=hogwild.SharedWindow,
         precisions=("fp32", "fp64"),  # with half weights every rank would have its own master weights
         devices=("cpu",),

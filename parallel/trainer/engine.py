@@ -180,7 +180,8 @@ class Engine:
     def _cut(self, x: Any, y: Any, samples: Array, training: bool) -> Iterable[Batch]:
         """Micro-batches of this rank; errors come in the iteration, where the step shares them with all ranks."""
         starts = range(0, len(x), self._micro)
-        numbers: Iterable[int] = self.inner.share(len(starts))
+        share = self.inner.train_share if training else self.inner.share
+        numbers: Iterable[int] = share(len(starts))
         if training and self._pool is not None:
             numbers = self._pool.draw(len(starts))
         elif training and self._strategy.pulls_work:

@@ -117,7 +117,7 @@ def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, d
     """This rank's micro-batches of a training step, loaded from the data set at once, or when ranks request them."""
     if strategy.pulls_work:
         return OnDemandSampler(step, data)
-    return list(step.batches(data, engine.share(len(step.parts))))
+    return list(step.batches(data, engine.train_share(len(step.parts))))
 
 
 def strategy_of(settings: Settings) -> Strategy:

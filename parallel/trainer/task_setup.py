@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parallel.data import datasets
-from parallel.data.datasets import ArrayDataset, LearningTask
+from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Sampler
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
@@ -32,12 +32,12 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     strategy_of(settings).check(settings, ranks)
     task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
     family = settings.model.partition(":")[0]
-    if (task.kind == "bytes") != (family == "gpt"):
-        fits = "gpt" if task.kind == "bytes" else ", ".join(name for name in MODELS if name != "gpt")
+    if task.is_text != (family == "gpt"):
+        fits = "gpt" if task.is_text else ", ".join(name for name in MODELS if name != "gpt")
         raise ValueError(f"model: {task.name} is for {fits}, found {settings.model}")
     if ranks > len(task.train):
         raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
-    if task.kind != "bytes":
+    if not task.is_text:
         task = _map_inputs(task, lambda x: x.astype(np.float32, copy=False))
     if family == "convnet" and len(task.inputs) == 2:
         task = replace(_map_inputs(task, lambda x: x[:, None]), inputs=(1, *task.inputs))
@@ -47,7 +47,7 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
 
 
 def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) -> LearningTask:
-    train, test = (ArrayDataset(change(part.x), part.y) for part in (task.train, task.test))  # type: ignore[attr-defined]
+    train, test = (part.map_inputs(change) for part in (task.train, task.test))  # type: ignore[attr-defined]
     return replace(task, train=train, test=test)
 
 
@@ -76,7 +76,8 @@ def steps_of(settings: Settings, task: LearningTask) -> int:
 
 def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:
     workers = strategy_of(settings).workers(settings, ranks)
-    return Sampler(len(task.train), settings.batch, settings.micro(workers), settings.seed)
+    window = settings.window or task.window
+    return Sampler(len(task.train), settings.batch, settings.micro(workers), settings.seed, window=window)
 
 
 def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, ArraySpec]:

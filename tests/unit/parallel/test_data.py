@@ -98,7 +98,15 @@ def test_looking_ahead_does_not_move_the_position():
     sampler.done(next(steps))
     assert (sampler.epoch, sampler.step) == (0, 1)
     steps.close()
-    assert sampler.position() == {"epoch": 0, "step": 1, "count": 10, "global_batch": 4, "seed": 1, "shuffle": 1}
+    assert sampler.position() == {
+        "epoch": 0,
+        "step": 1,
+        "count": 10,
+        "global_batch": 4,
+        "seed": 1,
+        "shuffle": 1,
+        "window": 0,
+    }
 
 
 def test_a_position_is_of_any_micro_batch_but_of_this_count_batch_and_seed():
