@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.data.sampler import overlapping
@@ -29,6 +29,7 @@ def test_padding_has_no_targets():
 
 
 @given(LENGTHS, st.integers(1, 100), st.integers(1, 60), st.integers(0, 3), st.booleans())
+@settings(deadline=None)
 def test_steps_hold_what_fits(lengths, global_tokens, micro_tokens, epoch, shuffle):
     sampler = TokenSampler(lengths, global_tokens, micro_tokens, seed=3, shuffle=shuffle)
     steps = list(sampler.steps(epoch))
@@ -64,6 +65,7 @@ def test_a_position_goes_on_where_epochs_have_different_numbers_of_steps():
 
 
 @given(st.integers(0, 40), st.integers(1, 8), st.floats(0, 3))
+@settings(deadline=None)
 def test_overlapping_shares(count, size, fraction):
     shares = [overlapping(count, rank, size, fraction) for rank in range(size)]
     assert set().union(*shares) == set(range(count))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Communicator
@@ -81,6 +81,7 @@ def test_a_bounded_number_of_shards_is_open():
 
 
 @given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3))
+@settings(deadline=None)
 def test_windows_are_shuffled_in_themselves_and_among_themselves(count, window, batch, epoch):
     sampler = Sampler(count, batch, seed=7, window=window)
     order = sampler.order(epoch)
