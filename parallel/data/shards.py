@@ -76,7 +76,7 @@ class ConcatDataset:
         return self._change(x), y
 
     def map_inputs(self, change: Callable[[np.ndarray], np.ndarray]) -> ConcatDataset:
-        """Same data set with `change` applied to the inputs whenever samples are taken."""
+        """Same data set, with `change` applied to inputs when they are taken."""
         return ConcatDataset(self._sizes, self._load, lambda x: change(self._change(x)))
 
 
