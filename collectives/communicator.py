@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import count, product
 from math import prod
@@ -23,6 +23,7 @@ from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
+from collectives.runtime.compiled_calls import NONE_COMPILED
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_cache import UNCACHEABLE, CallKey
@@ -121,6 +122,7 @@ class Communicator(CollectiveMethods):
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
     _start_cached: Callable[..., CallKey | Request] = staticmethod(_uncached)
+    _compiled: Mapping[str, Callable[..., int]] = NONE_COMPILED
 
     def __init__(
         self,
@@ -146,6 +148,7 @@ class Communicator(CollectiveMethods):
         self._checker = DesyncChecker(plain) if checks else None
         if self._checker is None:
             self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
+            self._compiled = self._planner.cache.compiled_calls.run
         else:
             self._report_refusals(self._checker)
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
@@ -366,7 +369,7 @@ class Communicator(CollectiveMethods):
         if self._planner is None:
             return
         self._closing, self._planner = self._planner, None
-        for name in ("_run_cached", "_start_cached"):  # absent in debug mode
+        for name in ("_compiled", "_run_cached", "_start_cached"):  # absent in debug mode
             self.__dict__.pop(name, None)
         self._closing.close(self._release)
 

@@ -57,16 +57,8 @@ def _part(value: Any) -> Any:
 
 
 def counts_key(counts: Any) -> Any:
-    """Key of the counts of a call; where there is none a list, which is unhashable, so that the call is not cached."""
+    """Key of a root or counts; where there is none a list, which is unhashable, so that the call is not cached."""
     try:
         return [] if counts is None else _part(counts)
-    except TypeError:
-        return []
-
-
-def root_key(root: Any) -> Any:
-    """Key of a root that is not an int, but may be another integer; a list where there is none, as in `counts_key`."""
-    try:
-        return index(root)
     except TypeError:
         return []

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime import call as calls
-from collectives.runtime.argument_keys import counts_key, root_key
 from collectives.runtime.requests import Request
 
 FORMS = ("blocking", "non-blocking", "persistent")
@@ -156,7 +155,7 @@ def add_methods(owner: type) -> None:
     for declaration, form in product(DECLARATIONS, FORMS):
         # The file name marks the frame as one of this package, for `desync_check.caller`.
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
-        scope: dict[str, Any] = {"describe": declaration.describe, "counts_key": counts_key, "root_key": root_key}
+        scope: dict[str, Any] = {"describe": declaration.describe}
         scope |= {"MPI": MPI, "Any": Any, "Request": Request}
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
@@ -176,14 +175,17 @@ def _source(declaration: Declaration, form: str) -> str:
     else:
         send = next((name for name in ("sendbuf", "buf") if name in names), None)
         recv = next((name for name in ("recvbuf", "buf") if name in names), None)
-        op, root = "op" if "op" in names else "MPI.SUM", "0"
-        if "root" in names:
-            root = "root if type(root) is int else root_key(root)"
+        op, root = "op" if "op" in names else "MPI.SUM", "root" if "root" in names else "0"
         if "recvcounts" in names:
-            root = "counts_key(recvcounts)"
-        key = f"{declaration.name!r}, {send}, {recv}, {op}, {root}, algorithm, segments"
+            root = "recvcounts"
+        arguments = f"{send}, {recv}, {op}, {root}, algorithm, segments"
+        key = f"{declaration.name!r}, {arguments}"
         if form == "blocking":
-            body = f"key = self._run_cached({key})\nif key:\n    self._run({call}, algorithm, segments, key)"
+            body = (
+                f"result = self._compiled[{declaration.name!r}]({arguments})\n"
+                f"if result and (key := self._run_cached(result, {key})):\n"
+                f"    self._run({call}, algorithm, segments, key)"
+            )
         else:
             body = (
                 f"key = self._start_cached({key})\n"

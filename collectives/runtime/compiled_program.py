@@ -220,7 +220,7 @@ class CompiledProgram:
     """True once the program has ended, until it is started again."""
 
     def __init__(self, program: Program, exchanges: Sequence[Exchange]) -> None:
-        from collectives.runtime import table_kernel  # needs numba, which takes a while to load
+        from collectives.runtime import call_kernel  # needs numba, which takes a while to load
 
         layout = _TableLayout(exchanges)
         self.program, self.node, self._operations = program, exchanges[0].node, layout.operations
@@ -231,10 +231,10 @@ class CompiledProgram:
         pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
         self._written = {_place(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
         self._table[table.SHARED_CORES] = self.node.shares_cores
-        self._spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
+        self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
         self.ended = True
-        self._address = MPI.Get_address(self._table)
-        self._run, self._advance = table_kernel.functions()
+        self.address = MPI.Get_address(self._table)
+        _, self._run, self._advance, self.copy = call_kernel.functions()
 
     def expect(self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int]) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
@@ -256,25 +256,38 @@ class CompiledProgram:
 
     def on_arrays(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
         """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
-        result = self._run(sendbuf, recvbuf, self._address, self._spins)
-        if result == table.DONE:
-            return True
+        result = self._run(sendbuf, recvbuf, self.address, self.spins)
         if result == table.OTHER_ARRAYS:
             return False
-        self.ended = self._is_done(result)
+        if result != table.DONE:
+            self.go_on(result)
+        return True
+
+    def go_on(self, result: int) -> None:
+        """Run to the end after this result of a compiled function, with progress of all active requests meanwhile."""
+        self.note(result)
         if active_requests:
             progress_until(self.advance)
         else:
             self.finish()
-        return True
 
-    def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
-        """Start the program on these arrays, as `start` does; False if they are not like those of `expect`."""
-        result = self._run(sendbuf, recvbuf, self._address, 0)
-        if result == table.OTHER_ARRAYS:
-            return False
-        self.ended = self._is_done(result)
-        return True
+    def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
+        """Start the program on these arrays, without waiting; the result is that of the compiled function, for `note`.
+
+        It is `OTHER_ARRAYS` if they are not like those of `expect`.
+        """
+        return self._run(sendbuf, recvbuf, self.address, 0)
+
+    def note(self, result: int) -> None:
+        """Note by the result of a compiled function if the program has ended; raises if a message has failed."""
+        if result <= table.WAITING:
+            self.ended = result == table.DONE
+            return
+        operation = self._operations[self._table[table.FAILED]]
+        assert operation.edge is not None, "only messages fail"
+        if result == table.MISMATCH:
+            raise operation.edge.refuse(operation.nbytes)
+        raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be read")
 
     def start(self) -> bool:
         """Start the program on the memory it was bound to, and `advance`."""
@@ -284,15 +297,20 @@ class CompiledProgram:
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""
         if not self.ended:
-            self.ended = self._is_done(self._advance(self._address, 0))
+            self.note(self._advance(self.address, 0))
+        return self.ended
+
+    def poll(self) -> bool:
+        """`advance` after some polls for messages; True if the end is reached."""
+        if not self.ended:
+            self.note(self._advance(self.address, self.spins))
         return self.ended
 
     def finish(self) -> None:
         """Run to the end, blocking."""
         turn = 0
         while not self.ended:
-            self.ended = self._is_done(self._advance(self._address, self._spins))
-            if not self.ended:
+            if not self.poll():
                 self.node.yielding(turn := turn + 1)
 
     def run(self) -> None:
@@ -302,16 +320,6 @@ class CompiledProgram:
 
     def free(self) -> None:
         self.program.free()
-
-    def _is_done(self, result: int) -> bool:
-        """True or False by a result of the compiled function; raises if a message has failed."""
-        if result <= table.WAITING:
-            return result == table.DONE
-        operation = self._operations[self._table[table.FAILED]]
-        assert operation.edge is not None, "only messages fail"
-        if result == table.MISMATCH:
-            raise operation.edge.refuse(operation.nbytes)
-        raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be read")
 
 
 def compile_program(program: Program) -> CompiledProgram | None:

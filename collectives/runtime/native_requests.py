@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from mpi4py import MPI
 
+from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.progress import mpi_is_thread_safe
 from collectives.runtime.requests import Request
 
@@ -109,22 +110,17 @@ class NativeRequest(Request, MPI.Request):
     Its own `Wait` and `Test` progress it in this thread, which is faster.
     """
 
-    _handle: GeneralizedHandle | SelfMessageHandle | None = None
-    """Handle to be completed at the end of the collective; None once it has ended."""
-
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
 
-    def _ended(self) -> None:
-        super()._ended()
-        if self._handle is not None:
-            self._handle.complete(self._broken)
-            self._handle = None
+    def _complete_handle(self) -> None:
+        self._handle, handle = None, self._handle
+        handle.complete(self._broken)
 
     def _ended_in_wait(self) -> None:
         """Write MPI.REQUEST_NULL into this object, as mpi4py has no setter, and keep the handle for a later request."""
-        memmove(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
-        assert self._handle is not None, "it had not ended"
+        copy = self.program.copy if isinstance(self.program, CompiledProgram) else memmove
+        copy(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
         _unused.append(self._handle)
         self._handle = None
 

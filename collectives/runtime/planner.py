@@ -20,11 +20,13 @@ from collectives.runtime.binder import bind
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
+from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.count_exchange import CountExchange, bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.native_requests import ended_request, new_request
 from collectives.runtime.program import ElementArray, Program
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
+from collectives.runtime.program_table import OTHER_ARRAYS
 from collectives.runtime.progress import active_requests, progress_lock, run_program
 from collectives.runtime.requests import Request
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
@@ -48,6 +50,7 @@ class Planner:
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
         self._programs: dict[Hashable, Program] = {}  # of non-blocking calls
         self._compiled = [dict[Hashable, CompiledProgram]() for _ in range(NONBLOCKING)]  # by channel and arguments
+        self._calls = [CompiledCallTable() for _ in range(NONBLOCKING)]  # the same programs, searched first
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
         self._broken: str | None = None
         self._count_exchanges: dict[Hashable, CountExchange] = {}
@@ -115,21 +118,26 @@ class Planner:
         self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`."""
-        try:
-            arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            turn = self.transports.nonblocking_calls % NONBLOCKING
-            program = self._compiled[turn].get(arguments)
-        except TypeError:  # arguments that are not hashable, or buffers of other kinds
-            return UNCACHEABLE
-        if program is None:
-            return CallKey(arguments, s, r)
         with progress_lock:
-            before = self._latest[turn]
-            if (before is not None and before.holds_program) or self._broken:
-                return CallKey(arguments, s, r)
-            try:
-                if not program.start_on(s, r):
+            turn = self.transports.nonblocking_calls % NONBLOCKING
+            before, calls = self._latest[turn], self._calls[turn]
+            may_start = (before is None or not before.holds_program) and not self._broken
+            result = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else OTHER_ARRAYS
+            if result != OTHER_ARRAYS:
+                program = calls.started(name)
+            else:
+                try:
+                    arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
+                    known = self._compiled[turn].get(arguments)
+                except TypeError:  # arguments that are not hashable, or buffers of other kinds
                     return UNCACHEABLE
+                if known is None or not may_start:
+                    return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
+                program, result = known, known.start_on(s, r)
+                if result == OTHER_ARRAYS:
+                    return UNCACHEABLE
+            try:
+                program.note(result)
             except BaseException:
                 program.broken = True
                 self._break_off(name, program)
@@ -137,7 +145,7 @@ class Planner:
             self.transports.consume_tag()
             if program.ended:
                 return ended_request(name, program, self, None)
-            request = self._latest[turn] = new_request(name, program, self, (s, r))
+            request = self._latest[turn] = new_request(name, program, self, (sendbuf, recvbuf))
             request.activate()
             return request
 
@@ -225,8 +233,9 @@ class Planner:
         for program in self._programs.values():
             program.free()
         self._programs.clear()
-        for compiled in self._compiled:
+        for compiled, calls in zip(self._compiled, self._calls):
             compiled.clear()
+            calls.clear()
         for exchange in self._count_exchanges.values():
             exchange.program.free()
         with progress_lock:
@@ -307,28 +316,29 @@ class Planner:
         """Keep a program of non-blocking calls for those with the same key."""
         if key is not None:
             self._programs[key] = program
-            self._free_surplus(program)
+            if len(self._programs) > MAX_PROGRAMS:
+                self._free_surplus(program)
 
     def _free_surplus(self, needed: Program | CompiledProgram) -> None:
         """Free the oldest programs of non-blocking calls beyond `MAX_PROGRAMS`, but not `needed` and those active."""
-        surplus = len(self._programs) - MAX_PROGRAMS
-        if surplus <= 0:
-            return
+        surplus = max(0, len(self._programs) - MAX_PROGRAMS)
         running = [needed, *(request.program for request in self._active())]
         busy = {id(one.program if isinstance(one, CompiledProgram) else one) for one in running}
         for old in list(islice((old for old, program in self._programs.items() if id(program) not in busy), surplus)):
             freed = self._programs.pop(old)
             for turn, compiled in enumerate(self._compiled):
                 self._compiled[turn] = {known: one for known, one in compiled.items() if one.program is not freed}
+                self._calls[turn].discard(freed)
             freed.free()
 
     def _compile(self, program: Program, key: CallKey, turn: int, call: Call) -> None:
         """Compile a repeated non-blocking call if calls are frequent, for `start_cached`."""
         self.cache.count_repeat()
         if key is not UNCACHEABLE and len(self._compiled[turn]) < MAX_PROGRAMS and key.is_lasting:
-            compiled = self.cache.compiled(program, key, call)
+            compiled = self.cache.compile(program, key, call)
             if compiled is not None:
                 self._compiled[turn][key.arguments] = compiled
+                self._calls[turn].add(key.arguments[0], compiled, key.given, 0)
 
     def release(self, request: Request) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
@@ -341,7 +351,7 @@ class Planner:
             self._break_off(request.name, request)
         elif request.owns_program:
             program.free()
-        else:
+        elif len(self._programs) > MAX_PROGRAMS:
             self._free_surplus(program)
 
     def _break_off(self, name: str, kept: object) -> None:

@@ -15,9 +15,11 @@ from mpi4py import MPI
 
 from collectives.errors import RanksDisagree
 from collectives.runtime import compiled_program
-from collectives.runtime.argument_keys import describe, is_constant
+from collectives.runtime import program_table as table
+from collectives.runtime.argument_keys import counts_key, describe, is_constant
 from collectives.runtime.binding import EagerBuffers, memories, program_of, separate_bytes
 from collectives.runtime.call import Call
+from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
 from collectives.runtime.progress import run_program
@@ -40,18 +42,22 @@ Run = Callable[[Any, Any], bool]
 
 
 class CallKey(NamedTuple):
-    """Cache key of a call, by its arguments without addresses, and its arrays: one twice if it has only one."""
+    """Cache key of a call, by its arguments without addresses, and its arrays: one twice if it has only one.
+
+    `given` are the arguments themselves: send buffer, receive buffer, operation, root, algorithm and segments.
+    """
 
     arguments: tuple[Any, ...]
     sendbuf: np.ndarray
     recvbuf: np.ndarray
+    given: tuple[Any, ...] = ()
 
     @property
     def addresses(self) -> tuple[Any, ...]:
         """Key that includes the addresses; TypeError for arrays with gaps."""
-        if not all(array.flags.forc for array in self[1:]):
+        if not all(array.flags.forc for array in self[1:3]):
             raise TypeError
-        return self.arguments, *((_address(array), array.strides, array.flags.writeable) for array in self[1:])
+        return self.arguments, *((_address(array), array.strides, array.flags.writeable) for array in self[1:3])
 
     @property
     def is_lasting(self) -> bool:
@@ -68,6 +74,8 @@ def key_fields(
     name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
 ) -> tuple[tuple[Any, ...], np.ndarray, np.ndarray]:
     """Fields of a `CallKey`, as a tuple: a lookup needs no more. TypeError for buffers that `describe` refuses."""
+    if type(root) is not int:
+        root = counts_key(root)
     if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
         s, r = sendbuf, recvbuf
         arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype
@@ -103,6 +111,8 @@ class ProgramCache:
         Programs, the oldest first, by the properties that calls of one program share.
     calls
         Calls by `CallKey.arguments`, or by `CallKey.addresses`.
+    compiled_calls
+        Compiled programs by the arguments of calls, searched first.
     nbytes
         Scratch memory of all programs.
     broken
@@ -113,37 +123,46 @@ class ProgramCache:
         self._rank = rank
         self.bound: dict[Hashable, Program | EagerBuffers] = {}
         self.calls: dict[tuple[Any, ...], CachedCall] = {}
+        self.compiled_calls = CompiledCallTable()
         self._repeats = 0
         self.nbytes = 0
         self.broken: str | None = None
         self._orphans: list[object] = []
 
     def run_cached(
-        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+        self, result: int, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> CallKey | tuple[()]:
         """Run a blocking call if it is in the cache and return an empty tuple; else return its key for `store`.
 
-        The hot path of nearly all calls, hence not split up.
+        `result` is that of ``compiled_calls.run[name]`` for this call.
         """
+        if result != table.OTHER_ARRAYS:
+            program = self.compiled_calls.started(name)
+            try:
+                program.go_on(result)
+            except BaseException as error:
+                self.poison(error, program, sendbuf, recvbuf)
+                for bound in [bound for bound, entry in self.bound.items() if program_of(entry) is program.program]:
+                    self.evict(bound)
+                raise
+            return ()
         try:
             arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
             call = self.calls.get(arguments)
             if call is None:
-                key = CallKey(arguments, s, r)
+                key = CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
                 call = self.calls.get(key.addresses)
                 if call is None:
                     return key
         except TypeError:  # arguments that are not hashable, or buffers of other kinds
             return UNCACHEABLE
         try:
-            if not call.run(s, r):
-                return UNCACHEABLE
+            return () if call.run(s, r) else UNCACHEABLE
         except BaseException as error:
             self.poison(error, call, s, r)
             if call.key in self.bound:
                 self.evict(call.key)
             raise
-        return ()
 
     def store(self, key: CallKey, bound: Hashable, call: Call) -> None:
         """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
@@ -154,11 +173,11 @@ class ProgramCache:
         entry = self.bound.get(bound)
         if key is UNCACHEABLE or entry is None or len(self.calls) >= 4 * MAX_PROGRAMS or not key.is_lasting:
             return
-        _, s, r = key
-        program = program_of(entry)
-        compiled = self.compiled(program, key, call)
+        name, s, r, program = key.arguments[0], key.sendbuf, key.recvbuf, program_of(entry)
+        compiled = self.compile(program, key, call)
         if compiled is not None:
             self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
+            self.compiled_calls.add(name, compiled, key.given, compiled.spins)
         elif isinstance(entry, EagerBuffers):
             if key.plain and (run := entry.on_arrays(s, r)) is not None:
                 self.calls[key.arguments] = CachedCall(self._counting(run), bound)
@@ -167,7 +186,7 @@ class ProgramCache:
         else:
             self.calls[key.addresses] = CachedCall(self._counting(partial(_run, program)), bound)
 
-    def compiled(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
+    def compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
         """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
         if self._repeats < COMPILE_AFTER:
             return None
@@ -207,6 +226,7 @@ class ProgramCache:
         """Remove a program and all cached calls that use it, and return it, not freed: its messages may be active."""
         program = program_of(self.bound.pop(key))
         self.nbytes -= program.nbytes
+        self.compiled_calls.discard(program)
         for known in [known for known, call in self.calls.items() if call.key == key]:
             del self.calls[known]
         return program
@@ -219,6 +239,7 @@ class ProgramCache:
         self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
         self._orphans += memory
         self.calls.clear()
+        self.compiled_calls.clear()
 
     def check_in_step(self) -> None:
         if self.broken is not None:
@@ -232,6 +253,7 @@ class ProgramCache:
             program_of(entry).free()
         self.bound.clear()
         self.calls.clear()
+        self.compiled_calls.clear()
 
 
 def _run(program: Program, *_: Any) -> bool:

@@ -59,3 +59,28 @@ Then the number of words."""
 DONE, WAITING, OTHER_ARRAYS, MISMATCH, UNREADABLE = range(5)
 """The program has ended; it waits for a peer; nothing was done, as the arrays are not those expected; a message of
 another call or length came; a peer's memory could not be read."""
+
+# ------------------------------------------------------------------------------------------ calls
+
+SPINS, ENTRY_COUNT, CURRENT, ARGUMENTS = range(4)
+ARRAYS = ARGUMENTS + 6
+ENTRIES = ARRAYS + 2
+"""Words of the calls of a method: polls before a call returns; the number of entries; the entry that a call has
+started; the arguments of the call, its two array objects, and the entries."""
+
+TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
+"""Words of an entry: addresses of the program's table, and of its first check; the number of checks; an array object
+for a call without arrays. Then their number."""
+
+MAX_ENTRIES = 8
+
+CHECK, VALUE, ITEM_COUNT, ARRAY, DTYPE, DIMENSIONS, ITEM_BYTES, ARRAY_BYTES, ARGUMENT, DEPTH, PATH = range(11)
+MAX_DEPTH = 3
+CHECK_WORDS = PATH + 2 * MAX_DEPTH
+"""Words of a check of an argument, or of an item in its lists and tuples: its kind; the object or type that is
+expected; the length of a list or tuple; for an array the buffers that it is (bit 0: of the send buffer, bit 1: of the
+receive buffer), its dtype object, number of dimensions, and bytes of an element and of the array; the number of the
+argument; and the path to the item: for each level its index, and 1 if it is in a list. Then their number."""
+
+IS_OBJECT, IS_SEQUENCE, IS_ARRAY = range(3)
+"""Kinds: the same object; a list or tuple of a length; an array."""

@@ -123,6 +123,9 @@ class Request:
     device: DeviceMemory | None = None
     """Device of the memory; its stream at the start is that of the whole operation."""
 
+    _handle: Any = None
+    """MPI's handle of a `NativeRequest`, to be completed at the end; None once it has ended."""
+
     _context: Callable[[], AbstractContextManager[None]] | None = None
     _gate: Callable[[], bool] | None = None
     _freed = _broken = _lapsed = _startable = False
@@ -250,8 +253,13 @@ class Request:
             self._ended()
             raise
 
+    def _complete_handle(self) -> None:
+        """Complete `_handle`, which only a `NativeRequest` has."""
+
     def _ended(self) -> None:
         self.active = False  # last of all: a thread that waits for it continues
+        if self._handle is not None:
+            self._complete_handle()
         if self.on_end is not None:
             self.on_end()
 
@@ -294,6 +302,10 @@ class Request:
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Wait until the operation is complete and return True. Raises as `Test` does."""
         if self.active:
+            if len(active_requests) == 1 and self._end_soon():
+                if status is not None:
+                    _clear(status)
+                return True
             if len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
                 self._finish_alone()
             else:
@@ -301,6 +313,19 @@ class Request:
         self._check("Wait")
         self._report(status)
         return True
+
+    def _end_soon(self) -> bool:
+        """Poll for messages of a compiled program; True if that has ended it."""
+        if not isinstance(self.program, CompiledProgram):
+            return False
+        _acquire()
+        try:
+            if self.active and self._gate is None and self._do(self.program.poll):
+                self._ended_in_wait()
+                self._end()
+            return not self.active
+        finally:
+            _release_lock()
 
     def _ended_in_wait(self) -> None:
         """Note that `Wait` of this request itself has seen the end; nothing else has."""
@@ -375,6 +400,8 @@ class Request:
         if self.on_end is not None:
             with progress_lock:  # the thread that has ended it may still be in `on_end`
                 pass
+        if not (self._freed or self._broken):
+            return
         if self._freed:
             raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}: the request was freed")
         if self.error is not None and verb != "Free":

@@ -1,0 +1,181 @@
+"""Compiled entry points of calls: find the program of a call by its arguments, and run it on the call's arrays.
+
+Objects are read at their addresses as CPython and NumPy lay them out, which takes a tenth of the time of Python's
+attributes, tuples and dictionaries.
+"""
+
+# mypy: ignore-errors
+# Types of compiled functions are not those of Python.
+
+from collections.abc import Callable
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+from numba import types
+
+from collectives.runtime import kernel_memory, table_kernel
+from collectives.runtime import program_table as table
+from collectives.runtime.kernel_memory import (
+    HANDLE,
+    copy_bytes,
+    load_word,
+    object_address,
+    set_word_at,
+    store_word,
+    word_at,
+)
+from collectives.runtime.table_kernel import advance
+from quant.kernels.jit import compiler
+
+_compile = compiler(table, kernel_memory, table_kernel)
+
+TYPE, SIZE, ITEMS = 8, 16, 24
+"""Offsets in Python's objects: the type; in lists and tuples the length, and the items, or in a list the pointer to
+them."""
+
+DATA, NDIM, LENGTHS, ITEM_TYPE, FLAGS = 16, 24, 32, 56, 64
+"""Offsets in NumPy's array object (PyArrayObject): the pointer to the data, the number of dimensions, the pointer to
+their lengths, the dtype object, and the flags."""
+
+DENSE, ALIGNED, WRITEABLE = 0x3, 0x100, 0x400
+"""Flags of such an object; dense: C- or Fortran-contiguous."""
+
+
+@_compile
+def _fits(array, t, expected):
+    """True if an array object is dense, aligned, and writeable if necessary."""
+    flags = load_word(array + FLAGS)
+    if not flags & DENSE or not flags & ALIGNED:
+        return False
+    return flags & WRITEABLE != 0 or word_at(t, expected + table.WRITTEN) == 0
+
+
+@_compile
+def _run_on(s, r, t, spins):
+    """Run a program on two array objects of the shapes and dtypes of the call that was compiled."""
+    if not _fits(s, t, table.SEND_ARRAY) or not _fits(r, t, table.RECV_ARRAY):
+        return table.OTHER_ARRAYS
+    source = load_word(s + DATA) + word_at(t, table.SEND_ARRAY + table.OFFSET)
+    target = load_word(r + DATA) + word_at(t, table.RECV_ARRAY + table.OFFSET)
+    sent, received = word_at(t, table.SEND_ARRAY + table.NBYTES), word_at(t, table.RECV_ARRAY + table.NBYTES)
+    if sent and received and source < target + received and target < source + sent:
+        return table.OTHER_ARRAYS  # they overlap, which the Python code reports as an error
+    set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
+    set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
+    return advance(t, spins)
+
+
+@_compile
+def _is_like(array, check):
+    """True if an array object has the dtype, the number of dimensions and the number of bytes that a check expects."""
+    dimensions = load_word(array + NDIM) & 0xFFFF
+    if load_word(array + ITEM_TYPE) != word_at(check, table.DTYPE) or dimensions != word_at(check, table.DIMENSIONS):
+        return False
+    nbytes, lengths = word_at(check, table.ITEM_BYTES), load_word(array + LENGTHS)
+    for index in range(dimensions):
+        nbytes *= word_at(lengths, index)
+    return nbytes == word_at(check, table.ARRAY_BYTES)
+
+
+@_compile
+def _argument(arguments, check):
+    """Address of the object that a check is about: an argument, or an item of an argument's lists and tuples."""
+    found = word_at(arguments, word_at(check, table.ARGUMENT))
+    for level in range(word_at(check, table.DEPTH)):
+        index, is_list = word_at(check, table.PATH + 2 * level), word_at(check, table.PATH + 2 * level + 1)
+        found = word_at(load_word(found + ITEMS) if is_list else found + ITEMS, index)
+    return found
+
+
+@_compile
+def _agrees(arguments, checks, count, arrays):
+    """True if all checks of the arguments hold; stores the addresses of the two array objects at `arrays`."""
+    for _ in range(count):
+        found, kind, value = _argument(arguments, checks), word_at(checks, table.CHECK), word_at(checks, table.VALUE)
+        if kind == table.IS_OBJECT:
+            if found != value:
+                return False
+        elif load_word(found + TYPE) != value:
+            return False
+        elif kind == table.IS_SEQUENCE:
+            if load_word(found + SIZE) != word_at(checks, table.ITEM_COUNT):
+                return False
+        else:
+            if not _is_like(found, checks):
+                return False
+            for array in range(2):
+                if word_at(checks, table.ARRAY) & 1 << array:
+                    set_word_at(arrays, array, found)
+        checks += 8 * table.CHECK_WORDS
+    return True
+
+
+def _call(calls, sendbuf, recvbuf, op, root, algorithm, segments):
+    c = load_word(object_address(calls) + DATA)
+    arguments, arrays = c + 8 * table.ARGUMENTS, c + 8 * table.ARRAYS
+    store_word(arguments, object_address(sendbuf))
+    store_word(arguments + 8, object_address(recvbuf))
+    store_word(arguments + 16, object_address(op))
+    store_word(arguments + 24, object_address(root))
+    store_word(arguments + 32, object_address(algorithm))
+    store_word(arguments + 40, object_address(segments))
+    entry = c + 8 * table.ENTRIES
+    for index in range(word_at(c, table.ENTRY_COUNT)):
+        t = word_at(entry, table.TABLE)
+        set_word_at(arrays, 0, word_at(entry, table.NO_ARRAY))
+        set_word_at(arrays, 1, word_at(entry, table.NO_ARRAY))
+        if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
+            result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t, word_at(c, table.SPINS))
+            if result != table.OTHER_ARRAYS:
+                set_word_at(c, table.CURRENT, index)
+                return result
+        entry += 8 * table.ENTRY_WORDS
+    return table.OTHER_ARRAYS
+
+
+def _run(send, recv, t, spins):
+    return _run_on(object_address(send), object_address(recv), t, spins)
+
+
+def _copy(target, source, nbytes):
+    copy_bytes(target, source, nbytes)
+
+
+_compiling = Lock()
+"""Held while functions are compiled: two threads would write the same files."""
+
+
+class Functions(NamedTuple):
+    """Compiled functions. Each returns a result of `program_table`, after at most `spins` polls without progress."""
+
+    call: Callable[..., int]
+    """``call(calls, sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if the array
+    `calls` of a `CompiledCalls` has it."""
+
+    run: Callable[..., int]
+    """``run(sendbuf, recvbuf, table, spins)`` starts a program on these arrays."""
+
+    advance: Callable[..., int]
+    """``advance(table, spins)`` goes on with a program, or starts it on the memory that its table names."""
+
+    copy: Callable[[int, int, int], None]
+    """``copy(target, source, nbytes)`` copies memory; several times faster than `ctypes.memmove`."""
+
+
+@cache
+def functions() -> Functions:
+    """Compile the functions, or load them from disk."""
+    with _compiling:
+        return Functions(
+            _entry(_compile(_call), (HANDLE,) * 7),
+            _entry(_compile(_run), (HANDLE, HANDLE, types.int64, types.int64)),
+            _entry(advance, (types.int64, types.int64)),
+            _entry(_compile(_copy), (types.int64, types.int64, types.int64)),
+        )
+
+
+def _entry(dispatcher: Any, signature: tuple[Any, ...]) -> Callable[..., int]:
+    """The function for one signature as Python calls it, without the selection by types that a dispatcher makes."""
+    dispatcher.compile(signature)
+    return dispatcher.overloads[signature].entry_point

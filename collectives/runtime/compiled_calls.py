@@ -1,0 +1,152 @@
+"""Compiled programs, found by the arguments of a call in compiled code.
+
+This takes a fifth of the time of a lookup by key. It finds calls whose arguments other than arrays are the same objects
+as before, or lists and tuples of these, and whose arrays have the same lengths and dtypes. Other calls, as one with an
+equal but newly made number among its counts, are looked up by key afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.runtime import program_table as table
+from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime.program import Program
+
+MAX_CHECKS = 256
+"""Checks of one call's arguments: one for each number in lists of counts."""
+
+_NO_ARRAY = np.empty(0, np.uint8)
+
+
+def _functions() -> dict[str, Callable[..., int]]:
+    """Functions by method: at first one that finds no program."""
+    return defaultdict(lambda: lambda *_: table.OTHER_ARRAYS)
+
+
+NONE_COMPILED = _functions()
+"""Functions of a communicator whose calls are not compiled."""
+
+
+class CompiledCallTable:
+    """Compiled programs of one communicator's calls.
+
+    ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method and returns
+    a result of `program_table`: `OTHER_ARRAYS` if there is none. For all others but `DONE`, ``started(name)`` is the
+    program, to be continued.
+    """
+
+    def __init__(self) -> None:
+        self.run = _functions()
+        self._methods: dict[str, _Method] = {}
+
+    def started(self, name: str) -> CompiledProgram:
+        return self._methods[name].started
+
+    def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any], spins: int) -> None:
+        """Let calls with these arguments run a program, for at most `spins` polls without progress."""
+        if name not in self._methods:
+            self._methods[name] = _Method(spins)
+        self._methods[name].add(program, arguments)
+        self.run[name] = self._methods[name].run
+
+    def discard(self, program: Program) -> None:
+        """Forget all calls of a program."""
+        for method in self._methods.values():
+            method.discard(program)
+
+    def clear(self) -> None:
+        self.run.clear()
+        self._methods.clear()
+
+
+class _Method:
+    """Compiled programs of one method."""
+
+    def __init__(self, spins: int) -> None:
+        from collectives.runtime import call_kernel  # needs numba, which takes a while to load
+
+        self._words = np.zeros(table.ENTRIES + table.ENTRY_WORDS * table.MAX_ENTRIES, np.int64)
+        self._words[table.SPINS] = spins
+        self._entries: list[_Entry] = []
+        self.run: Callable[..., int] = partial(call_kernel.functions().call, self._words)
+
+    @property
+    def started(self) -> CompiledProgram:
+        return self._entries[int(self._words[table.CURRENT])].program
+
+    def add(self, program: CompiledProgram, arguments: Sequence[Any]) -> None:
+        """Add a program for these arguments; beyond `MAX_ENTRIES` forget the oldest one."""
+        checks = [check for number, value in enumerate(arguments) for check in _checks(value, number)]
+        if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks):
+            return
+        in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
+        words = np.array([check.words(3 if in_place else 1 << check.argument) for check in checks], np.int64)
+        entry = _Entry(program, words, [check.refers_to for check in checks])
+        self._store([*self._entries, entry][-table.MAX_ENTRIES :])
+
+    def discard(self, program: Program) -> None:
+        self._store([entry for entry in self._entries if entry.program.program is not program])
+
+    def _store(self, entries: list[_Entry]) -> None:
+        for index, entry in enumerate(entries):
+            at = table.ENTRIES + table.ENTRY_WORDS * index
+            checks = MPI.Get_address(entry.checks), len(entry.checks)
+            self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(_NO_ARRAY)
+        self._words[table.ENTRY_COUNT] = len(entries)
+        self._entries = entries
+
+
+class _Entry(NamedTuple):
+    program: CompiledProgram
+    checks: np.ndarray
+    referred: list[Any]
+    """Objects whose addresses the checks have: held, so that no others get these addresses."""
+
+
+class _Check(NamedTuple):
+    """Check of an argument, or of an item in its lists and tuples: see `program_table`."""
+
+    kind: int
+    value: Any
+    argument: int
+    path: tuple[tuple[int, bool], ...]
+    length: int = 0
+    array: np.ndarray | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """False for items too deep, and for arrays of counts."""
+        is_buffer = self.argument < 2 and not any(index for index, _ in self.path[:1]) and len(self.path) < 2
+        return len(self.path) <= table.MAX_DEPTH and (self.array is None or is_buffer)
+
+    def words(self, buffers: int) -> list[int]:
+        path = [word for step in self.path for word in step]
+        path += [0] * (2 * table.MAX_DEPTH - len(path))
+        array = [0] * 5
+        if self.array is not None:
+            array = [buffers, id(self.array.dtype), self.array.ndim, self.array.itemsize, self.array.nbytes]
+        return [self.kind, id(self.value), self.length, *array, self.argument, len(self.path), *path]
+
+    @property
+    def refers_to(self) -> Any:
+        """Objects whose addresses are in the words."""
+        return self.value, None if self.array is None else self.array.dtype
+
+
+def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) -> Iterator[_Check]:
+    kind = type(value)
+    if kind is np.ndarray:
+        yield _Check(table.IS_ARRAY, kind, argument, path, array=value)
+    elif kind is list or kind is tuple:
+        yield _Check(table.IS_SEQUENCE, kind, argument, path, len(value))
+        for index, item in enumerate(value):
+            yield from _checks(item, argument, (*path, (index, kind is list)))
+    else:
+        yield _Check(table.IS_OBJECT, value, argument, path)

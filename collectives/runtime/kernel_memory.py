@@ -1,0 +1,179 @@
+"""Memory accesses of compiled code: words, flags and copies at addresses of this process or another one."""
+
+# mypy: ignore-errors
+# Types of compiled functions are not those of Python.
+
+import ctypes
+import time
+from platform import machine
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import NativeValue, intrinsic, models, register_model, unbox
+
+from quant.kernels.jit import compiler
+
+_compile = compiler()
+
+WORD = ir.IntType(64)
+
+
+class ObjectHandle(types.Opaque):
+    """Numba type of a Python object that is passed as it is: nothing is checked, converted or counted."""
+
+    def __init__(self) -> None:
+        super().__init__(name="ObjectHandle")
+
+
+HANDLE = ObjectHandle()
+
+
+@register_model(ObjectHandle)
+class _HandleModel(models.OpaqueModel):
+    pass
+
+
+@unbox(ObjectHandle)
+def _unbox(_, obj, context):
+    return NativeValue(obj)
+
+
+def _pointer(builder, address):
+    return builder.inttoptr(address, WORD.as_pointer())
+
+
+@intrinsic
+def object_address(_, handle):
+    """Address of an object."""
+    return types.int64(HANDLE), lambda context, builder, signature, args: builder.ptrtoint(args[0], WORD)
+
+
+@intrinsic
+def load_word(_, address):
+    """Load the word at an address."""
+    return types.int64(types.int64), lambda context, builder, signature, args: builder.load(_pointer(builder, args[0]))
+
+
+@intrinsic
+def store_word(_, address, value):
+    def generate(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_compile
+def word_at(address, index):
+    """Load a word of an array of words."""
+    return load_word(address + 8 * index)
+
+
+@_compile
+def set_word_at(address, index, value):
+    """Store a word of an array of words."""
+    store_word(address + 8 * index, value)
+
+
+@intrinsic
+def load_acquire(_, address):
+    """Load a flag; all later loads are at least as new (acquire)."""
+
+    def generate(context, builder, signature, args):
+        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release(_, address, value):
+    """Store a flag; all earlier stores are visible to a reader of it (release)."""
+
+    def generate(context, builder, signature, args):
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def copy_bytes(_, target, source, nbytes):
+    def generate(context, builder, signature, args):
+        target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def relax(_):
+    """Hint to the processor that this is a spin loop (`pause` on x86)."""
+
+    def generate(context, builder, signature, args):
+        if machine().lower() in ("x86_64", "amd64"):
+            hint = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def reduce_bytes(_, kernel, left, right, out, nbytes):
+    """Call the reduction kernel at address `kernel`."""
+    arguments = (types.int64,) * 4
+
+    def generate(context, builder, signature, args):
+        convention = context.call_conv
+        function = convention.get_function_type(types.int64, arguments)
+        pointer = builder.inttoptr(args[0], function.as_pointer())
+        _, result = convention.call_function(builder, pointer, types.int64, arguments, args[1:])
+        return result
+
+    return types.int64(types.int64, *arguments), generate
+
+
+_READS = hasattr(ctypes.CDLL(None), "process_vm_readv")
+
+if _READS:
+    _readv = types.ExternalFunction("process_vm_readv", types.int64(types.int32, *(types.int64,) * 5))
+else:
+
+    @_compile
+    def _readv(pid, here, here_count, there, there_count, flags):
+        return -1
+
+
+yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_MONOTONIC = time.CLOCK_MONOTONIC
+
+
+@_compile
+def monotonic_ns(clock):
+    """Nanoseconds of a clock that never goes back; `clock` is the address of two words to use."""
+    _clock_gettime(types.int32(_MONOTONIC), clock)
+    return load_word(clock) * 1_000_000_000 + load_word(clock + 8)
+
+
+@_compile
+def read_process(pid, into, origin, nbytes, vector):
+    """Copy `nbytes` from address `origin` of process `pid` to `into`; False if the system refuses.
+
+    `vector` is the address of four words to use.
+    """
+    while nbytes > 0:
+        store_word(vector, into)
+        store_word(vector + 8, nbytes)
+        store_word(vector + 16, origin)
+        store_word(vector + 24, nbytes)
+        done = _readv(types.int32(pid), vector, 1, vector + 16, 1, 0)
+        if done <= 0:
+            return False
+        into += done
+        origin += done
+        nbytes -= done
+    return True
