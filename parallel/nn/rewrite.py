@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 from parallel.nn.operator import Operator
 
@@ -20,10 +21,18 @@ def replaced(
         if ours is None:
             ours = copy.copy(operator)
             for name, value in vars(operator).items():
-                if isinstance(value, Operator):
-                    setattr(ours, name, replaced(value, replacement, done))
-                elif isinstance(value, list | tuple):
-                    items = [replaced(one, replacement, done) if isinstance(one, Operator) else one for one in value]
-                    setattr(ours, name, type(value)(items))
+                setattr(ours, name, _rebuilt(value, lambda one: replaced(one, replacement, done)))
         done[id(operator)] = ours
     return done[id(operator)]
+
+
+def _rebuilt(value: Any, make: Callable[[Operator], Operator]) -> Any:
+    """Attribute with ``make(operator)`` for every operator that it is, or holds in lists, tuples and dicts."""
+    if isinstance(value, Operator):
+        return make(value)
+    if isinstance(value, dict):
+        return {key: _rebuilt(one, make) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        of_kind = getattr(type(value), "_make", type(value))  # named tuples take their fields one by one
+        return of_kind([_rebuilt(one, make) for one in value])
+    return value

@@ -14,9 +14,11 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
-from parallel.nn.operator import PassMode
-from parallel.nn.placement import PlacementError
+from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
+from parallel.nn.placement import PlacementError, Shard
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
+from parallel.tensor.check import check_placements
+from parallel.tensor.cut_model import cut
 
 LENGTH, VOCABULARY, HEADS = 24, 11, 12
 
@@ -33,13 +35,13 @@ def batch():
     return Batch(0, x, y, np.array([5, 1, 9]))
 
 
-def trained(whole, made, part, dtype):
+def trained(whole, made, part, dtype, loss=None):
     """Loss, number of targets, and gradients in order of the parameters, of one micro-batch."""
     flat = FlatParams(whole)
     vector = np.zeros(flat.length)
     flat.initialise(vector, 1)
     flat.bind(vector.astype(dtype))
-    loss, gradients = SoftmaxCrossEntropy(), {}
+    loss, gradients = loss or SoftmaxCrossEntropy(), {}
 
     def sink(parameter, compute):
         term = np.full(parameter.shape, np.nan, np.float64 if dtype == np.float64 else np.float32)
@@ -135,6 +137,45 @@ def test_a_failed_pass_leaves_nothing_in_tied_tables():
         made.backward(np.ones_like(scores), saved, breaks)
     found = trained(whole, made, part, np.float32)
     assert all(np.array_equal(one, other) for one, other in zip(found[2], expected[2]))
+
+
+def test_saved_activations_are_divided():
+    """Four ranks save a quarter each of what one rank saves, so a sequence may be four times as long."""
+    saved = []
+    for ranks in (1, 4):
+        axis, division = thread_ranks.ThreadAxis("cp", 0, ranks, None), SequenceDivision("zigzag", 4096, ranks)
+        made = divide(transformer(VOCABULARY, 4096, 2, HEADS, 24, dropout=0.1), axis, division)
+        saved.append(nbytes_of(made.outline(ArraySpec((3, 4096 // ranks), np.dtype(np.int64))).saved))
+    assert saved[0] == 4 * saved[1]
+
+
+def test_all_gradients_are_partial_sums():
+    """So the placements say, and the check refuses a mesh whose engine does not sum them over the axis."""
+    axis, division = thread_ranks.ThreadAxis("cp", 0, 2, None), SequenceDivision("zigzag", LENGTH, 2, 4)
+    made, loss, inputs = divide(model(dropout=0.1), axis, division), SoftmaxCrossEntropy(), {"cp": Shard(1)}
+    assert check_placements(made, loss, inputs, {"cp"}) == {"cp": set(made.parameters())}
+    with pytest.raises(PlacementError, match="is a partial sum along cp, not summed"):
+        check_placements(made, loss, inputs, ())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_of_a_model_cut_by_heads(algorithm):
+    """Tensor parallelism first: two logical shards of every operator, then two parts of the sequence."""
+    tp = thread_ranks.ThreadAxis("tp", 0, 1, None)
+
+    def rank_main(axis):
+        shards, loss = cut(model(dropout=0.2), SoftmaxCrossEntropy(), tp, shards=2)
+        division = SequenceDivision("zigzag", LENGTH, axis.size)
+        (part,) = divided_batches([batch()], axis, division)
+        return trained(shards, divide(shards, axis, division, algorithm), part, np.float64, loss)
+
+    (loss, count, gradients), *_ = thread_ranks.run(1, rank_main, "cp")
+    whole = model(dropout=0.2)
+    assert (loss, count) == pytest.approx(trained(whole, whole, batch(), np.float64)[:2], rel=1e-12)
+    found = thread_ranks.run(2, rank_main, "cp")
+    assert sum(one[0] for one in found) == pytest.approx(loss, rel=1e-12)
+    for at, expected in enumerate(gradients):
+        np.testing.assert_allclose(sum(one[2][at] for one in found), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
