@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -46,6 +47,10 @@ PORTION = {"host": 1 << 14, "device": 1 << 24}
 small call costs more than its memory traffic."""
 
 
+Runs = tuple[tuple[Tuning, ElementRun], ...]
+"""Runs of elements with the same hyperparameters."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Optimizer(metaclass=TorchNames):
     """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
@@ -67,6 +72,9 @@ class Optimizer(metaclass=TorchNames):
     groups: Sequence[ParamGroup | Mapping[str, Any]] = ()
     ema: float = 0.0
     _table: GroupTable = field(init=False, repr=False)
+    _known_runs: WeakKeyDictionary[OptimizerSpan, tuple[Any, Runs]] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -149,11 +157,15 @@ class Optimizer(metaclass=TorchNames):
                         self._portion(piece, part, spare, scalars)
                     self._finish(piece, part, step, spare)
 
-    def _runs(self, piece: OptimizerSpan) -> Iterator[tuple[Tuning, ElementRun]]:
-        """Yield neighbouring tensors of a span with the same hyperparameters as one run, in order."""
-        for tuning, tensors in groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay)):
-            first, *others = tensors
-            yield tuning, first._replace(stop=others[-1].stop) if others else first
+    def _runs(self, piece: OptimizerSpan) -> Runs:
+        """Runs of neighbouring tensors of a span with the same hyperparameters, in order; cached while these hold."""
+        key = self.decay, *[run.place.parameter.requires_grad for run in piece.tensors]
+        if self._known_runs.get(piece, (None, ()))[0] != key:
+            groups = groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay))
+            joined = ((tuning, list(tensors)) for tuning, tensors in groups)
+            runs = tuple((tuning, some[0]._replace(stop=some[-1].stop)) for tuning, some in joined)
+            self._known_runs[piece] = key, runs
+        return self._known_runs[piece][1]
 
     def _finish(self, piece: OptimizerSpan, part: slice, step: int, spare: Array) -> None:
         """Round updated weights to their storage precision, and add them to their moving average."""
