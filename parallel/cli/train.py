@@ -104,6 +104,7 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
     say(f"{plan.task.name}: {len(plan.task.train)} samples, {len(plan.task.test)} for the test")
     say(f"{chosen.model}: {short(plan.parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
     parts = f", parts begin at units {resolved.cuts.rpartition(',')[0]}" if resolved.cuts else ""
+    parts += f", of {resolved.stage_ranks} ranks" if resolved.stage_ranks else ""
     threads = f"{args.threads} thread{'s' * (args.threads != 1)}"
     say(f"{resolved.layout} on {ranks} rank{'s' * (ranks != 1)} of {threads}{parts}, {plan.steps} steps")
     crowd = resources.crowd(comm, args.threads)

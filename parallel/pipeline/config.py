@@ -47,9 +47,13 @@ def schedule_of(settings: Settings) -> str:
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
-    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) x ``dp``; ValueError if invalid for `ranks`."""
+    """Mesh of the settings; ValueError if invalid for `ranks`.
+
+    By default ``pp`` x ``dp``; along ``pp`` are `stages`, else the ranks in `stage_ranks`, else all.
+    """
     if settings.mesh is None:
-        stages = settings.stages or ranks
+        turns = None if settings.stage_ranks == AUTO else ranks_of(settings.stage_ranks)
+        stages = settings.stages or sum(turns or ()) or ranks
         if ranks % stages:
             raise ValueError(f"stages: {ranks} ranks do not divide into pipelines of {stages} stages")
         return Mesh({AXIS: stages, "dp": ranks // stages})

@@ -1,6 +1,8 @@
 """Sharded data sets: the same samples as whole arrays, few maps at a time, windows of the shuffle, and bad folders."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -78,6 +80,37 @@ def test_a_bounded_number_of_shards_is_open():
     assert not opened
     data.take(np.array([0]))
     assert opened == [0]
+
+
+RESIDENT = """
+import resource, sys
+import numpy as np
+from parallel.data.datasets import load
+from parallel.data.sampler import Sampler
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+task = load(sys.argv[1])
+sampler, before, total = Sampler(len(task.train), 256, 64, window=task.window), peak(), 0
+for step in sampler.steps(0):
+    for batch in step.batches(task.train, range(len(step.parts))):
+        total += batch.x.nbytes
+print(total, peak() - before)
+"""
+
+
+def test_resident_memory_is_that_of_the_open_shards(tmp_path):
+    """An epoch of 40 shards of 8 MB, as peak of the process, mapped pages included: 8 shards, and some batches."""
+    with ShardWriter(tmp_path, "classes") as writer:
+        for part, shards in (("train", 40), ("test", 1)):
+            for _ in range(shards):
+                writer.add(part, np.zeros((256, 8192), np.float32), np.zeros(256, np.int64))
+    words = [sys.executable, "-c", RESIDENT, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    total, grown = map(int, done.stdout.split())
+    assert total == 40 * 256 * 8192 * 4
+    assert grown < (OPEN_SHARDS + 6) * 256 * 8192 * 4
 
 
 @given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3))
