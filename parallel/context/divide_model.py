@@ -77,7 +77,7 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
     division : SequenceDivision
         Over the ranks of the axis. With `parts`, and "allgather", every number of ranks that leaves a power of two of
         parts per rank has the same bits (`parallel.context.sequence_parts`); batches and sums over ranks must be
-        reproducible too.
+        reproducible too. All uses of a tied table must then be on this rank: not for pipelines.
     algorithm : str
         Key of `ALGORITHMS`.
 

@@ -7,6 +7,7 @@ reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,23 +21,24 @@ from quant.types import Array
 class TiedTerms:
     """Gradients by part of parameters with several uses, as tied tables, until their last use in a backward pass.
 
-    The sum over the uses comes first and that over the parts then, as if each part were a micro-batch.
+    The sum over the uses comes first and that over the parts then, as if each part were a micro-batch. A pass is known
+    by its `PassMode`; what a failed one leaves goes with that.
     """
 
     def __init__(self) -> None:
-        self._terms: dict[int, list[list[Array]]] = {}
+        self._passes: dict[int, tuple[weakref.ref[PassMode], dict[int, list[list[Array]]]]] = {}
 
-    def clear(self) -> None:
-        """Drop what a pass that failed has left."""
-        self._terms.clear()
-
-    def add(self, parameter: Parameter, terms: list[Array]) -> list[Array] | None:
+    def add(self, run: PassMode, parameter: Parameter, terms: list[Array]) -> list[Array] | None:
         """Add the gradients by part of one use; return their sums over the uses after the last one, else None."""
-        uses = self._terms.setdefault(id(parameter), [])
+        key = id(run)
+        if key not in self._passes:
+            self._passes[key] = weakref.ref(run, lambda _: self._passes.pop(key, None)), {}
+        of_pass = self._passes[key][1]
+        uses = of_pass.setdefault(id(parameter), [])
         uses.append(terms)
         if len(uses) < parameter.uses:
             return None
-        first, *others = self._terms.pop(id(parameter))
+        first, *others = of_pass.pop(id(parameter))
         for other in others:
             for total, term in zip(first, other):
                 total += term
@@ -65,9 +67,8 @@ class SequenceParts(Operator):
         yield from self.inner.members()
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        self.tied.clear()
         pairs = [self.inner.forward(part, run) for part in self._split(x)]
-        return self._joined([y for y, _ in pairs]), tuple(saved for _, saved in pairs)
+        return self._joined([y for y, _ in pairs]), (run, *(saved for _, saved in pairs))
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         found: dict[int, tuple[Parameter, list[Callable[[Array], object]]]] = {}
@@ -75,19 +76,22 @@ class SequenceParts(Operator):
         def collect(parameter: Parameter, compute: Callable[[Array], object]) -> None:
             found.setdefault(id(parameter), (parameter, []))[1].append(compute)
 
-        dx = [self.inner.backward(part, values, collect) for part, values in zip(self._split(dy), saved)]
+        run, *by_part = saved
+        dx = [self.inner.backward(part, values, collect) for part, values in zip(self._split(dy), by_part)]
         for parameter, computes in found.values():
-            grads(parameter, self._summed(parameter, computes))
+            grads(parameter, self._summed(run, parameter, computes))
         return None if dx[0] is None else self._joined(dx)
 
-    def _summed(self, parameter: Parameter, computes: Sequence[Callable[[Array], object]]) -> Callable[[Array], object]:
+    def _summed(
+        self, run: PassMode, parameter: Parameter, computes: Sequence[Callable[[Array], object]]
+    ) -> Callable[[Array], object]:
         """Function that writes the sum of the gradients of all parts, by the tree; 0 but for the last use."""
 
         def compute(out: Array) -> None:
             xp = kernels.array_namespace(out)
             terms: Any = (self._term(one, xp.empty(out.shape, out.dtype)) for one in computes)
             if parameter.uses > 1:
-                terms = self.tied.add(parameter, list(terms))
+                terms = self.tied.add(run, parameter, list(terms))
             if terms is None:
                 out[...] = 0
                 return

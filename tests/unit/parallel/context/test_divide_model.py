@@ -82,6 +82,16 @@ def test_every_gradient(algorithm, ranks):
             np.testing.assert_allclose(total, expected, rtol=0, atol=1e-12 * max(1, abs(expected).max()))
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_every_gradient_by_parts(options):
+    """Four parts on two ranks: the tied table's gradient is the sum of both uses, blocks recomputed or not."""
+    whole = model(**options)
+    _, _, gradients = trained(whole, whole, batch(), np.float64)
+    found = parts(2, "allgather", "zigzag", np.float64, logical=4, **options)
+    for at, expected in enumerate(gradients):
+        np.testing.assert_allclose(sum(one[2][at] for one in found), expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "name, dtype, options",
     [
