@@ -174,3 +174,18 @@ def plot_pareto(
         axes[0].yaxis.set_major_formatter(PLAIN_NUMBERS)
         axes[0].yaxis.set_minor_formatter(NullFormatter())
         axes[0].legend(loc="upper right")
+
+
+def plot_pruning(
+    path: str | Path, curves: Mapping[str, Sequence[tuple[float, float]]], whole: float, title: str, note: str
+) -> None:
+    """Plot accuracies by pruned fraction, as points (fraction, accuracy) by method; `whole` is that without pruning."""
+    with picture(path, (6.4, 4.1), 1, title, note) as (axis,):
+        axis.axhline(whole, color=NATIVE, lw=1, ls=":", label="not pruned")
+        for color, (method, points) in zip(OURS, curves.items()):
+            axis.plot(*zip(*points), color=color, marker="o", ms=4, lw=1.5, label=f"pruned {method}")
+        for by in (axis.xaxis, axis.yaxis):
+            by.set_major_formatter(PercentFormatter(1, decimals=0))
+        axis.set_xlabel("pruned weights")
+        axis.set_ylabel("test accuracy")
+        axis.legend(loc="lower left")

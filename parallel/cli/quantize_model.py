@@ -34,10 +34,10 @@ from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
 from parallel.ptq.load_model import TrainedModel
 from parallel.ptq.mixed_precision import SENSITIVITIES, WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
-from parallel.ptq.quantizable_layers import layers_of
 from parallel.ptq.quantize_model import METHODS, check, quantise, with_inputs
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
+from parallel.transforms.quantizable_layers import layers_of
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.observers import OBSERVERS
 from quant.search import SEARCHES, Choice

@@ -12,6 +12,9 @@ from parallel.nn.models import MODELS
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.strategies import STRATEGIES
+from parallel.transforms.apply import STORED
+from parallel.transforms.few_bit_product import PRODUCTS
+from parallel.transforms.pruning import PATTERNS
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +49,17 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     ends = parser.add_mutually_exclusive_group().add_argument
     ends("--epochs", type=float, metavar="N", help="passes over the data")
     ends("--steps", type=int, metavar="N", help="steps in all, with those before a restart")
+
+    add = parser.add_argument_group("few bits and pruning").add_argument
+    add("--products", choices=[STORED, *PRODUCTS], help="number format of matrix products' operands (default stored)")
+    add("--fake-quant", metavar="SPEC", help="train with weights rounded to a format of chorus quantize, as int4_g32")
+    add("--fake-quant-inputs", metavar="SPEC", help="and with layer inputs rounded, in moving ranges, as int8")
+    add("--prune", type=float, metavar="S", help="fraction of weights to prune, reached after half of the steps")
+    add(
+        "--prune-pattern",
+        metavar="P",
+        help=f"{', '.join(PATTERNS)}, or N:M: N of M neighbours remain (default elements)",
+    )
 
     add = parser.add_argument_group("execution").add_argument
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"strategy: {', '.join(STRATEGIES)} (default dp)")

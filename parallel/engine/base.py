@@ -27,6 +27,7 @@ from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
+from parallel.transforms.fake_quantized_input import checked_ranges, ranges_of
 from quant.types import Array
 
 
@@ -110,6 +111,7 @@ class TrainEngine(BaseEngine):
         self.steps = self.updates = 0
         self._saved_workers: int | None = None
         self._known_kinds: set[tuple[Any, ...]] = set()
+        self._ranges = ranges_of(context.plan.units)
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 
@@ -174,6 +176,8 @@ class TrainEngine(BaseEngine):
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             count, stop, (losses, problem, _) = run(scale)
+        for moving in self._ranges.values():
+            moving.end_step(self._comm)
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
@@ -266,11 +270,12 @@ class TrainEngine(BaseEngine):
         self._sharded.refresh()
 
     def state(self) -> dict[str, Any]:
-        """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale.
+        """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale, moving ranges.
 
         With compressed gradients also the number of ranks (or pipelines) over which residuals were averaged.
         """
         state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
+        state |= {"ranges": {name: moving.state() for name, moving in self._ranges.items()}} if self._ranges else {}
         return state | ({} if self.context.plan.compress is None else {"ranks": self._workers})
 
     def load(self, state: dict[str, Any]) -> None:
@@ -278,8 +283,11 @@ class TrainEngine(BaseEngine):
         values = expect_mapping(state, "state")
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
         workers = expect_integer(values, "ranks") if "ranks" in values else None
+        ranges = checked_ranges(values.get("ranges", {}))
         self.scaling.load(values.get("scaling", {}))
         self.steps, self.updates, self._saved_workers = steps, updates, workers
+        for name, moving in self._ranges.items():
+            moving.load(ranges.get(name, []))
 
     def close(self) -> None:
         """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""

@@ -46,6 +46,9 @@ class Settings:
     window : neighbouring samples that are shuffled among themselves; by default all, or those of some shards
     dropout : probability, from 0 to below 1
     recompute : recompute activations in the backward pass
+    products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
+    fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
+    prune, prune_pattern : fraction of weights to prune, from 0 to below 1; elements, rows, or N:M
     reproducible : sum gradients in canonical order, bitwise equal on any mesh
     seed : of initial values, sample order and dropout, at least 0
     check_every : compare replicated parameters between ranks every so many steps; 0 for never
@@ -94,6 +97,11 @@ class Settings:
     window: int | None = None
     dropout: float = 0.0
     recompute: bool = False
+    products: str = "stored"
+    fake_quant: str = ""
+    fake_quant_inputs: str = ""
+    prune: float = 0.0
+    prune_pattern: str = "elements"
     reproducible: bool = False
     seed: int = 0
     check_every: int = 0
@@ -164,11 +172,11 @@ TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items(
 """Accepted types, by a field's annotation."""
 
 _FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
-_FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every delay"
+_FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout prune seed check_every delay"
 LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
 """Smallest value of numeric fields."""
 
-BELOW_ONE = ("dropout", "momentum", "beta2")
+BELOW_ONE = ("dropout", "prune", "momentum", "beta2")
 
 NAMES = tuple(field.name for field in fields(Settings))
 

@@ -10,9 +10,9 @@ from parallel.data.sampler import Batch
 from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.calibration import UNFIT, forward, watch
 from parallel.ptq.packed_weights import weights_of
-from parallel.ptq.quantizable_layers import QuantizableLayer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation
+from parallel.transforms.quantizable_layers import QuantizableLayer
 from quant.types import Array
 
 

@@ -10,15 +10,16 @@ import numpy as np
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
 from parallel.checkpoint.step_folders import NAME
 from parallel.data.datasets import LearningTask
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import DEFAULTS, Settings, complete
 from parallel.grad_compression import NONE
 from parallel.nn.operator import Operator, name_all
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
-from parallel.ptq.quantizable_layers import expect_finite, layers_of
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_mapping
-from parallel.trainer.task_setup import loss_of, measure_of, prepare
+from parallel.trainer.task_setup import loss_of, measure_of, prepare, steps_of
 from parallel.trainer.trainer import settings_in
+from parallel.transforms.apply import TRANSFORM_FIELDS, prune
+from parallel.transforms.quantizable_layers import expect_finite, layers_of
 from quant import QuantizedArray, QuantSpec
 from quant.io import safetensors_file
 
@@ -52,7 +53,8 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
     if newest is None:
         raise CheckpointError(f"{path} has no checkpoints")
     found = Checkpoint(comm, newest)
-    settings = _single_rank_settings(settings_in(found))
+    before = settings_in(found)
+    settings = _single_rank_settings(before)
     task, model, _ = collective_call(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
     parameters = {f"model/{parameter.name}": parameter for parameter in name_all(model)}
     stored = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
@@ -64,6 +66,7 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
     def read() -> None:
         for name, parameter in parameters.items():
             parameter.data = found.tensor(name).astype(np.float32)
+        prune(model, complete({}, before), steps_of(settings, task), found.step)
         expect_finite(model)
 
     collective_call(comm, read, f"{newest} cannot be used")
@@ -71,8 +74,10 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
 
 
 def _single_rank_settings(before: dict[str, Any]) -> Settings:
-    """A checkpoint's settings, changed to one rank in fp32: no compression, recomputation or memory pool."""
-    return complete({"layout": "dp", "precision": "fp32", "compress": NONE, "recompute": False, "pool": False}, before)
+    """A checkpoint's settings, changed to one rank in fp32: no transforms, compression, recomputation or pool."""
+    plain = {name: getattr(DEFAULTS, name) for name in TRANSFORM_FIELDS}
+    changes = {"layout": "dp", "precision": "fp32", "compress": NONE, "recompute": False, "pool": False}
+    return complete(plain | changes, before)
 
 
 def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:

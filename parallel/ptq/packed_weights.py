@@ -1,13 +1,12 @@
 """Copies of models with quantised weights in place of parameters, and with quantised operator inputs."""
 
-from collections.abc import Callable, Iterator
-from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.operator import Operator, Parameter, PassMode
-from parallel.ptq.quantizable_layers import MatrixProduct, from_matrix, kind_of
+from parallel.nn.operator import Operator, PassMode
+from parallel.transforms.quantizable_layers import MatrixProduct, from_matrix, kind_of
+from parallel.transforms.wrapper import WrappedOperator, rebuilt
 from quant import QuantizedArray, QuantSpec, quantize
 from quant.ptq.integer_matmul import exact, product
 from quant.types import Array
@@ -51,16 +50,6 @@ class PackedWeight:
         return from_matrix(self.quantized.matrix, self.shape, self.transposed)
 
 
-class WrappedOperator(Operator):
-    """Base class of wrappers of an operator that keep its name and its parameters' names."""
-
-    def __init__(self, inner: Operator):
-        self.inner, self.name = inner, inner.name
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        yield from self.inner.members()
-
-
 class RoundedInput(WrappedOperator):
     """Operator with a packed weight and quantised inputs; multiplies codes where both are integers.
 
@@ -94,28 +83,6 @@ def inputs_of(operator: Operator, x: Array) -> Array:
     weight = operator.weight  # type: ignore[attr-defined]
     divided = isinstance(weight, PackedWeight) and weight.quantized.divisor is not None
     return rows / weight.quantized.divisor if divided else rows
-
-
-def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator:
-    """Copy of an operator tree, sharing its parameters, with each copied operator replaced by `change`, leaves first.
-
-    `change` may modify its argument. Operators used twice are changed once; the inside of a `WrappedOperator` is not
-    changed.
-    """
-    made: dict[int, Operator] = {}
-
-    def build(operator: Operator) -> Operator:
-        if id(operator) not in made:
-            new = copy(operator)
-            for name, value in vars(operator).items() if not isinstance(operator, WrappedOperator) else ():
-                if isinstance(value, Operator):
-                    setattr(new, name, build(value))
-                elif isinstance(value, list | tuple):
-                    setattr(new, name, type(value)(build(i) if isinstance(i, Operator) else i for i in value))
-            made[id(operator)] = change(new)
-        return made[id(operator)]
-
-    return build(model)
 
 
 def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:

@@ -86,7 +86,7 @@ STRATEGIES = {
         lambda settings: DataParallelEngine,
         lambda settings, ranks: check_compression(settings, settings.layout),
         resolve=_choose_compression,
-        fields=("compress", *(("pool",) if layout.drawn else ())),
+        fields=("compress", "fake_quant_inputs", *(("pool",) if layout.drawn else ())),
     )
     for name, layout in LAYOUTS.items()
 }
@@ -95,7 +95,7 @@ STRATEGIES["pp"] = Strategy(
     pipeline_config.check,
     pipeline_config.workers,
     _choose_cuts,
-    (*PIPELINE_FIELDS, "compress"),
+    (*PIPELINE_FIELDS, "compress", "fake_quant_inputs"),
     measures=True,
     has_variants=True,
 )

@@ -19,6 +19,7 @@ from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizers import OPTIMIZERS, Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.strategies import strategy_of
+from parallel.transforms.apply import transformed
 
 FINAL_RATE = 0.1
 """Final learning rate relative to the highest one."""
@@ -42,8 +43,9 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     if family == "convnet" and len(task.inputs) == 2:
         task = replace(_map_inputs(task, lambda x: x[:, None]), inputs=(1, *task.inputs))
     options: dict[str, Any] = {"dropout": settings.dropout, "recompute": settings.recompute}
-    model = build(settings.model, task.inputs, task.outputs, **options)
-    return task, model, _optimizer(settings, steps_of(settings, task))
+    steps = steps_of(settings, task)
+    model = transformed(build(settings.model, task.inputs, task.outputs, **options), settings, steps)
+    return task, model, _optimizer(settings, steps)
 
 
 def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) -> LearningTask:

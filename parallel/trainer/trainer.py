@@ -59,7 +59,7 @@ class TrainingPlan:
 
     Attributes
     ----------
-    task, sampler
+    task, model, sampler
     flops_per_sample, executed_flops_per_sample : without and with recomputation
     settings, resolved : as given (but for `fault_tolerant`), and with the fields that a layout leaves open decided
     fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
@@ -79,6 +79,7 @@ class TrainingPlan:
         self._strategy = strategy = strategy_of(settings)
         self.fault_tolerant = settings.fault_tolerant and strategy.survives_failures
         self.settings = settings = replace(settings, fault_tolerant=self.fault_tolerant)
+        self.model = model
         self._job = TrainJob(model, loss_of(self.task), comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
         self.resolved, remarks = strategy.resolve(

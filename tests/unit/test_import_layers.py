@@ -37,6 +37,7 @@ LAYERS = [
     "collectives.compressed",
     "parallel.engine.settings",
     "parallel.nn",
+    "parallel.transforms",
     "parallel.runtime",
     "parallel.optim",
     "parallel.data",
@@ -64,8 +65,8 @@ LAYERS = [
 """From the lowest layer to the highest. A package's own name stands for its `__init__` module."""
 
 NO_MPI = (
-    "collectives.schedule collectives.analysis collectives.algorithms quant parallel.nn parallel.optim "
-    "parallel.pipeline.schedule"
+    "collectives.schedule collectives.analysis collectives.algorithms quant parallel.nn parallel.transforms "
+    "parallel.optim parallel.pipeline.schedule"
 )
 """Layers whose modules import no MPI, directly or indirectly (`quant`: all of its layers but the programs)."""
 

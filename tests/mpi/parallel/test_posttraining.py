@@ -16,9 +16,9 @@ from parallel.ptq.calibration import calibrate, dealt, observed
 from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.mixed_precision import SENSITIVITIES, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, packed, weights_of
-from parallel.ptq.quantizable_layers import layers_of
 from parallel.ptq.quantize_model import METHODS, quantise, rounded
 from parallel.trainer.trainer import Training
+from parallel.transforms.quantizable_layers import layers_of
 from quant import INT8, grouped
 from quant.observers import OBSERVERS
 

@@ -21,6 +21,11 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
+from parallel.transforms.fake_quantized_input import FakeQuantizedInput
+from parallel.transforms.few_bit_product import PRODUCTS, FewBitProduct
+from parallel.transforms.pruning import Pruning
+from parallel.transforms.weight_transform import TransformedWeight, rounding_to
+from quant import INT8, parse
 
 LARGE = {
     "linear": (partial(Linear, 128, 256), (1000, 128)),
@@ -37,6 +42,11 @@ LARGE = {
     "max pool": (partial(MaxPool2d, 2), (16, 8, 40, 40)),
     "average pool": (partial(AvgPool2d, 2), (16, 8, 40, 40)),
     "residual": (lambda: Residual(Linear(300, 300)), (500, 300)),
+    "few-bit product": (lambda: FewBitProduct(Linear(300, 200), PRODUCTS["fp8"]), (500, 300)),
+    "few-bit convolution": (lambda: FewBitProduct(Conv2d(4, 8, 3, padding=1), PRODUCTS["mxfp8"]), (16, 4, 24, 24)),
+    "rounded weight": (lambda: TransformedWeight(Linear(300, 300), [rounding_to(parse("int4_g32"))], True), (100, 300)),
+    "pruned weight": (lambda: TransformedWeight(Linear(300, 300), [Pruning(0.8).values], True), (100, 300)),
+    "rounded input": (lambda: FakeQuantizedInput(Linear(300, 300), INT8), (500, 300)),
     "recompute": (lambda: Recompute(Sequential([Linear(300, 300), GELU()])), (500, 300)),
 }
 

@@ -23,10 +23,10 @@ from parallel.ptq.calibration import calibrate, dealt, forward, watch
 from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.mixed_precision import SENSITIVITIES, fisher, gradients, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
-from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
 from parallel.ptq.quantize_model import METHODS, method_for, quantise, rounded
 from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
+from parallel.transforms.quantizable_layers import expect_finite, kind_of, layers_of
 from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
 from quant.io import safetensors_file
 from quant.observers import OBSERVERS

@@ -18,11 +18,14 @@ class MatrixProduct(NamedTuple):
     """Matrix product of an operator: y = x W^T, W of shape (outputs, inputs).
 
     `rows(operator, x)` are the rows multiplied by W, of shape (m, inputs); `shaped(operator, x, products)` is the
-    operator's result from the products of shape (m, outputs), bias included.
+    operator's result from the products of shape (m, outputs), bias included. For the backward pass, `output_rows` is
+    dy as a matrix of shape (m, outputs), and ``input_gradient(operator, shape of x, gradient of the rows)`` is dx.
     """
 
     rows: Callable[[Any, Array], Array]
     shaped: Callable[[Any, Array, Array], Array]
+    output_rows: Callable[[Any, Array], Array]
+    input_gradient: Callable[[Any, tuple[int, ...], Array], Array]
 
 
 class LayerKind(NamedTuple):
@@ -40,19 +43,36 @@ def _as_last(operator: Operator, x: Array, y: Array) -> Array:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def _reshaped(operator: Operator, shape: tuple[int, ...], rows: Array) -> Array:
+    return rows.reshape(shape)
+
+
 def _windows(conv: Conv2d, x: Array) -> Array:
     return kernels.im2col(x, conv.window, conv.stride, conv.padding).T
 
 
 def _images(conv: Conv2d, x: Array, y: Array) -> Array:
     over = kernels.positions(x.shape, conv.window, conv.stride, conv.padding)
-    return np.ascontiguousarray(y.reshape(len(x), *over, conv.outputs).transpose(0, 3, 1, 2))
+    y = y.reshape(len(x), *over, conv.outputs).transpose(0, 3, 1, 2)
+    return kernels.array_namespace(y).ascontiguousarray(y)
+
+
+def _pixels(conv: Conv2d, dy: Array) -> Array:
+    return dy.transpose(0, 2, 3, 1).reshape(-1, conv.outputs)
+
+
+def _summed_windows(conv: Conv2d, shape: tuple[int, ...], rows: Array) -> Array:
+    columns = kernels.array_namespace(rows).ascontiguousarray(rows.T)
+    return kernels.col2im(columns, shape, conv.window, conv.stride, conv.padding)
+
+
+LAST_AXIS = MatrixProduct(_last, _as_last, _last, _reshaped)
 
 
 KINDS: dict[type[Operator], LayerKind] = {
-    Linear: LayerKind(True, MatrixProduct(_last, _as_last)),
-    Conv2d: LayerKind(False, MatrixProduct(_windows, _images)),
-    Unembedding: LayerKind(False, MatrixProduct(_last, _as_last)),
+    Linear: LayerKind(True, LAST_AXIS),
+    Conv2d: LayerKind(False, MatrixProduct(_windows, _images, _pixels, _summed_windows)),
+    Unembedding: LayerKind(False, LAST_AXIS),
     Embedding: LayerKind(False, None),
     PositionEmbedding: LayerKind(False, None),
 }

@@ -1,0 +1,1 @@
+"""Transforms of models for training: few-bit products, fake quantisation and pruning, as wrappers of operators."""
