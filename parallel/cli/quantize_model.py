@@ -58,7 +58,7 @@ def parser() -> launcher.LauncherParser:
     source("--load", type=Path, metavar="FILE", help="test a model that -o has written")
 
     add = result.add_argument_group("number formats").add_argument
-    names = f"{', '.join(PRESETS)}; intB, and behind it _gN (groups), _row (a scale per row), _zero (zero points)"
+    names = f"{', '.join(PRESETS)}; intB or kmeansB, then _gN (groups), _row (a scale per row), _zero (zero points)"
     add("--spec", default="int8", metavar="NAME", help=f"format of weights: {names} (default int8)")
     add("--method", default="rtn", choices=list(METHODS), help="rounding of weights (default rtn: to the nearest)")
     add("--activations", metavar="NAME", help="format of layer inputs, as int8 or int8_zero (default: float32)")
@@ -120,7 +120,7 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
 
 
 def short_name(spec: QuantSpec) -> str:
-    """Name of a spec: the preset's; for other linear codes one that `quant.parse` accepts; else the code's.
+    """Name of a spec: the preset's; for other linear codes and k-means one that `quant.parse` accepts; else the code's.
 
     Names of linear codes give bits, groups or rows, and zero points; rounding and types of scales are left out.
 
@@ -130,9 +130,9 @@ def short_name(spec: QuantSpec) -> str:
     for name, preset in PRESETS.items():
         if spec == preset:
             return name
-    if not spec.linear:
+    if not spec.linear and spec.code != "kmeans":
         return spec.code
-    text = f"int{spec.bits}"
+    text = f"{'int' if spec.linear else spec.code}{spec.bits}"
     text += f"_g{spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else ""
     text += "_row" * isinstance(spec.granularity, PerChannel)
     return text + "_zero" * (not spec.symmetric)

@@ -56,23 +56,26 @@ def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantS
 
 
 def parse(text: str) -> QuantSpec:
-    """Parse a spec: a preset's name, or intB (B bits) with suffixes _gN (groups of N) or _row (scale per row), _zero.
+    """Parse a spec: a preset's name, or intB or kmeansB (B bits) with suffixes _gN (groups of N) or _row, and _zero.
 
-    ValueError for a name that is neither; _zero stands for zero points.
+    With _row each row has its own scale (or k-means levels, which are fp16); _zero stands for zero points of intB.
+    ValueError for other names.
 
     >>> parse("int3_g64").bits_per_element
     3.25
     >>> parse("int8_row_zero").symmetric
     False
+    >>> parse("kmeans4_row").code
+    'kmeans'
     """
     name = text.upper()
     if name in PRESETS:
         return PRESETS[name]
-    if match := re.fullmatch(r"INT([1-8])(?:_G(\d+)|_(ROW))?(_ZERO)?", name):
-        bits, size, row, zero = int(match[1]), match[2], match[3], match[4]
-        options: dict[str, Any] = {"symmetric": False} if zero else {}
+    if match := re.fullmatch(r"(?:INT|(KMEANS))([1-8])(?:_G(\d+)|_(ROW))?((?(1)|(?:_ZERO)?))", name):
+        means, bits, size, row, zero = match[1], int(match[2]), match[3], match[4], match[5]
+        options: dict[str, Any] = {"code": "kmeans", "scale": "fp16"} if means else {"symmetric": False} if zero else {}
         if row:
             options["granularity"] = PerChannel(0)
         return grouped(bits, int(size), **options) if size else QuantSpec(bits, **options)
-    names = "intB for B bits, followed by _gN for groups of N, _row for a scale per row, _zero for zero points"
+    names = "intB or kmeansB for B bits, then _gN for groups of N, _row for a scale per row, _zero for zero points"
     raise ValueError(f"no spec {text!r}: expected a preset ({', '.join(PRESETS)}), or {names}")

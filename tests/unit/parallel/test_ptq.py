@@ -409,3 +409,15 @@ def test_the_run_is_no_training():
         parameter.data = parameter.first(1).astype(F)
     (batch,) = sample("mlp:tiny", 1)
     assert (forward(model, batch) == model.forward(batch.x, PassMode(training=False))[0]).all()
+
+
+@pytest.mark.parametrize("spec", ["kmeans3", "kmeans2_row", "kmeans4_g16"])
+def test_levels_of_k_means_have_names(spec):
+    """Weights are levels of their group, and the error is not above that of even steps of as many bits."""
+    model, linear = untrained("mlp:tiny"), parse(spec.replace("kmeans", "int"))
+    made, even = (quantise(model, one, [], Communicator(SELF)) for one in (parse(spec), linear))
+    for name, weight in weights_of(made).items():
+        exact = next(layer for layer in layers_of(model) if layer.name == name).matrix
+        errors = [np.square(weights_of(one)[name].quantized.matrix - exact).sum() for one in (made, even)]
+        assert errors[0] <= 1.001 * errors[1]
+        assert len(np.unique(weight.quantized.matrix[0, :16])) <= 2**weight.quantized.codes.spec.bits
