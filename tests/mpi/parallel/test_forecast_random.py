@@ -44,6 +44,8 @@ def configuration(seed, ranks):
         chosen |= {"batch": 24, "stages": min(ranks, 2 if not text else ranks)}
         if ranks % chosen["stages"]:
             chosen["stages"] = 1
+        chosen.pop("accumulate", None)
+        chosen["micro_batch"] = 12 // (ranks // chosen["stages"])
     return chosen
 
 
