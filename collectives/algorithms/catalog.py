@@ -24,6 +24,7 @@ from collectives.algorithms import (
     recursive,
     ring,
     scan,
+    tree,
     two_tree,
 )
 from collectives.algorithms.hierarchical import ceil_log
@@ -182,6 +183,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p"),
         "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", ordered=True),
+        "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", ordered=True),
         "hierarchical": Algorithm(hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True),
         "leaders": Algorithm(
             leaders.reduce_scatter, "qN+2*qM", "(p-M)/p+qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True
@@ -213,6 +215,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             exact=False,
         ),
         "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
+        "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
         "hierarchical": Algorithm(hierarchical.allreduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
         "leaders": Algorithm(
             leaders.allreduce,

@@ -168,7 +168,7 @@ def _gather(comm: MPI.Intracomm, tensor: PlannedTensor, mine: Mapping[tuple[str,
             here[...] = to_host(mine[tensor.name, part.start])
         else:
             comm.Recv(here, part.rank, TAG)
-    return values
+    return tensor.ordered(values)
 
 
 def _finish(
@@ -275,7 +275,11 @@ class Checkpoint:
             if size and piece.name in self._file_of:
                 file = self._file_of[piece.name]
                 reader = readers.get(file) or readers.setdefault(file, SafetensorsReader(self.path / file))
-                values = reader.read(within_family(piece.name), piece.start, size)
+                name = within_family(piece.name)
+                if piece.cut is None:
+                    values = reader.read(name, piece.start, size)
+                else:
+                    values = piece.elements_of(reader.tensor(name))
                 piece.array[...] = array_namespace(piece.array).asarray(values)
 
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from parallel.checkpoint.step_folders import FAMILIES, CheckpointError
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec
+from parallel.nn.placement import TensorCut, logical_name
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -33,6 +34,8 @@ class TensorSlice(NamedTuple):
         View of the rank's memory, float32 or float64: assigning to its elements changes the state.
     mine : bool
         True if checkpoints take it from this rank. Every element is in one such slice, on one rank.
+    cut : TensorCut or None
+        If the array is of a part of the tensor: which. The flattened tensor then has its parts one after another.
     """
 
     name: str
@@ -40,6 +43,12 @@ class TensorSlice(NamedTuple):
     start: int
     array: Array
     mine: bool
+    cut: TensorCut | None = None
+
+    def elements_of(self, whole: np.ndarray) -> np.ndarray:
+        """The elements of the slice, from the whole tensor in its shape."""
+        part, start = (whole, self.start) if self.cut is None else (self.cut.take(whole), self.start - self.cut.offset)
+        return part.reshape(-1)[start : start + len(self.array)]
 
 
 def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:
@@ -50,8 +59,10 @@ def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iter
             for kind, vector in vectors.items():
                 for start, stop, write in _divided(place.unpadded.intersection(piece.span), mine):
                     array = vector[start - piece.span.start : stop - piece.span.start]
-                    name, shape = f"{kind}/{place.parameter.name}", place.parameter.shape
-                    yield TensorSlice(name, shape, start - place.span.start, array, write)
+                    parameter, at = place.parameter, start - place.span.start
+                    name, cut = f"{kind}/{logical_name(parameter.name)}", parameter.cut
+                    shape, at = (parameter.shape, at) if cut is None else (cut.shape, at + cut.offset)
+                    yield TensorSlice(name, shape, at, array, write, cut)
 
 
 def _divided(span: Span, mine: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
@@ -76,6 +87,17 @@ class PlannedTensor(NamedTuple):
     entry: ArraySpec
     parts: tuple[SlicePart, ...]
     writer: int
+    cuts: frozenset[TensorCut] = frozenset()
+
+    def ordered(self, values: np.ndarray) -> np.ndarray:
+        """The flattened tensor in its own order, from its parts one after another."""
+        if not self.cuts:
+            return values
+        whole = np.empty(self.entry.shape, values.dtype)
+        for cut in self.cuts:
+            size = math.prod(cut.local_shape)
+            cut.put(values[cut.offset : cut.offset + size].reshape(cut.local_shape), whole)
+        return whole.reshape(-1)
 
 
 def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[PlannedTensor]]:
@@ -85,9 +107,14 @@ def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[Pla
     """
     parts: dict[str, list[SlicePart]] = {}
     entries: dict[str, ArraySpec] = {}
-    mine = [(one.name, ArraySpec(tuple(one.shape), one.array.dtype), one.start, len(one.array)) for one in held]
+    cuts: dict[str, set[TensorCut]] = {}
+    mine = [
+        (one.name, ArraySpec(tuple(one.shape), one.array.dtype), one.start, len(one.array), one.cut) for one in held
+    ]
     for rank, some in enumerate(comm.allgather(mine)):
-        for name, entry, start, size in some:
+        for name, entry, start, size, cut in some:
+            if cut is not None:
+                cuts.setdefault(name, set()).add(cut)
             parts.setdefault(name, []).append(SlicePart(rank, start, size))
             if entries.setdefault(name, entry) != entry:
                 raise CheckpointError(f"{name}: rank {rank} has {entry}, another rank {entries[name]}")
@@ -103,7 +130,9 @@ def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[Pla
             raise CheckpointError(f"{name}: elements from {end} on are on no rank")
         writer = load.index(min(load))
         load[writer] += entries[name].nbytes
-        families[name.partition("/")[0]].append(PlannedTensor(name, entries[name], tuple(pieces), writer))
+        families[name.partition("/")[0]].append(
+            PlannedTensor(name, entries[name], tuple(pieces), writer, frozenset(cuts.get(name, ())))
+        )
     return {family: some for family, some in families.items() if some or family != OPTIONAL}
 
 
@@ -119,7 +148,7 @@ def whole_tensors(comm: MPI.Intracomm, slices: Sequence[TensorSlice]) -> dict[st
             if part.rank == comm.Get_rank():
                 here[...] = to_host(mine[tensor.name, part.start])
             comm.Bcast(here, part.rank)
-        found[tensor.name] = values.reshape(tensor.entry.shape)
+        found[tensor.name] = tensor.ordered(values).reshape(tensor.entry.shape)
     return found
 
 

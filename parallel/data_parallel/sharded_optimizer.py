@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data_parallel.layouts import DataParallelLayout
+from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, Span
@@ -54,7 +56,7 @@ class ShardedOptimizer:
     """Optimizer for this rank's shards: gradient norm over all ranks, clipping, loss scaling, update.
 
     `spans` are those of every rank; together they make up the vector. `seed` is that of initial values, `clip` the
-    limit of the gradient norm.
+    limit of the gradient norm. `blocks` orders the blocks of all shards of a model that is cut.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         seed: int,
         clip: float | None,
+        blocks: LogicalBlocks | None = None,
     ):
+        self._blocks = blocks
         self._context, self._parts, self._optimizer, self._clip = context, parts, optimizer, clip
         recipe = context.plan.precision
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
@@ -106,17 +110,17 @@ class ShardedOptimizer:
         """
         with self._context.recorder("compute", "norm"):
             squares = self._allgather(self._squares())
+            if self._blocks is not None:
+                squares = self._blocks.gather(squares)
         factor = 1 / (count * self.scaling.value)
         norm, clip = clip_factor(squares, factor, self._clip)
         finite = math.isfinite(norm)
         if not finite and not self._scaled:
-            odd = [
-                place.parameter.name
-                for place in self._context.flat.places
-                if not np.isfinite(squares[place.span.start // BLOCK : place.span.stop // BLOCK]).all()
-            ]
-            names = ", ".join(odd)
-            what = f"the gradient of {names} is" if names else "the norm of the gradient is"
+            lengths = lengths_of(self._context.flat) if self._blocks is None else self._blocks.whole
+            ends = list(accumulate(length // BLOCK for _, length in lengths))
+            parts = zip(lengths, np.split(squares, ends[:-1]))
+            odd = ", ".join(name for (name, _), part in parts if not np.isfinite(part).all())
+            what = f"the gradient of {odd} is" if odd else "the norm of the gradient is"
             raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
         try:
             self.scaling.update(finite)

@@ -16,6 +16,7 @@ from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
 from parallel.engine.microbatch_pass import Measure
+from parallel.engine.model_on_mesh import ModelOnMesh
 from parallel.engine.settings import Settings
 from parallel.engine.step_sync import Losses, StepSync, checked
 from parallel.nn.flat_params import FlatParams, Span
@@ -84,7 +85,8 @@ class TrainEngine(BaseEngine):
 
     `context` is of the whole vector and all ranks, `parts` are this rank's shards. `spans` are those that each rank
     adds to norms and writes to checkpoints; together they make up the vector. `teams` are ranks that have the same
-    micro-batches; by default each rank has its own. `steps` counts skipped steps too, `updates` those that changed the
+    micro-batches; by default each rank has its own. `on_mesh`, of an engine whose model is cut, has all ranks: those of
+    `context` then hold the same shards. `steps` counts skipped steps too, `updates` those that changed the
     weights.
     """
 
@@ -99,14 +101,18 @@ class TrainEngine(BaseEngine):
         optimizer: Optimizer,
         settings: Settings,
         teams: Sequence[Sequence[int]] | None = None,
+        on_mesh: ModelOnMesh | None = None,
     ):
         teams = [[rank] for rank in range(context.plan.ranks)] if teams is None else teams
-        self.context, self._comm, self._recorder = context, context.comm, context.recorder
+        self.context, self._recorder = context, context.recorder
+        self._comm = context.comm if on_mesh is None else on_mesh.comm
+        self._counts = on_mesh is None or on_mesh.counts
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings = settings
-        self._sync = StepSync(context, loss, teams)
+        self._sync = StepSync(context, self._comm, loss, teams)
         self._workers = len(teams)
-        self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None)
+        blocks = None if on_mesh is None else on_mesh.blocks
+        self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
         self.steps = self.updates = 0
         self._saved_workers: int | None = None
@@ -178,6 +184,7 @@ class TrainEngine(BaseEngine):
             count, stop, (losses, problem, _) = run(scale)
         for moving in self._ranges.values():
             moving.end_step(self._comm)
+        losses = losses if self._counts else []
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
@@ -214,9 +221,9 @@ class TrainEngine(BaseEngine):
         mine, problem = self._checked(batches)
         assignment, count, _ = self._sync.begin(mine, False, problem)
         losses, problem, measured = self._scores(mine, assignment, measure)
-        loss = self._sync.losses(losses, problem, self.steps)
+        loss = self._sync.losses(losses if self._counts else [], problem, self.steps)
         if measure:
-            measured = self._comm.allreduce(measured)
+            measured = self._comm.allreduce(measured if self._counts else 0.0)
         if not count:
             return Evaluation(math.nan, math.nan if measure else None, 0)
         # Divided rather than multiplied by 1 / count, so that all engines round alike.
@@ -256,7 +263,8 @@ class TrainEngine(BaseEngine):
 
         Collective with compression only.
         """
-        yield from self._sharded.tensor_slices()
+        for piece in self._sharded.tensor_slices():
+            yield piece if self._counts or piece.cut else piece._replace(mine=False)
         for reducer in self._compressed():
             reducer.average_residual(self._workers)
             yield from reducer.tensor_slices()

@@ -16,7 +16,10 @@ from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_
 from parallel.engine.compression import check_compression, choose_compression, compressor_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
+from parallel.engine.model_on_mesh import REPLICAS, TENSOR, cut_for, mesh_of, place_model, tensor_ranks
 from parallel.engine.settings import DEFAULTS, Settings
+from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
 from parallel.runtime import consistency_check
@@ -62,21 +65,28 @@ class DataParallelEngine(TrainEngine):
         check(comm, settings)
         if settings.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
-        check_compression(settings, settings.layout)
-        self._layout = LAYOUTS[settings.layout]
-        plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
-        consistency_check.check_equal(comm, facts_of(plan.flat, optimizer))
-        compress, self.remarks = choose_compression(comm, settings.compress, plan.flat.length)
+        check_settings(settings, comm.Get_size())
+        consistency_check.check_equal(comm, facts_of(FlatParams(model), optimizer))
+        self._mesh = DeviceMesh(comm, mesh_of(settings, comm.Get_size()))
+        here = place_model(model, loss, self._mesh, settings)
+        self._layout, replicas = LAYOUTS[settings.layout], here.replicas
+        plan = plan_of(here.model, replicas.Get_size(), replicas.Get_rank(), settings)
+        compress, remarks = choose_compression(replicas, settings.compress, plan.flat.length)
+        self.remarks = (*remarks, *self._mesh.remarks)
         self._plan = replace(plan, compress=compressor_of(compress))
         self._units = plan.units
-        self._memory = memory or VectorAllocator(comm, settings.device)
-        context = RunContext(self._plan, comm, self._memory, Profiler(settings.trace))
+        self._memory = memory or VectorAllocator(replicas, settings.device)
+        context = RunContext(self._plan, replicas, self._memory, Profiler(settings.trace))
         part = ParamShard.make(context, self._layout)
         self._gradients, self._weights = part.gradients, part.weights
-        super().__init__(context, [part], part.spans, loss, optimizer, settings)
+        super().__init__(context, [part], part.spans, here.loss, optimizer, settings, here.teams, here)
         self.ledger = MemoryLedger(self._memory.allocated)
-        self._expect([()] * comm.Get_size())
+        self._expect([()] * self._plan.ranks)
         self.refresh()
+
+    def close(self) -> None:
+        super().close()
+        self._mesh.close()
 
     @classmethod
     def forecast(
@@ -87,7 +97,11 @@ class DataParallelEngine(TrainEngine):
         In `settings`, ``compress="auto"`` must have been replaced by the choice of the ranks.
         """
         layout, states, ledger = settings.layout, len(optimizer.states()), MemoryLedger()
-        rank, ranks = workload.rank, workload.ranks
+        mesh = mesh_of(settings, workload.ranks)
+        place = mesh.coordinates(workload.rank)
+        rank, ranks = place.get(REPLICAS, 0), mesh.sizes.get(REPLICAS, 1)
+        axis = MeshAxis(TENSOR, place.get(TENSOR, 0), mesh.sizes.get(TENSOR, 1), None)
+        model, loss = cut_for(model, loss, axis, settings)
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
         ledger.expect(predict(plan, layout, states, [()] * ranks))
         for step in workload.steps:
@@ -100,7 +114,7 @@ class DataParallelEngine(TrainEngine):
 
     def share(self, micro_batches: int) -> range:
         """Numbers of the micro-batches that this rank must process, of `micro_batches` in the step over all ranks."""
-        return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
+        return self._layout.share(micro_batches, self._plan.rank, self._plan.ranks)
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
         """Run one step as `TrainEngine.step`; if `drawn`, `batches` is an iterator over a queue shared by all ranks.
@@ -218,3 +232,23 @@ class DataParallelEngine(TrainEngine):
 
 
 Engine = DataParallelEngine
+
+
+def check_settings(settings: Settings, ranks: int) -> None:
+    """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
+    check_compression(settings, settings.layout)
+    tensor = tensor_ranks(settings, ranks)
+    shards = settings.tensor_shards or tensor
+    if shards % tensor:
+        raise ValueError(f"tensor_shards: expected a multiple of tp, in {settings.mesh}; found {shards}")
+    if shards == 1:
+        return
+    for name in NOT_CUT:
+        if (found := getattr(settings, name)) != getattr(DEFAULTS, name):
+            raise ValueError(f"{name}: {found} is not for operators that are cut into {shards} shards")
+    if settings.optimizer == "lamb":
+        raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
+
+
+NOT_CUT = ("compress", "pool", "products", "fake_quant", "fake_quant_inputs", "prune")
+"""Settings that must have their defaults if operators are cut."""

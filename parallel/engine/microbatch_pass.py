@@ -71,7 +71,8 @@ class MicrobatchPass:
     def score(self, measure: Measure | None = None) -> None:
         self.total, self._saved_loss = self._loss.forward(self._x, self._y)
         if measure:
-            self.measured = float(measure(self._x, self._y))
+            whole = getattr(self._loss, "whole", None)  # of a loss whose scores are cut over ranks
+            self.measured = float(measure(whole(self._x) if whole else self._x, self._y))
 
     def give(self) -> Array:
         """Return the output of the last unit, to send to the next pipeline stage, and release it here."""

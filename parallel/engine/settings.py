@@ -49,7 +49,7 @@ class Settings:
     products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
     fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
     prune, prune_pattern : fraction of weights to prune, from 0 to below 1; elements, rows, or N:M
-    reproducible : sum gradients in canonical order, bitwise equal on any mesh
+    reproducible : sum in canonical order, bitwise equal on any mesh (of any ``tp`` with the same `tensor_shards`)
     seed : of initial values, sample order and dropout, at least 0
     check_every : compare replicated parameters between ranks every so many steps; 0 for never
     bucket_bytes, first_bytes : least bytes of a gradient bucket, and of the bucket that is complete first
@@ -58,7 +58,8 @@ class Settings:
     device : "cpu" or "cuda" (the current device)
     trace : record profiler events
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
-    mesh : pipelines: axis names and sizes, such as ``dp=2,pp=4``; the last axis has neighbouring ranks
+    mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``dp=2,pp=4``; the last axis has neighbours
+    tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
     cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
     memory : pp:auto: bytes that a stage may take
@@ -115,6 +116,7 @@ class Settings:
     virtual: int | None = None
     mesh: str | None = None
     stage_ranks: str | None = None
+    tensor_shards: int | None = None
     cuts: str | None = None
     memory: float | None = None
     servers: int = 1
@@ -172,6 +174,7 @@ TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items(
 """Accepted types, by a field's annotation."""
 
 _FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
+_FROM_ONE += " tensor_shards"
 _FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout prune seed check_every delay"
 LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
 """Smallest value of numeric fields."""
@@ -183,11 +186,12 @@ NAMES = tuple(field.name for field in fields(Settings))
 ALTERNATIVES = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
+MESH_FIELDS = ("mesh", "tensor_shards")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
 STYLE_FIELDS = ("tau", "group", "overlap")
 
-LAYOUT_FIELDS = (*PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS)
+LAYOUT_FIELDS = (*MESH_FIELDS, *PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS)
 """Fields of one kind of layout only: another layout drops the checkpoint's values."""
 
 RUN_FIELDS = ("slow", "delay", "record", "replay", "device", "trace", "fault_tolerant")

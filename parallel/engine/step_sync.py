@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from collectives import Communicator
 from parallel.data.sampler import Batch, batch_of
 from parallel.data_parallel.run_context import RunContext
 from parallel.runtime import consistency_check
@@ -34,11 +35,12 @@ def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Except
 class StepSync:
     """Communication between all ranks at the beginning and the end of a step.
 
-    `teams` are the ranks that have the same micro-batches, in the order in which micro-batches are assigned.
+    `comm` has all of them. `teams` are the ranks that have the same micro-batches, in the order in which micro-batches
+    are assigned.
     """
 
-    def __init__(self, context: RunContext, loss: Any, teams: Sequence[Sequence[int]]):
-        self._context, self._comm, self._loss = context, context.comm, loss
+    def __init__(self, context: RunContext, comm: Communicator, loss: Any, teams: Sequence[Sequence[int]]):
+        self._context, self._comm, self._loss = context, comm, loss
         self._heads = [team[0] for team in teams]
         self._teams = [list(team) for team in teams if len(team) > 1]
         self._header = np.empty((self._comm.Get_size(), 5), np.int64)
@@ -91,7 +93,7 @@ class StepSync:
             for rank, row in zip(team, rows):
                 if (row != rows[0]).any():
                     pair = f"ranks {team[0]} and {rank}"
-                    raise ValueError(f"micro-batches: {pair} are stages of one pipeline and must have the same")
+                    raise ValueError(f"micro-batches: {pair} run parts of one model and must have the same")
 
     def losses(
         self, losses: Losses, problem: Exception | None, step: int, left: str = consistency_check.NOTHING

@@ -17,6 +17,7 @@ and raises `PlacementError` if it cannot take it. `parallel.tensor.check` walks 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -90,20 +91,36 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class TensorCut(NamedTuple):
-    """Part of a logical tensor that a parameter holds: some `ranges` of dimension `dim` of a tensor of `shape`."""
+    """Part of a logical tensor that a parameter holds: some `ranges` of dimension `dim` of a tensor of `shape`.
+
+    `before` is the length, along `dim`, of the parts of earlier shards.
+    """
 
     shape: tuple[int, ...]
     dim: int
     ranges: Ranges
+    before: int
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         length = sum(stop - start for start, stop in self.ranges)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
+    @property
+    def offset(self) -> int:
+        """Number of elements of the parts of earlier shards."""
+        return self.before * math.prod(self.shape) // max(self.shape[self.dim], 1)
+
     def take(self, values: Any) -> Any:
-        """The part of an array of the logical shape."""
-        return values.take([index for start, stop in self.ranges for index in range(start, stop)], self.dim)
+        """The part of an array of the logical shape, a copy."""
+        return values.take(self._indices(), self.dim)
+
+    def put(self, part: Any, values: Any) -> None:
+        """Write the part into an array of the logical shape."""
+        values[(slice(None),) * self.dim + (self._indices(),)] = part
+
+    def _indices(self) -> list[int]:
+        return [index for start, stop in self.ranges for index in range(start, stop)]
 
 
 def unit_bounds(units: int, shards: int) -> list[tuple[int, int]]:

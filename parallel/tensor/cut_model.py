@@ -18,7 +18,7 @@ from parallel.nn.embedding import Embedding, Unembedding
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, name_all
-from parallel.nn.placement import Partial, PlacementError, Ranges, Replicate, Shard, TensorCut, unit_bounds
+from parallel.nn.placement import Features, Partial, PlacementError, Replicate, Shard, TensorCut, unit_bounds
 from parallel.nn.rewrite import replaced
 from parallel.tensor.redistribute import CopyToShards, SumShards
 from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards
@@ -116,11 +116,13 @@ class Cutter:
         every = unit_bounds(units, self.shards)
         return {n: every[n] for n in self.numbers}, Shard(-1, tuple(stop - start for start, stop in every))
 
-    def part(self, parameter: Parameter, number: int, dim: int, ranges: Ranges) -> Parameter:
-        """Logical shard of a parameter: these ranges of one dimension."""
+    def part(
+        self, parameter: Parameter, number: int, dim: int, features: Features, units: tuple[int, int]
+    ) -> Parameter:
+        """Logical shard of a parameter: these units of the features along one dimension."""
         key = id(parameter), number
         if key not in self._parts:
-            part = TensorCut(parameter.shape, dim, ranges)
+            part = TensorCut(parameter.shape, dim, features.ranges(*units), units[0] * sum(features.widths))
             ours = Parameter(part.local_shape, parameter.init, parameter.decay, parameter.requires_grad)
             ours.cut, ours.dtype, ours.hooks = part, parameter.dtype, parameter.hooks
             self._parts[key] = ours
@@ -141,11 +143,10 @@ def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
     bounds, features = cutter.bounds(linear, linear.columns.units, "outputs")
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
-        ranges = linear.columns.ranges(*units)
         shards[number] = shard = copy.copy(linear)
-        shard.outputs = sum(stop - start for start, stop in ranges)
-        shard.weight = cutter.part(linear.weight, number, 1, ranges)
-        shard.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, ranges)
+        shard.weight = cutter.part(linear.weight, number, 1, linear.columns, units)
+        shard.outputs = shard.weight.shape[1]
+        shard.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, linear.columns, units)
     return [cutter.spread(shards), Shards(cutter.axis.name, shards, COPIES, features)]
 
 
@@ -154,10 +155,9 @@ def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
     bounds, features = cutter.bounds(linear, linear.rows.units, "inputs")
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
-        ranges = linear.rows.ranges(*units)
         shards[number] = shard = copy.copy(linear)
-        shard.inputs, shard.bias = sum(stop - start for start, stop in ranges), None
-        shard.weight = cutter.part(linear.weight, number, 0, ranges)
+        shard.weight = cutter.part(linear.weight, number, 0, linear.rows, units)
+        shard.inputs, shard.bias = shard.weight.shape[0], None
     bias = [] if linear.bias is None else [AddBias(linear.bias)]
     return [Shards(cutter.axis.name, shards, features, Partial()), cutter.sum(shards), *bias]
 
@@ -183,7 +183,9 @@ def _embedding(embedding: Embedding, cutter: Cutter) -> list[Operator]:
     """Token embedding cut by tokens: a sum in which all terms but one are zero."""
     bounds, _ = cutter.bounds(embedding, embedding.vocabulary, "tokens")
     shards = {
-        number: EmbeddingShard(embedding, cutter.part(embedding.weight, number, 0, (units,)), *units)
+        number: EmbeddingShard(
+            embedding, cutter.part(embedding.weight, number, 0, Features(embedding.vocabulary), units), *units
+        )
         for number, units in bounds.items()
     }
     return [Shards(cutter.axis.name, shards, Replicate(), Partial()), cutter.sum(shards)]
@@ -195,7 +197,7 @@ def _unembedding(output: Unembedding, cutter: Cutter) -> list[Operator]:
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
         shards[number] = shard = copy.copy(output)
-        shard.weight = cutter.part(output.weight, number, 0, (units,))
+        shard.weight = cutter.part(output.weight, number, 0, Features(output.weight.shape[0]), units)
     return [cutter.spread(shards), Shards(cutter.axis.name, shards, COPIES, features)]
 
 

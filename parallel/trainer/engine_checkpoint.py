@@ -12,6 +12,7 @@ from mpi4py import MPI
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
+from parallel.nn.placement import logical_name
 from parallel.optim.optimizers import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_integer, expect_mapping
@@ -71,20 +72,25 @@ def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.n
         return whole_tensors(comm, [piece for piece in slices if piece.name.startswith(family)])
 
     found: Any = engine.save(gather)
-    return {name.removeprefix(family): found[name] for name in (family + one for one in engine.flat.by_name)}
+    return {name.removeprefix(family): found[name] for name in (family + one for one in _shapes(engine))}
 
 
 def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping[str, Any], strict: bool) -> None:
     """Set weights to whole tensors, equal on all ranks; ValueError, with nothing changed, if they do not fit."""
     engine.quiesce()
-    shapes = {name: place.parameter.shape for name, place in engine.flat.by_name.items()}
+    shapes = _shapes(engine)
     given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
     for piece in engine.tensor_slices():
         name = within_family(piece.name)
         if piece.name.startswith(WEIGHTS) and name in given and len(piece.array):
-            values = given[name].reshape(-1)[piece.start :][: len(piece.array)]
-            piece.array[...] = array_namespace(piece.array).asarray(values)
+            piece.array[...] = array_namespace(piece.array).asarray(piece.elements_of(given[name]))
     engine.refresh()
+
+
+def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
+    """Shapes of the logical tensors of the model by name, in its order."""
+    held = [place.parameter for place in engine.flat.places]
+    return {logical_name(one.name): one.shape if one.cut is None else one.cut.shape for one in held}
 
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:

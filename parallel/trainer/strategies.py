@@ -10,9 +10,10 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine.compression import check_compression, choose_compression
-from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import DEFAULTS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
+from parallel.engine.compression import choose_compression
+from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings
+from parallel.engine.model_on_mesh import tensor_ranks
+from parallel.engine.settings import DEFAULTS, MESH_FIELDS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizers import LAMB, OPTIMIZERS, Optimizer
@@ -84,9 +85,10 @@ def _check_servers(settings: Settings, ranks: int) -> None:
 STRATEGIES = {
     name: Strategy(
         lambda settings: DataParallelEngine,
-        lambda settings, ranks: check_compression(settings, settings.layout),
+        check_settings,
+        lambda settings, ranks: ranks // tensor_ranks(settings, ranks),
         resolve=_choose_compression,
-        fields=("compress", "fake_quant_inputs", *(("pool",) if layout.drawn else ())),
+        fields=("compress", *MESH_FIELDS, "fake_quant_inputs", *(("pool",) if layout.drawn else ())),
     )
     for name, layout in LAYOUTS.items()
 }

@@ -29,6 +29,7 @@ class Slice(NamedTuple):
     start: int
     array: np.ndarray
     mine: bool = True
+    cut: object = None
 
 
 def whole(offset=0.0, dtype=np.float32, shapes=SHAPES):

@@ -1,0 +1,94 @@
+"""Model and loss of a rank of a mesh: cut along the axis ``tp``, checked, and the order of the logical parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from collectives import Communicator
+from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
+from parallel.engine.settings import Settings
+from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
+from parallel.mesh.mesh import Mesh
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.operator import Operator
+from parallel.nn.placement import Replicate, Shard
+from parallel.tensor.check import check_placements
+from parallel.tensor.cut_model import cut
+
+TENSOR = "tp"
+REPLICAS = "dp"
+
+
+def mesh_of(settings: Settings, ranks: int) -> Mesh:
+    """Mesh of the settings, by default all ranks along ``dp``; ValueError if it does not fit.
+
+    >>> str(mesh_of(Settings(mesh="tp=2"), 2)), str(mesh_of(Settings(), 3))
+    ('tp=2', 'dp=3')
+    """
+    mesh = Mesh({REPLICAS: ranks}) if settings.mesh is None else Mesh.parse(settings.mesh)
+    mesh.expect(ranks, (REPLICAS, TENSOR))
+    return mesh
+
+
+def tensor_ranks(settings: Settings, ranks: int) -> int:
+    """Number of ranks that share the operators of a model."""
+    return mesh_of(settings, ranks).sizes.get(TENSOR, 1)
+
+
+def shards_of(settings: Settings, axis: Any) -> int:
+    """Number of logical shards of every operator that is cut: `settings.tensor_shards`, by default one per rank."""
+    return settings.tensor_shards or int(axis.size)
+
+
+def cut_for(model: Operator, loss: Any, axis: Any, settings: Settings) -> tuple[Operator, Any]:
+    """Cut model and loss for this rank of the axis, and check all placements; PlacementError if they do not fit."""
+    algorithm = "tree" if settings.reproducible else "auto"
+    model, loss = cut(model, loss, axis, shards_of(settings, axis), algorithm)
+    check_placements(model, loss, {REPLICAS: Shard(0), TENSOR: Replicate()}, {REPLICAS})
+    return model, loss
+
+
+class ModelOnMesh(NamedTuple):
+    """What a rank of a mesh runs.
+
+    Attributes
+    ----------
+    model, loss : cut for this rank
+    comm, replicas : Communicator
+        All ranks; those with the same shards, which sum gradients.
+    axis : MeshAxis
+        Ranks that share the operators.
+    teams : list of list of int
+        Ranks that have the same micro-batches.
+    blocks : LogicalBlocks or None
+        None if the model is whole.
+    """
+
+    model: Operator
+    loss: Any
+    comm: Communicator
+    replicas: Communicator
+    axis: Any
+    teams: list[list[int]]
+    blocks: LogicalBlocks | None
+
+    @property
+    def counts(self) -> bool:
+        """True on the one rank of each team whose losses, measures and whole tensors count."""
+        return bool(self.axis.rank == 0)
+
+
+def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings) -> ModelOnMesh:
+    """Cut a model for this rank of a mesh. Collective."""
+    axis, teams = mesh.axis(TENSOR), mesh.mesh.groups([TENSOR])
+    replicas = mesh.comm if axis.size == 1 else mesh.axis(*(name for name in mesh.mesh.sizes if name != TENSOR)).comm
+    if shards_of(settings, axis) == 1:
+        return ModelOnMesh(model, loss, mesh.comm, replicas, axis, teams, None)
+    whole, _ = cut(model, loss, MeshAxis(TENSOR, 0, 1, mesh.comm), shards_of(settings, axis))
+    logical = lengths_of(FlatParams(whole))
+    held = [
+        lengths_of(FlatParams(cut_for(model, loss, MeshAxis(TENSOR, rank, axis.size, mesh.comm), settings)[0]))
+        for rank in range(axis.size)
+    ]
+    ours, loss = cut_for(model, loss, axis, settings)
+    return ModelOnMesh(ours, loss, mesh.comm, replicas, axis, teams, LogicalBlocks(axis, logical, held))
