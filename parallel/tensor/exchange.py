@@ -5,7 +5,6 @@ summed in float32. Along an axis of one rank nothing is exchanged. Costs are for
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from mpi4py import MPI
@@ -50,13 +49,6 @@ def reduce_scatter(axis: Any, x: Array, dim: int, lengths: Sequence[int], algori
     row = terms[:1].size
     axis.comm.Reduce_scatter(terms, part, [length * row for length in lengths], algorithm=algorithm)
     return xp.ascontiguousarray(xp.moveaxis(part, 0, dim))
-
-
-def own_part(axis: Any, x: Array, dim: int, lengths: Sequence[int]) -> Array:
-    """This rank's part of the whole array `x` along `dim`, a copy. Nothing is exchanged."""
-    xp = kernels.array_namespace(x)
-    stop = list(accumulate(lengths))[axis.rank]
-    return xp.ascontiguousarray(xp.moveaxis(xp.moveaxis(x, dim, 0)[stop - lengths[axis.rank] : stop], 0, dim))
 
 
 def _movable(x: Array) -> Array:

@@ -1,0 +1,92 @@
+"""Operators between placements: values, mirrored gradients, bytes, placements and outlines."""
+
+import numpy as np
+import pytest
+from support.thread_ranks import run
+
+from parallel.nn.operator import ArraySpec, Parameter, PassMode, constant
+from parallel.nn.placement import Partial, PlacementError, Replicate, Shard
+from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
+
+BATCH, LENGTH, WIDTH = 2, 12, 5
+RANKS = [1, 2, 3, 4]
+LIKE = Parameter((1,), constant(0.0))
+
+
+def arrays(count, length=LENGTH):
+    """One array for each rank, of integers, so that sums are exact."""
+    return np.random.default_rng(0).integers(-9, 9, (count, BATCH, length, WIDTH)).astype("f4")
+
+
+def sliced(x, axis):
+    each = LENGTH // axis.size
+    return np.ascontiguousarray(x[:, axis.rank * each : (axis.rank + 1) * each])
+
+
+EXPECTED = {
+    CopyToShards: (lambda v, axis: v[0], lambda v, axis: v[0], lambda v, axis: v[axis.rank], lambda v, axis: v.sum(0)),
+    SumShards: (lambda v, axis: v[axis.rank], lambda v, axis: v.sum(0), lambda v, axis: v[0], lambda v, axis: v[0]),
+    GatherSequence: (
+        lambda v, axis: sliced(v[0], axis),
+        lambda v, axis: v[0],
+        lambda v, axis: v[axis.rank],
+        lambda v, axis: sliced(v.sum(0), axis),
+    ),
+    ScatterSequence: (
+        lambda v, axis: v[axis.rank],
+        lambda v, axis: sliced(v.sum(0), axis),
+        lambda v, axis: sliced(v[0], axis),
+        lambda v, axis: v[0],
+    ),
+}
+"""By operator: x, y, dy and dx of a rank, from one array for each rank."""
+
+CALLS = {
+    CopyToShards: ["allreduce"],
+    SumShards: ["allreduce"],
+    GatherSequence: ["allgather", "reduce_scatter"],
+    ScatterSequence: ["reduce_scatter", "allgather"],
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("algorithm", ["auto", "tree"])
+def test_values_and_gradients(kind, ranks, algorithm):
+    values = arrays(ranks)
+
+    def rank_main(axis):
+        operator, (x, y, dy, dx) = kind(axis, LIKE, algorithm), (of(values, axis) for of in EXPECTED[kind])
+        found, saved = operator.forward(x, PassMode())
+        np.testing.assert_array_equal(found, y)
+        assert tuple(operator.outline(ArraySpec(x.shape, x.dtype)).y) == (found.shape, found.dtype)
+        np.testing.assert_array_equal(operator.backward(dy, saved, None), dx)
+        return axis.comm.calls
+
+    nbytes = {"allreduce": values[0].nbytes, "allgather": values[0].nbytes // ranks, "reduce_scatter": values[0].nbytes}
+    expected = [(name, nbytes[name]) for name in CALLS[kind]] if ranks > 1 else []
+    assert run(ranks, rank_main) == [expected] * ranks
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_placements(kind):
+    def rank_main(axis):
+        operator = kind(axis, LIKE)
+        assert operator.place("tp", operator.takes, set()) == operator.gives
+        assert operator.place("dp", Shard(0), set()) == Shard(0)
+        others = [one for one in (Replicate(), Replicate(partial=True), Partial(), Shard(1)) if one != operator.takes]
+        for other in others:
+            with pytest.raises(PlacementError, match=f"{kind.__name__} .* along tp"):
+                operator.place("tp", other, set())
+        with pytest.raises(PlacementError, match="along dp, found a partial sum"):
+            operator.place("dp", Partial(), set())
+
+    run(2, rank_main)
+
+
+def test_a_sequence_that_ranks_do_not_divide():
+    def rank_main(axis):
+        ScatterSequence(axis, LIKE).forward(arrays(1, length=7)[0], PassMode())
+
+    with pytest.raises(ValueError, match="expected a sequence of a multiple of 2 tokens"):
+        run(2, rank_main)
