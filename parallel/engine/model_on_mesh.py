@@ -49,7 +49,7 @@ def cut_for(model: Operator, loss: Any, axis: Any, settings: Settings) -> tuple[
 
 
 class ModelOnMesh(NamedTuple):
-    """What a rank of a mesh runs.
+    """Model, loss and communicators of a rank of a mesh.
 
     Attributes
     ----------
