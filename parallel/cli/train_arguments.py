@@ -65,10 +65,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"strategy: {', '.join(STRATEGIES)} (default dp)")
     add("--precision", choices=list(PRECISIONS), help="precision of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
-    mesh = "mesh of ranks, as in dp=2,tp=2 or, for pipelines, zero1=2,pp=4; the last axis has neighbours"
-    add("--mesh", metavar="AXES", help=mesh)
-    shards = "parts of each operator that is cut along tp, for the same bits on any number of its ranks (default tp)"
-    add("--tensor-shards", type=int, metavar="T", help=shards)
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}
     add("--recompute", **either, help="discard activations and compute them again in the backward pass")
     add("--reproducible", **either, help="bitwise the same result on any number of ranks, in any layout")
@@ -82,6 +78,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("mesh").add_argument
+    mesh = "mesh of ranks, as in dp=2,tp=2 or, for pipelines, zero1=2,pp=4; the last axis has neighbours"
+    add("--mesh", metavar="AXES", help=mesh)
+    shards = "parts of each operator that is cut along tp, for the same bits on any number of its ranks (default tp)"
+    add("--tensor-shards", type=int, metavar="T", help=shards)
     add = parser.add_argument_group("pipelines").add_argument
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="model chunks on each stage (pp:interleaved)")
