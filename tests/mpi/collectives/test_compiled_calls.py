@@ -1,0 +1,144 @@
+"""Compiled programs that are found by the arguments of a call in compiled code."""
+
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.runtime import program_cache
+from collectives.runtime import program_table as table
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture
+def quick(world, monkeypatch):
+    """Communicator of several ranks whose calls are compiled at their third repetition."""
+    if world.Get_size() == 1:
+        pytest.skip("one rank sends no messages")
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+    with Communicator(world) as comm:
+        yield comm
+
+
+def find(comm, name, sendbuf, recvbuf, op=MPI.SUM, root=0, algorithm="auto", segments=None):
+    """Run a call in compiled code alone; True if it was found, on all ranks alike."""
+    result = comm._compiled[name](sendbuf, recvbuf, op, root, algorithm, segments)
+    if result not in (table.DONE, table.OTHER_ARRAYS):
+        comm._run_cached(result, name, sendbuf, recvbuf, op, root, algorithm, segments)
+    return result != table.OTHER_ARRAYS
+
+
+def test_arrays_of_one_call(quick):
+    x, y = np.ones(3), np.zeros(3)
+    for _ in range(9):
+        quick.Allreduce(x, y)
+    y[:] = 0
+    assert find(quick, "Allreduce", x, y)
+    assert (y == quick.Get_size()).all()
+    strided, small = np.zeros(6)[::2], np.ones(3, np.float32)
+    read_only = np.zeros(3)
+    read_only.flags.writeable = False
+    others = [(np.ones(4), np.zeros(4)), (small, small.copy()), (strided, y), (x, strided), (x, read_only), (x, x)]
+    others += [([x, 3], y), (x, None), (None, y), ("x", y), (3, 4), (x[:, None], y)]
+    for sendbuf, recvbuf in others:
+        assert not find(quick, "Allreduce", sendbuf, recvbuf)
+    for keywords in ({"op": MPI.MAX}, {"root": 1}, {"algorithm": "ring"}, {"segments": 1}, {"op": None}):
+        assert not find(quick, "Allreduce", x, y, **keywords)
+
+
+def test_in_place(quick):
+    y = np.ones(3)
+    for _ in range(9):
+        y[:] = 1
+        quick.Allreduce(MPI.IN_PLACE, y)
+    y[:] = 1
+    assert find(quick, "Allreduce", MPI.IN_PLACE, y)
+    assert (y == quick.Get_size()).all()
+    assert not find(quick, "Allreduce", None, y)
+
+
+def test_counts_are_compared_one_by_one(quick):
+    size, counts = quick.Get_size(), [2] * quick.Get_size()
+    x, y = np.full(2, quick.Get_rank(), float), np.zeros(2 * size)
+    for _ in range(9):
+        quick.Allgatherv(x, [y, counts])
+    y[:] = -1
+    assert find(quick, "Allgatherv", x, [y, [2] * size])
+    assert y.tolist() == np.repeat(np.arange(size), 2).tolist()
+    counts[-1] = 1  # the same list with other counts
+    assert not find(quick, "Allgatherv", x, [y, counts])
+    assert not find(quick, "Allgatherv", x, [y, (2,) * size])
+    assert not find(quick, "Allgatherv", x, [y, [2] * (size + 1)])
+    assert not find(quick, "Allgatherv", x, [y, [2.0] * size])
+    assert not find(quick, "Allgatherv", x, (y, [2] * size))
+
+
+def test_displacements_in_a_tuple(quick):
+    size = quick.Get_size()
+    counts, displs = [1] * size, list(range(0, 2 * size, 2))
+    x, y = np.full(1, quick.Get_rank() + 1.0), np.zeros(2 * size)
+    for _ in range(9):
+        quick.Allgatherv(x, [y, (counts, displs)])
+    y[:] = 0
+    assert find(quick, "Allgatherv", x, [y, (counts, displs)])
+    assert y.tolist() == [(place // 2 + 1.0) * (place % 2 == 0) for place in range(2 * size)]
+
+
+def test_an_array_that_changes_its_type(quick):
+    x, y = np.ones(4), np.zeros(4)
+    for _ in range(9):
+        quick.Allreduce(x, y)
+    assert find(quick, "Allreduce", x, y)
+    x.dtype, y.dtype = np.int64, np.int64
+    assert not find(quick, "Allreduce", x, y)
+    quick.Allreduce(x, y)
+    assert (y == x * quick.Get_size()).all()
+
+
+def test_the_oldest_calls_are_forgotten(quick):
+    lengths = range(1, table.MAX_ENTRIES + 3)
+    calls = [partial(quick.Bcast, np.zeros(n), 0) for n in lengths]
+    for _ in range(9):
+        for call in calls:
+            call()
+    found = [n for n in lengths if find(quick, "Bcast", *[np.zeros(n)] * 2)]
+    assert len(found) == table.MAX_ENTRIES
+    for call in calls:
+        call()
+
+
+def test_arrays_are_not_kept(quick):
+    class Tracked(np.ndarray):
+        pass
+
+    x, y = np.ones(3), np.zeros(3)
+    for _ in range(9):
+        quick.Allreduce(x, y)
+    owner = np.zeros(3).view(Tracked)
+    gone = weakref.ref(owner)
+    z = np.asarray(owner)
+    assert find(quick, "Allreduce", x, z)
+    del owner, z
+    assert gone() is None
+
+
+def test_nothing_is_found_after_the_end(quick):
+    x, y = np.ones(3), np.zeros(3)
+    for _ in range(9):
+        quick.Allreduce(x, y)
+    quick.close()
+    assert not find(quick, "Allreduce", x, y)
+    with pytest.raises(ValueError, match="freed"):
+        quick.Allreduce(x, y)
+
+
+def test_debug_mode_checks_every_call(world):
+    with Communicator(world, debug=True) as comm:
+        x, y = np.ones(3), np.zeros(3)
+        for _ in range(program_cache.COMPILE_AFTER + 9):
+            comm.Allreduce(x, y)
+        assert not find(comm, "Allreduce", x, y)
