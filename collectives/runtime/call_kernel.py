@@ -128,8 +128,7 @@ def _call(calls, sendbuf, recvbuf, op, root, algorithm, segments):
         if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
             result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t, word_at(c, table.SPINS))
             if result != table.OTHER_ARRAYS:
-                set_word_at(c, table.CURRENT, index)
-                return result
+                return result + (table.RESULT + 1) * index
         entry += 8 * table.ENTRY_WORDS
     return table.OTHER_ARRAYS
 
@@ -150,8 +149,8 @@ class Functions(NamedTuple):
     """Compiled functions. Each returns a result of `program_table`, after at most `spins` polls without progress."""
 
     call: Callable[..., int]
-    """``call(calls, sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if the array
-    `calls` of a `CompiledCalls` has it."""
+    """``call(calls, sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if `calls` has it:
+    words as in `program_table`. It returns the result and, in the bits above `RESULT`, the entry."""
 
     run: Callable[..., int]
     """``run(sendbuf, recvbuf, table, spins)`` starts a program on these arrays."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime import call as calls
+from collectives.runtime.program_table import RESULT
 from collectives.runtime.requests import Request
 
 FORMS = ("blocking", "non-blocking", "persistent")
@@ -182,8 +183,8 @@ def _source(declaration: Declaration, form: str) -> str:
         key = f"{declaration.name!r}, {arguments}"
         if form == "blocking":
             body = (
-                f"result = self._compiled[{declaration.name!r}]({arguments})\n"
-                f"if result and (key := self._run_cached(result, {key})):\n"
+                f"number = self._compiled[{declaration.name!r}]({arguments})\n"
+                f"if number & {RESULT} and (key := self._run_cached(number, {key})):\n"
                 f"    self._run({call}, algorithm, segments, key)"
             )
         else:

@@ -37,17 +37,17 @@ NONE_COMPILED = _functions()
 class CompiledCallTable:
     """Compiled programs of one communicator's calls.
 
-    ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method and returns
-    a result of `program_table`: `OTHER_ARRAYS` if there is none. For all others but `DONE`, ``started(name)`` is the
-    program, to be continued.
+    ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method. It returns
+    `OTHER_ARRAYS` if there is none, and otherwise a number for `started`.
     """
 
     def __init__(self) -> None:
         self.run = _functions()
         self._methods: dict[str, _Method] = {}
 
-    def started(self, name: str) -> CompiledProgram:
-        return self._methods[name].started
+    def started(self, name: str, number: int) -> tuple[CompiledProgram, int]:
+        """The program that a call has started, and the result of that (see `program_table`)."""
+        return self._methods[name].programs[number // (table.RESULT + 1)], number & table.RESULT
 
     def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any], spins: int) -> None:
         """Let calls with these arguments run a program, for at most `spins` polls without progress."""
@@ -75,11 +75,8 @@ class _Method:
         self._words = np.zeros(table.ENTRIES + table.ENTRY_WORDS * table.MAX_ENTRIES, np.int64)
         self._words[table.SPINS] = spins
         self._entries: list[_Entry] = []
+        self.programs: list[CompiledProgram] = []
         self.run: Callable[..., int] = partial(call_kernel.functions().call, self._words)
-
-    @property
-    def started(self) -> CompiledProgram:
-        return self._entries[int(self._words[table.CURRENT])].program
 
     def add(self, program: CompiledProgram, arguments: Sequence[Any]) -> None:
         """Add a program for these arguments; beyond `MAX_ENTRIES` forget the oldest one."""
@@ -100,7 +97,7 @@ class _Method:
             checks = MPI.Get_address(entry.checks), len(entry.checks)
             self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(_NO_ARRAY)
         self._words[table.ENTRY_COUNT] = len(entries)
-        self._entries = entries
+        self._entries, self.programs = entries, [entry.program for entry in entries]
 
 
 class _Entry(NamedTuple):

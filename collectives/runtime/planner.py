@@ -124,7 +124,7 @@ class Planner:
             may_start = (before is None or not before.holds_program) and not self._broken
             result = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else OTHER_ARRAYS
             if result != OTHER_ARRAYS:
-                program = calls.started(name)
+                program, result = calls.started(name, result)
             else:
                 try:
                     arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)

@@ -130,14 +130,14 @@ class ProgramCache:
         self._orphans: list[object] = []
 
     def run_cached(
-        self, result: int, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+        self, number: int, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> CallKey | tuple[()]:
         """Run a blocking call if it is in the cache and return an empty tuple; else return its key for `store`.
 
-        `result` is that of ``compiled_calls.run[name]`` for this call.
+        `number` is that of ``compiled_calls.run[name]`` for this call.
         """
-        if result != table.OTHER_ARRAYS:
-            program = self.compiled_calls.started(name)
+        if number != table.OTHER_ARRAYS:
+            program, result = self.compiled_calls.started(name, number)
             try:
                 program.go_on(result)
             except BaseException as error:

@@ -60,13 +60,16 @@ DONE, WAITING, OTHER_ARRAYS, MISMATCH, UNREADABLE = range(5)
 """The program has ended; it waits for a peer; nothing was done, as the arrays are not those expected; a message of
 another call or length came; a peer's memory could not be read."""
 
+RESULT = 7
+"""Bits of the result in the number that a call returns; the bits above are the number of the entry it has started."""
+
 # ------------------------------------------------------------------------------------------ calls
 
-SPINS, ENTRY_COUNT, CURRENT, ARGUMENTS = range(4)
+SPINS, ENTRY_COUNT, ARGUMENTS = range(3)
 ARRAYS = ARGUMENTS + 6
 ENTRIES = ARRAYS + 2
-"""Words of the calls of a method: polls before a call returns; the number of entries; the entry that a call has
-started; the arguments of the call, its two array objects, and the entries."""
+"""Words of the calls of a method: polls before a call returns; the number of entries; the arguments of the call, its
+two array objects, and the entries."""
 
 TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
 """Words of an entry: addresses of the program's table, and of its first check; the number of checks; an array object

@@ -315,15 +315,16 @@ class Request:
         return True
 
     def _end_soon(self) -> bool:
-        """Poll for messages of a compiled program; True if that has ended it."""
+        """Poll for messages of a compiled program; True if that, and no other thread, has ended it."""
         if not isinstance(self.program, CompiledProgram):
             return False
         _acquire()
         try:
-            if self.active and self._gate is None and self._do(self.program.poll):
-                self._ended_in_wait()
-                self._end()
-            return not self.active
+            if not self.active or self._gate is not None or not self._do(self.program.poll):
+                return False
+            self._ended_in_wait()
+            self._end()
+            return True
         finally:
             _release_lock()
 

@@ -26,10 +26,10 @@ def quick(world, monkeypatch):
 
 def find(comm, name, sendbuf, recvbuf, op=MPI.SUM, root=0, algorithm="auto", segments=None):
     """Run a call in compiled code alone; True if it was found, on all ranks alike."""
-    result = comm._compiled[name](sendbuf, recvbuf, op, root, algorithm, segments)
-    if result not in (table.DONE, table.OTHER_ARRAYS):
-        comm._run_cached(result, name, sendbuf, recvbuf, op, root, algorithm, segments)
-    return result != table.OTHER_ARRAYS
+    number = comm._compiled[name](sendbuf, recvbuf, op, root, algorithm, segments)
+    if number & table.RESULT and number != table.OTHER_ARRAYS:
+        comm._run_cached(number, name, sendbuf, recvbuf, op, root, algorithm, segments)
+    return number != table.OTHER_ARRAYS
 
 
 def test_arrays_of_one_call(quick):
