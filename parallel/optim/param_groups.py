@@ -20,8 +20,10 @@ def from_torch(given: Mapping[str, Any]) -> dict[str, Any]:
     {'rate': 0.1, 'beta1': 0.9, 'beta2': 0.99}
     """
     values = dict(given)
-    for name in TORCH_NAMES.keys() & given.keys():
-        names, value = TORCH_NAMES[name], values.pop(name)
+    for name, names in TORCH_NAMES.items():
+        if name not in given:
+            continue
+        value = values.pop(name)
         parts = tuple(value) if len(names) > 1 and isinstance(value, Iterable) else (value,)
         if len(parts) != len(names) or not given.keys().isdisjoint(names):
             found = "both" if len(parts) == len(names) else repr(value)

@@ -82,6 +82,7 @@ def microbatches(settings: Settings, ranks: int) -> int:
 
 
 def check(settings: Settings, ranks: int) -> None:
+    """Raise ValueError if the settings do not fit a pipeline on so many ranks."""
     name, pipelines = schedule_of(settings), workers(settings, ranks)
     each, batch = settings.microbatches, settings.batch
     if each is not None and batch % (each * pipelines):

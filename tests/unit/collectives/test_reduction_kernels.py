@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("numba")
 import numba
 
-from collectives.runtime import reduction_kernels, table_kernel
+from collectives.runtime import kernel_memory, reduction_kernels
 
 UFUNCS = (
     np.add, np.multiply, np.maximum, np.minimum, np.logical_and, np.logical_or, np.logical_xor,
@@ -17,7 +17,7 @@ DTYPES = "?bBhHiIlLqQefdgFDG"
 
 @numba.njit
 def call(kernel, left, right, out, nbytes):
-    return table_kernel._reduce(kernel, left, right, out, nbytes)
+    return kernel_memory.reduce_bytes(kernel, left, right, out, nbytes)
 
 
 def samples(dtype):
