@@ -81,11 +81,16 @@ class Communicator(CollectiveMethods):
     tuning : bool or path, optional
         Timing table for ``algorithm="auto"``, measured by ``chorus tune``: the one stored for this user, machine
         and MPI, if any (default); a file; or none, for False or None. Rank 0's table is used on all ranks.
+    async_progress : bool, optional
+        Copy messages from 128 KiB of non-blocking and persistent collectives in a thread while the program computes,
+        instead of in their start. For machines with a core to spare for each rank. Enabled on all ranks if one
+        enables it; default False.
 
     Raises
     ------
     InvalidArgument, InvalidType
-        On all ranks, if `nodes` is invalid or differs between ranks, or ``CHORUS_DEBUG`` is invalid on one of them.
+        On all ranks, if `nodes` is invalid or differs between ranks, or ``CHORUS_DEBUG`` is invalid on one of them; or
+        with `async_progress` on several nodes, if the MPI does not support ``MPI.THREAD_MULTIPLE``.
 
     Notes
     -----
@@ -133,6 +138,7 @@ class Communicator(CollectiveMethods):
         shared: bool = True,
         nodes: Sequence[int] | None = None,
         tuning: Tuning = True,
+        async_progress: bool = False,
     ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
@@ -140,10 +146,12 @@ class Communicator(CollectiveMethods):
             raise InvalidArgument(MPI.ERR_COMM, "comm: MPI.COMM_NULL has no ranks")
         plain = MPI.Intracomm(comm)
         # Also a barrier that progresses all active operations: no rank waits for them in the blocking calls below.
-        self._threads = bool(common(plain, int(MPI.Query_thread() == MPI.THREAD_MULTIPLE)))
+        bits = common(plain, (MPI.Query_thread() == MPI.THREAD_MULTIPLE) | (not async_progress) << 1)
+        self._threads, self._async_progress = bool(bits & 1), not bits & 2
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
         given_nodes = agree_on_nodes(plain, nodes)
-        self._planner = Planner(plain.Dup(), cuda_aware, shared, given_nodes)
+        self._planner = Planner(plain.Dup(), cuda_aware, shared, given_nodes, self._async_progress)
+        self._refuse_async_progress()
         self._cuda_aware, self._shared, self._given_nodes = cuda_aware, shared, given_nodes
         self._checker = DesyncChecker(plain) if checks else None
         if self._checker is None:
@@ -196,6 +204,16 @@ class Communicator(CollectiveMethods):
         if memory.shared:
             choice = self._chooser.choose(call, algorithm, segments, "persistent", memory)
         return planner.init(call, choice, memory.shared)
+
+    def _refuse_async_progress(self) -> None:
+        """Raise on all ranks if the progress thread would have to call an MPI that is not for several threads."""
+        planner = self._open_planner()
+        if self._async_progress and planner.nodes is not None and not self._threads:
+            planner.free()
+            self._planner = None
+            raise InvalidArgument(
+                MPI.ERR_ARG, "async_progress: expected MPI.THREAD_MULTIPLE between several nodes, found less on a rank"
+            )
 
     def _report_refusals(self, checker: DesyncChecker) -> None:
         """Wrap every collective so that invalid arguments on this rank are reported to the other ranks (debug mode).
@@ -345,6 +363,7 @@ class Communicator(CollectiveMethods):
             shared=self._shared,
             nodes=nodes,
             tuning=self._chooser.selector.table,
+            async_progress=self._async_progress,
         )
 
     def Idup(self, info: MPI.Info | None = None) -> Any:

@@ -21,6 +21,7 @@ from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
 from collectives.benchmark.flag_round_trip import flag_round_trip
 from collectives.benchmark.measure import RaceOptions, measure
+from collectives.benchmark.overlap import overlap_lines
 from collectives.benchmark.reports import check_writable, write
 from collectives.benchmark.result_rows import Report, make_report, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
@@ -50,6 +51,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--in-place", action="store_true", help="pass MPI.IN_PLACE where the collective allows it")
     for mode, text in zip(MODES, MODE_HELP, strict=True):
         add(f"--{mode}", dest="modes", action="append_const", const=mode, help=f"{text}; several make one race")
+    beside = launcher.at_least(0, float)
+    add("--beside", type=beside, metavar="MS", help="race nothing: print how much is hidden beside MS ms of other work")
     add("--no-model", dest="model", action="store_false", help="do not time messages to predict times from them")
     add("--iterations", type=count, default=1000, metavar="N", help="timed calls, at most (default 1000)")
     warmup = launcher.at_least(2, int)
@@ -132,6 +135,16 @@ def bench(args: argparse.Namespace) -> Report:
     return report
 
 
+def show_overlap(args: argparse.Namespace) -> None:
+    """Print how much of each collective's time is hidden beside other work."""
+    plain = MPI.COMM_WORLD
+    for collective, dtype, nbytes in configurations(args, plain.Get_size()):
+        launcher.say(f"# {collective} of {format_size(nbytes)}, {dtype}, beside work of {args.beside:g} ms")
+        launcher.say(f"{'':>14} {'work':>7} {'alone':>8} {'work':>8} {'both':>8} {'hidden':>7}")
+        for line in overlap_lines(plain, collective, nbytes, dtype, args.beside):
+            launcher.say(line)
+
+
 def show_merged(args: argparse.Namespace) -> Report:
     report: Report = args.merge
     memories, modes = (list(dict.fromkeys(row[name] for row in report["rows"])) for name in ("memory", "mode"))
@@ -143,6 +156,9 @@ def show_merged(args: argparse.Namespace) -> Report:
 
 def main() -> int:
     args = parse()
+    if args.beside is not None:
+        show_overlap(args)
+        return 0
     report = show_merged(args) if args.merge else bench(args)
     if MPI.COMM_WORLD.Get_rank() == 0:
         write(args.json, report)

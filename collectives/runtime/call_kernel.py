@@ -22,6 +22,7 @@ from collectives.runtime.kernel_memory import (
     load_word,
     object_address,
     set_word_at,
+    sleep_us,
     store_word,
     word_at,
 )
@@ -29,6 +30,10 @@ from collectives.runtime.table_kernel import advance
 from quant.kernels.jit import compiler
 
 _compile = compiler(table, kernel_memory, table_kernel)
+_compile_released = compiler(table, kernel_memory, table_kernel, nogil=True)
+
+NAP_US = 20
+"""Microseconds of a sleep between two attempts of the progress thread."""
 
 TYPE, SIZE, ITEMS = 8, 16, 24
 """Offsets in Python's objects: the type; in lists and tuples the length, and the items, or in a list the pointer to
@@ -63,7 +68,7 @@ def _run_on(s, r, t, spins):
         return table.OTHER_ARRAYS  # they overlap, which the Python code reports as an error
     set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
     set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
-    return advance(t, spins)
+    return table.WAITING if word_at(t, table.DEFERRED) else advance(t, spins)
 
 
 @_compile
@@ -141,6 +146,16 @@ def _copy(target, source, nbytes):
     copy_bytes(target, source, nbytes)
 
 
+def _advance_patiently(t, spins, naps):
+    result = advance(t, spins)
+    for _ in range(naps):
+        if result != table.WAITING:
+            break
+        sleep_us(types.int32(NAP_US))
+        result = advance(t, spins)
+    return result
+
+
 _compiling = Lock()
 """Held while functions are compiled: two threads would write the same files."""
 
@@ -161,6 +176,11 @@ class Functions(NamedTuple):
     copy: Callable[[int, int, int], None]
     """``copy(target, source, nbytes)`` copies memory; several times faster than `ctypes.memmove`."""
 
+    advance_patiently: Callable[..., int]
+    """``advance_patiently(table, spins, naps)`` is `advance` with up to `naps` sleeps of `NAP_US` while it waits.
+
+    It releases the interpreter's lock (GIL)."""
+
 
 @cache
 def functions() -> Functions:
@@ -171,6 +191,7 @@ def functions() -> Functions:
             _entry(_compile(_run), (HANDLE, HANDLE, types.int64, types.int64)),
             _entry(advance, (types.int64, types.int64)),
             _entry(_compile(_copy), (types.int64, types.int64, types.int64)),
+            _entry(_compile_released(_advance_patiently), (types.int64, types.int64, types.int64)),
         )
 
 

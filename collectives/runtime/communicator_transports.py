@@ -10,6 +10,7 @@ from contextlib import suppress
 import numpy as np
 from mpi4py import MPI
 
+from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
 from collectives.transport.device import cuda_aware
@@ -61,9 +62,10 @@ class Transports:
     def allocate(self, nbytes: int) -> np.ndarray:
         """Allocate a uint8 array of `nbytes`, in shared memory if the ranks of the node share any. Collective."""
         array = self.heap.allocate(nbytes)
-        for edges in self.edges.values():
-            for edge in edges.values():
-                edge.update_segments()
+        with progress_thread.portion:  # in which it may read them
+            for edges in self.edges.values():
+                for edge in edges.values():
+                    edge.update_segments()
         return array
 
     def consume_tag(self) -> int:

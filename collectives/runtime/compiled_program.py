@@ -27,11 +27,22 @@ from collectives.transport.shm_messages import CHUNK, Acknowledgement, EagerSend
 YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 
+PATIENT_POLLS = 200
+"""Polls between two sleeps of the progress thread: some 10 us."""
+
 
 @cache
 def available() -> bool:
     """True if numba is installed."""
     return find_spec("numba") is not None
+
+
+def load_compiler() -> None:
+    """Load the compiler, or compiled functions, now; a no-op without numba."""
+    if available():
+        from collectives.runtime import call_kernel
+
+        call_kernel.functions()
 
 
 class _NotCompilableError(Exception):
@@ -230,11 +241,12 @@ class CompiledProgram:
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
         pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
         self._written = {_place(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
-        self._table[table.SHARED_CORES] = self.node.shares_cores
+        self._table[table.SHARED_CORES], self._table[table.DEFERRED] = self.node.shares_cores, program.deferred
+        self.deferred = program.deferred
         self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
         self.ended = True
         self.address = MPI.Get_address(self._table)
-        _, self._run, self._advance, self.copy = call_kernel.functions()
+        _, self._run, self._advance, self.copy, self._advance_patiently = call_kernel.functions()
 
     def expect(self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int]) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
@@ -290,15 +302,22 @@ class CompiledProgram:
         raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be read")
 
     def start(self) -> bool:
-        """Start the program on the memory it was bound to, and `advance`."""
+        """Start the program on the memory it was bound to, and `advance` unless that is `deferred`."""
         self.ended = False
-        return self.advance()
+        return not self.deferred and self.advance()
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""
         if not self.ended:
             self.note(self._advance(self.address, 0))
         return self.ended
+
+    def advance_patiently(self, naps: int) -> int:
+        """Run as far as possible without the interpreter's lock (GIL); the result is for `note`.
+
+        It sleeps up to `naps` times while it waits for messages.
+        """
+        return table.DONE if self.ended else self._advance_patiently(self.address, PATIENT_POLLS, naps)
 
     def poll(self) -> bool:
         """`advance` after some polls for messages; True if the end is reached."""

@@ -148,6 +148,8 @@ else:
 
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 
+sleep_us = types.ExternalFunction("usleep", types.int32(types.int32))
+
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _MONOTONIC = time.CLOCK_MONOTONIC
 

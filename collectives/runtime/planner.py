@@ -21,7 +21,7 @@ from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
 from collectives.runtime.compiled_calls import CompiledCallTable
-from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime.compiled_program import CompiledProgram, compile_program, load_compiler
 from collectives.runtime.count_exchange import CountExchange, bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.native_requests import ended_request, new_request
 from collectives.runtime.program import ElementArray, Program
@@ -29,20 +29,33 @@ from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey
 from collectives.runtime.program_table import OTHER_ARRAYS
 from collectives.runtime.progress import active_requests, progress_lock, run_program
 from collectives.runtime.requests import Request
-from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
+from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.mailbox import NONBLOCKING
 from collectives.transport.wire import Wire
+
+DEFERRED_BYTES = 1 << 17
+"""Bytes from which a message is copied by the progress thread with the option `async_progress`."""
 
 
 class Planner:
     """Runs the collective calls of one communicator over `comm`, a private duplicate of it that the planner owns.
 
     The duplicate is used for nothing else, so that its messages never match the user's. `transports` is created from
-    the other arguments; `cache` holds the programs of blocking calls.
+    the other arguments; `cache` holds the programs of blocking calls. With `async_progress`, programs of long messages
+    within the node are begun and advanced by the progress thread; they are compiled at once, where that is possible.
     """
 
-    def __init__(self, comm: MPI.Intracomm, aware: bool | None, shared: bool, nodes: Sequence[int] | None) -> None:
-        self.comm = comm
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        aware: bool | None,
+        shared: bool,
+        nodes: Sequence[int] | None,
+        async_progress: bool = False,
+    ) -> None:
+        self.comm, self.async_progress = comm, async_progress
+        if async_progress:
+            load_compiler()
         self.transports = Transports(comm, aware, shared, nodes)
         self.node, self.nodes = self.transports.node, self.transports.nodes
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -55,7 +68,8 @@ class Planner:
         self._broken: str | None = None
         self._count_exchanges: dict[Hashable, CountExchange] = {}
         self._persistent: weakref.WeakSet[Request] = weakref.WeakSet()
-        self._finalized: deque[tuple[Program, int | None]] = deque()  # appended by finalizers at any moment
+        # Appended by finalizers at any moment.
+        self._finalized: deque[tuple[Program | CompiledProgram, int | None]] = deque()
         self._channels = ChannelAllocator(comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
@@ -174,7 +188,7 @@ class Planner:
             if program.stream is not None:
                 program.stream.follow(*(buffer.owner for buffer in call.buffers))
             tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
-            request = new_request(call.collective, program, self, call)
+            request = new_request(call.collective, self._in_portions(program, key, turn), self, call)
             request.owns_program, request.device = not reusable, call_device(call)
             if program.wire.node is not None:
                 before, self._latest[turn] = self._latest[turn], request
@@ -194,7 +208,8 @@ class Planner:
         if self.node is not None and choice.algorithm != NATIVE:
             self._free_finalized()
             channel = self._channels.take()
-        program = self._bind(call, choice, "persistent", device, first, channel, shared)
+        bound = self._bind(call, choice, "persistent", device, first, channel, shared)
+        program = (compile_program(bound) or bound) if bound.deferred else bound
         request = Request(call.collective, program, self, call, persistent=True)
         request.channel, request.device = channel, call_device(call)
         request.finalizer = weakref.finalize(request, self._finalized.append, (program, channel))
@@ -283,7 +298,10 @@ class Planner:
             return binding.bind_call(call, *place, device, first, self.nodes)
 
         if not exchanges:
-            return bind_known(call)
+            program = bind_known(call)
+            is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
+            program.deferred = self.async_progress and is_long and program.exchanges is not None
+            return program
         return bind_after_exchange(call, bind_count_exchange(call, *place, self.nodes), bind_known, device)
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
@@ -330,6 +348,15 @@ class Planner:
                 self._compiled[turn] = {known: one for known, one in compiled.items() if one.program is not freed}
                 self._calls[turn].discard(freed)
             freed.free()
+
+    def _in_portions(self, program: Program, key: Hashable, turn: int) -> Program | CompiledProgram:
+        """The compiled form of a `deferred` program with this key, which the progress thread runs; else `program`."""
+        if not program.deferred or key is None:
+            return program
+        compiled = self._compiled[turn].get(key) or compile_program(program)
+        if compiled is not None:
+            self._compiled[turn][key] = compiled
+        return compiled or program
 
     def _compile(self, program: Program, key: CallKey, turn: int, call: Call) -> None:
         """Compile a repeated non-blocking call if calls are frequent, for `start_cached`."""

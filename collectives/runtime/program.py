@@ -82,13 +82,15 @@ class Program:
         A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
+    deferred
+        `start` runs nothing: the progress thread begins the work, or the first `advance`.
     prefers_finish
         `finish` is faster than repeated `advance`, as for a collective of the MPI, which may need many polls.
     """
 
     on_arrays: Callable[[Any, Any], bool] | None = None
     exchanges: tuple[Exchange, ...] | None = None
-    broken = waits_in_mpi = prefers_finish = False
+    broken = waits_in_mpi = prefers_finish = deferred = False
     begins: tuple[tuple[int, int], ...] = ()
     position = 0
 
@@ -117,9 +119,9 @@ class Program:
             call()
 
     def start(self) -> bool:
-        """Start the program and `advance`; if that returns False, `advance` or `finish` must follow."""
+        """Start the program, and `advance` unless it is `deferred`; if False, `advance` or `finish` must follow."""
         self.position = 0
-        return self.advance()
+        return not self.deferred and self.advance()
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""

@@ -29,9 +29,10 @@ RECV_ARRAY = SEND_ARRAY + ARRAY_WORDS
 """The two arrays that a call passes, each in `ARRAY_WORDS` words: 1 if it is written, the memory that it is, the offset
 of that in the array, and its bytes that may not overlap those of the other array."""
 
-SHARED_CORES = RECV_ARRAY + ARRAY_WORDS
-HEADER_WORDS = SHARED_CORES + 1
-"""1 if the core is yielded between polls; and the length of the header."""
+SHARED_CORES, DEFERRED = RECV_ARRAY + ARRAY_WORDS, RECV_ARRAY + ARRAY_WORDS + 1
+HEADER_WORDS = DEFERRED + 1
+"""1 if the core is yielded between polls; 1 if a call only stores the addresses of its arrays; and the length of the
+header."""
 
 # ------------------------------------------------------------------------------------------ the sections
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from collectives.runtime.program import Program
-from collectives.transport.wire import pause
+from collectives.transport.wire import NAP, pause
 
 if TYPE_CHECKING:
     from collectives.runtime.requests import Request
@@ -27,6 +28,9 @@ LONGEST_SLEEP = 1e-3
 
 SHORTEST_SLEEP = 2e-5
 """Seconds to the next check after progress."""
+
+NAPS = 10
+"""Sleeps of the progress thread in one portion of a request, while it waits for other ranks: a millisecond in all."""
 
 IDLE_CHECKS = 500
 """Consecutive checks without active requests, after which the progress thread ends."""
@@ -55,6 +59,8 @@ def progress() -> None:
         _progress_count += 1
         for request in tuple(active_requests):
             request._advance()
+    if progress_thread.portion.locked():  # it needs the GIL at the end of its portion, which polling would keep
+        time.sleep(NAP)
 
 
 def progress_until(done: Callable[[], bool]) -> None:
@@ -94,12 +100,17 @@ class ProgressThread:
     """Thread that advances active requests while the program does not. Errors are kept for those who wait for them.
 
     It is started with a request (`ensure`, while holding `progress_lock`), ends after half a second without active
-    requests, and sleeps longer the longer nothing advances. If the MPI is not thread-safe, it advances only requests
-    that are within the node, and leaves their completion to the program.
+    requests, and sleeps longer the longer nothing advances. Compiled programs of long messages (`deferred`) run in
+    portions, without the interpreter's lock (GIL) and without `progress_lock`, so that other threads compute and call
+    other methods meanwhile; a portion ends when it has waited a millisecond for other ranks. If the MPI is not
+    thread-safe, the thread advances only requests that are within the node, and leaves their completion to the program.
     """
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
+        self.portion = threading.Lock()
+        """Held while the thread runs a portion of a request without `progress_lock`; acquired before that lock."""
+
         self._alarm = threading.Lock()  # locked while the thread may sleep
         self._alarm.acquire()
         self._ending = False
@@ -142,20 +153,42 @@ class ProgressThread:
 
 
 def _advance_active() -> bool:
-    """Advance all active requests in the progress thread; True if one moved. Errors are kept for those who wait."""
+    """Advance all active requests in the progress thread; True if one moved."""
     moved, everything = False, mpi_is_thread_safe()
     with progress_lock:
-        for request in tuple(active_requests):
-            before = request.program.position
-            try:
-                if everything:
-                    request._advance()
-                else:
-                    request._advance_within_node()
-            except BaseException as error:
-                request.error = error
-            moved |= not request.active or request.program.position != before
+        several = tuple(active_requests)
+        for request in several:
+            if not request.portioned:
+                moved |= _has_moved(request, request._advance if everything else request._advance_within_node)
+    naps = NAPS if len(several) == 1 else 0
+    for request in several:
+        if request.portioned:
+            moved |= _has_moved(request, partial(_run_portion, request, naps))
     return moved
+
+
+def _has_moved(request: Request, advance: Callable[[], object]) -> bool:
+    """Call `advance`; True if the request has moved. An error is kept for those who wait."""
+    before = request.program.position
+    try:
+        advance()
+    except BaseException as error:
+        if not request._broken:  # else it has kept the error itself
+            request.error = error
+    return not request.active or request.program.position != before
+
+
+def _run_portion(request: Request, naps: int) -> None:
+    """Run the program of a request, if it still is active, until it has slept `naps` times for other ranks."""
+    with progress_thread.portion:
+        with progress_lock:
+            program = request.portioned
+            if program is None:
+                return
+            request.in_thread = True
+        result = program.advance_patiently(naps)
+        with progress_lock:
+            request._note(program, result)
 
 
 progress_thread = ProgressThread()
@@ -165,7 +198,7 @@ progress_thread = ProgressThread()
 def _after_fork() -> None:
     """Forget requests and thread in a forked process, which has no part in them."""
     active_requests.clear()
-    progress_thread.thread = None
+    progress_thread.thread, progress_thread.portion = None, threading.Lock()
     progress_lock.release()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from threading import current_thread
 from typing import Any, Literal, Protocol
 
 from mpi4py import MPI
@@ -13,7 +15,14 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
-from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
+from collectives.runtime.progress import (
+    active_requests,
+    mpi_is_thread_safe,
+    progress,
+    progress_lock,
+    progress_thread,
+    progress_until,
+)
 from collectives.transport.wire import pause
 
 COMPILE_AFTER = 10
@@ -96,6 +105,9 @@ class Request:
 
     active = False
     """True between start and completion."""
+
+    in_thread = False
+    """The progress thread runs a portion of the program, which no other thread may use meanwhile."""
 
     error: BaseException | None = None
     """Error that aborted the operation in the progress thread, to be raised by `Test` or `Wait`."""
@@ -213,6 +225,8 @@ class Request:
         active_requests.append(self)
         if progress_thread.thread is None:
             progress_thread.ensure()
+        if self.program.deferred:
+            progress_thread.wake()
 
     def _start_program(self) -> None:
         if self.tag is not None and isinstance(self.program, Program):
@@ -221,7 +235,7 @@ class Request:
             self._end()
 
     def _advance(self) -> None:
-        if not self.active:
+        if not self.active or self.in_thread:
             return
         if self._gate is not None:
             if not self._do(self._gate):
@@ -237,6 +251,20 @@ class Request:
         if self.active and self._gate is None and self.on_end is None and self.program.needs_no_mpi:
             self._do(self.program.advance)
 
+    @property
+    def portioned(self) -> CompiledProgram | None:
+        """The program if the progress thread can run it now without locks: a compiled one of long messages."""
+        program = self.program
+        runs = self.active and self._gate is None and program.deferred
+        return program if runs and isinstance(program, CompiledProgram) else None
+
+    def _note(self, program: CompiledProgram, result: int) -> None:
+        """Take note of the result of a portion of `program`, which the progress thread has run."""
+        self.in_thread = False
+        self._do(partial(program.note, result))
+        if program.ended and mpi_is_thread_safe():
+            self._end()
+
     def _do(self, step: Callable[[], Any]) -> Any:
         """Return `step()`, run in the request's device context; an error aborts the operation and is raised."""
         try:
@@ -244,7 +272,9 @@ class Request:
                 return step()
             with self._context():  # other threads have other current streams
                 return step()
-        except BaseException:
+        except BaseException as error:
+            if current_thread() is progress_thread.thread:
+                self.error = error
             self._broken = True
             self.program.broken = step is not self._gate  # no message has left before the gate opens
             active_requests.remove(self)
@@ -320,7 +350,7 @@ class Request:
             return False
         _acquire()
         try:
-            if not self.active or self._gate is not None or not self._do(self.program.poll):
+            if not self.active or self.in_thread or self._gate is not None or not self._do(self.program.poll):
                 return False
             self._ended_in_wait()
             self._end()
@@ -351,7 +381,7 @@ class Request:
         """
         _acquire()
         try:
-            alone = self.active and len(active_requests) == 1 and self._gate is None
+            alone = self.active and not self.in_thread and len(active_requests) == 1 and self._gate is None
             alone = alone and (self.persistent or self.program.prefers_finish)
             if alone:
                 active_requests.clear()

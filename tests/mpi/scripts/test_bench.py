@@ -6,6 +6,7 @@ from mpi4py import MPI
 from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES
 from collectives.benchmark.measure import RaceOptions, measure
+from collectives.benchmark.overlap import hidden_share, overlap_lines
 from collectives.runtime import native
 
 FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
@@ -35,6 +36,17 @@ def test_every_form(world, comm, collective, mode, in_place, against):
         assert absent == {}
         assert [row["wrong"] for row in rows] == [0]
         assert rows[0]["iterations"] == 3
+
+
+def test_the_share_that_is_hidden(world):
+    lines = [line.split() for line in overlap_lines(world, "allreduce", 1000, "float32", 0.1)]
+    names = [(name, work) for name in ("MPI", "Chorus", "async_progress") for work in ("sleep", "matmul")]
+    assert [tuple(line[:2]) for line in lines] == names
+    for *_, alone, work, both, hidden in lines:
+        assert float(alone) + float(work) + float(both) > 0
+        assert 0 <= float(hidden[:-1]) <= 100
+    assert [hidden_share(4, 20, both) for both in (19, 20, 21, 24, 30)] == [1, 1, 0.75, 0, 0]
+    assert hidden_share(0, 1, 1) == 0
 
 
 def test_several_modes_make_one_race(world, comm):
