@@ -427,7 +427,7 @@ def test_cuts_without_a_meaning(comm, cuts):
 def test_stages_with_other_micro_batches(comm):
     if comm.size == 1:
         pytest.skip("one stage has nobody to differ from")
-    with pipeline(comm) as made, pytest.raises(ValueError, match="are stages of one pipeline and must have the same"):
+    with pipeline(comm) as made, pytest.raises(ValueError, match="run parts of one model and must have the same"):
         made.step(tiny_models.batches(range(5 + (comm.Get_rank() == 1))))
 
 
