@@ -13,6 +13,7 @@ from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements, ev
 from collectives.benchmark.result_rows import Row, make_row
 from collectives.benchmark.timing import MODES, Contestant, Timing, make_call, race
 from collectives.runtime import native
+from collectives.selection.select import has_local_counts
 from collectives.selection.timing_table import NATIVE
 
 
@@ -116,8 +117,10 @@ def measure(
         if algorithm == "auto":
             name = even_form(collective) if collective == "reduce_scatterv" else collective
             symmetric = memory == "symmetric"
-            chosen, pieces = comm.choice(name, nbytes, form=mode, symmetric=symmetric, in_place=options.in_place)[:2]
-            labels |= {"chosen": chosen, "chosen_segments": pieces}
+            choice = comm.choice(name, nbytes, form=mode, symmetric=symmetric, in_place=options.in_place)
+            chosen, pieces = choice.algorithm, choice.segments
+            expected_us = None if has_local_counts(collective) else 1e6 * choice.seconds
+            labels |= {"chosen": chosen, "chosen_segments": pieces, "expected_us": expected_us}
         if options.costs is not None and chosen != NATIVE:
             setting = even_form(collective), chosen, size, nbytes, options.segments or pieces or 1, options.in_place
             labels["predicted_us"] = predicted_us(options.costs[memory, mode], *setting)

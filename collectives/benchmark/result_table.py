@@ -84,17 +84,17 @@ class TableStyle:
             yield self.line(row)
 
 
-def verdict(rows: list[Row]) -> str | None:
-    """Comment line on how well the cost model predicted rows above 64 KiB; None without predictions."""
+def model_errors(rows: list[Row]) -> list[str]:
+    """Comment line on how well timed messages predicted rows above 64 KiB; none without predictions."""
     ratios = [_predicted_ratio(row) for row in rows if row["bytes"] > 1 << 16]
     errors = [abs(ratio - 1) for ratio in ratios if ratio is not None]
     if not errors:
-        return None
+        return []
     near = sum(error <= 0.25 for error in errors)
-    return (
-        f"# The model: {near} of {len(errors)} rows above 64 KiB within 25 % of what was measured; "
+    return [
+        f"# Predicted from timed messages: {near} of {len(errors)} rows above 64 KiB within 25% of the measured time; "
         f"median error {statistics.median(errors):.0%}"
-    )
+    ]
 
 
 def preamble(report: Report) -> list[str]:

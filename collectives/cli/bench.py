@@ -26,6 +26,7 @@ from collectives.benchmark.reports import check_writable, write
 from collectives.benchmark.result_rows import Report, make_report, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
+from collectives.benchmark.verdict import judge
 from collectives.cli import launcher
 from collectives.cli.arguments import names_of, picture_file, words
 
@@ -160,14 +161,16 @@ def main() -> int:
         show_overlap(args)
         return 0
     report = show_merged(args) if args.merge else bench(args)
+    verdict = judge(report["rows"])
+    report["verdict"] = verdict._asdict()
     if MPI.COMM_WORLD.Get_rank() == 0:
         write(args.json, report)
         if args.plot:
             from collectives.benchmark.race_plots import plot_race
 
             plot_race(args.plot, report)
-    if verdict := result_table.verdict(report["rows"]):
-        launcher.say(verdict)
+    for line in (*result_table.model_errors(report["rows"]), *verdict.lines()):
+        launcher.say(line)
     wrong = sum(row["wrong"] + (row["native_wrong"] or 0) for row in report["rows"])
     if wrong:
         launcher.say(f"# WRONG: {wrong} elements differ from the expected result")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
-from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing
+from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing, verdict
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
 from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, exact_pattern
 from collectives.schedule.chunks import even
@@ -207,9 +207,27 @@ def test_table_lines_up_with_its_heading(full, memories, modes):
 def test_the_model_is_judged_by_the_long_rows():
     told = [make_row() | {"bytes": 1 << 20, "ours_us": 100.0, "predicted_us": us} for us in (76, 100, 140, 250)]
     told += [make_row(), make_row() | {"bytes": 1 << 20, "predicted_us": None}]  # a short row, and one without
-    assert result_table.verdict(told).startswith("# The model: 2 of 4 rows above 64 KiB within 25 %")
-    assert result_table.verdict(told).endswith("median error 32%")
-    assert result_table.verdict([make_row()]) is None
+    (line,) = result_table.model_errors(told)
+    assert line.startswith("# Predicted from timed messages: 2 of 4 rows above 64 KiB within 25%")
+    assert line.endswith("median error 32%")
+    assert result_table.model_errors([make_row()]) == []
+
+
+def test_verdict_on_auto():
+    def row(algorithm, nbytes, us, **labels):
+        return make_row() | {"algorithm": algorithm, "bytes": nbytes, "ours_us": us} | labels
+
+    near = [row("auto", 8, 110.0, expected_us=137.5), row("ring", 8, 100.0), row("linear", 8, 500.0)]
+    slow = [row("auto", 64, 111.0, expected_us=83.0), row("ring", 64, 100.0)]
+    faster = [row("auto", 8, 50.0, memory="symmetric"), row("ring", 8, 100.0, memory="symmetric")]  # no expected time
+    alone = [row("auto", 1024, 1.0, expected_us=1.0), row("ring", 4096, 1.0)]
+    found = verdict.judge([*near, *slow, *faster, *alone])
+    assert found == verdict.Verdict(compared=3, near_best=2, expected=2, near_expected=1)
+    assert found.lines() == [
+        "# auto: 2 of 3 points within 10% of the best algorithm",
+        "# auto's expected time: 1 of 2 points within 25% of the measured time",
+    ]
+    assert verdict.judge(alone).lines() == []
 
 
 LINES = CalibratedCosts(
