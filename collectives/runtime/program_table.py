@@ -76,7 +76,7 @@ TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
 """Words of an entry: addresses of the program's table, and of its first check; the number of checks; an array object
 for a call without arrays. Then their number."""
 
-MAX_ENTRIES = 8
+MAX_ENTRIES = 16
 
 CHECK, VALUE, ITEM_COUNT, ARRAY, DTYPE, DIMENSIONS, ITEM_BYTES, ARRAY_BYTES, ARGUMENT, DEPTH, PATH = range(11)
 MAX_DEPTH = 3
