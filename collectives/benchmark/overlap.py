@@ -26,7 +26,8 @@ def works(plain: MPI.Intracomm, milliseconds: float) -> dict[str, Callable[[], A
 
     multiply(10)
     least = min(slowest_ms(plain, partial(multiply, 10)) for _ in range(5)) / 10
-    return {"sleep": partial(time.sleep, milliseconds / 1e3), "matmul": partial(multiply, round(milliseconds / least))}
+    count = max(1, round(milliseconds / least))
+    return {"sleep": partial(time.sleep, milliseconds / 1e3), "matmul": partial(multiply, count)}
 
 
 def slowest_ms(plain: MPI.Intracomm, call: Callable[[], Any]) -> float:

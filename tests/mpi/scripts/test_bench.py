@@ -39,7 +39,7 @@ def test_every_form(world, comm, collective, mode, in_place, against):
 
 
 def test_the_share_that_is_hidden(world):
-    lines = [line.split() for line in overlap_lines(world, "allreduce", 1000, "float32", 0.1)]
+    lines = [line.split() for line in overlap_lines(world, "allreduce", 1000, "float32", 1)]
     names = [(name, work) for name in ("MPI", "Chorus", "async_progress") for work in ("sleep", "matmul")]
     assert [tuple(line[:2]) for line in lines] == names
     for *_, alone, work, both, hidden in lines:
