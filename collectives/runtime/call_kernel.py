@@ -1,7 +1,7 @@
 """Compiled entry points of calls: find the program of a call by its arguments, and run it on the call's arrays.
 
-Objects are read at their addresses as CPython and NumPy lay them out, which takes a tenth of the time of Python's
-attributes, tuples and dictionaries.
+Objects are read at their addresses as CPython and NumPy lay them out, without Python's attributes, tuples and
+dictionaries.
 """
 
 # mypy: ignore-errors
@@ -174,7 +174,7 @@ class Functions(NamedTuple):
     """``advance(table, spins)`` goes on with a program, or starts it on the memory that its table names."""
 
     copy: Callable[[int, int, int], None]
-    """``copy(target, source, nbytes)`` copies memory; several times faster than `ctypes.memmove`."""
+    """``copy(target, source, nbytes)`` copies memory, with less overhead than `ctypes.memmove`."""
 
     advance_patiently: Callable[..., int]
     """``advance_patiently(table, spins, naps)`` is `advance` with up to `naps` sleeps of `NAP_US` while it waits.

@@ -1,6 +1,6 @@
 """Compiled programs, found by the arguments of a call in compiled code.
 
-This takes a fifth of the time of a lookup by key. It finds calls whose arguments other than arrays are the same objects
+This takes less time than a lookup by key. It finds calls whose arguments other than arrays are the same objects
 as before, or lists and tuples of these, and whose arrays have the same lengths and dtypes. Other calls, as one with an
 equal but newly made number among its counts, are looked up by key afterwards.
 """

@@ -33,8 +33,8 @@ PATIENT_POLLS = 200
 
 @cache
 def available() -> bool:
-    """True if numba is installed."""
-    return find_spec("numba") is not None
+    """True if numba is installed, and objects are laid out as compiled code reads them: not in free-threaded Python."""
+    return find_spec("numba") is not None and object.__basicsize__ == 16
 
 
 def load_compiler() -> None:

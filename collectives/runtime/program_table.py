@@ -77,6 +77,7 @@ TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
 for a call without arrays. Then their number."""
 
 MAX_ENTRIES = 16
+"""Entries of a method; the oldest one goes first."""
 
 CHECK, VALUE, ITEM_COUNT, ARRAY, DTYPE, DIMENSIONS, ITEM_BYTES, ARRAY_BYTES, ARGUMENT, DEPTH, PATH = range(11)
 MAX_DEPTH = 3
