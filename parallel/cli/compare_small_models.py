@@ -129,7 +129,7 @@ def _draw(args: argparse.Namespace, found: dict[Variant, list[EvalScore]]) -> No
     from parallel.benchmark.training_plots import plot_pruning
 
     def mean(variant: Variant) -> float:
-        return float(np.mean([score.accuracy or math.nan for score in found[variant]]))
+        return float(np.mean([math.nan if score.accuracy is None else score.accuracy for score in found[variant]]))
 
     methods = ("after training", "trained")
     curves = {

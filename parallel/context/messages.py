@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from collectives.runtime.progress import progress_until
 from parallel.nn import kernels
+from parallel.nn.kernels.storage import movable
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
 
@@ -57,7 +58,7 @@ def allgather(axis: Any, x: Array, shapes: Sequence[tuple[int, ...]]) -> list[Ar
         return [x]
     counts = [math.prod(shape) for shape in shapes]
     whole = kernels.array_namespace(x).empty(sum(counts), x.dtype)
-    axis.comm.Allgatherv(_movable(x.reshape(-1)), [_movable(whole), counts])
+    axis.comm.Allgatherv(movable(x.reshape(-1)), [movable(whole), counts])
     return views(whole, shapes)
 
 
@@ -69,7 +70,7 @@ def alltoall(axis: Any, sent: Sequence[Array], shapes: Sequence[tuple[int, ...]]
     flat = xp.concatenate([x.reshape(-1) for x in sent])
     counts = [math.prod(shape) for shape in shapes]
     received = xp.empty(sum(counts), flat.dtype)
-    axis.comm.Alltoallv([_movable(flat), [x.size for x in sent]], [_movable(received), counts])
+    axis.comm.Alltoallv([movable(flat), [x.size for x in sent]], [movable(received), counts])
     return views(received, shapes)
 
 
@@ -81,11 +82,6 @@ def views(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         made.append(flat[at : at + size].reshape(shape))
         at += size
     return made
-
-
-def _movable(x: Array) -> Array:
-    """The array as one that any MPI can move: half types as 16-bit integers."""
-    return x.view("u2") if x.dtype.itemsize == 2 else x
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:

@@ -231,9 +231,6 @@ class DataParallelEngine(TrainEngine):
             self.ledger.expect(predict(self._plan, self.settings.layout, len(self._optimizer.states()), assignment))
 
 
-Engine = DataParallelEngine
-
-
 def check_settings(settings: Settings, ranks: int) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
     check_compression(settings, settings.layout)

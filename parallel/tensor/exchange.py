@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from parallel.nn import kernels
-from parallel.nn.kernels.storage import HALVES, widen
+from parallel.nn.kernels.storage import movable, widen
 from quant.types import Array
 
 
@@ -35,7 +35,7 @@ def allgather(axis: Any, x: Array, dim: int, lengths: Sequence[int]) -> Array:
     first = xp.ascontiguousarray(xp.moveaxis(x, dim, 0))
     whole = xp.empty((sum(lengths), *first.shape[1:]), x.dtype)
     row = whole[:1].size
-    axis.comm.Allgatherv(_movable(first), [_movable(whole), [length * row for length in lengths]])
+    axis.comm.Allgatherv(movable(first), [movable(whole), [length * row for length in lengths]])
     return xp.ascontiguousarray(xp.moveaxis(whole, 0, dim))
 
 
@@ -49,8 +49,3 @@ def reduce_scatter(axis: Any, x: Array, dim: int, lengths: Sequence[int], algori
     row = terms[:1].size
     axis.comm.Reduce_scatter(terms, part, [length * row for length in lengths], algorithm=algorithm)
     return xp.ascontiguousarray(xp.moveaxis(part, 0, dim))
-
-
-def _movable(x: Array) -> Array:
-    """The array as one that any MPI can move: half types as 16-bit integers."""
-    return x.view("u2") if x.dtype in HALVES else x

@@ -43,6 +43,11 @@ def widen(x: Array) -> Array:
     return x.astype(wide(x.dtype), copy=False)
 
 
+def movable(x: Array) -> Array:
+    """View of an array that any MPI can move: half types as 16-bit integers."""
+    return x.view("u2") if x.dtype in HALVES else x
+
+
 def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
     """Round float32/float64 `x` (nearest even) to `dtype`, or into `out`, to its dtype. May return `x` itself."""
     dtype = dtype if out is None else out.dtype
