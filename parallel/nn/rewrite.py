@@ -21,18 +21,18 @@ def replaced(
         if ours is None:
             ours = copy.copy(operator)
             for name, value in vars(operator).items():
-                setattr(ours, name, _rebuilt(value, lambda one: replaced(one, replacement, done)))
+                setattr(ours, name, with_operators(value, lambda one: replaced(one, replacement, done)))
         done[id(operator)] = ours
     return done[id(operator)]
 
 
-def _rebuilt(value: Any, make: Callable[[Operator], Operator]) -> Any:
+def with_operators(value: Any, make: Callable[[Operator], Operator]) -> Any:
     """Attribute with ``make(operator)`` for every operator that it is, or holds in lists, tuples and dicts."""
     if isinstance(value, Operator):
         return make(value)
     if isinstance(value, dict):
-        return {key: _rebuilt(one, make) for key, one in value.items()}
+        return {key: with_operators(one, make) for key, one in value.items()}
     if isinstance(value, list | tuple):
         of_kind = getattr(type(value), "_make", type(value))  # named tuples take their fields one by one
-        return of_kind([_rebuilt(one, make) for one in value])
+        return of_kind([with_operators(one, make) for one in value])
     return value

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 
 from parallel.nn.operator import Operator, Parameter
+from parallel.nn.rewrite import with_operators
 
 
 class WrappedOperator(Operator):
@@ -28,10 +29,7 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
         if id(operator) not in made:
             new = copy(operator)
             for name, value in vars(operator).items() if not isinstance(operator, WrappedOperator) else ():
-                if isinstance(value, Operator):
-                    setattr(new, name, build(value))
-                elif isinstance(value, list | tuple):
-                    setattr(new, name, type(value)(build(i) if isinstance(i, Operator) else i for i in value))
+                setattr(new, name, with_operators(value, build))
             made[id(operator)] = change(new)
         return made[id(operator)]
 

@@ -13,7 +13,7 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.gradcheck import check
 from parallel.nn.linear import Linear
 from parallel.nn.models import build, mlp
-from parallel.nn.operator import PassMode, name_all
+from parallel.nn.operator import Operator, PassMode, name_all
 from parallel.transforms import few_bit_product
 from parallel.transforms.apply import prune, transformed
 from parallel.transforms.fake_quantized_input import FakeQuantizedInput, checked_ranges
@@ -227,3 +227,15 @@ def test_inputs_are_fake_quantised_where_ranks_share_ranges():
 
     with pytest.raises(ValueError, match="fake_quant_inputs: it belongs to dp"):
         strategy_of(complete({"layout": "local", "fake_quant_inputs": "int8"}))
+
+
+def test_operators_in_dicts_and_nested_lists_are_transformed():
+    class Branches(Operator):
+        def __init__(self):
+            self.branches = {"left": Linear(4, 4), "rest": [(Linear(4, 4),)]}
+
+    model = Sequential([Branches()])
+    name_all(model)
+    made = transformed(model, Settings(fake_quant="int4"), 1).items[0].branches
+    assert type(made["left"]) is type(made["rest"][0][0]) is TransformedWeight
+    assert type(model.items[0].branches["left"]) is Linear
