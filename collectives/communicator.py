@@ -30,9 +30,11 @@ from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
 from collectives.runtime.progress import progress_thread, progress_until
 from collectives.runtime.requests import Request
+from collectives.selection.cost_model import measured_costs
 from collectives.selection.select import Selection, Selector
 from collectives.selection.timing_file import broadcast_table
 from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
+from collectives.transport.copy_speed import MessageSpeed
 
 Tuning = bool | str | os.PathLike[str] | TimingTable | None
 
@@ -164,7 +166,8 @@ class Communicator(CollectiveMethods):
         native = table is not None and not self._planner.transports.aware and self._threads
         node, nodes = self._planner.node, self._planner.nodes
         cores = node.cores if node is not None and node.shares_cores and nodes is None else None
-        self._chooser = AlgorithmChooser(Selector(self._size, nodes, table, cores), native)
+        costs = measured_costs(self.message_speed)
+        self._chooser = AlgorithmChooser(Selector(self._size, nodes, table, cores, costs), native)
         self._number = next(_numbers)
         open_communicators[self._number] = self
 
@@ -259,6 +262,12 @@ class Communicator(CollectiveMethods):
     def nodes(self) -> tuple[int, ...] | None:
         """Node number of every rank, by first appearance; None if all ranks are on one node."""
         return self._open_planner().nodes
+
+    @property
+    def message_speed(self) -> MessageSpeed:
+        """Speed of messages on the slowest node, measured at creation; zeros without shared memory, or cores enough."""
+        node = self._open_planner().node
+        return MessageSpeed() if node is None else node.speed
 
     def choice(
         self,

@@ -102,5 +102,5 @@ def preamble(report: Report) -> list[str]:
     if report["ranks"] > (cores := os.cpu_count() or 1):
         lines.append(f"# {report['ranks']} ranks share {cores} cores, so these times measure the scheduler as well")
     if seconds := report.get("flag_round_trip"):
-        lines.append(f"# round trip of a flag between ranks 0 and 1: {seconds * 1e6:.2f} us")
+        lines.append(f"# round trip of a flag between ranks of a node: {seconds * 1e6:.2f} us")
     return lines

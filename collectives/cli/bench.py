@@ -19,7 +19,6 @@ from collectives.algorithms import catalog
 from collectives.benchmark import result_table
 from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
-from collectives.benchmark.flag_round_trip import flag_round_trip
 from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.overlap import overlap_lines
 from collectives.benchmark.reports import check_writable, write
@@ -109,7 +108,8 @@ def bench(args: argparse.Namespace) -> Report:
     """Run all measurements of the command line, print rows as they complete, and return the report."""
     plain = MPI.COMM_WORLD
     comm = Communicator(plain)
-    report = make_report(plain.Get_size(), [], against=args.against, flag_round_trip=flag_round_trip(comm))
+    round_trip = comm.message_speed.round_trip or None
+    report = make_report(plain.Get_size(), [], against=args.against, flag_round_trip=round_trip)
     style = result_table.TableStyle(args.full, args.memory, args.modes)
     launcher.say("\n".join(result_table.preamble(report)))
     costs = None

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf, log2
 from typing import NamedTuple
 
 from collectives.analysis.cost_functions import ClusteredNetwork, CostFunctions, LinearCost, UniformNetwork
 from collectives.schedule.topology import Nodes
+from collectives.transport.copy_speed import MessageSpeed
+
+CALL = 1.5e-6
+"""Seconds of a compiled call without its messages, from when the first rank starts until the last one ends."""
+
+MESSAGE = 0.6e-6
+"""Seconds of a compiled message, beside the round trip of a flag."""
 
 
 class Costs(NamedTuple):
@@ -15,7 +23,7 @@ class Costs(NamedTuple):
     the data of the call, which the model does not know, so that sharing the computation gains less than its cost says.
     """
 
-    shared: UniformNetwork = UniformNetwork(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 60e9)
+    shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9)
     network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
     def with_shared_buffers(self, in_place: bool) -> Costs:
@@ -30,6 +38,22 @@ class Costs(NamedTuple):
 
 BUILT_IN = Costs()
 """Costs without measurements: one node of a few years ago, and 25 Gbit/s between nodes."""
+
+
+def measured_costs(speed: MessageSpeed) -> Costs:
+    """Costs of a machine whose messages within a node were measured, otherwise the built-in ones.
+
+    Rounded to powers of the square root of 2, so that most launches on one machine have the same.
+    """
+    byte = min(speed.write + speed.read, speed.by_address)
+    if not 0 < byte < inf or not 0 < speed.round_trip < inf:
+        return BUILT_IN
+    alpha = _rounded(MESSAGE + speed.round_trip)
+    return BUILT_IN._replace(shared=BUILT_IN.shared._replace(alpha=alpha, beta=_rounded(byte)))
+
+
+def _rounded(seconds: float) -> float:
+    return float(2 ** (round(2 * log2(seconds)) / 2))
 
 
 def uniform_network(nodes: Nodes | None, costs: Costs) -> UniformNetwork | None:

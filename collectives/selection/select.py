@@ -1,7 +1,7 @@
 """Selection of algorithm and segments of a call: measured times, else the cost model; equal on all ranks.
 
-It uses only what is equal on all ranks: the traits of the call, the number of ranks, their placement, and a table that
-all ranks received from rank 0.
+It uses only what is equal on all ranks: the traits of the call, the number of ranks, their placement, a table that all
+ranks received from rank 0, and costs that all ranks measured together.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from collectives.errors import InvalidArgument
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
-from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
+from collectives.selection.cost_model import BUILT_IN, CALL, Costs, network, uniform_network
 from collectives.selection.shared_cores import predict_on_shared_cores
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.mailbox import RENDEZVOUS_BYTES
@@ -65,15 +65,22 @@ class Selector:
     """Selector of ``algorithm="auto"`` for one communicator, with a cache of choices.
 
     `nodes` is None if all ranks are on one node. `table` is the same on all ranks; without one the model decides, at
-    built-in costs. `cores`: those that the ranks of one node share, if there are fewer than ranks.
+    `costs`, which are the same on all ranks too. `cores`: those that the ranks of one node share, if there are fewer
+    than ranks.
     """
 
     def __init__(
-        self, size: int, nodes: Nodes | None = None, table: TimingTable | None = None, cores: int | None = None
+        self,
+        size: int,
+        nodes: Nodes | None = None,
+        table: TimingTable | None = None,
+        cores: int | None = None,
+        costs: Costs = BUILT_IN,
     ) -> None:
         self.size, self.nodes, self.table = size, nodes, table
         self.cores = cores if size <= SIMULATED_RANKS else None
-        self.costs = BUILT_IN if table is None else table.costs
+        self.costs = costs if table is None else table.costs
+        self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
         self._chosen: dict[CallTraits, AlgorithmChoice] = {}
 
     def choose(self, traits: CallTraits) -> AlgorithmChoice:
@@ -95,8 +102,17 @@ class Selector:
         if traits.local_counts:
             traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
         elif traits.shared and traits.nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
-            return self._from_model(traits, self.costs.with_shared_buffers(traits.in_place))
-        return self._from_table(traits) or self._from_model(traits, self.costs)
+            return self._from_model(traits, self._costs(traits).with_shared_buffers(traits.in_place))
+        return self._from_table(traits) or self._from_model(traits, self._costs(traits))
+
+    def _costs(self, traits: CallTraits) -> Costs:
+        """Costs for the model: not those measured at creation where another algorithm could give other bits.
+
+        These are the reductions of three ranks and more: a sum of two has the same bits in either order.
+        """
+        if self.table is None and self.size > 2 and MEANINGS[traits.collective].reduces:
+            return BUILT_IN
+        return self.costs
 
     def _from_table(self, traits: CallTraits) -> Selection | None:
         """Fastest suitable algorithm in the best rows of the timing table that have one; None if none has."""
@@ -156,7 +172,7 @@ class Selector:
                 continue
             found[AlgorithmChoice(name, segments)] = seconds
         best = min(found, key=found.__getitem__)
-        return Selection(*best, found[best], "model")
+        return Selection(*best, found[best] + self.call, "model")
 
 
 def catalog_name(collective: str) -> str:

@@ -1,4 +1,4 @@
-"""Speed of copies between the ranks of a node: through shared memory, or out of the sender's process.
+"""Speed of messages between the ranks of a node: of flags, and of copies through shared memory or out of the sender.
 
 Between cores that share a cache, a copy through shared memory is faster, as it needs no system call. Between other
 cores every store must first invalidate the cache line that the receiver has read; from a few KiB on, such a copy is no
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -23,7 +23,7 @@ NBYTES = 1 << 16
 """Bytes of a copy."""
 
 REPEATS = 7
-"""Copies of each kind, of which the median counts."""
+"""Copies of each kind. Their median decides what is slow; the fastest counts as the speed of the machine."""
 
 SLOW_RATIO = 1.6
 """A copy into shared memory is slow if it takes this many times as long as the read of the sender's memory."""
@@ -31,25 +31,80 @@ SLOW_RATIO = 1.6
 NO_LIMIT = 1 << 40
 """More nanoseconds than any copy takes."""
 
+TURNS = 300
+"""Round trips of a flag, of which the fastest counts."""
 
-def measure_copy(node: NodeMemory) -> tuple[int, bool]:
-    """Return (nanoseconds from which copying `NBYTES` into a cell is slow, True if it is now). Collective."""
+FLAG_SECONDS = 5e-3
+"""Limit of the time for all round trips; it is reached only if the two ranks do not run at once."""
+
+
+class MessageSpeed(NamedTuple):
+    """Seconds of the parts of a message within a node; 0 if not measured, infinite if not possible."""
+
+    round_trip: float = 0.0  #: of a flag between two ranks
+    write: float = 0.0  #: of a byte into a cell in shared memory
+    read: float = 0.0  #: of a byte out of a cell
+    by_address: float = 0.0  #: of a byte out of the sender's process
+
+    def slowest(self, comm: MPI.Intracomm) -> MessageSpeed:
+        """Largest values over all ranks, the same on all of them. Collective."""
+        largest = np.empty(len(self))
+        comm.Allreduce(np.array(self), largest, MPI.MAX)
+        return MessageSpeed(*largest.tolist())
+
+
+def measure(node: NodeMemory) -> tuple[int, bool, MessageSpeed]:
+    """Return (nanoseconds from which copying `NBYTES` into a cell is slow, True if it is now, speed). Collective.
+
+    All ranks of the node copy at once, as in a collective. The speed is that of this rank.
+    """
     left = node.place - 1  # -1, the last rank, for rank 0
     nbytes = min(NBYTES, node.cells[0])
     cell = node.offsets[0] + node.size * node.box  # the first one, unused until the first message
+    round_trip = _flag_round_trip(node, cell // 8)
     mine, source, target = node.bytes[node.place], np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
     origin = node.comm.allgather(MPI.Get_address(source))[left]
     steps: list[Callable[[], object]] = [
         partial(np.copyto, mine[cell : cell + nbytes], source),
         partial(np.copyto, target, node.bytes[left][cell : cell + nbytes]),  # as a receiver does
-        partial(node.readers[left].read, MPI.Get_address(target), origin, nbytes),
     ]
-    times = np.zeros((REPEATS, len(steps)))
+    if node.reads:
+        steps.append(partial(node.readers[left].read, MPI.Get_address(target), origin, nbytes))
+    times = np.full((REPEATS, 3), np.inf)
     for turn in range(REPEATS):
         for number, step in enumerate(steps):
             node.comm.Barrier()
             start = time.perf_counter_ns()
             step()
             times[turn, number] = time.perf_counter_ns() - start
+    node.comm.Barrier()  # a peer may still read `source`
+    speed = MessageSpeed(round_trip, *(times.min(axis=0) / nbytes * 1e-9).tolist())
+    if not node.reads:
+        return NO_LIMIT, False, speed
     write, _, read = np.median(times, axis=0)
-    return int(SLOW_RATIO * read * NBYTES / nbytes), bool(write > SLOW_RATIO * read)
+    return int(SLOW_RATIO * read * NBYTES / nbytes), bool(write > SLOW_RATIO * read), speed
+
+
+def _flag_round_trip(node: NodeMemory, word: int) -> float:
+    """Least seconds in which a flag at `word` of the mailboxes goes to a neighbour and back; 0 without. Collective."""
+    peer = node.place ^ 1
+    mine = node.words[node.place]
+    mine[word] = 0
+    node.comm.Barrier()
+    if peer >= node.size:
+        return 0.0
+    theirs, first, fence = node.words[peer], peer > node.place, node.fence or float
+    least, start = float("inf"), time.perf_counter()
+    end = start + FLAG_SECONDS
+    for turn in range(1, TURNS):
+        if first:
+            mine[word] = turn
+        while theirs[word] != turn:  # the peer may have reached its limit
+            fence()
+            if time.perf_counter() > end:
+                return least
+        if not first:
+            mine[word] = turn
+        now = time.perf_counter()
+        least, start = min(least, now - start), now
+    return least

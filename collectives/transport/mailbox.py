@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import Mismatch, mismatch
-from collectives.transport.copy_speed import NO_LIMIT, measure_copy
+from collectives.transport.copy_speed import NO_LIMIT, MessageSpeed, measure
 from collectives.transport.cross_memory import CrossMemoryAttach
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap, map_all
@@ -123,8 +123,8 @@ class NodeMemory:
     `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
     addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
     other's memory. `copied`: bytes up to which messages on each channel are copied into cells at first, and `slow_ns`:
-    see `copy_speed`. `cores`: number that the ranks of the node may use, and `shares_cores`: it has more
-    ranks than these.
+    see `copy_speed`. `speed`: of messages on the slowest node, equal on all ranks. `cores`: number that the ranks of
+    the node may use, and `shares_cores`: it has more ranks than these.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -161,9 +161,10 @@ class NodeMemory:
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.reads = self._reads()
-        self.slow_ns, far = NO_LIMIT, False
-        if self.reads and self.size > 1 and not self.shares_cores:
-            self.slow_ns, far = measure_copy(self)
+        self.slow_ns, far, speed = NO_LIMIT, False, MessageSpeed()
+        if self.size > 1 and not self.shares_cores:
+            self.slow_ns, far, speed = measure(self)
+        self.speed = speed.slowest(everyone)
         self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
 
     def _reads(self) -> bool:

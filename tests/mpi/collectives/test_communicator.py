@@ -144,6 +144,16 @@ def test_other_inherited_collectives(comm):
     assert into.tolist() == list(range(size))
 
 
+def test_message_speed_is_the_same_on_all_ranks(comm):
+    speed, node = comm.message_speed, comm._planner.node
+    assert comm.allgather(speed) == [speed] * comm.Get_size()
+    if comm.nodes is None and node is not None and comm.Get_size() > 1 and not node.shares_cores:
+        assert all(seconds > 0 for seconds in speed)
+        assert speed.write < 1e-6  # a byte, even on a busy machine
+    chosen = [comm.choice("broadcast", 1 << power) for power in range(0, 28, 3)]
+    assert comm.allgather(chosen) == [chosen] * comm.Get_size()
+
+
 def test_windows(comm):
     rank, size = comm.Get_rank(), comm.Get_size()
     window = MPI.Win.Allocate(8, 8, comm=comm)

@@ -1,5 +1,6 @@
 """The choice of an algorithm: the cheapest that can do the call, from what all ranks know; measured beats the model."""
 
+import math
 import sys
 
 import pytest
@@ -11,10 +12,11 @@ from collectives.errors import InvalidArgument
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select
-from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
+from collectives.selection.cost_model import BUILT_IN, Costs, measured_costs, network, uniform_network
 from collectives.selection.select import CallTraits, Selector, formula
 from collectives.selection.shared_cores import BETA, RESUME, predict_on_shared_cores, total_work
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
+from collectives.transport.copy_speed import MessageSpeed
 
 COLLECTIVES = list(catalog.CATALOG)
 TWO_NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -156,6 +158,29 @@ def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     assert shared.choose(CallTraits("scatter", n)) == ("linear", 1)  # mst moves half of the blocks twice
     assert alone.choose(CallTraits("broadcast", 8 * n)).segments > 1
     assert {shared.choose(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
+
+
+def test_measured_speed_becomes_rounded_costs():
+    near, disturbed = (MessageSpeed(round_trip, 1.55e-10, 0.4e-10, 1.6e-10) for round_trip in (0.35e-6, 0.45e-6))
+    costs = measured_costs(near)
+    assert costs == measured_costs(disturbed) == Costs(UniformNetwork(2**-20, 2**-32.5, BUILT_IN.shared.gamma))
+    assert measured_costs(MessageSpeed(1e-6, 1.0, 1.0, 2**-31)).shared == (2**-19.5, 2**-31, BUILT_IN.shared.gamma)
+    by_cells = measured_costs(MessageSpeed(1e-6, 2**-32, 2**-32, math.inf))  # peers' memory cannot be read
+    assert by_cells.shared.beta == 2**-31
+    for unknown in (MessageSpeed(), MessageSpeed(math.inf, 1e-10, 1e-10, 1e-10), MessageSpeed(1e-6, *3 * [math.inf])):
+        assert measured_costs(unknown) == BUILT_IN
+
+
+def test_measured_costs_decide_only_where_bits_cannot_differ():
+    cheap = Costs(UniformNetwork(1e-9, BUILT_IN.shared.beta, BUILT_IN.shared.gamma))
+    for collective in COLLECTIVES:
+        known, measured = Selector(16), Selector(16, costs=cheap)
+        choices = [s.decide(CallTraits(collective, 1 << 20)) for s in (known, measured)]
+        assert (choices[0] == choices[1]) == (MEANINGS[collective].reduces), collective
+    pair = [Selector(2, costs=costs).decide(CallTraits("allreduce", 8)).seconds for costs in (BUILT_IN, cheap)]
+    assert pair[1] < pair[0]
+    call = CallTraits("broadcast", 1 << 20)
+    assert Selector(16, None, TimingTable(BUILT_IN), costs=cheap).choose(call) == Selector(16).choose(call)
 
 
 def test_a_choice_that_was_made_is_looked_up():
