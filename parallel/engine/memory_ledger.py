@@ -139,17 +139,3 @@ FORMULAS: dict[str, Callable[[PartitionSpec, Assignment], tuple[Counter[str], in
     "zero3": partial(_sharded_gradients, Zero3.cut, True),
 }
 """By layout: parameters, gradients and buffers in bytes, and the elements that the rank updates."""
-
-
-# ------------------------------------------------------------------------------------------ on paper
-
-
-def on_paper(parameters: float, ranks: int, stage: int) -> float:
-    """Bytes per rank in theory, mixed-precision Adam with ZeRO stage 0 to 3 (Rajbhandari et al. 2020, figure 1).
-
-    Adam takes 16 bytes per parameter: half weights and gradients, and float32 master weights and moments.
-
-    >>> [round(on_paper(7.5e9, 64, stage) / 1e9, 2) for stage in range(4)]
-    [120.0, 31.41, 16.64, 1.88]
-    """
-    return sum(parameters * nbytes / (ranks if stage >= least else 1) for nbytes, least in ((2, 3), (2, 2), (12, 1)))

@@ -51,6 +51,7 @@ LAYERS = [
     "parallel.decentralized",
     "parallel.parameter_server",
     "parallel.pipeline.schedule",
+    "parallel.planner",
     "parallel.pipeline",
     "parallel.trainer",
     "parallel.ptq",
@@ -66,7 +67,7 @@ LAYERS = [
 
 NO_MPI = (
     "collectives.schedule collectives.analysis collectives.algorithms quant parallel.nn parallel.transforms "
-    "parallel.optim parallel.pipeline.schedule"
+    "parallel.optim parallel.pipeline.schedule parallel.planner"
 )
 """Layers whose modules import no MPI, directly or indirectly (`quant`: all of its layers but the programs)."""
 

@@ -12,7 +12,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.param_store import resident_slots
 from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.data_parallel.zero import Zero3, slots, users_of
-from parallel.engine.memory_ledger import FORMULAS, on_paper, predict
+from parallel.engine.memory_ledger import FORMULAS, predict
 from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams, ParamSpan, Span
@@ -121,13 +121,6 @@ def test_every_stage_takes_less(ranks, precision):
         assert of["dp"][kind] <= ranks * of[layout][kind] <= nearly * of["dp"][kind]
     if ranks > 2:
         assert of["zero3"]["gradients"] < of["dp"]["gradients"]
-
-
-def test_on_paper():
-    """The figures of the paper."""
-    assert [on_paper(7.5e9, 64, stage) / 1e9 for stage in range(4)] == pytest.approx([120, 31.4, 16.6, 1.88], rel=3e-3)
-    assert sum(PRECISIONS["bf16"].bytes_per_parameter(2).values()) == on_paper(1, 1, 0) + 2
-    assert on_paper(175e9, 1, 0) == 2800e9
 
 
 def filling():

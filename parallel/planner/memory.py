@@ -1,0 +1,87 @@
+"""Memory of every pipeline stage of a layout, by kind, and over the time of a step."""
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel.pipeline.schedule.activation_memory import peaks
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
+from parallel.pipeline.schedule.simulator import ActionTimes, simulate
+from parallel.pipeline.schedule.stage_placement import Number
+from parallel.planner.activations import embedding_bytes, head_bytes, layer_bytes, recomputed_bytes
+from parallel.planner.layout import ClusterLayout, layer_ranges
+from parallel.planner.states import STATE_KINDS, StateRecipe, WeightCount, layer_weights, part_weights, state_bytes
+from parallel.planner.transformer import Transformer
+
+MEMORY_KINDS = (*STATE_KINDS, "activations", "recomputed", "gathered")
+"""Kinds of memory; recomputed: of the layer whose backward runs; gathered: whole weights of two layers in ZeRO-3."""
+
+ROUNDS_OF_STAGES = 4
+"""Micro-batches, in multiples of the stages, beyond which the number alive on a stage no longer grows."""
+
+
+@lru_cache(maxsize=512)
+def plan_of(schedule: str, stages: int, microbatches: int, virtual: int) -> PipelinePlan:
+    """Plan of a pipeline, for at most a few rounds of micro-batches: memory does not grow further, but for gpipe's."""
+    most = ROUNDS_OF_STAGES * stages
+    if schedule != "gpipe" and microbatches > most:
+        microbatches = most + microbatches % stages
+    return build(schedule, stages, microbatches, virtual=virtual if virtual > 1 else None)
+
+
+def saved_by_part(model: Transformer, layout: ClusterLayout) -> list[int]:
+    """Bytes that one rank saves for a micro-batch in each part of the model, without the head's."""
+    ranges = layer_ranges(model, layout.parts)
+    saved = [
+        sum(count * layer_bytes(model, layer, layout) for layer, count in model.kinds(layers)) for layers in ranges
+    ]
+    saved[0] += embedding_bytes(model, layout)
+    return saved
+
+
+def stage_memory(
+    model: Transformer, layout: ClusterLayout, recipe: StateRecipe, microbatches: int
+) -> list[Counter[str]]:
+    """Peak bytes by kind of a rank of every pipeline stage, for a step of `microbatches` per replica.
+
+    Not included: buffers of messages, memory of libraries, and what an allocator loses.
+    """
+    plan = plan_of(layout.schedule, layout.pp, microbatches, layout.virtual)
+    ranges, saved = layer_ranges(model, layout.parts), saved_by_part(model, layout)
+    stages = []
+    for stage, alive in enumerate(peaks(plan, saved)):
+        parts = [number for place, number in plan.placement.part.items() if place.stage == stage]
+        weights = WeightCount(*map(sum, zip(*(part_weights(model, ranges[part], layout) for part in parts))))
+        memory = state_bytes(weights, recipe, layout)
+        layers = [layer for part in parts for layer, _ in model.kinds(ranges[part])]
+        memory["activations"] = int(alive) + (layout.parts - 1 in parts) * head_bytes(model, layout)
+        memory["recomputed"] = max((recomputed_bytes(model, layer, layout) for layer in layers), default=0)
+        if layout.zero == 3:
+            largest = max((sum(layer_weights(model, layer, layout)) for layer in layers), default=0)
+            memory["gathered"] = 2 * recipe.weights * largest
+        stages.append(memory)
+    return stages
+
+
+class MemoryChange(NamedTuple):
+    """Bytes of activations of a stage from a time on, in the unit of the simulation."""
+
+    time: Number
+    nbytes: int
+
+
+def over_time(model: Transformer, layout: ClusterLayout, microbatches: int, stage: int) -> list[MemoryChange]:
+    """Saved activations of a stage over a step, in which a part's forward takes 1 unit per layer, its backward 2."""
+    plan = lower(plan_of(layout.schedule, layout.pp, microbatches, layout.virtual))
+    saved, layers = saved_by_part(model, layout), [len(each) for each in layer_ranges(model, layout.parts)]
+    alive, changes = 0, [MemoryChange(0, 0)]
+    for action, start, end in simulate(plan, ActionTimes(layers, layers, layers)).computed[stage]:
+        part = plan.placement.part[action.place]
+        if action.kind == "F":
+            alive += saved[part]
+            changes.append(MemoryChange(start, alive))
+        elif action.kind in ("W", "BW"):
+            alive -= saved[part]
+            changes.append(MemoryChange(end, alive))
+    return changes

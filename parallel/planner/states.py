@@ -1,0 +1,88 @@
+"""Memory of weights, gradients and optimizer: bytes per parameter by recipe, divided by ZeRO, tp, pp and ep.
+
+>>> [round(sum(RECIPES["mixed"].divided(64, stage)) * 7.5, 2) for stage in range(4)]  # GB for 7.5e9 parameters
+[120.0, 31.41, 16.64, 1.88]
+"""
+
+from collections import Counter
+from fractions import Fraction
+from typing import NamedTuple
+
+from parallel.planner.layout import ClusterLayout
+from parallel.planner.transformer import Transformer
+
+
+class StateRecipe(NamedTuple):
+    """Bytes per parameter of the weights, the gradients, and all that ZeRO-1 divides (`optimizer`)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def divided(self, ranks: int, stage: int) -> tuple[Fraction, Fraction, Fraction]:
+        """Bytes per parameter on one of `ranks` ranks that share states in ZeRO stage 0 to 3.
+
+        Stage 1 divides the optimizer's, 2 also gradients, 3 also weights (Rajbhandari et al., "ZeRO", SC 2020,
+        figure 1).
+        """
+        return (
+            Fraction(self.weights, ranks if stage >= 3 else 1),
+            Fraction(self.gradients, ranks if stage >= 2 else 1),
+            Fraction(self.optimizer, ranks if stage >= 1 else 1),
+        )
+
+
+RECIPES = {
+    "mixed": StateRecipe(2, 2, 4 + 8),  # half gradients, float32 master weights, Adam's two moments
+    "bf16": StateRecipe(2, 4, 4 + 8),  # float32 gradients only
+    "fp16": StateRecipe(2, 2, 4 + 4 + 8),  # half gradients, and float32 copies of them for the update
+    "fp32": StateRecipe(4, 4, 8),
+}
+"""Recipes by name, with Adam: 16, 18, 20 and 16 bytes per parameter. `chorus train` has bf16's, also for fp16."""
+
+
+class WeightCount(NamedTuple):
+    """Parameters of one rank: those that all replicas share, and those of routed experts."""
+
+    dense: int
+    experts: int
+
+
+def layer_weights(model: Transformer, layer: int, layout: ClusterLayout) -> WeightCount:
+    """Parameters of a layer on one rank of tp and ep; products that not all tp ranks can share are copied."""
+    count = {"dense": model.other_parameters(layer), "experts": 0}
+    for each in model.products(layer):
+        kind, stored = ("experts", each.stored // layout.ep) if each.part == "experts" else ("dense", each.stored)
+        shares = min(layout.tp, each.most)
+        weight = -(-each.inputs * each.outputs // shares)
+        bias = model.bias * -(-each.outputs // (1 if each.by_rows else shares))
+        count[kind] += (weight + bias) * stored
+    return WeightCount(**count)
+
+
+def part_weights(model: Transformer, layers: range, layout: ClusterLayout) -> WeightCount:
+    """Parameters on one rank of a part of the model; the first has the embedding, the last norm and head.
+
+    A tied table is on both if they are different stages.
+    """
+    dense = experts = 0
+    for layer, count in model.kinds(layers):
+        weights = layer_weights(model, layer, layout)
+        dense, experts = dense + count * weights.dense, experts + count * weights.experts
+    table = -(-model.vocabulary // layout.tp) * model.width
+    first, last = layers.start == 0, layers.stop == model.layers
+    ends = first * (table + model.positions * model.width)
+    ends += last * (model.norm_parameters if model.norms else 0)
+    ends += last * (0 if model.tied and (first or layout.pp == 1) else table)
+    return WeightCount(dense + ends, experts)
+
+
+def state_bytes(weights: WeightCount, recipe: StateRecipe, layout: ClusterLayout) -> Counter[str]:
+    """Bytes of weights, gradients and optimizer of one rank, rounded up."""
+    total = [Fraction(0)] * 3
+    for count, ranks in ((weights.dense, layout.replicas), (weights.experts, layout.replicas // layout.ep)):
+        total = [sum_ + count * each for sum_, each in zip(total, recipe.divided(ranks, layout.zero))]
+    return Counter({kind: -(-each.numerator // each.denominator) for kind, each in zip(STATE_KINDS, total)})
+
+
+STATE_KINDS = ("weights", "gradients", "optimizer")
