@@ -16,9 +16,17 @@ from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_
 from parallel.engine.compression import check_compression, choose_compression, compressor_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
-from parallel.engine.model_on_mesh import REPLICAS, TENSOR, cut_for, mesh_of, place_model, tensor_ranks
+from parallel.engine.model_on_mesh import (
+    REPLICAS,
+    TENSOR,
+    check_cut,
+    cut_for,
+    forecast_axis,
+    mesh_of,
+    place_model,
+)
 from parallel.engine.settings import DEFAULTS, Settings
-from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
+from parallel.mesh.device_mesh import DeviceMesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
@@ -79,7 +87,8 @@ class DataParallelEngine(TrainEngine):
         context = RunContext(self._plan, replicas, self._memory, Profiler(settings.trace))
         part = ParamShard.make(context, self._layout)
         self._gradients, self._weights = part.gradients, part.weights
-        super().__init__(context, [part], part.spans, here.loss, optimizer, settings, here.teams, here)
+        teams = self._mesh.mesh.groups([TENSOR])
+        super().__init__(context, [part], part.spans, here.loss, optimizer, settings, teams, here)
         self.ledger = MemoryLedger(self._memory.allocated)
         self._expect([()] * self._plan.ranks)
         self.refresh()
@@ -100,8 +109,7 @@ class DataParallelEngine(TrainEngine):
         mesh = mesh_of(settings, workload.ranks)
         place = mesh.coordinates(workload.rank)
         rank, ranks = place.get(REPLICAS, 0), mesh.sizes.get(REPLICAS, 1)
-        axis = MeshAxis(TENSOR, place.get(TENSOR, 0), mesh.sizes.get(TENSOR, 1), None)
-        model, loss = cut_for(model, loss, axis, settings)
+        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
         ledger.expect(predict(plan, layout, states, [()] * ranks))
         for step in workload.steps:
@@ -234,18 +242,9 @@ class DataParallelEngine(TrainEngine):
 def check_settings(settings: Settings, ranks: int) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
     check_compression(settings, settings.layout)
-    tensor = tensor_ranks(settings, ranks)
-    shards = settings.tensor_shards or tensor
-    if shards % tensor:
-        raise ValueError(f"tensor_shards: expected a multiple of tp, in {settings.mesh}; found {shards}")
-    if shards == 1:
-        return
-    for name in NOT_CUT:
-        if (found := getattr(settings, name)) != getattr(DEFAULTS, name):
-            raise ValueError(f"{name}: {found} is not for operators that are cut into {shards} shards")
-    if settings.optimizer == "lamb":
-        raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
+    check_cut(settings, mesh_of(settings, ranks))
 
 
-NOT_CUT = ("compress", "pool", "products", "fake_quant", "fake_quant_inputs", "prune")
-"""Settings that must have their defaults if operators are cut."""
+def workers(settings: Settings, ranks: int) -> int:
+    """Number of replicas of the model, which share the samples of a step."""
+    return mesh_of(settings, ranks).without(TENSOR).size

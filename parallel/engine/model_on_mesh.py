@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from collectives import Communicator
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
-from parallel.engine.settings import Settings
+from parallel.engine.settings import DEFAULTS, Settings
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
@@ -30,9 +30,23 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
     return mesh
 
 
-def tensor_ranks(settings: Settings, ranks: int) -> int:
-    """Number of ranks that share the operators of a model."""
-    return mesh_of(settings, ranks).sizes.get(TENSOR, 1)
+def check_cut(settings: Settings, mesh: Mesh) -> None:
+    """Raise ValueError if settings do not go with operators that are cut on this mesh."""
+    tensor = mesh.sizes.get(TENSOR, 1)
+    shards = settings.tensor_shards or tensor
+    if shards % tensor:
+        raise ValueError(f"tensor_shards: expected a multiple of tp, in {mesh}; found {shards}")
+    if shards == 1:
+        return
+    for name in NOT_CUT:
+        if (found := getattr(settings, name)) != getattr(DEFAULTS, name):
+            raise ValueError(f"{name}: {found} is not for operators that are cut into {shards} shards")
+    if settings.optimizer == "lamb":
+        raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
+
+
+NOT_CUT = ("compress", "pool", "products", "fake_quant", "fake_quant_inputs", "prune")
+"""Settings that must have their defaults if operators are cut."""
 
 
 def shards_of(settings: Settings, axis: Any) -> int:
@@ -55,11 +69,9 @@ class ModelOnMesh(NamedTuple):
     ----------
     model, loss : cut for this rank
     comm, replicas : Communicator
-        All ranks; those with the same shards, which sum gradients.
+        All ranks; those with the same shards of the model, along all other axes.
     axis : MeshAxis
         Ranks that share the operators.
-    teams : list of list of int
-        Ranks that have the same micro-batches.
     blocks : LogicalBlocks or None
         None if the model is whole.
     """
@@ -69,7 +81,6 @@ class ModelOnMesh(NamedTuple):
     comm: Communicator
     replicas: Communicator
     axis: Any
-    teams: list[list[int]]
     blocks: LogicalBlocks | None
 
     @property
@@ -78,12 +89,17 @@ class ModelOnMesh(NamedTuple):
         return bool(self.axis.rank == 0)
 
 
+def forecast_axis(mesh: Mesh, rank: int) -> MeshAxis:
+    """Axis of the tensor-parallel ranks as `rank` has it, without a communicator: to cut a model that does not run."""
+    return MeshAxis(TENSOR, mesh.coordinates(rank).get(TENSOR, 0), mesh.sizes.get(TENSOR, 1), None)
+
+
 def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings) -> ModelOnMesh:
     """Cut a model for this rank of a mesh. Collective."""
-    axis, teams = mesh.axis(TENSOR), mesh.mesh.groups([TENSOR])
-    replicas = mesh.comm if axis.size == 1 else mesh.axis(*(name for name in mesh.mesh.sizes if name != TENSOR)).comm
+    axis = mesh.axis(TENSOR)
+    replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
     if shards_of(settings, axis) == 1:
-        return ModelOnMesh(model, loss, mesh.comm, replicas, axis, teams, None)
+        return ModelOnMesh(model, loss, mesh.comm, replicas, axis, None)
     whole, _ = cut(model, loss, MeshAxis(TENSOR, 0, 1, mesh.comm), shards_of(settings, axis))
     logical = lengths_of(FlatParams(whole))
     held = [
@@ -91,4 +107,4 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
         for rank in range(axis.size)
     ]
     ours, loss = cut_for(model, loss, axis, settings)
-    return ModelOnMesh(ours, loss, mesh.comm, replicas, axis, teams, LogicalBlocks(axis, logical, held))
+    return ModelOnMesh(ours, loss, mesh.comm, replicas, axis, LogicalBlocks(axis, logical, held))

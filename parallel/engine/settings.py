@@ -58,7 +58,7 @@ class Settings:
     device : "cpu" or "cuda" (the current device)
     trace : record profiler events
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
-    mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``dp=2,pp=4``; the last axis has neighbours
+    mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has neighbours
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
     cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
@@ -206,8 +206,9 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
     `RUN_FIELDS`, and for another layout `LAYOUT_FIELDS`, are not taken from `previous`, nor are names that are no
-    fields (of another version). Raises ValueError if a given name is no field, or if a value is out of range or given
-    without use: `momentum` without sgd, `length` without a text.
+    fields (of another version). A given mesh with an axis ``pp`` implies the layout pp. Raises ValueError if a given
+    name is no field, or if a value is out of range or given without use: `momentum` without sgd, `length` without a
+    text.
 
     >>> complete({"data": "pydoc", "steps": None}).model
     'gpt:mini'
@@ -217,10 +218,14 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     1
     >>> complete({"layout": "dp"}, previous={"layout": "local", "tau": 4}).tau is None
     True
+    >>> complete({"mesh": "pp=2,tp=2"}).layout
+    'pp'
     """
     _refuse_unknown(given)
     values, previous = {name: value for name, value in given.items() if value is not None}, dict(previous or {})
     explicit = set(values)
+    axes = [axis.partition("=")[0].strip() for axis in values.get("mesh", "").split(",")]
+    values = ({"layout": "pp"} if "pp" in axes else {}) | values
     other_layout = values.get("layout", previous.get("layout")) != previous.get("layout")
     dropped = (*RUN_FIELDS, *LAYOUT_FIELDS) if other_layout else RUN_FIELDS
     values = _over(values, {name: value for name, value in previous.items() if name not in dropped})

@@ -53,6 +53,14 @@ class Mesh:
         """Total number of ranks."""
         return math.prod(self.sizes.values())
 
+    def without(self, *names: str) -> Mesh:
+        """Mesh of the other axes, in the same order: that of ranks with equal coordinates on axes `names`.
+
+        >>> str(Mesh.parse("pp=2,dp=3,tp=2").without("tp"))
+        'pp=2,dp=3'
+        """
+        return Mesh({name: size for name, size in self.sizes.items() if name not in names})
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank by axis name; ValueError if the mesh has no such rank."""
         if not 0 <= rank < self.size:

@@ -10,6 +10,7 @@ from collectives.compressed.compression_model import fitted
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.compression import check_compression, choose_compression
+from parallel.engine.model_on_mesh import TENSOR, check_cut
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
@@ -66,8 +67,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
 
 def workers(settings: Settings, ranks: int) -> int:
     """Number of replicas of the pipeline, which share the samples of a step."""
-    mesh = mesh_of(settings, ranks)
-    return mesh.size // mesh.sizes[AXIS]
+    return mesh_of(settings, ranks).without(AXIS, TENSOR).size
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
@@ -94,6 +94,7 @@ def check(settings: Settings, ranks: int) -> None:
         turns = (1,) * stages if settings.stage_ranks == AUTO else ranks_of(settings.stage_ranks)
         check_ranks(name, stages, turns or ())
     check_compression(settings, replicas_of(mesh_of(settings, ranks), ranks))
+    check_cut(settings, mesh_of(settings, ranks))
     cuts_of(settings.cuts)
     if name == AUTO and (settings.virtual, settings.cuts) != (None, None):
         raise ValueError(f"virtual, cuts: {AUTO} finds them, found {settings.virtual}, {settings.cuts}")

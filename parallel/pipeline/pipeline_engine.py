@@ -1,7 +1,6 @@
 """Training engine with pipeline parallelism, optionally with replicas of the stages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ from collectives import Communicator
 from parallel.data.sampler import Batch, contiguous
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
-from parallel.data_parallel.partition_spec import plan_of
+from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
@@ -19,8 +18,11 @@ from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_
 from parallel.engine.compression import check_compression, compressor_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure
+from parallel.engine.model_on_mesh import TENSOR, check_cut, cut_for, forecast_axis, place_model
 from parallel.engine.settings import Settings
+from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import Mesh
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
 from parallel.pipeline import config
@@ -44,9 +46,9 @@ class Pipeline(TrainEngine):
     ----------
     model : a `Sequential` with at least one item per part; its operators have outlines, which give message sizes
     loss, comm, optimizer : as of `parallel.engine.data_parallel_engine.DataParallelEngine`
-    settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one named after the layout of the
-        stages' replicas (`REPLICAS`); by default it is one pipeline of `stages`. `microbatches` is the number per step
-        in each replica; a step may have fewer.
+    settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp``, perhaps one named after the layout of the stages'
+        replicas (`REPLICAS`), and perhaps ``tp``, along which operators are cut; by default it is one pipeline of
+        `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
     schedule : plan without messages, in place of the layout's schedule
 
     Attributes
@@ -74,19 +76,23 @@ class Pipeline(TrainEngine):
         check(comm, settings)
         self.mesh = config.mesh_of(settings, comm.Get_size())
         check_compression(settings, replicas_of(self.mesh, comm.Get_size()))
+        check_cut(settings, self.mesh)
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
-        whole = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
-        flat, units = whole.flat, whole.units
+        units = units_of(model)
         facts = [("schedule", plan.name), ("placement", plan.placement.routes), ("number of units", len(units))]
         lines = enumerate(to_csv(plan.actions).splitlines())
         actions = [(f"the line of stage {stage}", line) for stage, line in lines]
-        consistency_check.check_equal(comm, [*facts, *actions, *facts_of(flat, optimizer)])
+        consistency_check.check_equal(comm, [*facts, *actions, *facts_of(FlatParams(model), optimizer)])
         if plan.stages != self.mesh.sizes[AXIS]:
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
-        settings, self.remarks = config.resolve_compression(settings, comm, flat.length)
-        whole = replace(whole, compress=compressor_of(settings.compress))
+        settings, remarks = config.resolve_compression(settings, comm, FlatParams(model).length)
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
-        self._portion = portion = Portion.make(whole, self.mesh, plan, self.cuts)
+        self._mesh = DeviceMesh(comm, self.mesh, self.mesh.sizes)
+        self.remarks = (*remarks, *self._mesh.remarks)
+        here = place_model(model, loss, self._mesh, settings)
+        comm, units = here.replicas, units_of(here.model)
+        whole = plan_of(here.model, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
+        self._portion = portion = Portion.make(whole, self.mesh.without(TENSOR), plan, self.cuts)
         self.plan = portion.plan
         simulate(self.plan)
         if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
@@ -96,16 +102,17 @@ class Pipeline(TrainEngine):
         self._shares = [(group, self._share(context, group, division)) for group, division in portion.held]
         self._chunks = {}
         for chunk, part in portion.parts.items():
-            here = {number: units[number] for number in range(*self.cuts[part : part + 2])}
+            inside = {number: units[number] for number in range(*self.cuts[part : part + 2])}
             shares = [(group, share) for group, share in self._shares if part in group.parts]
-            self._chunks[chunk] = StageChunk(part, plan.placement.parts, here, shares)
+            self._chunks[chunk] = StageChunk(part, plan.placement.parts, inside, shares)
         self._line = MPI.Intracomm(comm).Split(portion.replica(), portion.stage())
         self._runner = ScheduleRunner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
         self.sent = self._runner.sent
         self._bound = cache(self._actions)
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
-        super().__init__(context, parts, spans, loss, optimizer, settings, teams=sorted(self.mesh.lines(AXIS)))
+        teams = sorted(self.mesh.groups([AXIS, TENSOR]))
+        super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self.ledger = MemoryLedger(context.memory.allocated)
         portion.expect(self.ledger, len(optimizer.states()), [()] * portion.replicas)
         self.refresh()
@@ -117,9 +124,12 @@ class Pipeline(TrainEngine):
         """Forecast of a rank's memory in a workload, as `DataParallelEngine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
-        whole = plan_of(model, workload.ranks, workload.rank, settings, compressor_of(settings.compress))
+        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        shards = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
+        compress = compressor_of(settings.compress)
+        whole = plan_of(model, len(shards), shards.index(workload.rank), settings, compress)
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
-        portion = Portion.make(whole, mesh, plan, cuts)
+        portion = Portion.make(whole, mesh.without(TENSOR), plan, cuts)
         portion.expect(ledger, states, [()] * portion.replicas)
         for step in workload.steps:
             assignment = [tuple(contiguous(len(step), at, portion.replicas)) for at in range(portion.replicas)]
@@ -150,6 +160,7 @@ class Pipeline(TrainEngine):
         for comm in self._group_comms:
             comm.Free()
         self._line.Free()
+        self._mesh.close()
 
     def _share(self, context: RunContext, group: SharedParamGroup, division: Division) -> ParamShard:
         """Create this rank's shard of a parameter group. Collective over the ranks that hold the group.

@@ -13,6 +13,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.reducers import Assignment
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
+from parallel.engine.model_on_mesh import TENSOR
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
@@ -34,7 +35,7 @@ class Portion:
     """Share of a rank in a pipelined model: its stage and replica, parameter groups, and bytes in a step."""
 
     division: Division  # of the whole vector, among all ranks
-    mesh: Mesh
+    mesh: Mesh  # of stages and their replicas
     plan: PipelinePlan  # with messages
     cuts: tuple[int, ...]  # first unit of every part, and the number of units
     groups: tuple[SharedParamGroup, ...]  # of the whole vector
@@ -183,11 +184,10 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
-    others = [name for name in mesh.sizes if name != AXIS]
-    if AXIS not in mesh.sizes or len(others) > 1 or not set(others) <= set(REPLICAS):
+    mesh.expect(ranks, (AXIS, *REPLICAS, TENSOR))
+    others = list(mesh.without(AXIS, TENSOR).sizes)
+    if AXIS not in mesh.sizes or len(others) > 1:
         raise ValueError(
             f"mesh: expected {AXIS}, and one of {', '.join(REPLICAS)} if stages have replicas; found {mesh}"
         )
-    if mesh.size != ranks:
-        raise ValueError(f"mesh: {mesh} is for {mesh.size} ranks, found {ranks}")
     return others[0] if others else "dp"

@@ -11,8 +11,7 @@ from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine.compression import choose_compression
-from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings
-from parallel.engine.model_on_mesh import tensor_ranks
+from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings, workers
 from parallel.engine.settings import DEFAULTS, MESH_FIELDS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
@@ -86,7 +85,7 @@ STRATEGIES = {
     name: Strategy(
         lambda settings: DataParallelEngine,
         check_settings,
-        lambda settings, ranks: ranks // tensor_ranks(settings, ranks),
+        workers,
         resolve=_choose_compression,
         fields=("compress", *MESH_FIELDS, "fake_quant_inputs", *(("pool",) if layout.drawn else ())),
     )
@@ -97,7 +96,7 @@ STRATEGIES["pp"] = Strategy(
     pipeline_config.check,
     pipeline_config.workers,
     _choose_cuts,
-    (*PIPELINE_FIELDS, "compress", "fake_quant_inputs"),
+    (*PIPELINE_FIELDS, "tensor_shards", "compress", "fake_quant_inputs"),
     measures=True,
     has_variants=True,
 )
