@@ -17,6 +17,7 @@ from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_on_mesh import ModelOnMesh
+from parallel.engine.operator_records import OperatorRecords
 from parallel.engine.settings import Settings
 from parallel.engine.step_sync import Losses, StepSync, checked
 from parallel.nn.flat_params import FlatParams, Span
@@ -118,6 +119,7 @@ class TrainEngine(BaseEngine):
         self._saved_workers: int | None = None
         self._known_kinds: set[tuple[Any, ...]] = set()
         self._ranges = ranges_of(context.plan.units)
+        self._records = OperatorRecords(context.plan.units, self._comm)
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 
@@ -187,11 +189,12 @@ class TrainEngine(BaseEngine):
         losses = losses if self._counts else []
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
+        noted = self._records.end_step(self._comm, count, self._counts, finite)
         step, self.steps = self.steps, self.steps + 1
         if (every := self.settings.check_every) and self.steps % every == 0:
             self._compare(step)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication)
+        return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, *noted)
 
     def _compare(self, step: int) -> None:
         problem: consistency_check.ParameterMismatch | None = None
@@ -244,7 +247,11 @@ class TrainEngine(BaseEngine):
         return not known
 
     def _run(self, batch: Batch, training: bool) -> PassMode:
-        return PassMode(training, self.settings.seed, self.steps, np.asarray(batch.samples, np.int64))
+        samples = np.asarray(batch.samples, np.int64)
+        run = PassMode(training, self.settings.seed, self.steps, samples, self.scaling.value)
+        if training:
+            self._records.add(run)
+        return run
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
         x, y = batch.x, batch.y
@@ -284,6 +291,7 @@ class TrainEngine(BaseEngine):
         """
         state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
         state |= {"ranges": {name: moving.state() for name, moving in self._ranges.items()}} if self._ranges else {}
+        state |= {"biases": self._records.state()} if self._records.biases else {}
         return state | ({} if self.context.plan.compress is None else {"ranks": self._workers})
 
     def load(self, state: dict[str, Any]) -> None:
@@ -292,6 +300,7 @@ class TrainEngine(BaseEngine):
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
         workers = expect_integer(values, "ranks") if "ranks" in values else None
         ranges = checked_ranges(values.get("ranges", {}))
+        self._records.load(values.get("biases", {}))
         self.scaling.load(values.get("scaling", {}))
         self.steps, self.updates, self._saved_workers = steps, updates, workers
         for name, moving in self._ranges.items():

@@ -27,10 +27,10 @@ class GradientMismatch(AssertionError):
 def check(operator: Operator, x: np.ndarray) -> float:
     """Check an operator's gradients (finite differences at `x`), purity, outline: raise, or return the largest error.
 
-    Gradients of sum(y r), with r random, are compared with central differences along random directions and by single
-    elements. `forward` must be repeatable, neither pass may write into x, dy or saved values, `outline` must predict
-    the result and the saved bytes, and each gradient must be written into the sink's array, once per use of its
-    parameter.
+    Gradients of sum(y r), with r random, plus the operator's own loss terms, are compared with central differences
+    along random directions and by single elements. `forward` must be repeatable, neither pass may write into x, dy or
+    saved values, `outline` must predict the result and the saved bytes, and each gradient must be written into the
+    sink's array, once per use of its parameter.
 
     Parameters
     ----------
@@ -60,7 +60,8 @@ def check(operator: Operator, x: np.ndarray) -> float:
     dy, found = _contract(operator, x, run, random)
 
     def value() -> float:
-        return float((operator.forward(x, run)[0] * dy).sum())
+        y = operator.forward(x, run)[0]
+        return float((y * dy).sum() + sum(term.sum() for term in run.terms.values()))
 
     points = [("x", x, found["x"])] if found["x"] is not None else []
     points += [(parameter.name, parameter.data, found[parameter.name]) for parameter in operator.parameters()]

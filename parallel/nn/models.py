@@ -3,8 +3,11 @@
 A model is a `Sequential`; its items are the units in which parameters are gathered, freed and recomputed.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,8 +18,10 @@ from parallel.nn.conv import Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.linear import Flatten, Linear
+from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.norm import LayerNorm
-from parallel.nn.operator import Operator, normal
+from parallel.nn.operator import Init, Operator, normal
+from parallel.nn.router import Router, RouterSettings
 
 
 def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
@@ -77,43 +82,86 @@ def convnet(
 
 
 def transformer(
-    vocabulary: int, context: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, recompute: bool = False
+    vocabulary: int,
+    context: int,
+    layers: int,
+    heads: int,
+    width: int,
+    *,
+    dropout: float = 0.0,
+    recompute: bool = False,
+    experts: ExpertLayers | None = None,
 ) -> Sequential:
     """Decoder-only transformer like GPT-2: pre-norm, GELU, learned positions, tied output embedding.
 
     Maps tokens from 0 to below `vocabulary`, of shape (batch, length up to `context`), to scores (batch, length,
     vocabulary). Units: the embedding, each of `layers` blocks, the head. `width`, the numbers per position, is a
     multiple of `heads`. `dropout` follows the embedding and both halves of each block; with `recompute`, only the input
-    of each block is kept, and the block computed again in the backward pass. Weights start normal with deviation 0.02,
-    those that add to the residual stream with 0.02 / sqrt(2 layers) (Radford et al., "Language Models are Unsupervised
-    Multitask Learners", 2019).
+    of each block is kept, and the block computed again in the backward pass. With `experts`, some blocks have mixtures
+    of experts. Weights start normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2
+    layers) (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
     """
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
     embedding = Embedding(vocabulary, width, init=init)
     units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *_dropouts(dropout)])]
-    for _ in range(layers):
+    cuts = {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary"}
+    for number in range(1, layers + 1):
         attention = [LayerNorm(width), *self_attention(width, heads, init=init, init_out=init_out).items]
-        forward = [
-            LayerNorm(width),
-            Linear(width, 4 * width, init=init),
-            GELU(),
-            Linear(4 * width, width, init=init_out),
-        ]
+        forward, styles = [LayerNorm(width), *_feed_forward(width, 4 * width, init, init_out)], {**ATTENTION_CUTS}
+        if experts is not None and number % experts.every == 0:
+            forward = [LayerNorm(width), experts.mixture(width, init, init_out)]
+        else:
+            styles |= FEED_FORWARD_CUTS
         halves = [Residual(Sequential([*half, *_dropouts(dropout)])) for half in (attention, forward)]
         units.append(_unit(halves, recompute))
+        cuts |= {f"{number}.{place}": style for place, style in styles.items()}
     units.append(Sequential([LayerNorm(width), Unembedding(embedding)]))
-    return Sequential(units, {**EMBEDDING_CUTS, f"{layers + 1}.1": "vocabulary", **(BLOCK_CUTS if layers else {})})
+    return Sequential(units, cuts)
 
 
-EMBEDDING_CUTS = {"0.0": "vocabulary"}
-BLOCK_CUTS = {
-    "*.0.inner.1": "column",
-    "*.0.inner.2": "heads",
-    "*.0.inner.3": "row",
-    "*.1.inner.1": "column",
-    "*.1.inner.3": "row",
-}
-"""Tables of placements of `transformer`: norms, dropout and residual sums stay whole on every rank."""
+ATTENTION_CUTS = {"0.inner.1": "column", "0.inner.2": "heads", "0.inner.3": "row"}
+FEED_FORWARD_CUTS = {"1.inner.1": "column", "1.inner.3": "row"}
+"""Placements within a block of `transformer`: norms, dropout and residual sums stay whole on every rank."""
+
+
+def _feed_forward(width: int, hidden: int, init: Init, init_out: Init) -> list[Operator]:
+    return [Linear(width, hidden, init=init), GELU(), Linear(hidden, width, init=init_out)]
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Mixtures of experts in a transformer, in place of feed-forward layers.
+
+    An expert has 1 / k of the hidden width of a feed-forward layer, for k choices, so that a token costs the same
+    floating-point operations as in a dense model; a shared expert adds as many as one of the k.
+
+    Attributes
+    ----------
+    experts : int
+        Number of experts of each mixture.
+    router : RouterSettings
+    every : int
+        Distance of blocks with a mixture: 2 for every second block.
+    shared : bool
+        Add an expert of all tokens.
+    """
+
+    experts: int = 8
+    router: RouterSettings = field(default_factory=lambda: RouterSettings(balance_loss=0.01))
+    every: int = 1
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"experts: expected a distance of blocks from 1, found {self.every}")
+        self.router.expect_experts(self.experts)
+
+    def mixture(self, width: int, init: Init, init_out: Init) -> MixtureOfExperts:
+        """Mixture of experts between vectors of this width, with these initial weights."""
+        hidden = max(4 * width // self.router.choices, 1)
+        experts = [Sequential(_feed_forward(width, hidden, init, init_out)) for _ in range(self.experts + self.shared)]
+        router = Router(width, self.experts, self.router)
+        return MixtureOfExperts(router, experts[: self.experts], experts[-1] if self.shared else None)
 
 
 def _unit(items: Sequence[Operator], recompute: bool) -> Operator:
@@ -139,6 +187,11 @@ class ModelFamily(NamedTuple):
         """Names of the available sizes, such as ``"tiny"``."""
         return tuple(self.dimensions)
 
+    @property
+    def is_text(self) -> bool:
+        """True for models of tokens."""
+        return self.axes == ("length",)
+
 
 MLPS = {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)}  # hidden widths
 CONVNETS = {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)}  # channels
@@ -153,6 +206,7 @@ MODELS = {
     "mlp": ModelFamily(MLPS),
     "convnet": ModelFamily(CONVNETS, ("channels", "height", "width")),
     "gpt": ModelFamily(TRANSFORMERS, ("length",)),
+    "gpt-moe": ModelFamily(TRANSFORMERS, ("length",)),
 }
 
 
@@ -166,7 +220,7 @@ def build(
     name : str
         ValueError for an unknown name or size.
     shape : tuple of int
-        Shape of a sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt.
+        Shape of a sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt and gpt-moe.
     classes : int
         For gpt: the vocabulary.
     dropout : float
@@ -192,4 +246,5 @@ def build(
     if family == "convnet":
         channels, height, width = shape
         return convnet((channels, height, width), classes, numbers, dropout=dropout, recompute=recompute)
-    return transformer(classes, *shape, *numbers, dropout=dropout, recompute=recompute)
+    layers = ExpertLayers() if family == "gpt-moe" else None
+    return transformer(classes, *shape, *numbers, dropout=dropout, recompute=recompute, experts=layers)

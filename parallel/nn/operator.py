@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
+from parallel.nn.pass_mode import PassMode as PassMode
 from parallel.nn.placement import Partial, Placement, PlacementError, Replicate, Shard, TensorCut, logical_name
 from quant.types import Array
 
@@ -126,21 +127,6 @@ def constant(value: float) -> Init:
     return lambda random, shape: np.full(shape, value)
 
 
-@dataclass(frozen=True)
-class PassMode:
-    """Mode of a forward pass: training or evaluation, and the keys of its random numbers.
-
-    `training` enables dropout. Random operators are keyed by `seed`, `step`, the operator's name and the sample's
-    number in the data set (`samples`, one per sample of the batch), so results do not depend on rank, micro-batch or
-    order.
-    """
-
-    training: bool = True
-    seed: int = 0
-    step: int = 0
-    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
 class GradientSink(Protocol):
     """Interface of a gradient sink: callable (parameter, compute), where ``compute(array)`` writes the gradient.
 
@@ -197,6 +183,9 @@ class Operator:
     name: str = ""
     mixes: tuple[int, ...] | None = None
     """Dimensions of the input over which one element of the result is computed; None: all but the batch."""
+
+    writes_records: bool = False
+    """True if forward passes write `PassMode.terms` or `PassMode.records`."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""

@@ -1,6 +1,6 @@
 """Results of a training step and of an evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class StepReport:
     scale, rate : loss scale and learning rate of this step
     stop : True if this step is the last one, as some rank requested to stop
     seconds, communication : time of the step, and this rank's part of it in communication, waiting included
+    terms : loss terms of operators beside `loss`, as ``"2.1.inner.1 balance"``: sums divided by `count`
+    counts : what operators counted in the step, such as choices by expert
     """
 
     step: int
@@ -30,6 +32,8 @@ class StepReport:
     stop: bool
     seconds: float
     communication: float
+    terms: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ class StepRecord:
     def line(self) -> dict[str, Any]:
         """Values by name for a line of the metrics file; `step` counts from 1, and times differ from run to run."""
         report = self.report
-        return {
+        noted = {"terms": report.terms, "counts": report.counts}
+        return {name: value for name, value in noted.items() if value} | {
             "step": report.step + 1,
             "epoch": self.epoch,
             "loss": report.loss,

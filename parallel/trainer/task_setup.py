@@ -33,8 +33,8 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     strategy_of(settings).check(settings, ranks)
     task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
     family = settings.model.partition(":")[0]
-    if task.is_text != (family == "gpt"):
-        fits = "gpt" if task.is_text else ", ".join(name for name in MODELS if name != "gpt")
+    if family in MODELS and task.is_text != MODELS[family].is_text:
+        fits = ", ".join(name for name, other in MODELS.items() if other.is_text == task.is_text)
         raise ValueError(f"model: {task.name} is for {fits}, found {settings.model}")
     if ranks > len(task.train):
         raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")

@@ -24,6 +24,8 @@ from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.router import RouterSettings
+from support.mixture_cases import mixture
 
 
 class Case(NamedTuple):
@@ -231,6 +233,11 @@ CASES = {
     ),
     "recomputed": Case(
         lambda: Recompute(Sequential([Linear(4, 3), GELU(), Dropout(0.5)])), ((3, 4), (0, 4)), ((3, 5),)
+    ),
+    "mixture of experts": Case(
+        partial(mixture, RouterSettings(balance_loss=0.1), shared=True),
+        ((3, 5, 6), (4, 6), (1, 6), (0, 5, 6), (2, 0, 6)),
+        ((3, 5), (6,)),
     ),
     "mlp": Case(partial(models.mlp, [6, 8, 4]), ((3, 2, 3), (1, 6), (0, 6)), ((3, 5),), torch_mlp),
     "convnet": Case(

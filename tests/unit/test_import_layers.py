@@ -44,6 +44,7 @@ LAYERS = [
     "parallel.checkpoint",
     "parallel.mesh",
     "parallel.context",
+    "parallel.expert",
     "parallel.tensor",
     "parallel.data_parallel",
     "parallel.grad_compression",

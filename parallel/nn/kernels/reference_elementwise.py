@@ -78,7 +78,7 @@ def gelu_backward(dy: Array, x: Array) -> Array:
     return dx
 
 
-def _logistic(x: Array) -> Array:
+def logistic(x: Array) -> Array:
     """Logistic function 1 / (1 + exp(-x)), computed from exp(-|x|): no overflow, and small results stay accurate."""
     xp = array_namespace(x)
     e = xp.exp(-xp.absolute(x))
@@ -91,13 +91,19 @@ def _logistic(x: Array) -> Array:
 _CUBIC, _TWICE_SLOPE, _FAR = 0.044715, 2 * math.sqrt(2 / math.pi), 16.0
 
 
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), of float32 or float64."""
+    xp = array_namespace(x)
+    return xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.absolute(x)))
+
+
 @_elementwise
 def gelu_tanh(x: Array) -> Array:
     """GELU by tanh, as in GPT-2: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 
     As x logistic(2 u), which (1 + tanh(u)) / 2 is.
     """
-    return x * _logistic(_TWICE_SLOPE * x * (1 + _CUBIC * x * x))
+    return x * logistic(_TWICE_SLOPE * x * (1 + _CUBIC * x * x))
 
 
 @_elementwise
@@ -105,20 +111,20 @@ def gelu_tanh_backward(dy: Array, x: Array) -> Array:
     """Gradient: dy times the derivative of `gelu_tanh` at x."""
     near = array_namespace(x).clip(x, -_FAR, _FAR)  # farther out, it is 0 or 1
     square = near * near
-    s = _logistic(_TWICE_SLOPE * near * (1 + _CUBIC * square))
+    s = logistic(_TWICE_SLOPE * near * (1 + _CUBIC * square))
     return dy * (s + near * s * (1 - s) * _TWICE_SLOPE * (1 + 3 * _CUBIC * square))
 
 
 @_elementwise
 def silu(x: Array) -> Array:
     """SiLU or swish: x / (1 + exp(-x))."""
-    return x * _logistic(x)
+    return x * logistic(x)
 
 
 @_elementwise
 def silu_backward(dy: Array, x: Array) -> Array:
     """Gradient: dy times the derivative of `silu` at x."""
-    s = _logistic(x)
+    s = logistic(x)
     return dy * s * (1 + x * (1 - s))
 
 
@@ -184,13 +190,35 @@ def keep(samples: Array, elements: int, rate: float, key: tuple[int, int], first
     and `key`.
     """
     xp = array_namespace(samples)
-    sample = samples.astype(xp.uint64)[:, None]
-    block = xp.arange(first // 4, -(-(first + elements) // 4), dtype=xp.uint64)[None]
-    words = philox((block, xp.zeros_like(block), sample & 0xFFFFFFFF, sample >> 32), key)
+    words = _words(samples, elements, key, first)
     limit = np.uint64(round(rate * 2**32))
-    kept = xp.empty((len(samples), block.shape[1], 4), bool)
+    kept = xp.empty((len(samples), words[0].shape[1], 4), bool)
     for lane, word in enumerate(words):
         kept[..., lane] = word >= limit
-    kept = kept.reshape(len(samples), 4 * block.shape[1])
+    kept = kept.reshape(len(samples), 4 * words[0].shape[1])
     at = first % 4
     return kept if at == 0 and elements % 4 == 0 else kept[:, at : at + elements].copy()
+
+
+def uniform(samples: Array, elements: int, key: tuple[int, int]) -> Array:
+    """Random numbers above 0 and below 1, float64 of shape (len(samples), elements), by sample and element as `keep`.
+
+    Uniform multiples of 2^-32, plus 2^-33.
+    """
+    words = array_namespace(samples).stack(_words(samples, elements, key), axis=-1)
+    return (words.reshape(len(samples), words.shape[1] * 4)[:, :elements] + 0.5) / 2**32
+
+
+def normal_from(uniform: Array) -> Array:
+    """Normal random numbers, float64, from twice as many uniform ones along the last axis (Box and Muller, 1958)."""
+    xp = array_namespace(uniform)
+    half = uniform.shape[-1] // 2
+    return xp.sqrt(-2 * xp.log(uniform[..., :half])) * xp.cos(2 * math.pi * uniform[..., half:])
+
+
+def _words(samples: Array, elements: int, key: tuple[int, int], first: int = 0) -> tuple[Array, Array, Array, Array]:
+    """Four words for every four elements from number ``first // 4 * 4`` on; each of shape (samples, quarters)."""
+    xp = array_namespace(samples)
+    sample = samples.astype(xp.uint64)[:, None]
+    block = xp.arange(first // 4, -(-(first + elements) // 4), dtype=xp.uint64)[None]
+    return philox((block, xp.zeros_like(block), sample & 0xFFFFFFFF, sample >> 32), key)

@@ -175,6 +175,21 @@ def merge_attention(out: Array, log_sum: Array, part: Array, part_log_sum: Array
 # ------------------------------------------------------------------------------------------ losses
 
 
+def log_sum_exp(x: Array) -> Array:
+    """Log of the sum of exponentials over the last axis, which stays with length 1; float32 or float64."""
+    xp = array_namespace(x)
+    top = x.max(axis=-1, keepdims=True)
+    return xp.log(xp.exp(x - top).sum(axis=-1, keepdims=True)) + top
+
+
+def softmax(x: Array) -> Array:
+    """Softmax over the last axis, of float32 or float64."""
+    xp = array_namespace(x)
+    y = xp.exp(x - x.max(axis=-1, keepdims=True))
+    y /= y.sum(axis=-1, keepdims=True)
+    return y
+
+
 def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
     """Cross entropy: (sum over rows of -log softmax(scores)[target], log_sum); rows with negative targets are ignored.
 
@@ -228,3 +243,18 @@ def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
         member = tokens[starts][:, None] == tokens[None]
         out[tokens[starts]] = member.astype(rows.dtype) @ rows
     return out
+
+
+# ------------------------------------------------------------------------------------------ rows of tokens
+
+
+def add_rows(y: Array, tokens: Array, counts: list[int], rows: Array) -> None:
+    """Add rows to the rows `tokens` of y in place: segments of `counts` rows, one after another.
+
+    `tokens` (n,) are distinct within a segment; `rows` has shape (n, width) and the dtype of y, float32 or float64.
+    """
+    start = 0
+    for count in counts:
+        one = slice(start, start + count)
+        y[tokens[one]] += rows[one]
+        start += count

@@ -72,7 +72,7 @@ WRONG = {
         "not enough memory: ",
     ),
     "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks ({size}) than samples (1)"),
-    "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
+    "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, gpt-moe, found 'mlq'"),
     "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
     "model for bytes": (lambda tmp: ["--model", "gpt"], "model: digits is for mlp, convnet, found gpt"),
     "no file": (lambda tmp: ["--data", tmp / "none.npz"], "neither a file nor one of digits"),

@@ -499,6 +499,7 @@ OPERATORS = [
     "truediv",
     "rtruediv",
     "pow",
+    "mod",
     "matmul",
     "neg",
     "abs",
@@ -523,7 +524,7 @@ def _method(name):
     return lambda self, *arguments, **options: _at_once(getattr(np, name), self, *arguments, **options)
 
 
-for _name in ("sum", "mean", "max", "min", "argmax", "any", "all"):
+for _name in ("sum", "mean", "max", "min", "argmax", "any", "all", "cumsum"):
     setattr(ndarray, _name, _method(_name))
 
 FUNCTIONS = frozenset(
@@ -537,6 +538,7 @@ FUNCTIONS = frozenset(
         "clip",
         "concatenate",
         "copysign",
+        "cos",
         "divide",
         "empty_like",
         "exp",
@@ -554,6 +556,7 @@ FUNCTIONS = frozenset(
         "rint",
         "sqrt",
         "square",
+        "stack",
         "subtract",
         "take_along_axis",
         "tanh",

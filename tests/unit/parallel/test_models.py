@@ -10,7 +10,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, TRANSFORMERS, build, convnet, mlp, transformer
 from parallel.nn.operator import ArraySpec, Operator, ParameterNotGathered, PassMode, nbytes_of
 
-SAMPLES = {"mlp": (1, 8, 8), "convnet": (1, 8, 8), "gpt": (16,)}
+SAMPLES = {"mlp": (1, 8, 8), "convnet": (1, 8, 8), "gpt": (16,), "gpt-moe": (16,)}
 EVERY = [f"{family}:{size}" for family in MODELS for size in MODELS[family].sizes]
 
 
@@ -91,7 +91,7 @@ def test_first_values_do_not_depend_on_the_rest():
 @pytest.mark.parametrize(
     "name, shape, message",
     [
-        ("resnet", (1, 8, 8), "expected one of mlp, convnet, gpt, found 'resnet'"),
+        ("resnet", (1, 8, 8), "expected one of mlp, convnet, gpt, gpt-moe, found 'resnet'"),
         ("gpt:gigantic", (16,), "expected a size of tiny, mini, small, medium, large, found 'gigantic'"),
         ("gpt", (1, 8, 8), r"gpt: expected samples of shape \(length,\)"),
         ("convnet", (64,), r"convnet: expected samples of shape \(channels, height, width\)"),

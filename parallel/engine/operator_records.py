@@ -1,0 +1,97 @@
+"""Loss terms and other records that operators write in forward passes, summed over a step and all ranks.
+
+A record is known by the operator's name and a word: ``"2.1.inner.1 balance"``. Terms are sums of floating-point
+numbers, rounded once, so that they do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parallel.nn.operator import Operator, PassMode
+from parallel.nn.router import Router
+from parallel.nn.selection_bias import SelectionBias
+from parallel.runtime.vector_memory import to_host
+
+
+class StepRecords(NamedTuple):
+    """Records of a step over all ranks: loss terms per target, and sums of counts by operator and word."""
+
+    terms: dict[str, float]
+    counts: dict[str, list[int]]
+
+
+class OperatorRecords:
+    """Records of the operators of all ranks. Construction is collective.
+
+    Attributes
+    ----------
+    biases : dict of str to SelectionBias
+        Of all routers that have one, by operator name; those of this rank's routers are theirs.
+    """
+
+    def __init__(self, units: Sequence[Operator], comm: Any):
+        operators = [value for unit in units for value in (unit, *(one for _, one in unit.walk()))]
+        ours = {one.name: one.bias for one in operators if isinstance(one, Router) and one.bias is not None}
+        writes = any(isinstance(one, Operator) and one.writes_records for one in operators)
+        every = comm.allgather((writes, {name: (len(bias.values), bias.rate) for name, bias in ours.items()}))
+        self._exists = any(some for some, _ in every)
+        known = {name: about for _, some in every for name, about in some.items()}
+        self.biases = {name: ours.get(name) or SelectionBias(*about) for name, about in sorted(known.items())}
+        self._runs: list[PassMode] = []
+
+    def add(self, run: PassMode) -> None:
+        """Include the records of a micro-batch of this step."""
+        if self._exists:
+            self._runs.append(run)
+
+    def end_step(self, comm: Any, count: int, counts: bool, updated: bool) -> StepRecords:
+        """Sum the records of the step, and apply them to biases if it was `updated`. Collective.
+
+        Only ranks for which `counts` is true contribute: one of each group with the same micro-batches. `count` is the
+        number of targets of the step.
+        """
+        if not self._exists:
+            return StepRecords({}, {})
+        runs, self._runs = self._runs, []
+        every = comm.allgather(_collected(runs if counts else []))
+        terms: dict[str, list[float]] = {}
+        sums: dict[str, Any] = {}
+        for some_terms, some_counts in every:
+            for name, values in some_terms.items():
+                terms.setdefault(name, []).extend(values)
+            for name, numbers in some_counts.items():
+                sums[name] = sums.get(name, 0) + numbers
+        for name, bias in self.biases.items():
+            if updated and f"{name} chosen" in sums:
+                bias.update(sums[f"{name} chosen"])
+        means = {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())}
+        return StepRecords(means, {name: sums[name].tolist() for name in sorted(sums)})
+
+    def state(self) -> dict[str, list[float]]:
+        return {name: bias.state() for name, bias in self.biases.items()}
+
+    def load(self, state: Any) -> None:
+        """Restore biases; ValueError, with nothing changed, if they are not those of this model."""
+        if not isinstance(state, Mapping) or set(state) != set(self.biases):
+            raise ValueError(f"biases: expected those of {', '.join(self.biases) or 'no operator'}, found {state!r}")
+        for name, bias in self.biases.items():
+            SelectionBias(len(bias.values), 0.0).load(state[name])
+        for name, bias in self.biases.items():
+            bias.load(state[name])
+
+
+def _collected(runs: Sequence[PassMode]) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
+    """Loss terms of every sequence, and sums of counts, of micro-batches, by operator and word."""
+    terms: dict[str, list[float]] = {}
+    sums: dict[str, Any] = {}
+    for run in runs:
+        for (name, word), values in run.terms.items():
+            terms.setdefault(f"{name} {word}", []).extend(map(float, to_host(values)))
+        for (name, word), numbers in run.records.items():
+            sums[f"{name} {word}"] = sums.get(f"{name} {word}", 0) + to_host(numbers)
+    return terms, sums

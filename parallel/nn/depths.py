@@ -1,0 +1,155 @@
+"""Mixture-of-Depths: a block computes for some tokens of each sequence, and the others pass by.
+
+    y_t = x_t + r_t (block(chosen tokens)_t - x_t)   for the chosen tokens t, with r_t = x_t w
+    y_t = x_t                                        for the others
+
+In training a sequence's tokens with the highest r are chosen: that of a token depends on later ones, so when a model
+is used, a predictor of the choice replaces it. (Raposo et al., arXiv:2404.02258, sections 3.4 and 3.5.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parallel.nn import kernels
+from parallel.nn.array_checks import elements, expect
+from parallel.nn.expert_choice import best
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    constant,
+    normal,
+)
+from parallel.nn.placement import logical_name
+from quant.types import Array
+
+
+class DepthValues(NamedTuple):
+    """Saved values: chosen positions (sequences, chosen), gates (sequences, chosen, 1), change by the block."""
+
+    x: Array
+    chosen: Array
+    gates: Array
+    change: Array
+    of_block: Any
+    scale: float
+
+
+class MixtureOfDepths(Operator):
+    """Block for the best `fraction` of the tokens of each sequence, of x (batch, length, width).
+
+    Parameters
+    ----------
+    block : Operator
+        From (batch, chosen, width) to the same shape, such as both halves of a transformer's block; positions keep
+        their order, so causal attention stays causal.
+    width : int
+    fraction : float
+        Of the tokens, above 0 up to 1; rounded up to whole tokens.
+    predictor_loss : float
+        Factor of the predictor's loss, the binary cross-entropy of the choice of every token (`PassMode.terms`); its
+        gradient reaches the predictor only.
+    """
+
+    mixes = (1, -1)
+    writes_records = True
+
+    def __init__(self, block: Operator, width: int, fraction: float, predictor_loss: float = 1.0):
+        if not 0 < fraction <= 1:
+            raise ValueError(f"MixtureOfDepths: expected a fraction above 0 up to 1, found {fraction}")
+        self.block, self.width, self.fraction, self.predictor_loss = block, width, fraction, predictor_loss
+        self.weight = Parameter((width, 1), normal(1 / math.sqrt(max(width, 1))))
+        self.predictor = Parameter((width + 1, 1), constant(0.0), decay=False)
+
+    def _expect(self, x: Any) -> None:
+        fits = len(x.shape) == 3 and x.shape[2] == self.width
+        expect(fits, self, f"an array of shape (batch, length, {self.width})", x)
+
+    def count(self, length: int) -> int:
+        """Number of tokens chosen of a sequence in training."""
+        return math.ceil(self.fraction * length)
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """Apply the block to the chosen tokens; in evaluation, to those that the predictor chooses."""
+        self._expect(x)
+        if not run.training:
+            return self._used(x, run), ()
+        gates = kernels.widen(x) @ kernels.widen(self.weight.data)
+        mask = best(gates[..., 0], self.count(x.shape[1]))
+        self._note(x, mask, run)
+        xp = kernels.array_namespace(x)
+        chosen = xp.flatnonzero(mask).reshape(len(x), self.count(x.shape[1]))
+        return self._changed(x, chosen, gates.reshape(-1)[chosen][..., None], run)
+
+    def _changed(self, x: Array, chosen: Array, gates: Array, run: PassMode) -> tuple[Array, Any]:
+        """Result with the block applied at `chosen` (numbers of tokens in the batch), and saved values."""
+        xp, rows = kernels.array_namespace(x), x.reshape(-1, self.width)
+        tokens = rows[chosen]
+        result, of_block = self.block.forward(tokens, run)
+        change = kernels.widen(result) - kernels.widen(tokens)
+        y = xp.array(rows)
+        y[chosen] = kernels.narrow(kernels.widen(tokens) + gates * change, x.dtype)
+        return y.reshape(x.shape), DepthValues(x, chosen, gates, change, of_block, run.scale)
+
+    def _used(self, x: Array, run: PassMode) -> Array:
+        """Result with the predictor's choice, sequence by sequence, as their numbers of tokens differ."""
+        xp, rows = kernels.array_namespace(x), []
+        gates = kernels.widen(x) @ kernels.widen(self.weight.data)
+        wanted = self._logits(x) > 0
+        for number in range(len(x)):
+            one = slice(number, number + 1)
+            chosen = xp.flatnonzero(wanted[one])[None]
+            alone = PassMode(False, run.seed, run.step, run.samples[one])
+            rows.append(self._changed(x[one], chosen, gates[one].reshape(-1)[chosen][..., None], alone)[0])
+        return xp.concatenate([x[:0], *rows])
+
+    def _logits(self, x: Array) -> Array:
+        weights = kernels.widen(self.predictor.data)
+        return (kernels.widen(x) @ weights[:-1] + weights[-1])[..., 0]
+
+    def _note(self, x: Array, mask: Array, run: PassMode) -> None:
+        """Add the predictor's loss of each sequence, and the number of its right guesses, to the pass."""
+        logits = self._logits(x)
+        losses = kernels.softplus(logits) - logits * mask
+        name = logical_name(self.name)
+        run.terms[name, "predictor"] = self.predictor_loss * losses.sum(axis=1)
+        run.records[name, "predicted"] = ((logits > 0) == mask).sum().reshape(1)
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        xp, v = kernels.array_namespace(dy), saved
+        rows, upper = kernels.widen(v.x.reshape(-1, self.width)), kernels.widen(dy.reshape(-1, self.width))
+        of_chosen = upper[v.chosen]
+        dgates = (of_chosen * v.change).sum(axis=-1, keepdims=True)
+        dchange = v.gates * of_chosen
+        dtokens = kernels.widen(self.block.backward(kernels.narrow(dchange, dy.dtype), v.of_block, grads))
+        dx = xp.array(upper)
+        dx[v.chosen] += dtokens - dchange + dgates * kernels.widen(self.weight.data).reshape(-1)
+        tokens = rows[v.chosen].reshape(-1, self.width)
+        grads(self.weight, lambda out: kernels.matmul(tokens.T, dgates.reshape(-1, 1), out=out))
+        grads(self.predictor, lambda out: self._predictor_gradient(v, rows, out))
+        return kernels.narrow(dx, dy.dtype).reshape(dy.shape)
+
+    def _predictor_gradient(self, v: DepthValues, rows: Array, out: Array) -> None:
+        slopes = kernels.logistic(self._logits(v.x)).reshape(-1)
+        slopes[v.chosen.reshape(-1)] -= 1
+        slopes *= self.predictor_loss * v.scale
+        kernels.matmul(rows.T, slopes[:, None], out=out[:-1])
+        out[-1] = slopes.sum()
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """Outline of a pass in training."""
+        self._expect(x)
+        batch, length, width = x.shape
+        tokens, wide = ArraySpec((batch, self.count(length), width), x.dtype), kernels.wide(x.dtype)
+        block = self.block.outline(tokens)
+        chosen, gates = ArraySpec(tokens.shape[:2], np.dtype(np.int64)), ArraySpec((*tokens.shape[:2], 1), wide)
+        saved = x, chosen, gates, ArraySpec(tokens.shape, wide), block.saved
+        work = block.work + (elements(tokens) * 4 + elements(x) * 2) * wide.itemsize
+        return OperatorOutline(ArraySpec(*x), saved, block.flops + 4 * elements(x), work, block.recomputed)

@@ -1,0 +1,92 @@
+"""Mixtures of experts, and of depths, in training: the same bits, loss terms and counts in every layout."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from parallel import AdamW, Engine, nn
+from parallel.nn.depths import MixtureOfDepths
+from parallel.nn.models import ExpertLayers, transformer
+from parallel.nn.router import RouterSettings
+
+TOKENS, LENGTH, WIDTH = 32, 16, 16
+ROUTERS = {
+    "loss": RouterSettings(balance_loss=0.1, z_loss=0.01, noise=True),
+    "bias": RouterSettings(scores="sigmoid", bias_rate=0.1, capacity=1.0, priority="score"),
+}
+STEPS = 3
+
+
+def experts(router):
+    return transformer(
+        TOKENS, LENGTH, 3, 2, WIDTH, dropout=0.1, experts=ExpertLayers(4, ROUTERS[router], every=2, shared=True)
+    )
+
+
+def depths():
+    """A transformer whose second block computes for half of the tokens."""
+    model = transformer(TOKENS, LENGTH, 3, 2, WIDTH)
+    model.items[2] = MixtureOfDepths(model.items[2], WIDTH, 0.5)
+    return nn.Sequential(model.items)
+
+
+MODELS = {"loss": lambda: experts("loss"), "bias": lambda: experts("bias"), "depths": depths}
+
+
+def batch(step):
+    tokens = np.random.default_rng(step).integers(0, TOKENS, (12, LENGTH + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def trained(comm, model, save=None, load=None, steps=range(STEPS), rate=0.01, **options):
+    """Reports and weights after some steps."""
+    options = {"reproducible": True, "clip": 1.0, "batch": 12, "micro_batch": 2, **options}
+    with Engine(MODELS[model](), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=rate), **options) as engine:
+        if load:
+            engine.load(load)
+        reports = [engine.step(*batch(step)) for step in steps]
+        if save:
+            engine.save(save)
+        return reports, engine.state_dict()
+
+
+def expect_same(found, expected):
+    (reports, weights), (other_reports, other_weights) = found, expected
+    for one, other in zip(reports, other_reports, strict=True):
+        assert (one.loss, one.norm, one.terms, one.counts) == (other.loss, other.norm, other.terms, other.counts)
+    assert weights.keys() == other_weights.keys()
+    assert not [
+        name for name in weights if np.asarray(weights[name]).tobytes() != np.asarray(other_weights[name]).tobytes()
+    ]
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3", "pp:1f1b"])
+@pytest.mark.parametrize("model", MODELS)
+def test_same_bits_as_one_rank(comm, model, layout):
+    expected = trained(MPI.COMM_SELF, model)
+    options = {"micro_batch": None, "microbatches": 6} if layout.startswith("pp") else {}
+    expect_same(trained(comm, model, layout=layout, **options), expected)
+    terms = {"loss": ["balance", "z"], "bias": [], "depths": ["predictor"]}[model]
+    last = expected[0][-1]
+    assert [name.rpartition(" ")[2] for name in last.terms] == terms
+    assert all(value > 0 for value in last.terms.values())
+
+
+def test_loss_scale_of_fp16(comm):
+    """Gradients of loss terms carry the loss scale: norms are near those of fp32, with the same weights."""
+    whole, half = (
+        trained(comm, "loss", rate=0.0, steps=range(9), precision=precision)[0] for precision in ("fp32", "fp16")
+    )
+    half = next(one for one in half if not one.skipped)
+    whole = whole[half.step]
+    assert half.scale > 1 and abs(half.norm - whole.norm) < 0.02 * whole.norm
+    assert half.terms == pytest.approx(whole.terms, rel=0.02)
+
+
+def test_biases_are_saved(comm, tmp_path_factory):
+    """Two steps, a checkpoint, and a third by another engine: as three in one."""
+    folder = comm.bcast(str(tmp_path_factory.mktemp("biases")))
+    expected = trained(comm, "bias")
+    trained(comm, "bias", save=folder, steps=range(2))
+    found = trained(comm, "bias", load=folder, steps=range(2, 3), layout="zero1")
+    expect_same((found[0], found[1]), (expected[0][2:], expected[1]))
