@@ -8,6 +8,7 @@ from typing import Any
 from collectives.benchmark.reports import PICTURES
 from parallel.data import datasets
 from parallel.grad_compression import AUTO, COMPRESSORS, NONE
+from parallel.nn.expert_layers import WORDS
 from parallel.nn.models import MODELS
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
@@ -28,6 +29,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(datasets.TASKS)}, a text or .npz file, or a folder of shards (default digits)",
     )
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or with a size as in gpt:tiny ({sizes})")
+    add("--experts", metavar="HOW", help=f"of gpt-moe, as in 8,k=2,capacity=1.25 (words: {', '.join(WORDS)})")
     add("--length", type=int, metavar="N", help="length of sequences")
     add("--window", type=int, metavar="N", help="neighbouring samples shuffled among themselves (default: all)")
     add("--dropout", type=float, metavar="P", help="dropout probability")

@@ -45,6 +45,7 @@ class Settings:
     length : tokens per sequence, at least 1
     window : neighbouring samples that are shuffled among themselves; by default all, or those of some shards
     dropout : probability, from 0 to below 1
+    experts : mixtures of experts of gpt-moe, such as ``8,k=2,every=2`` (`parallel.nn.expert_layers.ExpertLayers.parse`)
     recompute : recompute activations in the backward pass
     products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
     fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
@@ -97,6 +98,7 @@ class Settings:
     length: int = 128
     window: int | None = None
     dropout: float = 0.0
+    experts: str | None = None
     recompute: bool = False
     products: str = "stored"
     fake_quant: str = ""

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.nn.activation import GELU, ReLU
+from parallel.nn.activation import ReLU
 from parallel.nn.attention import self_attention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.expert_layers import ExpertLayers
+from parallel.nn.feed_forward import feed_forward
 from parallel.nn.linear import Flatten, Linear
-from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.norm import LayerNorm
-from parallel.nn.operator import Init, Operator, normal
-from parallel.nn.router import Router, RouterSettings
+from parallel.nn.operator import Operator, normal
 
 
 def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
@@ -104,64 +103,31 @@ def transformer(
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
     embedding = Embedding(vocabulary, width, init=init)
     units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *_dropouts(dropout)])]
-    cuts = {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary"}
+    dense = [number for number in range(1, layers + 1) if experts is None or number % experts.every]
     for number in range(1, layers + 1):
         attention = [LayerNorm(width), *self_attention(width, heads, init=init, init_out=init_out).items]
-        forward, styles = [LayerNorm(width), *_feed_forward(width, 4 * width, init, init_out)], {**ATTENTION_CUTS}
-        if experts is not None and number % experts.every == 0:
-            forward = [LayerNorm(width), experts.mixture(width, init, init_out)]
+        forward: list[Operator] = [LayerNorm(width)]
+        if experts is None or number in dense:
+            forward += feed_forward(width, 4 * width, init, init_out)
         else:
-            styles |= FEED_FORWARD_CUTS
+            forward.append(experts.mixture(width, init, init_out))
         halves = [Residual(Sequential([*half, *_dropouts(dropout)])) for half in (attention, forward)]
         units.append(_unit(halves, recompute))
-        cuts |= {f"{number}.{place}": style for place, style in styles.items()}
     units.append(Sequential([LayerNorm(width), Unembedding(embedding)]))
-    return Sequential(units, cuts)
+    return Sequential(units, _transformer_cuts(layers, dense))
 
 
 ATTENTION_CUTS = {"0.inner.1": "column", "0.inner.2": "heads", "0.inner.3": "row"}
 FEED_FORWARD_CUTS = {"1.inner.1": "column", "1.inner.3": "row"}
-"""Placements within a block of `transformer`: norms, dropout and residual sums stay whole on every rank."""
+"""Placements within a block of `transformer`: norms, dropout, mixtures and residual sums stay whole on every rank."""
 
 
-def _feed_forward(width: int, hidden: int, init: Init, init_out: Init) -> list[Operator]:
-    return [Linear(width, hidden, init=init), GELU(), Linear(hidden, width, init=init_out)]
-
-
-@dataclass(frozen=True)
-class ExpertLayers:
-    """Mixtures of experts in a transformer, in place of feed-forward layers.
-
-    An expert has 1 / k of the hidden width of a feed-forward layer, for k choices, so that a token costs the same
-    floating-point operations as in a dense model; a shared expert adds as many as one of the k.
-
-    Attributes
-    ----------
-    experts : int
-        Number of experts of each mixture.
-    router : RouterSettings
-    every : int
-        Distance of blocks with a mixture: 2 for every second block.
-    shared : bool
-        Add an expert of all tokens.
-    """
-
-    experts: int = 8
-    router: RouterSettings = field(default_factory=lambda: RouterSettings(balance_loss=0.01))
-    every: int = 1
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"experts: expected a distance of blocks from 1, found {self.every}")
-        self.router.expect_experts(self.experts)
-
-    def mixture(self, width: int, init: Init, init_out: Init) -> MixtureOfExperts:
-        """Mixture of experts between vectors of this width, with these initial weights."""
-        hidden = max(4 * width // self.router.choices, 1)
-        experts = [Sequential(_feed_forward(width, hidden, init, init_out)) for _ in range(self.experts + self.shared)]
-        router = Router(width, self.experts, self.router)
-        return MixtureOfExperts(router, experts[: self.experts], experts[-1] if self.shared else None)
+def _transformer_cuts(layers: int, dense: list[int]) -> dict[str, str]:
+    """Table of placements of `transformer`, whose `dense` blocks have feed-forward layers."""
+    blocks = {f"*.{place}": style for place, style in ATTENTION_CUTS.items()} if layers else {}
+    places = ["*"] if len(dense) == layers and layers else dense
+    blocks |= {f"{block}.{place}": style for block in places for place, style in FEED_FORWARD_CUTS.items()}
+    return {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary", **blocks}
 
 
 def _unit(items: Sequence[Operator], recompute: bool) -> Operator:
@@ -211,7 +177,13 @@ MODELS = {
 
 
 def build(
-    name: str, shape: tuple[int, ...], classes: int, *, dropout: float = 0.0, recompute: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    classes: int,
+    *,
+    dropout: float = 0.0,
+    recompute: bool = False,
+    experts: str | None = None,
 ) -> Sequential:
     """Build a model by name and optional size: ``"mlp"``, ``"gpt:tiny"``; the default size is ``small``.
 
@@ -225,6 +197,8 @@ def build(
         For gpt: the vocabulary.
     dropout : float
     recompute : bool
+    experts : str, optional
+        Mixtures of gpt-moe, as `ExpertLayers.parse`; ValueError with another model.
 
     Examples
     --------
@@ -237,6 +211,8 @@ def build(
     dimensions, axes = MODELS[family]
     if (size := size or "small") not in dimensions:
         raise ValueError(f"model {family}: expected a size of {', '.join(dimensions)}, found {size!r}")
+    if experts is not None and family != "gpt-moe":
+        raise ValueError(f"experts: expected the model gpt-moe, found {name}")
     numbers = dimensions[size]
     if family == "mlp":
         return mlp([math.prod(shape), *numbers, classes], dropout=dropout, recompute=recompute)
@@ -246,5 +222,5 @@ def build(
     if family == "convnet":
         channels, height, width = shape
         return convnet((channels, height, width), classes, numbers, dropout=dropout, recompute=recompute)
-    layers = ExpertLayers() if family == "gpt-moe" else None
+    layers = ExpertLayers.parse(experts or "") if family == "gpt-moe" else None
     return transformer(classes, *shape, *numbers, dropout=dropout, recompute=recompute, experts=layers)

@@ -6,7 +6,8 @@ from mpi4py import MPI
 
 from parallel import AdamW, Engine, nn
 from parallel.nn.depths import MixtureOfDepths
-from parallel.nn.models import ExpertLayers, transformer
+from parallel.nn.expert_layers import ExpertLayers
+from parallel.nn.models import transformer
 from parallel.nn.router import RouterSettings
 
 TOKENS, LENGTH, WIDTH = 32, 16, 16
