@@ -85,6 +85,8 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     add("--mesh", metavar="AXES", help=mesh)
     shards = "parts of each operator that is cut along tp, for the same bits on any number of its ranks (default tp)"
     add("--tensor-shards", type=int, metavar="T", help=shards)
+    parts = "ranks of tp have parts of the sequence between operators that are cut"
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=parts)
     add = parser.add_argument_group("pipelines").add_argument
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="model chunks on each stage (pp:interleaved)")

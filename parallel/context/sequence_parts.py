@@ -62,6 +62,10 @@ class SequenceParts(Operator):
         self.inner, self.places, self.tied = inner, tuple(places), tied
         self.mixes = inner.mixes
 
+    def slices(self, length: int) -> Sequence[slice]:
+        """Positions of the parts in arrays of this length."""
+        return self.places
+
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
         yield from self.inner.members()
@@ -112,7 +116,8 @@ class SequenceParts(Operator):
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline of all parts, which are arrays of their own."""
-        parts = [ArraySpec((x.shape[0], place.stop - place.start, *x.shape[2:]), x.dtype) for place in self.places]
+        places = self.slices(x.shape[1])
+        parts = [ArraySpec((x.shape[0], place.stop - place.start, *x.shape[2:]), x.dtype) for place in places]
         outlines = [self.inner.outline(part) for part in parts]
         y = outlines[0].y
         whole = ArraySpec((y.shape[0], x.shape[1], *y.shape[2:]), y.dtype)
@@ -123,7 +128,7 @@ class SequenceParts(Operator):
 
     def _split(self, x: Array) -> list[Array]:
         xp = kernels.array_namespace(x)
-        return [xp.ascontiguousarray(x[:, place]) for place in self.places]
+        return [xp.ascontiguousarray(x[:, place]) for place in self.slices(x.shape[1])]
 
     @staticmethod
     def _joined(parts: Sequence[Array]) -> Array:

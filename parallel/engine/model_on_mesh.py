@@ -57,7 +57,7 @@ def shards_of(settings: Settings, axis: Any) -> int:
 def cut_for(model: Operator, loss: Any, axis: Any, settings: Settings) -> tuple[Operator, Any]:
     """Cut model and loss for this rank of the axis, and check all placements; PlacementError if they do not fit."""
     algorithm = "tree" if settings.reproducible else "auto"
-    model, loss = cut(model, loss, axis, shards_of(settings, axis), algorithm)
+    model, loss = cut(model, loss, axis, shards_of(settings, axis), algorithm, settings.sequence_parallel)
     check_placements(model, loss, {REPLICAS: Shard(0), TENSOR: Replicate()}, {REPLICAS})
     return model, loss
 
@@ -100,8 +100,8 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
     if shards_of(settings, axis) == 1:
         return ModelOnMesh(model, loss, mesh.comm, replicas, axis, None)
-    whole, _ = cut(model, loss, MeshAxis(TENSOR, 0, 1, mesh.comm), shards_of(settings, axis))
-    logical = lengths_of(FlatParams(whole))
+    alone = MeshAxis(TENSOR, 0, 1, mesh.comm)
+    logical = lengths_of(FlatParams(cut(model, loss, alone, shards_of(settings, axis))[0]))
     held = [
         lengths_of(FlatParams(cut_for(model, loss, MeshAxis(TENSOR, rank, axis.size, mesh.comm), settings)[0]))
         for rank in range(axis.size)

@@ -61,6 +61,7 @@ class Settings:
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
     mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has neighbours
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
+    sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
     stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
     cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
     memory : pp:auto: bytes that a stage may take
@@ -119,6 +120,7 @@ class Settings:
     mesh: str | None = None
     stage_ranks: str | None = None
     tensor_shards: int | None = None
+    sequence_parallel: bool = False
     cuts: str | None = None
     memory: float | None = None
     servers: int = 1
@@ -188,7 +190,7 @@ NAMES = tuple(field.name for field in fields(Settings))
 ALTERNATIVES = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
-MESH_FIELDS = ("mesh", "tensor_shards")
+MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
 STYLE_FIELDS = ("tau", "group", "overlap")

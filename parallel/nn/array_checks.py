@@ -1,5 +1,6 @@
 """Checks of the shapes and dtypes of operators' inputs, results and gradients; array sizes for memory outlines."""
 
+import math
 import sys
 from collections.abc import Callable
 from numbers import Number
@@ -31,6 +32,11 @@ def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
     """Raise a ValueError if any of the array `numbers`, called `what`, is `limit` or more; negative ones pass."""
     if numbers.size and (largest := int(numbers.max())) >= limit:
         raise ValueError(f"{label(operator)}: {what} {largest} is not below {limit}")
+
+
+def as_matrix(x: Array) -> Array:
+    """View of `x` with all axes but the last joined; of an empty array too, where ``reshape(-1, 0)`` is ambiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def type_after(unit: Operator, x: Array) -> np.dtype | None:

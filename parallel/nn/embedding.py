@@ -3,7 +3,7 @@
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect, expect_last, expect_range, stored, widened
+from parallel.nn.array_checks import as_matrix, elements, expect, expect_last, expect_range, stored, widened
 from parallel.nn.operator import ArraySpec, GradientSink, Init, Operator, OperatorOutline, Parameter, PassMode, normal
 from quant.types import Array
 
@@ -58,8 +58,7 @@ class Unembedding(Operator):
         return y.reshape(*x.shape[:-1], vocabulary), x
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        vocabulary, width = self.weight.shape
-        rows, upper = saved.reshape(-1, width), dy.reshape(-1, vocabulary)
+        rows, upper = as_matrix(saved), as_matrix(dy)
         dx = kernels.matmul(upper, self.weight.data).reshape(saved.shape)
         grads(self.weight, lambda out: kernels.matmul(upper.T, rows, out=out))
         return dx

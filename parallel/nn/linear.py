@@ -5,7 +5,7 @@ from typing import Any
 
 from parallel.nn import kernels
 from parallel.nn.activation import Activation
-from parallel.nn.array_checks import elements, expect, expect_last, stored, widened
+from parallel.nn.array_checks import as_matrix, elements, expect, expect_last, stored, widened
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -49,7 +49,7 @@ class Linear(Operator):
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         expect_last(self, x, self.inputs)
-        rows = x.reshape(-1, self.inputs)
+        rows = as_matrix(x)
         if self.bias is None:
             y = kernels.matmul(rows, self.weight.data)
         else:
@@ -62,12 +62,12 @@ class Linear(Operator):
         if self.bias is None or not isinstance(after, Activation) or not own:
             return super().onward(x, run, after)
         expect_last(self, x, self.inputs)
-        z = kernels.matmul(x.reshape(-1, self.inputs), self.weight.data)
+        z = kernels.matmul(as_matrix(x), self.weight.data)
         y, saved = after.biased(z.reshape(*x.shape[:-1], self.outputs), self.bias.data)
         return y, (x, saved)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        rows, upper = saved.reshape(-1, self.inputs), dy.reshape(-1, self.outputs)
+        rows, upper = as_matrix(saved), as_matrix(dy)
         dx = None if self.first else kernels.matmul(upper, self.weight.data.T).reshape(saved.shape)
         grads(self.weight, lambda out: kernels.matmul(rows.T, upper, out=out))
         if self.bias is not None:

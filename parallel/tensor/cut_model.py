@@ -14,13 +14,24 @@ from typing import Any
 from parallel.nn.array_checks import label
 from parallel.nn.attention import CausalAttention
 from parallel.nn.dropout import Dropout
-from parallel.nn.embedding import Embedding, Unembedding
+from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, name_all
-from parallel.nn.placement import Features, Partial, PlacementError, Replicate, Shard, TensorCut, unit_bounds
+from parallel.nn.placement import (
+    Features,
+    Partial,
+    Placement,
+    PlacementError,
+    Replicate,
+    Shard,
+    TensorCut,
+    unit_bounds,
+)
 from parallel.nn.rewrite import replaced
-from parallel.tensor.redistribute import CopyToShards, SumShards
+from parallel.tensor.gradient_sums import with_gradient_sums
+from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
+from parallel.tensor.sequence import DropoutOfPart, EqualParts, GatheredInput, PositionsOfPart
 from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards
 from parallel.tensor.vocabulary import EmbeddingShard, VocabularyCrossEntropy
 
@@ -28,7 +39,12 @@ COPIES = Replicate(partial=True)
 
 
 def cut(
-    model: Operator, loss: Any, axis: Any, shards: int | None = None, algorithm: str = "auto"
+    model: Operator,
+    loss: Any,
+    axis: Any,
+    shards: int | None = None,
+    algorithm: str = "auto",
+    sequence: bool = False,
 ) -> tuple[Operator, Any]:
     """Model and loss with their operators cut into logical shards, of which this rank of the axis has its part.
 
@@ -46,6 +62,9 @@ def cut(
         sums by "tree", every number of ranks has the same bits, if each has a power of two of shards, or all.
     algorithm : str
         Of the sums over ranks.
+    sequence : bool
+        True if the ranks have parts of the sequence between cut operators (`parallel.tensor.sequence`), whose length
+        must be a multiple of the shards.
 
     Raises
     ------
@@ -61,7 +80,7 @@ def cut(
     if not table:
         raise PlacementError(f"{axis.name}: expected a model with a table `cuts` of the operators to cut, found none")
     name_all(model)
-    cutter = Cutter(axis, shards, algorithm)
+    cutter = Cutter(axis, shards, algorithm, sequence)
     styles = dict(table)
     ours = replaced(model, lambda operator: cutter.replacement(operator, styles))
     if table := [pattern for pattern in table if pattern not in cutter.used]:
@@ -70,6 +89,7 @@ def cut(
     for parameter in ours.parameters():
         if id(parameter) in cutter.whole:
             raise PlacementError(f"cuts: {parameter.name} is cut in one operator and whole in another")
+    ours = with_gradient_sums(ours, axis, algorithm)
     y = ours.place(axis.name, Replicate(), set())
     if isinstance(y, Shard) and type(loss) is SoftmaxCrossEntropy:
         assert y.units is not None
@@ -80,24 +100,35 @@ def cut(
 class Cutter:
     """Cuts operators along one axis into logical shards; tensors that several operators hold are cut once.
 
-    `used` are the patterns of the table that named an operator, `whole` the parameters that were cut, by id.
+    With `sequence`, ranks have parts of the sequence between cut operators. `used` are the patterns of the table that
+    named an operator, `whole` the parameters that were cut, by id.
     """
 
-    def __init__(self, axis: Any, shards: int, algorithm: str):
-        self.axis, self.shards, self.algorithm = axis, shards, algorithm
-        each = shards // axis.size
-        self.numbers = range(axis.rank * each, (axis.rank + 1) * each)
+    def __init__(self, axis: Any, shards: int, algorithm: str, sequence: bool = False):
+        self.axis, self.shards, self.algorithm, self.sequence = axis, shards, algorithm, sequence
+        self.each = shards // axis.size
+        self.numbers = range(axis.rank * self.each, (axis.rank + 1) * self.each)
         self.used: set[str] = set()
         self.whole: dict[int, Parameter] = {}
         self._parts: dict[tuple[int, int], Parameter] = {}
 
     def replacement(self, operator: Operator, table: Mapping[str, str]) -> Operator | None:
-        """Shards of an operator that the table names; None for others."""
+        """Shards of an operator that the table names; of another its form on a part of the sequence; None: itself."""
         for pattern, style in table.items():
             if operator.name and fnmatchcase(operator.name, pattern):
                 self.used.add(pattern)
                 return self._cut(operator, style)
-        return None
+        return self.on_part(operator) if self.sequence else None
+
+    def on_part(self, operator: Operator) -> Operator | None:
+        """Form of an operator between those that are cut, if this rank has a part of the sequence; None: itself."""
+        if isinstance(operator, PositionEmbedding):
+            return PositionsOfPart(operator, self.axis)
+        if isinstance(operator, Dropout):
+            return DropoutOfPart(operator.rate, self.axis)
+        alone = type(operator).place is Operator.place and operator.mixes is not None
+        has_parameters = any(isinstance(value, Parameter) for _, value in operator.members())
+        return EqualParts(operator, self.each) if self.each > 1 and alone and has_parameters else None
 
     def _cut(self, operator: Operator, style: str) -> Operator:
         name, _, argument = style.partition(":")
@@ -108,11 +139,8 @@ class Cutter:
             raise PlacementError(f"cuts: {style!r} is for {fits}, found {label(operator)}")
         return CutOperator(function(operator, self, *([int(argument)] if argument else [])))
 
-    def bounds(self, operator: Operator, units: int, what: str) -> tuple[dict[int, tuple[int, int]], Shard]:
-        """Bounds of the units of this rank's shards, and the placement of the features that are cut so."""
-        if units < self.shards:
-            most = f"at most {units} shards along {self.axis.name}, one for each of the {what}"
-            raise PlacementError(f"{label(operator)}: expected {most}; found {self.shards}")
+    def bounds(self, units: int) -> tuple[dict[int, tuple[int, int]], Shard]:
+        """Bounds of the units, perhaps none, of each shard of this rank; placement of features that are cut so."""
         every = unit_bounds(units, self.shards)
         return {n: every[n] for n in self.numbers}, Shard(-1, tuple(stop - start for start, stop in every))
 
@@ -129,42 +157,50 @@ class Cutter:
             self.whole[id(parameter)] = parameter
         return self._parts[key]
 
-    def spread(self, shards: Mapping[int, Any]) -> CopyToShards:
-        """f: before shards that have a weight."""
-        return CopyToShards(self.axis, shards[self.numbers[0]].weight, self.algorithm)
+    def spread(self, shards: Mapping[int, Any], features: Shard) -> list[Operator]:
+        """f, and shards that have a weight after it."""
+        like, inner = shards[self.numbers[0]].weight, Shards(self.axis.name, shards, COPIES, features)
+        if self.sequence:
+            return [GatheredInput(GatherSequence(self.axis, like, self.algorithm), inner)]
+        return [CopyToShards(self.axis, like, self.algorithm), inner]
 
-    def sum(self, shards: Mapping[int, Any]) -> SumShards:
-        """g: after them."""
-        return SumShards(self.axis, shards[self.numbers[0]].weight, self.algorithm)
+    def sum(self, shards: Mapping[int, Any], takes: Placement, bias: Parameter | None = None) -> list[Operator]:
+        """Shards that have a weight, g, and a bias that is added once."""
+        g = ScatterSequence if self.sequence else SumShards
+        inner = Shards(self.axis.name, shards, takes, Partial())
+        operators: list[Operator] = [inner, g(self.axis, shards[self.numbers[0]].weight, self.algorithm)]
+        if bias is None:
+            return operators
+        add = AddBias(bias)
+        return [*operators, (self.on_part(add) or add) if self.sequence else add]
 
 
 def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
     """Linear layer cut by outputs: x whole, y sharded; the bias is cut too."""
-    bounds, features = cutter.bounds(linear, linear.columns.units, "outputs")
+    bounds, features = cutter.bounds(linear.columns.units)
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
         shards[number] = shard = copy.copy(linear)
         shard.weight = cutter.part(linear.weight, number, 1, linear.columns, units)
         shard.outputs = shard.weight.shape[1]
         shard.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, linear.columns, units)
-    return [cutter.spread(shards), Shards(cutter.axis.name, shards, COPIES, features)]
+    return cutter.spread(shards, features)
 
 
 def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
     """Linear layer cut by inputs: x sharded, y a sum over the ranks, to which the bias is added once."""
-    bounds, features = cutter.bounds(linear, linear.rows.units, "inputs")
+    bounds, features = cutter.bounds(linear.rows.units)
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
         shards[number] = shard = copy.copy(linear)
         shard.weight = cutter.part(linear.weight, number, 0, linear.rows, units)
         shard.inputs, shard.bias = shard.weight.shape[0], None
-    bias = [] if linear.bias is None else [AddBias(linear.bias)]
-    return [Shards(cutter.axis.name, shards, features, Partial()), cutter.sum(shards), *bias]
+    return cutter.sum(shards, features, linear.bias)
 
 
 def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
     """Attention cut by heads."""
-    bounds, features = cutter.bounds(attention, attention.heads, "heads")
+    bounds, features = cutter.bounds(attention.heads)
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
         shards[number] = shard = copy.copy(attention)
@@ -174,31 +210,31 @@ def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
 
 def _dropout(dropout: Dropout, cutter: Cutter, width: int) -> list[Operator]:
     """Dropout of sharded features, of `width` altogether; masks are parts of the whole mask."""
-    bounds, features = cutter.bounds(dropout, width, "features")
+    bounds, features = cutter.bounds(width)
     shards = {number: DropoutShard(dropout.rate, width, *units) for number, units in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
 def _embedding(embedding: Embedding, cutter: Cutter) -> list[Operator]:
     """Token embedding cut by tokens: a sum in which all terms but one are zero."""
-    bounds, _ = cutter.bounds(embedding, embedding.vocabulary, "tokens")
+    bounds, _ = cutter.bounds(embedding.vocabulary)
     shards = {
         number: EmbeddingShard(
             embedding, cutter.part(embedding.weight, number, 0, Features(embedding.vocabulary), units), *units
         )
         for number, units in bounds.items()
     }
-    return [Shards(cutter.axis.name, shards, Replicate(), Partial()), cutter.sum(shards)]
+    return cutter.sum(shards, Replicate())
 
 
 def _unembedding(output: Unembedding, cutter: Cutter) -> list[Operator]:
     """Output projection cut by tokens: scores are sharded, and the loss becomes `VocabularyCrossEntropy`."""
-    bounds, features = cutter.bounds(output, output.weight.shape[0], "tokens")
+    bounds, features = cutter.bounds(output.weight.shape[0])
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
         shards[number] = shard = copy.copy(output)
         shard.weight = cutter.part(output.weight, number, 0, Features(output.weight.shape[0]), units)
-    return [cutter.spread(shards), Shards(cutter.axis.name, shards, COPIES, features)]
+    return cutter.spread(shards, features)
 
 
 STYLES: dict[tuple[str, type[Operator]], Callable[..., list[Operator]]] = {

@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from parallel.nn import kernels
+from parallel.nn.array_checks import as_matrix
 from parallel.nn.compose import Sequential
 from parallel.nn.dropout import Dropout
 from parallel.nn.kernels.storage import widen
@@ -81,7 +82,7 @@ class Shards(Operator):
 
     def _widths(self, length: int, units: Sequence[int]) -> list[int]:
         here = [units[number] for number in self.numbers]
-        return [length // sum(here) * count for count in here]
+        return [length // max(sum(here), 1) * count for count in here]
 
     def _split(self, x: Array, placement: Placement) -> list[Array]:
         """The part of each shard; x itself for each, if it is not sharded."""
@@ -89,8 +90,7 @@ class Shards(Operator):
             return [x] * len(self.operators)
         assert placement.units is not None
         bounds = list(accumulate(self._widths(x.shape[-1], placement.units), initial=0))
-        xp = kernels.array_namespace(x)
-        return [xp.ascontiguousarray(x[..., start:stop]) for start, stop in pairwise(bounds)]
+        return [x[..., start:stop].copy() for start, stop in pairwise(bounds)]  # an empty view would keep x
 
     def _split_spec(self, x: ArraySpec) -> list[ArraySpec]:
         if not isinstance(self.takes, Shard) or len(self.operators) == 1:
@@ -153,7 +153,7 @@ class AddBias(Operator):
         return x + self.bias.data, ()
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        upper = dy.reshape(-1, dy.shape[-1])
+        upper = as_matrix(dy)
         grads(self.bias, lambda out: kernels.sum_rows(upper, out=out))
         return dy
 

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect, expect_range
+from parallel.nn.array_checks import as_matrix, elements, expect, expect_range
 from parallel.nn.embedding import Embedding
 from parallel.nn.kernels.storage import narrow, widen
 from parallel.nn.loss import NO_RESULT, SoftmaxCrossEntropy
@@ -32,12 +32,15 @@ class EmbeddingShard(Embedding):
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         self.expect_tokens(x)
         here = (x >= self.start) & (x < self.stop)
-        y = self.weight.data[kernels.array_namespace(x).where(here, x - self.start, 0)]
+        xp, table = kernels.array_namespace(x), self.weight.data
+        if not len(table):
+            return xp.zeros((*x.shape, self.width), table.dtype), x
+        y = table[xp.where(here, x - self.start, 0)]
         y[~here] = 0
         return y, x
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        tokens, upper = saved.reshape(-1), dy.reshape(-1, self.width)
+        tokens, upper = saved.reshape(-1), as_matrix(dy)
         here = (tokens >= self.start) & (tokens < self.stop)
         grads(self.weight, lambda out: kernels.embedding_gradient(upper[here], tokens[here] - self.start, out))
 
@@ -75,8 +78,8 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         expect(y.shape[:-1] == targets.shape, self, f"targets of shape {y.shape[:-1]}", targets)
         expect(y.shape[-1] == self.lengths[self.axis.rank], self, f"{self.lengths[self.axis.rank]} classes", y)
         expect_range(self, targets, sum(self.units), "target")
-        xp, scores, flat = kernels.array_namespace(y), widen(y.reshape(-1, y.shape[-1])), targets.reshape(-1)
-        top = allreduce(self.axis, scores.max(axis=-1), op=MPI.MAX)
+        xp, scores, flat = kernels.array_namespace(y), widen(as_matrix(y)), targets.reshape(-1)
+        top = allreduce(self.axis, scores.max(axis=-1, initial=-np.inf), op=MPI.MAX)
         rows, columns = self._here(flat)
         score = xp.zeros(len(flat), scores.dtype)
         score[rows] = scores[rows, columns]
@@ -90,7 +93,7 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
     def backward(self, scale: float, saved: Any) -> Array:
         y, targets, log_sum = saved
         xp, flat = kernels.array_namespace(y), targets.reshape(-1)
-        gradient = xp.exp(widen(y.reshape(-1, y.shape[-1])) - log_sum[:, None])
+        gradient = xp.exp(widen(as_matrix(y)) - log_sum[:, None])
         rows, columns = self._here(flat)
         gradient[rows, columns] -= 1
         gradient *= xp.where(flat < 0, 0, scale).astype(gradient.dtype)[:, None]

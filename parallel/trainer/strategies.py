@@ -96,7 +96,7 @@ STRATEGIES["pp"] = Strategy(
     pipeline_config.check,
     pipeline_config.workers,
     _choose_cuts,
-    (*PIPELINE_FIELDS, "tensor_shards", "compress", "fake_quant_inputs"),
+    (*dict.fromkeys([*PIPELINE_FIELDS, *MESH_FIELDS]), "compress", "fake_quant_inputs"),
     measures=True,
     has_variants=True,
 )

@@ -28,6 +28,10 @@ def tokens(random):
     return random.integers(0, TOKENS, (3, CONTEXT))
 
 
+def few_tokens(random):
+    return random.integers(0, 3, (3, CONTEXT))
+
+
 def ignored(random):
     """Targets of which some do not count."""
     return random.integers(-5, TOKENS, (3, CONTEXT))
@@ -46,6 +50,9 @@ CASES = {
         tokens,
     ),
     "gpt without blocks": ModelCase(lambda: transformer(TOKENS, CONTEXT, 0, 1, 3), SoftmaxCrossEntropy, tokens, tokens),
+    "gpt of two heads": ModelCase(
+        lambda: transformer(3, CONTEXT, 1, 2, 4), SoftmaxCrossEntropy, few_tokens, few_tokens
+    ),
     "mlp": ModelCase(lambda: mlp([12, 11, 5]), SoftmaxCrossEntropy, lambda r: r.normal(size=(6, 3, 4)), classes),
     "mlp dropout": ModelCase(
         lambda: mlp([12, 11, 13, 10, 5], dropout=0.3),

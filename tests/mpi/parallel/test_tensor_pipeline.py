@@ -16,7 +16,7 @@ from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.trainer.strategies import strategy_of
 
-TOKENS, CONTEXT, HEADS, PARTS, STEPS = 37, 7, 4, 8, 2
+TOKENS, CONTEXT, HEADS, PARTS, STEPS = 37, 12, 4, 8, 2
 FEW = ("1f1b", "zb-v")
 """Schedules of the default tests."""
 SYNCHRONOUS = [
@@ -100,9 +100,10 @@ def test_the_same_bits_in_every_schedule(comm, schedule):
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_the_same_bits_of_a_transformer(comm, replicas, precision):
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_the_same_bits_of_a_transformer(comm, replicas, precision, sequence):
     ranks = comm.Get_size()
-    shared = {"tensor_shards": ranks, "precision": precision}
+    shared = {"tensor_shards": ranks, "precision": precision, "sequence_parallel": sequence}
     expected, score, state = train(comm, gpt, **shared)
     for mesh in meshes(ranks, replicas):
         microbatches = PARTS // Mesh.parse(mesh).sizes[replicas]

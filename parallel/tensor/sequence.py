@@ -1,0 +1,120 @@
+"""Sequence parallelism: between cut operators, every rank has an equal part of the tokens (Korthikanti et al., 2022).
+
+Norms, dropout, biases and residual sums work on these parts; the exchanges are those of `GatherSequence` and
+`ScatterSequence`. Rank r of t has tokens from r s/t on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from parallel.context.sequence_parts import SequenceParts, TiedTerms
+from parallel.nn import kernels
+from parallel.nn.array_checks import expect
+from parallel.nn.dropout import Dropout
+from parallel.nn.embedding import PositionEmbedding
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.placement import Placement
+from parallel.tensor.redistribute import GatherSequence
+from quant.types import Array
+
+
+class GatheredInput(Operator):
+    """An operator on the whole sequence, from parts of it, of which only the own part is saved.
+
+    The backward pass gathers the sequence once more, for the gradients of weights.
+    """
+
+    def __init__(self, gather: GatherSequence, inner: Operator):
+        self.gather, self.inner = gather, inner
+
+    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+        yield from self.inner.members()
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        whole, _ = self.gather.forward(x, run)
+        y, saved = self.inner.forward(whole, run)
+        return y, (x, run, exchanged(saved, whole, WHOLE))
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        x, run, inner = saved
+        whole, _ = self.gather.forward(x, run)
+        return self.gather.backward(self.inner.backward(dy, exchanged(inner, WHOLE, whole), grads), (), grads)
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        return self.inner.place(axis, self.gather.place(axis, x, partial), partial)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        gather = self.gather.outline(x)
+        inner = self.inner.outline(gather.y)
+        saved = (x, exchanged(inner.saved, gather.y, WHOLE))
+        return inner._replace(saved=saved, work=inner.work + gather.work)
+
+
+WHOLE = object()
+"""Stands in saved values for the gathered sequence."""
+
+
+def exchanged(saved: Any, one: Any, other: Any) -> Any:
+    """Nested tuples with `other` in place of the object `one`."""
+    if saved is one:
+        return other
+    if type(saved) is tuple:
+        return tuple(exchanged(item, one, other) for item in saved)
+    return saved
+
+
+class EqualParts(SequenceParts):
+    """An operator applied to `count` equal parts of a rank's tokens, for sums that do not depend on the ranks."""
+
+    def __init__(self, inner: Operator, count: int):
+        super().__init__(inner, (), TiedTerms())
+        self.count = count
+
+    def slices(self, length: int) -> Sequence[slice]:
+        expect(length % self.count == 0, self, f"a multiple of {self.count} tokens on every rank", length)
+        each = length // self.count
+        return [slice(at * each, (at + 1) * each) for at in range(self.count)]
+
+
+class PositionsOfPart(PositionEmbedding):
+    """Learned position embedding of this rank's tokens; other positions have the gradient 0 here."""
+
+    mixes = ()
+
+    def __init__(self, whole: PositionEmbedding, axis: Any):
+        self.context, self.width, self.weight, self.axis = whole.context, whole.width, whole.weight, axis
+
+    def _expect(self, x: Any) -> None:
+        fits = len(x.shape) == 3 and x.shape[1] * self.axis.size <= self.context and x.shape[2] == self.width
+        most = self.context // self.axis.size
+        expect(fits, self, f"an array of shape (batch, at most {most}, {self.width})", x)
+
+    def _positions(self, x: Any) -> slice:
+        return slice(self.axis.rank * x.shape[1], (self.axis.rank + 1) * x.shape[1])
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        self._expect(x)
+        return x + self.weight.data[self._positions(x)], ()
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        def gradient(out: Array) -> None:
+            out[...] = 0
+            out[self._positions(dy)] += kernels.sum_rows(dy)  # 0 + x has no negative zeros: as a sum over ranks
+
+        grads(self.weight, gradient)
+        return dy
+
+
+class DropoutOfPart(Dropout):
+    """Dropout of this rank's tokens: its mask is their part of the whole sequence's mask."""
+
+    mixes = ()
+
+    def __init__(self, rate: float, axis: Any):
+        super().__init__(rate)
+        self.axis = axis
+
+    def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int], position: int = 0) -> Array:
+        return super()._mask(samples, shape, key, position + self.axis.rank * shape[1])
