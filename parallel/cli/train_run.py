@@ -31,6 +31,7 @@ from parallel.benchmark.training_output import (
 )
 from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
 from parallel.cli import watchdog
+from parallel.optim.precision import PRECISIONS
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.profiler import ProfilerEvent
@@ -108,7 +109,8 @@ class TrainingRun:
         self._args, self._training = args, training
         self._began = time.perf_counter()
         self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
-        peak = resources.peak_flops(comm, args.device, threads=args.threads)
+        storage = PRECISIONS[training.settings.precision].storage
+        self._peak = peak = resources.peak_flops(comm, args.device, dtype=storage, trains=training.trains)
         self._meter = ThroughputMeter((training.flops_per_sample, training.executed_flops_per_sample), peak)
         if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
             watchdog.stop()
@@ -183,6 +185,7 @@ class TrainingRun:
             f"{unit(training)}_per_s": speed.samples_per_s * tokens(training),
             "mfu": speed.mfu,
             "hfu": speed.hfu,
+            "peak_flops": self._peak,
             "updates": training.engine.updates,
             "communication_share": speed.communication_share,
             **self._by_rank(),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
 from quant.types import Array
@@ -124,7 +124,7 @@ class SequenceParts(Operator):
         gradients = sum(4 * parameter.size for parameter in self.inner.parameters()) * len(parts)
         work = max(outline.work for outline in outlines) + x.nbytes + 2 * whole.nbytes + gradients
         saved = tuple(outline.saved for outline in outlines)
-        return OperatorOutline(whole, saved, sum(outline.flops for outline in outlines), work)
+        return OperatorOutline(whole, saved, work=work, **sum_flops(outlines))
 
     def _split(self, x: Array) -> list[Array]:
         xp = kernels.array_namespace(x)

@@ -118,4 +118,4 @@ class UlyssesAttention(ContextAttention):
         kv = ArraySpec((2, batch, self.local.groups, length, width), x.dtype)
         y = ArraySpec((batch, x.shape[1], self.heads.queries * width), x.dtype)
         saved = q, kv, ArraySpec(q.shape, out.dtype), log_sum
-        return OperatorOutline(y, saved, inner.flops, inner.work + 2 * x.nbytes + 2 * y.nbytes)
+        return inner._replace(y=y, saved=saved, work=inner.work + 2 * x.nbytes + 2 * y.nbytes)

@@ -113,7 +113,10 @@ class BlockwiseAttention(Operator):
         return attention_gradients(backward_tiles(q, out, log_sum, dout, blocks), q, kv, blocks, self.mask)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline; counts 4 * d flops per head and per pair of query and key that is computed (whole tiles)."""
+        """Outline; counts 4 * d flops per head and per pair of query and key that is computed (whole tiles).
+
+        The backward pass computes the scores again, which is half of them.
+        """
         self._expect(x)
         return self._outline(x, (range(x.shape[1]),), (range(x.shape[1]),))
 
@@ -131,4 +134,4 @@ class BlockwiseAttention(Operator):
         copies = (elements(x) + 3 * elements(y)) * x.dtype.itemsize + (elements(x) + 2 * elements(y)) * wide.itemsize
         work = copies + 3 * batch * self.heads.queries * largest * wide.itemsize
         flops = 4 * batch * pairs * self.heads.queries * width
-        return OperatorOutline(y, (x, y, log_sum), flops, work)
+        return OperatorOutline(y, (x, y, log_sum), flops, work, recomputed=flops // 2)

@@ -3,7 +3,16 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, nbytes_of
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    nbytes_of,
+    sum_flops,
+)
 from parallel.nn.placement import Placement
 from quant.types import Array
 
@@ -48,8 +57,7 @@ class Sequential(Operator):
             x = outlines[-1].y
         saved = tuple(outline.saved for outline in outlines)
         work = max((outline.work for outline in outlines), default=0)
-        flops, recomputed = (sum(getattr(outline, name) for outline in outlines) for name in ("flops", "recomputed"))
-        return OperatorOutline(x, saved, flops, work, recomputed)
+        return OperatorOutline(x, saved, work=work, **sum_flops(outlines))
 
 
 class Residual(Operator):
@@ -101,4 +109,4 @@ class Recompute(Operator):
         """Outline in which only x is saved; arrays saved by the inner operator count as temporaries."""
         inner = self.inner.outline(x)
         work, recomputed = inner.work + nbytes_of(inner.saved), inner.flops + inner.recomputed
-        return OperatorOutline(inner.y, (x,), inner.flops, work, recomputed)
+        return inner._replace(saved=(x,), work=work, recomputed=recomputed)

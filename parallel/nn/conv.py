@@ -98,7 +98,8 @@ class Conv2d(Operator):
         y, columns = ArraySpec((x.shape[0], self.outputs, *over), x.dtype), ArraySpec((fan, places), x.dtype)
         padded = ArraySpec((*x.shape[:2], *(length + 2 * self.padding for length in x.shape[2:])), x.dtype)
         work = columns.nbytes + 2 * y.nbytes + padded.nbytes + stored(columns, y) + widened(padded)
-        return OperatorOutline(y, x, 2 * fan * places * self.outputs, work)
+        flops = 2 * fan * places * self.outputs
+        return OperatorOutline(y, x, flops, work, skipped=flops * self.first)
 
 
 class _Pool2d(Operator):

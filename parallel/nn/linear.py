@@ -79,7 +79,8 @@ class Linear(Operator):
         y = ArraySpec((*x.shape[:-1], self.outputs), x.dtype)
         weight = ArraySpec(self.weight.shape, x.dtype)
         work = max(widened(x) + stored(y), widened(y) + stored(x)) + widened(weight)
-        return OperatorOutline(y, x, 2 * elements(x) * self.outputs, work)
+        flops = 2 * elements(x) * self.outputs
+        return OperatorOutline(y, x, flops, work, skipped=flops * self.first)
 
 
 class Flatten(Operator):

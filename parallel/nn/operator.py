@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 from zlib import crc32
@@ -164,6 +164,8 @@ class OperatorOutline(NamedTuple):
         Peak bytes of temporaries of either pass with the reference kernels, besides x, y, dx, dy and `saved`.
     recomputed : int
         Those of the flops that the backward pass computes again.
+    skipped : int
+        Those of the 2 x `flops` of a backward pass that are not needed: the gradient of the model's input.
     """
 
     y: ArraySpec
@@ -171,6 +173,12 @@ class OperatorOutline(NamedTuple):
     flops: int = 0
     work: int = 0
     recomputed: int = 0
+    skipped: int = 0
+
+    @property
+    def training_flops(self) -> int:
+        """FLOPs of a forward and a backward pass, without recomputed ones."""
+        return 3 * self.flops - self.skipped
 
 
 class Operator:
@@ -317,6 +325,11 @@ def _held_by(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
     elif depth <= DEPTH and isinstance(value, dict | list | tuple | set | frozenset):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _held_by(item, depth + 1)
+
+
+def sum_flops(outlines: Sequence[OperatorOutline]) -> dict[str, int]:
+    """Sums of the FLOPs of several operators, by name of the outline's field."""
+    return {name: sum(getattr(one, name) for one in outlines) for name in ("flops", "recomputed", "skipped")}
 
 
 def arrays_of(saved: Any) -> dict[int, Any]:

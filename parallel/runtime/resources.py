@@ -3,13 +3,15 @@
 import math
 import os
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.transport.memory_limits import ControlGroup, control_groups
+from parallel.nn.kernels.storage import product_dtype
 from parallel.runtime.collective_errors import raise_on_all
 from parallel.runtime.vector_memory import namespace
 
@@ -34,14 +36,6 @@ def cores_per_rank(comm: MPI.Intracomm) -> int:
     with _node(comm) as node:
         mine, cores = _cores(node)
         return max(1, min(mine, cores // node.Get_size()))
-
-
-def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
-    """Mean number of cores for this rank's `threads` while all ranks of `comm` on its node compute. Collective."""
-    with _node(comm) as node:
-        mine, cores = _cores(node)
-        threads = min(threads, mine)
-        return threads * min(1.0, float(cores / node.allreduce(threads)))
 
 
 def crowd(comm: MPI.Intracomm, threads: int) -> str | None:
@@ -125,26 +119,39 @@ def format_bytes(count: float) -> str:
 
 
 MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
+WINDOWS = 4
+"""Measurements of the peak, of which the highest counts."""
 
 
-def peak_flops(comm: MPI.Intracomm, device: str = "cpu", seconds: float = 0.2, threads: int = 1) -> float:
-    """Measure peak FLOP/s (multiplications and additions) of all ranks together by float32 products. Collective.
+def peak_flops(
+    comm: MPI.Intracomm, device: str = "cpu", *, dtype: Any = np.float32, trains: bool = True, seconds: float = 0.4
+) -> float:
+    """Measure peak FLOP/s (multiplications and additions) of all ranks that train, by matrix products. Collective.
 
-    All ranks multiply at once for `seconds`; the fastest product of each counts. On the CPU, that with the least
-    processor time: a core's speed does not depend on how many ranks share it, and a node has that speed times the
-    `threads` of its ranks, but at most times its cores.
+    All multiply at once, in the dtype in which `parallel.nn` multiplies arrays of `dtype`, and their rates are added:
+    ranks that share cores, execution units of a core, or a GPU have the peak of these together. Other programs on the
+    machine lower it.
     """
     xp = namespace(device)
-    n, clock = MATRIX_SIZE[device], time.process_time if device == "cpu" else time.perf_counter
-    a, b = xp.ones((n, n), np.float32), xp.full((n, n), 0.5, np.float32)
-    out = a @ b
-    comm.Barrier()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        began = clock()
+    n, kind = MATRIX_SIZE[device], product_dtype(np.dtype(dtype), xp)
+    a, b = xp.ones((n, n), kind), xp.full((n, n), 0.5, kind)
+    out, rates = a @ b, np.zeros(WINDOWS)
+
+    def multiply() -> None:
         xp.matmul(a, b, out=out)
         if xp is not np:
             xp.cuda.get_current_stream().synchronize()
-        best = min(best, clock() - began)
-    share = _cores_at_once(comm, threads) if device == "cpu" else 1.0
-    return float(comm.allreduce(2 * n**3 / best * share))
+
+    for window in range(WINDOWS):
+        comm.Barrier()
+        rates[window] = _calls_per_second(multiply, seconds / WINDOWS) if trains else 0.0
+    return float(2 * n**3 * comm.allreduce(rates).max())
+
+
+def _calls_per_second(call: Callable[[], None], seconds: float) -> float:
+    """Number of calls per second, from those in `seconds`, at least one."""
+    began, calls, elapsed = time.perf_counter(), 0, 0.0
+    while not calls or elapsed < seconds:
+        call()
+        calls, elapsed = calls + 1, time.perf_counter() - began
+    return calls / elapsed

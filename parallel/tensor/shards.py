@@ -23,7 +23,7 @@ from parallel.nn.array_checks import as_matrix
 from parallel.nn.compose import Sequential
 from parallel.nn.dropout import Dropout
 from parallel.nn.kernels.storage import widen
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement, Shard
 from quant.types import Array
 
@@ -78,7 +78,7 @@ class Shards(Operator):
             return outlines[0]._replace(y=outlines[0].y if outlines[0].y == y else y)
         work = max(outline.work for outline in outlines) + 3 * sum(one.nbytes for one in ys) + 3 * x.nbytes
         saved = tuple(outline.saved for outline in outlines)
-        return OperatorOutline(y, saved, sum(outline.flops for outline in outlines), work)
+        return OperatorOutline(y, saved, work=work, **sum_flops(outlines))
 
     def _widths(self, length: int, units: Sequence[int]) -> list[int]:
         here = [units[number] for number in self.numbers]

@@ -48,7 +48,8 @@ class Strategy(NamedTuple):
     """Row of `STRATEGIES`: engine class, settings check, number of workers and properties of a kind of layout.
 
     `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks.
-    `workers` is the number of ranks, or pipelines, that share the samples of a step. `resolve` decides open fields
+    `workers` is the number of ranks, or pipelines, that share the samples of a step, `trains` is True for a rank that
+    computes gradients. `resolve` decides open fields
     (collective); if it `measures` the model, ``take(n)`` returns n samples for its trials.
     """
 
@@ -61,6 +62,7 @@ class Strategy(NamedTuple):
     has_variants: bool = False  # the layout may have a suffix after a colon
     pulls_work: bool = False  # ranks request micro-batches one by one, and must be able to load any of a step
     survives_failures: bool = False  # training continues after the death of a rank, if the MPI does
+    trains: Callable[[Settings, int], bool] = lambda settings, rank: True
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:
@@ -104,6 +106,7 @@ STRATEGIES["ps"] = Strategy(
     lambda settings: ParameterServer,
     _check_servers,
     workers=lambda settings, ranks: ranks - settings.servers,
+    trains=lambda settings, rank: rank >= settings.servers,
     fields=SERVER_FIELDS,
     pulls_work=True,
     survives_failures=True,

@@ -93,9 +93,9 @@ def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, 
 
 
 def flops(model: Sequential, task: LearningTask, precision: str) -> tuple[float, float]:
-    """FLOPs of matrix products to train on one sample: three times the forward pass, as a backward counts as two.
+    """FLOPs of matrix products to train on one sample: a backward pass counts as two forward passes.
 
     Without and with those that are computed again in the backward pass (`Recompute`).
     """
     outline = model.outline(specs(task, precision, 1)[0])
-    return float(3 * outline.flops), float(3 * outline.flops + outline.recomputed)
+    return float(outline.training_flops), float(outline.training_flops + outline.recomputed)

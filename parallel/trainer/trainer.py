@@ -62,6 +62,7 @@ class TrainingPlan:
     task, model, sampler
     flops_per_sample, executed_flops_per_sample : without and with recomputation
     settings, resolved : as given (but for `fault_tolerant`), and with the fields that a layout leaves open decided
+    trains : True if this rank computes gradients; servers do not
     fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
         collective may be called on all ranks, and nothing may wait for `MPI_Finalize`.
     steps : number of steps, those before a restart included
@@ -85,6 +86,7 @@ class TrainingPlan:
         self.resolved, remarks = strategy.resolve(
             self._job, settings, lambda count: data.take(np.arange(count) % len(data))
         )
+        self.trains = strategy.trains(self.resolved, comm.Get_rank())
         self.sampler = sampler_of(self.resolved, self.task, ranks)
         self.steps = steps_of(settings, self.task)
         self.parameters = sum(place.size for place in FlatParams(model).places)

@@ -11,7 +11,7 @@ import numpy as np
 
 from parallel.nn.kernels.reference_conv import *  # noqa: F403
 from parallel.nn.kernels.reference_elementwise import *  # noqa: F403
-from parallel.nn.kernels.storage import FLOAT16, HALVES, array_namespace, narrow, wide, widen
+from parallel.nn.kernels.storage import array_namespace, narrow, product_dtype, wide, widen
 from quant.types import Array
 
 # ------------------------------------------------------------------------------------------ matrix products
@@ -24,7 +24,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     float16 on a GPU is not widened.
     """
     xp = array_namespace(a)
-    if a.dtype not in HALVES or (a.dtype == FLOAT16 and xp is not np):
+    if product_dtype(a.dtype, xp) == a.dtype:
         return xp.matmul(a, b) if out is None else xp.matmul(a, b, out=out)
     a, b, dtype = widen(a), widen(b), a.dtype
     if out is not None and out.dtype == wide(dtype):

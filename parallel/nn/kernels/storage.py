@@ -33,6 +33,11 @@ def wide(dtype: np.dtype) -> np.dtype:
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
+def product_dtype(dtype: np.dtype, xp: ModuleType) -> np.dtype:
+    """Dtype in which matrices of `dtype` are multiplied: float32 for half types, but float16 itself on a GPU."""
+    return FLOAT32 if dtype in HALVES and (dtype != FLOAT16 or xp is np) else dtype
+
+
 def widen(x: Array) -> Array:
     """Cast `x` (half type, integers or bools) to float32; return `x` itself if it is float32 or float64."""
     if x.dtype == BFLOAT16:

@@ -1,51 +1,39 @@
 """The peak that MFU is measured against: of all ranks, and of no more cores than they have."""
 
 import importlib
-import os
 from types import SimpleNamespace
 
+import ml_dtypes
 import pytest
 from mpi4py import MPI
 
 from parallel.runtime import resources
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="ranks cannot be put on one core")
+
+def test_the_peak_is_that_of_ranks_that_train_and_of_their_dtype(monkeypatch, world):
+    """Rank 0 serves and does not multiply; the others have a product each second, or of float64 every other one."""
+    products = []
+
+    def calls_per_second(multiply, seconds):
+        with monkeypatch.context() as patch:
+            patch.setattr(resources.np, "matmul", lambda a, b, out: products.append(a.dtype))
+            multiply()
+        return 4 / products[-1].itemsize
+
+    monkeypatch.setitem(resources.MATRIX_SIZE, "cpu", 8)
+    monkeypatch.setattr(resources, "_calls_per_second", calls_per_second)
+    trains = world.rank > 0 or world.size == 1
+    workers = max(1, world.size - 1)
+    for dtype, rate in (("f4", 1), ("f2", 1), (ml_dtypes.bfloat16, 1), ("f8", 0.5)):
+        assert resources.peak_flops(world, dtype=dtype, trains=trains) == workers * 2 * 8**3 * rate
+    assert bool(products) == trains
 
 
-@pytest.fixture
-def one_core():
-    """All ranks on the same core."""
-    before = os.sched_getaffinity(0)
-    core = MPI.COMM_WORLD.bcast(min(before))
-    try:
-        os.sched_setaffinity(0, {core})
-    except OSError:
-        core = None
-    if None in MPI.COMM_WORLD.allgather(core):
-        os.sched_setaffinity(0, before)
-        pytest.skip("ranks cannot be put on one core")
-    yield
-    os.sched_setaffinity(0, before)
-
-
-def test_ranks_that_take_turns_on_a_core_have_one(one_core):
-    """As fast together as one of them alone, within the noise of a machine that others use."""
-    world = MPI.COMM_WORLD
-    alone = resources.peak_flops(MPI.COMM_SELF, seconds=0.05)
-    alone, together = max(world.allgather(alone)), resources.peak_flops(world, seconds=0.2)
-    assert together < 1.5 * alone
-    assert resources._cores_at_once(world, 4) == 1 / world.size
-
-
-def test_threads_count_as_far_as_there_are_cores(monkeypatch):
-    """On a node of four cores with two of these for each rank, say."""
-    world = MPI.COMM_WORLD
-    nodes = world.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = nodes.Get_size()
-    nodes.Free()
-    monkeypatch.setattr(resources, "_cores", lambda node: (2, 4))
-    assert resources._cores_at_once(world, 1) == pytest.approx(min(1, 4 / ranks))
-    assert resources._cores_at_once(world, 3) == pytest.approx(2 * min(1, 2 / ranks))
+def test_calls_per_second(monkeypatch):
+    clock = iter([10.0, 10.5, 11.0, 11.25, 12.0, 20.0, 25.0])
+    monkeypatch.setattr(resources.time, "perf_counter", lambda: next(clock))
+    assert resources._calls_per_second(lambda: None, 1.2) == 3 / 1.25
+    assert resources._calls_per_second(lambda: None, 0.0) == 1 / 8
 
 
 def test_more_threads_than_cores(monkeypatch, world):
@@ -73,7 +61,7 @@ def test_mfu_of_a_training_that_outlives_ranks_is_of_all_ranks(monkeypatch):
     monkeypatch.setattr(train.watchdog, "stop", lambda: None)
     monkeypatch.setattr(train.launcher, "print_when", lambda is_reporter: None)
     training = SimpleNamespace(
-        fault_tolerant=True, is_reporter=True, flops_per_sample=1.0, executed_flops_per_sample=1.0
+        fault_tolerant=True, is_reporter=True, trains=True, settings=SimpleNamespace(precision="fp32")
     )
     with pytest.raises(InterruptedError):
         train.train(MPI.COMM_WORLD, SimpleNamespace(device="cpu", threads=1), training)

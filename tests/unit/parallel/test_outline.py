@@ -19,6 +19,7 @@ from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
+from parallel.nn.models import convnet, mlp, transformer
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
 from parallel.transforms.fake_quantized_input import FakeQuantizedInput
@@ -49,6 +50,43 @@ LARGE = {
     "rounded input": (lambda: FakeQuantizedInput(Linear(300, 300), INT8), (500, 300)),
     "recompute": (lambda: Recompute(Sequential([Linear(300, 300), GELU()])), (500, 300)),
 }
+
+
+COUNTED = {
+    "mlp": lambda: (mlp([30, 20, 10, 5]), (8, 6, 5)),
+    "mlp, one layer": lambda: (mlp([30, 5]), (8, 30)),
+    "mlp, recompute": lambda: (mlp([30, 20, 10, 5], recompute=True), (8, 30)),
+    "convnet": lambda: (convnet((1, 8, 8), 5, (3, 4)), (4, 1, 8, 8)),
+    "gpt": lambda: (transformer(50, 80, 2, 2, 8), (3, 70)),
+    "gpt, recompute": lambda: (transformer(50, 80, 2, 2, 8, recompute=True), (3, 70)),
+    "blockwise attention": lambda: (BlockwiseAttention(2), (2, 70, 24)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_those_of_all_products(monkeypatch, name):
+    """Of a forward and a backward pass with reference kernels; a first layer has no gradient of its input."""
+    model, shape = COUNTED[name]()
+    product, counted = kernels.reference_kernels.matmul, []
+
+    def counting(a, b, out=None):
+        counted.append(2 * a.size * b.shape[-1])
+        return product(a, b, out)
+
+    for module in (kernels, kernels.reference_kernels):
+        monkeypatch.setattr(module, "matmul", counting)
+    random = np.random.default_rng(0)
+    x = random.integers(0, 50, shape) if name.startswith("gpt") else random.standard_normal(shape).astype(np.float32)
+    flat = FlatParams(model)
+    vector = np.zeros(flat.length, np.float32)
+    flat.bind(vector)
+    y, saved = model.forward(x, PassMode(samples=np.arange(len(x))))
+    forward = sum(counted)
+    model.backward(np.ones_like(y), saved, lambda parameter, compute: compute(np.empty(parameter.shape, np.float32)))
+    outline = model.outline(ArraySpec(x.shape, x.dtype))
+    assert outline.flops == forward
+    assert outline.training_flops + outline.recomputed == sum(counted)
+    assert (outline.recomputed > 0) == (name.endswith("recompute") or name.startswith("blockwise"))
 
 
 def peak(motion):
