@@ -48,6 +48,7 @@ PROGRAMS = {
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),
     "draw pipeline": CommandEntry("parallel.cli.draw_pipeline", "timeline of a pipeline, text or picture", mpi=False),
     "draw attention": CommandEntry("parallel.cli.draw_attention", "work of ring attention, text or picture", mpi=False),
+    "draw experts": CommandEntry("parallel.cli.draw_experts", "load of experts, text or picture", mpi=False),
     "prove collectives": CommandEntry("collectives.cli.prove", "prove every algorithm of the catalogue", mpi=False),
     "prove pipelines": CommandEntry("parallel.cli.prove_pipeline", "prove every pipeline schedule", mpi=False),
 }

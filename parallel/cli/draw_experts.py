@@ -1,0 +1,62 @@
+"""Draw the load of the experts of a training, from its metrics file, as text or picture.
+
+    chorus train --data pydoc --model gpt-moe:tiny --json out/moe.jsonl
+    chorus draw experts out/moe.jsonl
+    chorus draw experts out/moe.jsonl -o out/moe.png
+
+For each router: the largest load relative to the mean, the entropy of the choices relative to that of equal loads, and
+the fraction of the choices that were dropped. Runs in one process; pictures need matplotlib (the extra "plot").
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from collectives.cli.launcher import ProgramParser
+from parallel.benchmark import metrics
+from parallel.benchmark.expert_load import ExpertLoad, expert_loads
+from parallel.benchmark.expert_plots import plot_expert_loads
+from parallel.cli.draw_attention import output
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    add("metrics", type=Path, help="file that chorus train --json has written")
+    add("--rows", type=int, default=8, metavar="N", help="lines for each router (default 8)")
+    add("-o", "--output", type=output, metavar="FILE", help="a picture")
+    return result
+
+
+def as_text(loads: Sequence[ExpertLoad], rows: int) -> str:
+    """Table of the loads, in `rows` parts of the training."""
+    blocks = []
+    for load in loads:
+        short = load.mean_of(rows)
+        lines = [load.router, f"{'step':>8}{'largest load':>14}{'entropy':>10}{'dropped':>10}"]
+        for step, share, entropy, dropped in zip(short.steps, short.share, short.entropy, short.drop_rate):
+            lines.append(f"{step:>8}{share.max():>14.2f}{entropy:>10.3f}{dropped:>10.1%}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def main() -> int:
+    command = parser()
+    arguments = command.parse_args()
+    if arguments.rows < 1:
+        command.error(f"--rows: expected 1 or more, found {arguments.rows}")
+    if not arguments.metrics.is_file():
+        command.error(f"{arguments.metrics}: no such file")
+    loads = expert_loads(metrics.read(arguments.metrics))
+    if not loads:
+        command.error(f"{arguments.metrics}: expected the metrics of a model with mixtures of experts, as gpt-moe")
+    if arguments.output is None:
+        print(as_text(loads, arguments.rows))
+        return 0
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        plot_expert_loads(arguments.output, loads, f"load of experts: {arguments.metrics.name}")
+    except ImportError as error:
+        command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    print(f"{arguments.output} written")
+    return 0
