@@ -47,7 +47,7 @@ class AlgorithmChooser:
         try:
             number = index(segments)
         except TypeError:
-            raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}") from None
+            raise InvalidType(MPI.ERR_ARG, f"segments: expected an integer, found {segments!r}") from None
         if number < 1:
             raise InvalidArgument(MPI.ERR_ARG, f"segments: expected at least 1, found {number}")
         return choice._replace(segments=number) if call.collective != "barrier" else choice

@@ -27,7 +27,7 @@ from collectives.runtime.native_requests import ended_request, new_request
 from collectives.runtime.program import ElementArray, Program
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
 from collectives.runtime.program_table import OTHER_ARRAYS
-from collectives.runtime.progress import active_requests, progress_lock, run_program
+from collectives.runtime.progress import active_requests, lone_requests, progress_lock, run_program
 from collectives.runtime.requests import Request
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.mailbox import NONBLOCKING
@@ -271,7 +271,7 @@ class Planner:
             return len(self._active())
 
     def _active(self) -> list[Request]:
-        return [request for request in active_requests if request.owner is self]
+        return [request for request in (*active_requests, *lone_requests) if request.owner is self]
 
     # -------------------------------------------------------------------------------- binding and recycling
 

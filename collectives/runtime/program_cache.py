@@ -76,6 +76,8 @@ def key_fields(
     """Fields of a `CallKey`, as a tuple: a lookup needs no more. TypeError for buffers that `describe` refuses."""
     if type(root) is not int:
         root = counts_key(root)
+    if segments is not None and type(segments) is not int:  # 1.0 and True are equal to 1
+        segments = counts_key(segments)
     if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
         s, r = sendbuf, recvbuf
         arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype

@@ -38,6 +38,9 @@ IDLE_CHECKS = 500
 active_requests: list[Request] = []
 """Active requests of this process; changed only while holding `progress_lock`."""
 
+lone_requests: list[Request] = []
+"""Requests that a thread completes by itself, so that no other thread progresses them; changed as `active_requests`."""
+
 progress_lock = threading.RLock()
 """Held while active requests progress, which any thread may do for all others.
 
@@ -198,6 +201,7 @@ progress_thread = ProgressThread()
 def _after_fork() -> None:
     """Forget requests and thread in a forked process, which has no part in them."""
     active_requests.clear()
+    lone_requests.clear()
     progress_thread.thread, progress_thread.portion = None, threading.Lock()
     progress_lock.release()
 

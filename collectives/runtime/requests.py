@@ -17,6 +17,7 @@ from collectives.runtime.compiled_program import CompiledProgram, compile_progra
 from collectives.runtime.program import Program
 from collectives.runtime.progress import (
     active_requests,
+    lone_requests,
     mpi_is_thread_safe,
     progress,
     progress_lock,
@@ -385,6 +386,7 @@ class Request:
             alone = alone and (self.persistent or self.program.prefers_finish)
             if alone:
                 active_requests.clear()
+                lone_requests.append(self)
                 self.active = False
             return alone
         finally:
@@ -404,13 +406,14 @@ class Request:
             self._broken = program.broken = True
             raise
         finally:
-            if self.persistent:
-                self._startable = not self._broken
-                if self.on_end is not None:
-                    self.on_end()
-            else:
-                with progress_lock:  # another thread may begin a call with the program that this one gives back
+            with progress_lock:  # another thread may begin a call with the program that this one gives back
+                lone_requests.remove(self)
+                if not self.persistent:
                     self._complete()
+                else:
+                    self._startable = not self._broken
+                    if self.on_end is not None:
+                        self.on_end()
 
     def Free(self) -> None:
         """Release the request, which must not be active and cannot be used again."""

@@ -237,7 +237,7 @@ BAD = {
         "Allreduce",
         lambda c: ((X, Y), {"segments": "two"}),
         TypeError,
-        r"segments: expected a number, found 'two'",
+        r"segments: expected an integer, found 'two'",
     ),
     "an operation that is none": (
         "Allreduce",

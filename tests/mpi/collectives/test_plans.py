@@ -44,6 +44,19 @@ def test_programs_of_blocking_calls_are_bounded(own):
     assert (total[:1000] == size).all()
 
 
+@pytest.mark.parametrize("wrong", [1.0, "1", [1]], ids=repr)
+def test_segments_that_are_no_integer_find_no_program(own, wrong):
+    """Also if they are equal to those of a call before."""
+    mine, total = np.ones(2000), np.zeros(2000)
+    for method in (own.Allreduce, own.Iallreduce):
+        for _ in range(3):
+            request = method(mine, total, algorithm="ring", segments=1)
+            if request is not None:
+                request.Wait()
+        with pytest.raises(TypeError, match="segments: expected an integer"):
+            method(mine, total, algorithm="ring", segments=wrong)
+
+
 def test_programs_of_non_blocking_calls_are_bounded(own):
     size = own.Get_size()
     totals = [np.zeros(10 + n % 7) for n in range(kept.MAX_PROGRAMS + 200)]

@@ -4,8 +4,11 @@ import threading
 import time
 
 import pytest
+from mpi4py import MPI
 
+from collectives import Communicator
 from collectives.errors import RanksDisagree
+from collectives.runtime import planner
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress
 from collectives.runtime.requests import Request
@@ -59,6 +62,33 @@ def test_wait_while_another_thread_ends_the_request(begins_another):
     bound.Wait()
     assert not bound.active
     bound.Free()
+
+
+def test_a_program_that_a_thread_completes_by_itself_is_not_freed(monkeypatch):
+    """Meanwhile another thread makes more programs than are kept, and closes the communicator."""
+    waits, goes_on, freed = threading.Event(), threading.Event(), []
+
+    def wait():
+        waits.set()
+        goes_on.wait()
+
+    monkeypatch.setattr(planner, "MAX_PROGRAMS", 0)
+    bound = request(lambda: False, wait, persistent=True)
+    monkeypatch.setattr(bound.program, "free", lambda: freed.append(bound.active))
+    comm = Communicator(MPI.COMM_SELF)
+    owner = bound.owner = comm._planner
+    owner._programs["of another call"] = bound.program
+    bound.Start()
+    waiter = threading.Thread(target=bound.Wait, daemon=True)
+    waiter.start()
+    waits.wait()
+    owner._free_surplus(None)
+    comm.close()
+    assert not freed, "its memory is still in use"
+    goes_on.set()
+    waiter.join()
+    assert freed and not active_requests
+    assert comm._closing.active == 0
 
 
 def test_a_request_that_breaks_off_in_another_thread_is_not_over():
