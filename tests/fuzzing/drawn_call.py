@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.datatypes import PAIRS
-from fuzzing.sequences import Step
+from fuzzing.presentations import allocate_plain, is_plain, presented
+from fuzzing.sequences import MOVING, Step
 
 ROOTED = ("Bcast", "Reduce", "Scatter", "Gather", "Scatterv", "Gatherv")
 """Methods in which ranks differ in the arrays that they have, while making a shared array is collective."""
@@ -38,17 +39,12 @@ MAKERS: dict[str, Callable[[MPI.Datatype], MPI.Datatype]] = {
 }
 
 
-class DLPackOnly:
-    """Wrapper of an array that supports no array protocol but DLPack."""
+class Element(NamedTuple):
+    """Datatype of a buffer, its extent in elements of the array, and how many of it hold one of the step's datatype."""
 
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
+    datatype: MPI.Datatype
+    extent: int = 1
+    number: int = 1
 
 
 class DrawnCall:
@@ -75,9 +71,11 @@ class DrawnCall:
         self.derived = bool(step.datatype)
         if self.derived:
             self.datatype = MAKERS[step.datatype](base).Commit()
-        self.extent = self.datatype.Get_extent()[1] // self.dtype.itemsize
+        self.sent = self.received = Element(self.datatype, self.datatype.Get_extent()[1] // self.dtype.itemsize)
         self.root = step.pick % self.size
         self.in_place = "in place" in step.flags
+        if self.derived and "derived on one side" in step.flags and step.method in MOVING and not self.in_place:
+            self.received = Element(base, 1, self.datatype.Get_size() // self.dtype.itemsize)
         self._wholes: list[tuple[np.ndarray, bool]] = []
         self._ignored: list[np.ndarray] = []
         self.positional: list[Any] = []
@@ -85,19 +83,26 @@ class DrawnCall:
         self.keywords: dict[str, Any] = {} if op is None else {"op": op}
         n = step.n
         self._lengths = self._common.choice([0, n, n // 2 + 1, n], (self.size, self.size))  # of unequal blocks
+        if "equal blocks" in step.flags:
+            self._lengths[...] = n
         if self.in_place:
             self._lengths = np.minimum(self._lengths, self._lengths.T)
         getattr(self, f"_{step.method.lower()}", self._arrays)()
         self.refill()
 
-    def _allocate(self, count: int, is_input: bool) -> np.ndarray:
-        """Allocate `count` elements of the datatype between guard elements; return the elements without the guards."""
-        count = count * self.extent
+    def _allocate(self, count: int, is_input: bool, element: Element | None = None) -> np.ndarray:
+        """Allocate `count` elements between guard elements; return them without the guards."""
+        count *= (element or self.sent).extent
+        if is_plain(self.step.flags, self.dtype):
+            whole = self._inner = allocate_plain(count, self.dtype)
+            self._wholes.append((whole, is_input))
+            return whole
         shared = "shared" in self.step.flags and not (self.native or self.dtype.names or self.step.method in ROOTED)
         length = count + 2 * GUARD
         whole = self.comm.empty(length, self.dtype) if shared else np.zeros(length, self.dtype)
         self._wholes.append((whole, is_input))
-        return whole[GUARD : GUARD + count]
+        self._inner = whole[GUARD : GUARD + count]
+        return self._inner
 
     def refill(self) -> None:
         """Fill all arrays anew: inputs with random values, others with a constant."""
@@ -130,22 +135,24 @@ class DrawnCall:
         if self.derived and self.datatype != MPI.DATATYPE_NULL:
             self.datatype.Free()
 
-    def _spelled(self, array: np.ndarray, count: int) -> Any:
+    def _spelled(self, array: np.ndarray, count: int, datatype: MPI.Datatype) -> Any:
         """Buffer argument for a vector, or blocks of `count` elements each, in the form that the step's flags name."""
         flags = self.step.flags
-        obj: Any = array
-        if "DLPack" in flags and self.dtype.char in "ilfd" and array.flags.writeable:
-            obj = DLPackOnly(array)
-        elif "memoryview" in flags and self.dtype.char in "bhilqBHILQfd":
-            obj = memoryview(array)
+        obj = presented(array, flags)
         if self.derived or self.dtype.names or "count given" in flags:
-            return [obj, count, self.datatype] if "packed" in flags else [obj, (count, 0), self.datatype]
-        return [obj, self.datatype] if "type given" in flags else obj
+            return [obj, count, datatype] if "packed" in flags else [obj, (count, 0), datatype]
+        return [obj, datatype] if "type given" in flags else obj
 
-    def _spelled_v(self, array: np.ndarray, lengths: list[int], displs: list[int] | None) -> Any:
-        if self.derived or "type given" in self.step.flags:
-            return [array, lengths, displs, self.datatype]
-        return [array, lengths] if displs is None else [array, (lengths, displs)]
+    def _spelled_v(self, array: np.ndarray, lengths: Any, displs: Any, datatype: MPI.Datatype) -> Any:
+        flags = self.step.flags
+        obj = presented(array, flags)
+        if "equal blocks" in flags and "one number" in flags:
+            lengths = lengths[0]
+        elif "arrays of counts" in flags:
+            lengths, displs = np.array(lengths, "i8"), None if displs is None else np.array(displs, "i4")
+        if self.derived or "type given" in flags:
+            return [obj, lengths, displs, datatype]
+        return [obj, lengths] if displs is None else [obj, (lengths, displs)]
 
     def _in_place(self) -> Any:
         return None if "None for in place" in self.step.flags else MPI.IN_PLACE
@@ -153,10 +160,18 @@ class DrawnCall:
     def _rooted(self) -> None:
         self.keywords["root"] = np.array(self.root) if "root as an array" in self.step.flags else self.root
 
-    def _displs(self, lengths: list[int]) -> tuple[list[int] | None, int]:
-        """Displacements of blocks: packed (None) or in reverse order with gaps; and the number of elements spanned."""
+    def _displs(self, lengths: list[int], may_overlap: bool) -> tuple[Any, int]:
+        """Displacements of blocks, and the number of elements spanned.
+
+        Packed (None), overlapping, or with gaps: in order if one number stands for all, else in reverse order.
+        """
         if "packed" in self.step.flags:
             return None, sum(lengths)
+        if may_overlap and "overlapping" in self.step.flags:
+            displs = [block % 2 for block in range(self.size)]
+            return displs, max(displ + length for displ, length in zip(displs, lengths))
+        if "equal blocks" in self.step.flags and "one number" in self.step.flags:
+            return lengths[0] + 1, (lengths[0] + 1) * self.size
         ends = list(accumulate(length + 1 for length in reversed(lengths)))
         return [end - length - 1 for end, length in zip(ends, reversed(lengths))][::-1], ends[-1]
 
@@ -165,17 +180,17 @@ class DrawnCall:
         lengths = self._lengths[:, 0].tolist()
         if self.step.method == "Alltoallv":
             lengths = (self._lengths[self.rank] if sends else self._lengths[:, self.rank]).tolist()
+        element = self.sent if sends else self.received
+        lengths, n = [length * element.number for length in lengths], self.step.n * element.number
         if kind == "unequal":
-            displs, count = self._displs(lengths)
-            return self._spelled_v(
-                self._presented(self._allocate(count, is_input), sends and is_input), lengths, displs
-            )
-        n = self.step.n
+            displs, count = self._displs(lengths, sends and not self.in_place)
+            array = self._view(self._allocate(count, is_input, element), sends and is_input)
+            return self._spelled_v(array, lengths, displs, element.datatype)
         count = {"vector": n, "blocks": n * self.size, "own": lengths[self.rank], "total": sum(lengths)}[kind]
-        array = self._presented(self._allocate(count, is_input), sends and is_input)
-        return self._spelled(array, n if kind == "blocks" else count)
+        array = self._view(self._allocate(count, is_input, element), sends and is_input)
+        return self._spelled(array, n if kind == "blocks" else count, element.datatype)
 
-    def _presented(self, array: np.ndarray, is_read: bool) -> np.ndarray:
+    def _view(self, array: np.ndarray, is_read: bool) -> np.ndarray:
         """View of an array as the call gets it: of another shape in every other turn, read-only."""
         view = array.reshape((-1, 1) if self.turn % 2 and "other shapes" in self.step.flags else -1)
         view.flags.writeable = not (is_read and "read-only" in self.step.flags)
@@ -198,14 +213,14 @@ class DrawnCall:
             recv = self._side(received, False, in_place)
         self.positional = [send, recv]
         if self.step.method == "Exscan" and self.rank == 0:
-            self._ignored.append(self._wholes[-1][0][GUARD:-GUARD])
+            self._ignored.append(self._inner)
 
     def _barrier(self) -> None:
         pass
 
     def _bcast(self) -> None:
         self._rooted()
-        self.positional = [self._side("vector", True, self.rank == self.root)]
+        self.positional = [self._side("vector", self.rank == self.root, self.rank == self.root)]
 
     def _reduce_scatter_block(self) -> None:
         n, total = self.step.n, self.step.n * self.size
@@ -213,7 +228,7 @@ class DrawnCall:
         send = None if self.in_place else self._allocate(total, True)
         recv = self._allocate(total if self.in_place else n, self.in_place)
         if send is None:
-            self._ignored.append(recv[n * self.extent :])
+            self._ignored.append(recv[n * self.sent.extent :])
         spelled = [array if plain else [array, self.datatype] for array in (send, recv) if array is not None]
         self.positional = [self._in_place(), *spelled] if send is None else spelled
 
@@ -222,5 +237,5 @@ class DrawnCall:
         recv = self._side("total" if self.in_place else "own", False, self.in_place)
         if self.in_place:
             mine = int(self._lengths[self.rank, 0])
-            self._ignored.append(self._wholes[-1][0][GUARD + mine * self.extent : -GUARD])
+            self._ignored.append(self._inner[mine * self.sent.extent :])
         self.positional = [send, recv, self._lengths[:, 0].tolist()]

@@ -3,6 +3,8 @@
 from random import Random
 from typing import NamedTuple
 
+from fuzzing.messages import WAYS
+
 REDUCING = ("Reduce", "Allreduce", "Reduce_scatter_block", "Reduce_scatter", "Scan", "Exscan")
 MOVING = ("Bcast", "Scatter", "Gather", "Allgather", "Alltoall", "Scatterv", "Gatherv", "Allgatherv", "Alltoallv")
 OBJECTS = ("barrier", "bcast", "gather", "scatter", "allgather", "alltoall")
@@ -33,7 +35,7 @@ class Step(NamedTuple):
 
     thread: int
     number: int
-    kind: str  # "call", "object", "complete", "restart", "exchange", or an action on a communicator or an operation
+    kind: str  # "call", or one of `OTHERS`
     comm: int = 0  # index of the communicator, modulo their number
     pick: int = 0  # any other choice, modulo the number of possibilities
     method: str = ""  # of the communicator
@@ -53,8 +55,8 @@ class Step(NamedTuple):
 
 # fmt: off
 OTHERS = {
-    "object": 12, "complete": 8, "restart": 5, "exchange": 3, "dup": 3, "split": 3, "clone": 1, "create": 2, "wrap": 2,
-    "copy": 2, "free": 4, "free out of order": 2, "free op": 3, "copied op": 2,
+    "object": 8, "complete": 8, "restart": 5, "message": 10, "refusal": 4, "dup": 2, "split": 3, "clone": 1,
+    "create": 2, "wrap": 2, "copy": 2, "free": 4, "free out of order": 2, "free op": 3, "copied op": 2,
 }
 """Steps other than calls on arrays, with their frequency in a hundred."""
 
@@ -63,8 +65,10 @@ CREATING = ("dup", "split", "clone", "create", "wrap")
 
 SPELLINGS = {
     "in place": 0.25, "None for in place": 0.2, "root as an array": 0.1, "type given": 0.3, "count given": 0.3,
-    "DLPack": 0.1, "shared": 0.15, "algorithm": 0.3, "segments": 0.1, "copied op": 0.15, "type freed": 0.5,
-    "packed": 0.4, "read-only": 0.2, "memoryview": 0.1, "other shapes": 0.3, "other counts": 0.2,
+    "array.array": 0.05, "DLPack": 0.1, "memoryview": 0.1, "tensor": 0.05, "Fortran": 0.15, "shared": 0.15,
+    "algorithm": 0.3, "segments": 0.1, "copied op": 0.15, "type freed": 0.5, "packed": 0.4, "overlapping": 0.3,
+    "equal blocks": 0.2, "one number": 0.5, "arrays of counts": 0.2, "derived on one side": 0.3,
+    "read-only": 0.2, "other shapes": 0.3, "other counts": 0.2,
 }
 """Flags of calls, with their frequency."""
 # fmt: on
@@ -78,6 +82,8 @@ def draw(seed: int, thread: int, number: int) -> Step:
     step = Step(thread, number, kind, comm, pick)
     if kind == "object":
         return step._replace(method=chance.choice(OBJECTS if thread else OBJECTS + REDUCED_OBJECTS))
+    if kind == "message":
+        return step._replace(method=chance.choice(list(WAYS)))
     if kind != "call":
         return step
     method = chance.choice(("Barrier", *REDUCING, *REDUCING, *MOVING))
@@ -93,6 +99,8 @@ def draw(seed: int, thread: int, number: int) -> Step:
     if datatype:
         n = min(n, 5000)
     flags = frozenset(name for name, often in SPELLINGS.items() if chance.random() < often)
+    if "shared" in flags:
+        flags -= {"array.array"}  # of other memory
     return step._replace(
         method=method, form=chance.choice(FORMS), n=n, dtype=dtype, datatype=datatype, op=op, flags=flags
     )

@@ -11,6 +11,8 @@ from mpi4py import MPI
 from collectives import Communicator, algorithms, test_all, wait_all
 from collectives.algorithms import catalog
 from fuzzing.drawn_call import DrawnCall
+from fuzzing.messages import pass_on
+from fuzzing.refusals import refusal
 from fuzzing.sequences import CREATING, Step
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -61,7 +63,7 @@ class StepRunner:
             self.now = step
             self.begins(step)
             comm = self.comms[step.comm % len(self.comms)]
-            if comm == MPI.COMM_NULL and step.kind in ("call", "object", "exchange", "copied op", "copy"):
+            if comm == MPI.COMM_NULL and step.kind in ("call", "object", "message", "refusal", "copied op", "copy"):
                 continue
             if step.kind not in CREATING:
                 getattr(self, f"_{step.kind.replace(' ', '_')}")(step, comm)
@@ -147,7 +149,7 @@ class StepRunner:
         """Repeat a call on other arrays each time, more often than it takes to be compiled."""
         begun = step.form == "begun again" and not self.native
         method, keywords = getattr(comm, f"I{step.method.lower()}" if begun else step.method), self._chosen(step)
-        for turn in range(2 + step.pick % 11):
+        for turn in range(2 + step.pick % 19):
             self.calls += 1
             call = DrawnCall(step, comm, self.seed, self._op(step), self.native, turn)
             call.request = method(*call.positional, **call.keywords, **keywords)
@@ -233,12 +235,21 @@ class StepRunner:
         found = getattr(comm, step.method)(*arguments.get(step.method, sum_or_largest))
         self.results[step.thread, step.number] = [repr(found).encode()]
 
-    def _exchange(self, step: Step, comm: Any) -> None:
-        rank, size = comm.Get_rank(), comm.Get_size()
-        sent, received = np.full(step.pick % 50, rank), np.empty(50, int)
-        comm.Sendrecv(sent, (rank + 1) % size, 5, received, (rank - 1) % size, 5)
-        found = comm.sendrecv(rank, (rank - 1) % size, 6, None, (rank + 1) % size, 6)
-        self.results[step.thread, step.number] = [received[: len(sent)].tobytes(), repr(found).encode()]
+    def _message(self, step: Step, comm: Any) -> None:
+        self.calls += 1
+        self.results[step.thread, step.number] = pass_on(comm, step.method, step.pick, step.number)
+
+    def _refusal(self, step: Step, comm: Any) -> None:
+        """Make a call with a wrong argument, which all ranks refuse; record whether it was."""
+        self.calls += 1
+        wrong, found = refusal(step.pick, comm.Get_size()), b"accepted"
+        form = ("", "I", "_init")[0 if self.native else step.pick % 3]
+        name = f"I{wrong.method.lower()}" if form == "I" else f"{wrong.method}{form}"
+        try:
+            getattr(comm, name)(*wrong.arguments, **wrong.keywords)
+        except wrong.error:
+            found = b"refused"
+        self.results[step.thread, step.number] = [found]
 
     def _made(self, step: Step, comm: Any) -> Any:
         """Create a communicator from `comm` in the way of the step's kind, one of `CREATING`."""
@@ -256,7 +267,8 @@ class StepRunner:
         if step.kind == "wrap":  # ours over a new one of the MPI's
             plain = MPI.Intracomm(comm).Dup()
             nodes = [rank % 2 for rank in range(size)] if step.pick % 3 == 1 else None
-            return plain if self.native else Communicator(plain, shared=step.pick % 5 > 0, nodes=nodes)
+            options = {"shared": step.pick % 5 > 0, "debug": step.pick % 7 == 0, "async_progress": step.pick % 8 == 0}
+            return plain if self.native else Communicator(plain, nodes=nodes, **options)
         return comm.Dup() if step.kind == "dup" else comm.Clone()
 
     def _copy(self, step: Step, comm: Any) -> None:

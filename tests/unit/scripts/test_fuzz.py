@@ -2,10 +2,16 @@
 
 from argparse import ArgumentTypeError
 
+import numpy as np
 import pytest
 from fuzzing import fuzz
+from fuzzing.messages import WAYS
+from fuzzing.presentations import HAS_TORCH, PRESENTATIONS, allocate_plain, presented
+from fuzzing.refusals import refusal
 from fuzzing.sequences import FORMS, MOVING, OTHERS, REDUCING, sequence
+from mpi4py import MPI
 
+from collectives import Communicator
 from collectives.cli.arguments import numbers
 
 
@@ -20,6 +26,26 @@ def test_seeds_draw_everything_there_is():
     assert {step.kind for step in steps} == {"call", *OTHERS}
     assert {step.method for step in steps if step.kind == "call"} == {"Barrier", *REDUCING, *MOVING}
     assert {step.form for step in steps if step.form} == set(FORMS)
+    assert {step.method for step in steps if step.kind == "message"} == set(WAYS)
+
+
+@pytest.mark.parametrize("comm", [MPI.COMM_SELF, Communicator(MPI.COMM_SELF)], ids=["native", "ours"])
+def test_wrong_arguments_are_refused(comm):
+    for pick in range(300):
+        method, arguments, keywords, error = refusal(pick, 1)
+        with pytest.raises(error):
+            getattr(comm, method)(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("name", PRESENTATIONS)
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_presentations_are_of_the_array_itself(name, count):
+    for typecode in PRESENTATIONS[name].typecodes:
+        array = allocate_plain(count, np.dtype(typecode)) if name == "array.array" else np.zeros(count, typecode)
+        obj = presented(array[:count].reshape(-1), frozenset([name]))
+        assert name == "Fortran" or (name == "tensor" and not HAS_TORCH) or type(obj) is not np.ndarray
+        MPI.COMM_SELF.Sendrecv(np.ones(count, typecode), 0, 0, obj, 0, 0)
+        assert (array == 1).all()
 
 
 @pytest.mark.parametrize("culprits", [{(0, 3)}, {(0, 3), (1, 17)}, {(0, 0), (0, 39), (1, 39)}], ids=len)
