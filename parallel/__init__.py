@@ -4,7 +4,29 @@
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names of `EXPORTS`, for type checkers
+    from collectives.communicator import Communicator as Communicator
+    from parallel import nn as nn
+    from parallel.checkpoint.step_folders import CheckpointError as CheckpointError
+    from parallel.data.datasets import ArrayDataset as ArrayDataset
+    from parallel.data.sampler import Batch as Batch
+    from parallel.data.sampler import Sampler as Sampler
+    from parallel.engine.settings import Settings as Settings
+    from parallel.optim.lr_schedules import LRSchedule as LRSchedule
+    from parallel.optim.optimizer import Optimizer as Optimizer
+    from parallel.optim.optimizers import LAMB as LAMB
+    from parallel.optim.optimizers import SGD as SGD
+    from parallel.optim.optimizers import Adam as Adam
+    from parallel.optim.optimizers import AdamW as AdamW
+    from parallel.optim.param_groups import ParamGroup as ParamGroup
+    from parallel.runtime.consistency_check import ParameterMismatch as ParameterMismatch
+    from parallel.runtime.consistency_check import RankMismatch as RankMismatch
+    from parallel.runtime.consistency_check import StepFailed as StepFailed
+    from parallel.runtime.step_report import Evaluation as Evaluation
+    from parallel.runtime.step_report import StepReport as StepReport
+    from parallel.trainer.engine import Engine as Engine
 
 
 def _require(package: str) -> None:
@@ -24,7 +46,8 @@ _require("quant")
 EXPORTS = {
     "parallel.trainer.engine": "Engine",
     "parallel.engine.settings": "Settings",
-    "parallel.optim.optimizers": "SGD Adam AdamW LAMB Optimizer",
+    "parallel.optim.optimizer": "Optimizer",
+    "parallel.optim.optimizers": "SGD Adam AdamW LAMB",
     "parallel.optim.param_groups": "ParamGroup",
     "parallel.optim.lr_schedules": "LRSchedule",
     "parallel.data.datasets": "ArrayDataset",

@@ -19,11 +19,12 @@ from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
 from parallel.benchmark.workload import add_recipe, recipe_settings
 from parallel.decentralized.replica_engine import ReplicaEngine
-from parallel.decentralized.styles import STYLES
 from parallel.engine.settings import Settings
 from parallel.trainer.trainer import Training
 
 BESIDE = "dp"  # layout that the styles are compared with
+
+STYLES = ("local", "group", "sgp", "hogwild")  # those whose steps are as long as data parallelism's
 
 EVERY = 5
 """Steps between two measurements of the distance; no multiple of the default taus, which would hide their effect."""

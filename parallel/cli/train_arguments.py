@@ -43,7 +43,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--momentum", type=float, metavar="M", help="momentum of sgd")
     add("--beta2", type=float, metavar="B", help="decay of the second moment, of the other optimizers")
     add("--clip", type=float, metavar="NORM", help="largest norm of the gradient, 0 for no clipping")
-    add("--batch", type=int, metavar="N", help="samples per step, over all ranks")
+    batches = parser.add_mutually_exclusive_group().add_argument
+    batches("--batch", type=int, metavar="N", help="samples per step, over all ranks; federated: per client and step")
+    batches("--batch-tokens", type=int, metavar="N", help="tokens per step, over all ranks, of a text")
     several = parser.add_mutually_exclusive_group().add_argument
     several("--accumulate", type=int, metavar="K", help="micro-batches of each rank in a step (default 1)")
     several("--micro-batch", type=int, metavar="N", help="samples per micro-batch")
@@ -110,6 +112,11 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
         help="fraction of its share by which a rank also trains on the next ranks'",
     )
     add("--group", type=int, metavar="S", help="ranks of a group (default: square root of their number)")
+    add("--clients", type=int, metavar="K", help="federated: clients, each with samples of its own (default 20)")
+    add("--client-fraction", type=float, metavar="C", help="federated: fraction of them in a round (default 0.5)")
+    add("--local-epochs", type=int, metavar="E", help="federated: passes of a client over its samples (default 5)")
+    labels = "federated: runs of samples with one label of each client (default 2); 0 deals samples at random"
+    add("--label-shards", type=int, metavar="N", help=labels)
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:

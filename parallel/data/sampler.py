@@ -124,6 +124,8 @@ class Sampler:
         Position: the next step.
     steps_per_epoch : int
         The last may be short. 0 if there are no samples.
+    passes : int
+        Times that a step's samples are trained on.
 
     Examples
     --------
@@ -131,6 +133,8 @@ class Sampler:
     >>> [[part.tolist() for part in step.parts] for step in sampler.steps(0)]
     [[[0, 1], [2, 3]], [[4]]]
     """
+
+    passes = 1
 
     def __init__(
         self,

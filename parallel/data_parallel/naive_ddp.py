@@ -8,8 +8,8 @@ from mpi4py import MPI
 
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, PassMode
+from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.optimizers import Optimizer
 from quant.types import Array
 
 

@@ -19,8 +19,10 @@ from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, Span
 from parallel.nn.kernels.storage import narrow
+from parallel.optim.grad_norm import block_squares, clip_factor
+from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
+from parallel.optim.param_groups import RateClock
 from parallel.runtime.consistency_check import NOTHING, StepFailed
 from quant.types import Array
 
@@ -128,10 +130,10 @@ class ShardedOptimizer:
             raise StepFailed(f"{NOTHING}; {error}, in step {step}") from error
         return norm if finite else math.inf, factor * clip, finite
 
-    def update(self, updates: int, factor: float) -> None:
+    def update(self, updates: int, factor: float, clock: RateClock) -> None:
         """Update the weights with gradient x `factor`; `updates` is the number of updates made before. Collective."""
         with self._context.recorder("compute", "update"):
-            self._optimizer.update(self.pieces, updates, factor, self._gather)
+            self._optimizer.update(self.pieces, updates, factor, self._gather, clock)
         self.publish()
 
     def publish(self) -> None:

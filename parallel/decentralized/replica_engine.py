@@ -25,7 +25,7 @@ from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import describe, raise_on_all
 from parallel.runtime.consistency_check import StepFailed, check_equal
 from parallel.runtime.step_report import Evaluation, StepReport
@@ -61,6 +61,8 @@ class ReplicaEngine(BaseEngine):
         On all ranks, if their models or settings differ.
     """
 
+    _engine_class = DataParallelEngine
+
     def __init__(
         self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, settings: Settings
     ) -> None:
@@ -69,7 +71,7 @@ class ReplicaEngine(BaseEngine):
         self.settings, self._comm, entry = settings, comm, STYLES[settings.layout]
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
         memory = entry.memory(comm, settings.device)
-        self._engine = DataParallelEngine(
+        self._engine = self._engine_class(
             model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory
         )
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
@@ -88,9 +90,7 @@ class ReplicaEngine(BaseEngine):
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
         """Forecast of this rank's memory: a single-rank `DataParallelEngine` and the averaging style's buffers."""
-        alone, rank, ranks = replace(settings, layout=OWN), workload.rank, workload.ranks
-        shares = [overlapping(len(step), rank, ranks, settings.overlap or 0) for step in workload.steps]
-        own = [tuple(step[at] for at in share) for step, share in zip(workload.steps, shares)]
+        alone, own = replace(settings, layout=OWN), cls._own_steps(workload, settings)
         ledger = DataParallelEngine.forecast(
             model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone
         )
@@ -98,6 +98,12 @@ class ReplicaEngine(BaseEngine):
         buffers = STYLES[settings.layout].buffers(plan.flat.length * plan.precision.wide.itemsize, settings)
         ledger.expect(Counter(buffers=buffers), part=settings.layout)
         return ledger
+
+    @classmethod
+    def _own_steps(cls, workload: Workload, settings: Settings) -> list[tuple[int, ...]]:
+        """Sizes of the micro-batches on the workload's rank in each kind of step."""
+        rank, ranks, overlap = workload.rank, workload.ranks, settings.overlap or 0
+        return [tuple(step[at] for at in overlapping(len(step), rank, ranks, overlap)) for step in workload.steps]
 
     def share(self, micro_batches: int) -> range:
         return LAYOUTS["dp"].share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())

@@ -7,6 +7,7 @@ from collectives import Communicator
 from parallel.data_parallel.run_context import RunContext
 from parallel.decentralized import gossip, hogwild
 from parallel.decentralized.averaging_style import AveragingStyle, LocalSGD
+from parallel.decentralized.federated import FederatedAverage, refusal
 from parallel.decentralized.group_averaging import GroupAveraging, default_size
 from parallel.engine.settings import STYLE_FIELDS, Settings
 from parallel.optim.precision import PRECISIONS
@@ -19,6 +20,7 @@ class StyleEntry(NamedTuple):
 
     `options` are the supported fields of `STYLE_FIELDS`: `tau` is the number of steps between averages (local), between
     global averages (group), or that a message may be late (sgp); `group` the most places (one or two ranks) in a group.
+    `refusal` returns a message about settings that cannot be used on so many ranks, or None.
     """
 
     make: Callable[[RunContext, Array, Settings], AveragingStyle]
@@ -28,6 +30,7 @@ class StyleEntry(NamedTuple):
     memory: Callable[[Communicator, str], VectorAllocator] = VectorAllocator  # of the weights
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     devices: tuple[str, ...] = ("cpu", "cuda")
+    refusal: Callable[[Settings, int], str | None] = lambda settings, ranks: None
 
 
 STYLES = {
@@ -55,6 +58,12 @@ STYLES = {
         precisions=("fp32", "fp64"),  # with half weights every rank would have its own master weights
         devices=("cpu",),
     ),
+    "federated": StyleEntry(
+        lambda context, vector, settings: FederatedAverage(context, vector),
+        lambda nbytes, settings: 2 * nbytes,
+        options=("clients", "client_fraction", "local_epochs", "label_shards"),
+        refusal=refusal,
+    ),
 }
 
 
@@ -78,3 +87,5 @@ def refuse(settings: Settings, ranks: int) -> None:
     ):
         if is_wrong:
             raise ValueError(text)
+    if (problem := entry.refusal(settings, ranks)) is not None:
+        raise ValueError(problem)

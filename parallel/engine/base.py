@@ -23,7 +23,8 @@ from parallel.engine.step_sync import Losses, StepSync, checked
 from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.operator import PassMode
 from parallel.optim.lr_schedules import rate_at
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
+from parallel.optim.param_groups import RateClock
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler, ProfilerEvent
@@ -212,7 +213,7 @@ class TrainEngine(BaseEngine):
         """Update weights by gradients of `count` targets; return (gradient norm, False if not finite: no update)."""
         norm, factor, finite = self._sharded.norm(count, self.steps)
         if finite:
-            self._sharded.update(self.updates, factor)
+            self._sharded.update(self.updates, factor, RateClock(self._clock))
             self.updates += 1
         return norm, finite
 

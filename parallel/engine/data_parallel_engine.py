@@ -29,7 +29,7 @@ from parallel.engine.settings import DEFAULTS, Settings
 from parallel.mesh.device_mesh import DeviceMesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport

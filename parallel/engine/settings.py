@@ -32,13 +32,14 @@ class Settings:
     Attributes
     ----------
     data, model : key of `parallel.data.datasets.TASKS` or a path; ``family`` or ``family:size`` of `parallel.nn.models`
-    layout : dp-naive, dp-bucket, dp, zero1 to zero3; pp:SCHEDULE; ps; local, group, sgp, hogwild
+    layout : dp-naive, dp-bucket, dp, zero1 to zero3; pp:SCHEDULE; ps; local, group, sgp, hogwild, federated
     precision, optimizer : keys of `parallel.optim.precision.PRECISIONS` and `parallel.optim.optimizers.OPTIMIZERS`
     rate : peak learning rate, at least 0: linear warm-up, then half a cosine down to a tenth
     decay : weight decay, at least 0
     momentum, beta2 : from 0 to below 1: momentum of sgd; decay of the second moment of all other optimizers
     clip : limit of the gradient norm; 0 for none
-    batch : samples per step over all ranks and micro-batches, at least 1
+    batch : samples per step over all ranks and micro-batches (federated: per local step of a client), at least 1
+    batch_tokens : in place of `batch`: tokens per step, at least 1
     micro_batch, accumulate, microbatches : one of: samples per micro-batch; micro-batches per rank; per pipeline
     epochs, steps : passes over the training set, used if `steps` is None; steps of the whole training
     warm_up : steps of the learning-rate warm-up
@@ -73,6 +74,9 @@ class Settings:
     fault_tolerant : go on after the death of a rank, if the layout can and the MPI survives it
     tau, group : decentralized styles: steps between averages (sgp: staleness), and ranks per group
     overlap : decentralized styles: fraction of its share of a step by which a rank also trains on the next ranks'
+    clients, client_fraction : federated: number of clients; the fraction of them that take part in a step, a round
+    local_epochs : federated: passes of a client over its samples in a round
+    label_shards : federated: runs of neighbouring samples, sorted by label, of each client; 0 deals samples at random
 
     Raises
     ------
@@ -91,6 +95,7 @@ class Settings:
     beta2: float = 0.999
     clip: float = 0.0
     batch: int = 64
+    batch_tokens: int | None = None
     micro_batch: int | None = None
     accumulate: int | None = None
     epochs: float = 10
@@ -134,6 +139,10 @@ class Settings:
     tau: int | None = None
     group: int | None = None
     overlap: float | None = None
+    clients: int | None = None
+    client_fraction: float | None = None
+    local_epochs: int | None = None
+    label_shards: int | None = None
     compress: str = "none"
 
     def __post_init__(self) -> None:
@@ -155,18 +164,23 @@ class Settings:
         >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
         (16, 6)
         """
-        if self.micro_batch is not None:
-            return self.micro_batch
+        return -(-self.batch // self._parts(ranks)) if self.micro_batch is None else self.micro_batch
+
+    def micro_tokens(self, ranks: int) -> int:
+        """Tokens per micro-batch if `ranks` ranks, or pipelines, share a step of `batch_tokens` tokens."""
+        assert self.batch_tokens is not None
+        return -(-self.batch_tokens // self._parts(ranks))
+
+    def _parts(self, ranks: int) -> int:
+        """Number of micro-batches of a step."""
         each = self.accumulate if self.microbatches is None else self.microbatches
         if each is not None:
-            parts = each * ranks
-        elif self.reproducible:
-            parts = REPRODUCIBLE_MICROBATCHES
-        elif self.layout.startswith("pp"):
-            parts = ranks * PIPELINE_MICROBATCHES
-        else:
-            parts = ranks * (POOL_MICROBATCHES if self.pool else 1)
-        return -(-self.batch // parts)
+            return each * ranks
+        if self.reproducible:
+            return REPRODUCIBLE_MICROBATCHES
+        if self.layout.startswith("pp"):
+            return ranks * PIPELINE_MICROBATCHES
+        return ranks * (POOL_MICROBATCHES if self.pool else 1)
 
     def shared(self) -> dict[str, Any]:
         """Settings by name that must be equal on all ranks: all except those of a single run, such as `device`."""
@@ -178,8 +192,9 @@ TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items(
 """Accepted types, by a field's annotation."""
 
 _FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
-_FROM_ONE += " tensor_shards"
+_FROM_ONE += " tensor_shards batch_tokens clients local_epochs"
 _FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout prune seed check_every delay"
+_FROM_ZERO += " client_fraction label_shards"
 LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
 """Smallest value of numeric fields."""
 
@@ -187,13 +202,15 @@ BELOW_ONE = ("dropout", "prune", "momentum", "beta2")
 
 NAMES = tuple(field.name for field in fields(Settings))
 
-ALTERNATIVES = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), ("mesh", "stages"))
+_MICRO_BATCHES = ("micro_batch", "accumulate", "microbatches")
+
+ALTERNATIVES = (("steps", "epochs"), ("batch", "batch_tokens"), _MICRO_BATCHES, ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
 MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
-STYLE_FIELDS = ("tau", "group", "overlap")
+STYLE_FIELDS = ("tau", "group", "overlap", "clients", "client_fraction", "local_epochs", "label_shards")
 
 LAYOUT_FIELDS = (*MESH_FIELDS, *PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS)
 """Fields of one kind of layout only: another layout drops the checkpoint's values."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from parallel.nn.operator import Parameter
 from parallel.optim.lr_schedules import Rate, describe, rate_at
@@ -32,6 +32,38 @@ def from_torch(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+class GroupArguments(TypedDict, total=False):
+    """Types of the keyword arguments of `ParamGroup` besides `params`, by either name."""
+
+    rate: Rate | None
+    lr: Rate | None
+    decay: float | None
+    weight_decay: float | None
+
+
+class OptimizerArguments(TypedDict, total=False):
+    """Types of the keyword arguments of every optimizer, by either name; `rate` or `lr` is required."""
+
+    rate: Rate
+    lr: Rate
+    decay: float
+    weight_decay: float
+    groups: Sequence["ParamGroup | Mapping[str, Any]"]
+    ema: float
+
+
+class SGDArguments(OptimizerArguments, total=False):
+    momentum: float
+    nesterov: bool
+
+
+class AdamArguments(OptimizerArguments, total=False):
+    beta1: float
+    beta2: float
+    betas: tuple[float, float]
+    eps: float
+
+
 class TorchNames(type):
     """Metaclass of classes whose constructors also take hyperparameters by PyTorch's names (`TORCH_NAMES`)."""
 
@@ -56,6 +88,10 @@ class ParamGroup(metaclass=TorchNames):
     params: Iterable[Parameter | str]
     rate: Rate | None = None
     decay: float | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(self, params: Iterable[Parameter | str], **given: Unpack[GroupArguments]) -> None: ...
 
     def __post_init__(self) -> None:
         params = (self.params,) if isinstance(self.params, str | Parameter) else tuple(self.params)

@@ -19,7 +19,8 @@ from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activa
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
-from parallel.optim.optimizers import LAMB, Optimizer
+from parallel.optim.optimizer import Optimizer
+from parallel.optim.optimizers import LAMB
 from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import GONE, rule_of
 from parallel.parameter_server.key_assignment import buckets_of, keys_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from parallel.data_parallel.run_context import RunContext
 from parallel.engine.settings import Settings
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import ConsistencyRule, rule_of
 from parallel.parameter_server.key_assignment import ServerKey

@@ -12,8 +12,9 @@ import numpy as np
 
 from parallel.data_parallel.sharded_optimizer import in_order, numbers_of
 from parallel.nn.kernels.storage import narrow
+from parallel.optim.grad_norm import block_squares, clip_factor
+from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
 from parallel.optim.param_groups import RateClock
 from parallel.parameter_server.key_assignment import ServerKey
 from parallel.parameter_server.messages import MessageHandle, ServerMessage

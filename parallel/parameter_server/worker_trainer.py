@@ -16,8 +16,8 @@ from parallel.engine.memory_ledger import MemoryLedger, predict_activations
 from parallel.engine.microbatch_pass import MicrobatchPass
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec, Parameter, PassMode
+from parallel.optim.grad_norm import block_squares, clip_factor, total
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.optimizers import block_squares, clip_factor, total
 from parallel.parameter_server.key_assignment import ServerKey, keys_of_unit
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.messages import Mail

@@ -20,7 +20,7 @@ from parallel.engine.base import PassResult
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
-from parallel.optim.optimizers import block_squares
+from parallel.optim.grad_norm import block_squares
 from parallel.optim.param_groups import RateClock
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.param_division import SharedParamGroup

@@ -15,7 +15,7 @@ from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.schedule.actions import from_csv
 from parallel.pipeline.schedule.pipeline_plan import build, check_ranks

@@ -24,7 +24,7 @@ from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
 from parallel.pipeline import config
 from parallel.pipeline.param_division import SharedParamGroup, cuts_for
 from parallel.pipeline.runner import BoundAction, ScheduleRunner, bind_actions

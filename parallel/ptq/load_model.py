@@ -54,7 +54,7 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
         raise CheckpointError(f"{path} has no checkpoints")
     found = Checkpoint(comm, newest)
     before = settings_in(found)
-    settings = _single_rank_settings(before)
+    settings, trained = _single_rank_settings(before), complete({}, before)
     task, model, _ = collective_call(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
     parameters = {f"model/{parameter.name}": parameter for parameter in name_all(model)}
     stored = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
@@ -66,7 +66,7 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
     def read() -> None:
         for name, parameter in parameters.items():
             parameter.data = found.tensor(name).astype(np.float32)
-        prune(model, complete({}, before), steps_of(settings, task), found.step)
+        prune(model, trained, steps_of(trained, task), found.step)
         expect_finite(model)
 
     collective_call(comm, read, f"{newest} cannot be used")

@@ -14,14 +14,14 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
 from parallel.checkpoint.step_folders import NAME
-from parallel.data.sampler import Batch, Dataset, Sampler, prefetch
+from parallel.data.sampler import Batch, Dataset, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.base import check
 from parallel.engine.memory_ledger import MemoryLedger
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, Settings
 from parallel.nn.operator import Operator
-from parallel.optim.optimizers import Optimizer
+from parallel.optim.optimizer import Optimizer
 from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
@@ -31,7 +31,18 @@ from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, s
 from quant.types import Array
 
 OPTIONS = (
-    *("layout", "precision", "clip", "batch", "micro_batch", "accumulate", "reproducible", "seed", "check_every"),
+    *(
+        "layout",
+        "precision",
+        "clip",
+        "batch",
+        "batch_tokens",
+        "micro_batch",
+        "accumulate",
+        "reproducible",
+        "seed",
+        "check_every",
+    ),
     *("bucket_bytes", "first_bytes", "compress", "pool", "device", "trace", *LAYOUT_FIELDS),
 )
 """Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
@@ -121,7 +132,8 @@ class Engine:
         ----------
         x, y : arrays with an axis of samples first, of equal lengths
             Inputs and targets of the whole step, the same on all ranks. They are cut into micro-batches by the settings
-            (`micro_batch`, `accumulate`, `microbatches`). Without `y`: this rank's micro-batches, as from `batches`.
+            (`micro_batch`, `accumulate`, `microbatches`). Without `y`: this rank's micro-batches, as from `batches`;
+            federated: micro-batch k has the samples of client k.
         samples : array of int, optional
             Numbers of the samples in the data set, for dropout; by default 0, 1, ...
         stop : bool
@@ -136,6 +148,8 @@ class Engine:
         """
         if y is None:
             mine: Any = x
+        elif self._strategy.has_clients:
+            raise ValueError(f"y: a step of {self.settings.layout} takes the samples of its clients, as from `batches`")
         else:
             if not self._is_checked:
                 self._expect_same(x, y)
@@ -168,10 +182,11 @@ class Engine:
         """Iterate over an epoch of a data set: this rank's micro-batches of each step, for `step`. Not collective.
 
         Only this rank's share is loaded, ahead of its use. `batch` is the number of samples of a step over all ranks,
-        by default that of the settings; the order depends on the settings' seed and `epoch`.
+        by default that of the settings; the order depends on the settings' seed and `epoch`. With `batch_tokens`, data
+        with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
         """
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
-        sampler = Sampler(len(data), settings.batch, settings.micro(self._workers), settings.seed, shuffle=shuffle)
+        sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
             pool = self._pool
             return (step.batches(data, pool.draw(len(step.parts))) for step in sampler.steps(epoch))  # type: ignore

@@ -13,7 +13,7 @@ from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
 from parallel.nn.placement import logical_name
-from parallel.optim.optimizers import EMA, Optimizer
+from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.strategies import TrainableEngine

@@ -8,6 +8,7 @@ from collectives import Communicator
 from parallel.data.sampler import Batch, Dataset, OnDemandSampler, StepBatches
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
+from parallel.decentralized.federated_engine import FederatedEngine
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine.compression import choose_compression
@@ -15,7 +16,8 @@ from parallel.engine.data_parallel_engine import DataParallelEngine, check_setti
 from parallel.engine.settings import DEFAULTS, MESH_FIELDS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
-from parallel.optim.optimizers import LAMB, OPTIMIZERS, Optimizer
+from parallel.optim.optimizer import Optimizer
+from parallel.optim.optimizers import LAMB, OPTIMIZERS
 from parallel.parameter_server.server_engine import ParameterServer
 from parallel.parameter_server.server_settings import refuse_servers
 from parallel.pipeline import config as pipeline_config
@@ -23,6 +25,7 @@ from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.config import Take
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.trainer.samplers import MakeSampler, batch_sampler, client_sampler
 
 TrainableEngine = DataParallelEngine | Pipeline | ParameterServer | ReplicaEngine
 """Engines of a training loop. With `Settings.pool`, the method `step` also takes `drawn`."""
@@ -63,6 +66,8 @@ class Strategy(NamedTuple):
     pulls_work: bool = False  # ranks request micro-batches one by one, and must be able to load any of a step
     survives_failures: bool = False  # training continues after the death of a rank, if the MPI does
     trains: Callable[[Settings, int], bool] = lambda settings, rank: True
+    sampler: MakeSampler = batch_sampler
+    has_clients: bool = False  # a step is a round, and a micro-batch has the samples of a client
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:
@@ -115,6 +120,9 @@ STRATEGIES |= {
     name: Strategy(lambda settings: ReplicaEngine, styles.refuse, fields=style.options)
     for name, style in STYLES.items()
 }
+STRATEGIES["federated"] = STRATEGIES["federated"]._replace(
+    engine_class=lambda settings: FederatedEngine, sampler=client_sampler, has_clients=True
+)
 
 
 def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, data: Dataset) -> Sequence[Batch]:

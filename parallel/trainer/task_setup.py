@@ -16,7 +16,8 @@ from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
 from parallel.nn.operator import ArraySpec
 from parallel.optim.lr_schedules import LRSchedule
-from parallel.optim.optimizers import OPTIMIZERS, Optimizer
+from parallel.optim.optimizer import Optimizer
+from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.strategies import strategy_of
 from parallel.transforms.apply import transformed
@@ -73,13 +74,12 @@ def measure_of(task: LearningTask) -> Any:
 def steps_of(settings: Settings, task: LearningTask) -> int:
     if settings.steps is not None:
         return settings.steps
-    return math.ceil(settings.epochs * -(-len(task.train) // settings.batch))
+    return math.ceil(settings.epochs * sampler_of(settings, task, 1).steps_per_epoch)
 
 
 def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:
-    workers = strategy_of(settings).workers(settings, ranks)
-    window = settings.window or task.window
-    return Sampler(len(task.train), settings.batch, settings.micro(workers), settings.seed, window=window)
+    strategy = strategy_of(settings)
+    return strategy.sampler(settings, task.train, strategy.workers(settings, ranks), window=task.window)
 
 
 def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, ArraySpec]:

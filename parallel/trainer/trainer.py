@@ -30,6 +30,7 @@ from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_mapping
 from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
+from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from parallel.trainer.task_setup import flops, loss_of, measure_of, prepare, sampler_of, specs, steps_of
 
@@ -61,7 +62,8 @@ class TrainingPlan:
     ----------
     task, model, sampler
     flops_per_sample, executed_flops_per_sample : without and with recomputation
-    settings, resolved : as given (but for `fault_tolerant`), and with the fields that a layout leaves open decided
+    settings, resolved : as given (but for `fault_tolerant`, and `batch` of `batch_tokens`), and with the fields that a
+        layout leaves open decided
     trains : True if this rank computes gradients; servers do not
     fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
         collective may be called on all ranks, and nothing may wait for `MPI_Finalize`.
@@ -79,7 +81,7 @@ class TrainingPlan:
         check_equal(comm, list(settings.shared().items()))
         self._strategy = strategy = strategy_of(settings)
         self.fault_tolerant = settings.fault_tolerant and strategy.survives_failures
-        self.settings = settings = replace(settings, fault_tolerant=self.fault_tolerant)
+        self.settings = settings = replace(sized(settings, self.task.train), fault_tolerant=self.fault_tolerant)
         self.model = model
         self._job = TrainJob(model, loss_of(self.task), comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
@@ -147,7 +149,8 @@ class Training(TrainingPlan):
                 step, mine = next(batches)
                 report = self.engine.step(mine, stop=stop(), **options)
                 self.sampler.done(step)
-                yield StepRecord(report, step.epoch, step.samples, time.perf_counter() - began)
+                samples = step.samples * self.sampler.passes
+                yield StepRecord(report, step.epoch, samples, time.perf_counter() - began)
                 if report.stop:
                     break
             self.engine.quiesce()

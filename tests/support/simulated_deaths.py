@@ -9,7 +9,8 @@ import numpy as np
 
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim.optimizers import SGD, OptimizerSpan
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import SGD
 from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.event_order import EventOrder
 from parallel.parameter_server.key_assignment import ServerKey

@@ -14,6 +14,7 @@ from parallel.trainer.trainer import Training
 
 SEEDS = 200
 STRATEGIES = ("dp-naive", "dp-bucket", "dp", "zero1", "zero2", "zero3", "pp", "ps", "local", "group", "sgp", "hogwild")
+STRATEGIES += ("federated",)
 
 
 def configuration(seed, ranks):
@@ -35,6 +36,8 @@ def configuration(seed, ranks):
     chosen |= {"reproducible": one(False, True), **one({}, {"micro_batch": 3}, {"accumulate": 2})}
     if layout in STYLES:
         chosen |= {"reproducible": False, "precision": one("fp32", "fp64")}
+    if layout == "federated":
+        chosen |= {"clients": one(8, 13), "client_fraction": one(0.3, 1.0), "local_epochs": 1, "batch": one(96, 200)}
     if layout == "ps":
         chosen |= {"precision": one("fp32", "fp64", "bf16"), "servers": ranks - 1, "consistency": one("bsp", "async")}
         chosen["reproducible"] &= chosen["consistency"] == "bsp"

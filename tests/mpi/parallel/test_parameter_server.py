@@ -18,7 +18,8 @@ from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, PassMode, constant
-from parallel.optim.optimizers import LAMB, AdamW, OptimizerSpan
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import LAMB, AdamW
 from parallel.parameter_server import naive_bsp
 from parallel.parameter_server.messages import MessageKind
 from parallel.parameter_server.server_engine import ParameterServer

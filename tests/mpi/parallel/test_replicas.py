@@ -35,6 +35,7 @@ ALL = {
     "sgp": ("sgp", {}),
     "sgp, late": ("sgp", {"tau": 2}),
     "hogwild": ("hogwild", {}),
+    "federated": ("federated", {"local_epochs": 2, "batch": 3}),
 }
 styles = pytest.mark.parametrize("style", ALL)
 of_their_own = pytest.mark.parametrize("style", [name for name in ALL if name != "hogwild"])
@@ -150,7 +151,7 @@ def test_all_meet_every_tau_steps(comm):
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [name for name in STYLES if name != "federated"])
 def test_digits_are_learned(comm, style):
     if style == "hogwild" and comm.nodes is not None:
         pytest.skip("ranks share no memory")
@@ -343,7 +344,7 @@ def test_a_failure_is_told_by_the_next_test_at_the_latest(comm, style):
         ("sgp", {"device": "cuda"}, "device: sgp is for cpu, found cuda"),
         ("local", {"reproducible": True}, "reproducible: with local the result depends on the number of ranks"),
         ("group", {"check_every": 3}, "check_every: with group ranks have different weights"),
-        ("dp", {}, "layout: expected one of local, group, sgp, hogwild, found 'dp'"),
+        ("dp", {}, "layout: expected one of local, group, sgp, hogwild, federated, found 'dp'"),
     ],
 )
 def test_refused(comm, style, settings, words):

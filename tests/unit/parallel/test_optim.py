@@ -12,19 +12,12 @@ import pytest
 
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
+from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.kernels import kernels, reference_updates
 from parallel.optim.lr_schedules import LRSchedule
-from parallel.optim.optimizers import (
-    LAMB,
-    OPTIMIZERS,
-    PORTION,
-    SGD,
-    Adam,
-    AdamW,
-    OptimizerSpan,
-    block_squares,
-    clip_factor,
-)
+from parallel.optim.optimizer import PORTION
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import LAMB, OPTIMIZERS, SGD, Adam, AdamW
 
 SIZES = {"first": 700, "bias": 3, "second": 1025, "none": 0, "gain": 256, "last": 40}
 NOT_DECAYING = ("bias", "gain")
@@ -127,11 +120,16 @@ def plain(name):
     return result
 
 
+def use_reference(monkeypatch):
+    for module in ("optimizers", "grad_norm"):
+        monkeypatch.setattr(f"parallel.optim.{module}.kernels", lambda x: reference_updates)
+
+
 @pytest.fixture(params=["fastest", "reference"])
 def arithmetic(request, monkeypatch):
     """Whatever this machine has for host arrays, and the reference."""
     if request.param == "reference":
-        monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference_updates)
+        use_reference(monkeypatch)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -220,7 +218,7 @@ def test_compiled_gives_the_same_bits_as_the_reference(name, dtype, monkeypatch)
     pytest.importorskip("numba")
     assert kernels(np.zeros(1)) is importlib.import_module("parallel.optim.kernels.compiled_updates")
     expected = train(make(name), dtype=dtype)
-    monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference_updates)
+    use_reference(monkeypatch)
     equal(train(make(name), dtype=dtype), expected)
 
 

@@ -5,7 +5,9 @@ import pytest
 
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW, OptimizerSpan, block_squares
+from parallel.optim.grad_norm import block_squares
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW
 
 
 class Foreign:

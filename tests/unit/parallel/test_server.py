@@ -15,7 +15,8 @@ from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding, Unembedding
 from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.linear import Linear
-from parallel.optim.optimizers import SGD, Adam, OptimizerSpan
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import SGD, Adam
 from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.event_order import EventEntry, EventOrder, ReplayMismatch, create, read

@@ -1,0 +1,63 @@
+"""Gradient norm: sums of squares per block of the flat vector, and clipping (Pascanu et al., ICML 2013).
+
+The sums of all ranks, in the order of the vector, are added alike however it is divided.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.nn.flat_params import BLOCK
+from parallel.optim.kernels import kernels
+from parallel.optim.optimizer import expect, portion_of
+from quant.types import Array
+
+
+def block_squares(vector: Array) -> np.ndarray:
+    """Sums of squares of each block of 256 elements: a NumPy array, float64, of shape (len(vector) / 256,).
+
+    `vector` has whole blocks of float32 or float64. Each block is added by the same tree, wherever it lies; inf or NaN
+    where the block has one (or, in float64, where squares exceed 1e308).
+    """
+    if vector.ndim != 1 or len(vector) % BLOCK:
+        raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
+    step, sums = portion_of(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
+    spare = np.empty_like(vector, shape=min(step, len(vector)), dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+        for start in range(0, len(vector), step):
+            x = vector[start : start + step]
+            kernels(vector).squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
+    return sums if isinstance(sums, np.ndarray) else sums.get()
+
+
+def total(sums: np.ndarray) -> float:
+    """Sum of an array of block sums, always added in the same order."""
+    return float(np.add.reduce(np.ascontiguousarray(sums, np.float64)))
+
+
+class GradClip(NamedTuple):
+    """Global gradient norm of a step (if inf or NaN, skip the step), and the factor by which to clip the gradient.
+
+    The factor is 1 for a norm up to the limit, and 0 if the norm is not finite.
+    """
+
+    norm: float
+    factor: float
+
+
+def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
+    """Compute the global gradient norm and the factor that clips it to `limit`.
+
+    `squares` are the `block_squares` of all ranks, of the gradient before it is multiplied by `scale`, which is
+    1 / (global count x loss scale); without a `limit` nothing is clipped.
+
+    >>> clip_factor(np.array([9.0, 16.0]), 1.0, 2.5)
+    GradClip(norm=5.0, factor=0.5)
+    """
+    expect("limit", limit, limit is None or limit > 0, "a positive number, or None")
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = math.sqrt(total(squares)) * scale
+    if not math.isfinite(norm):
+        return GradClip(norm, 0.0)
+    return GradClip(norm, 1.0 if limit is None or norm <= limit else limit / norm)

@@ -1,0 +1,211 @@
+"""Base class of optimizers, which update the spans of the flat vector that a rank owns. Imports no MPI.
+
+Constructors take PyTorch's names as well: `lr`, `weight_decay`, `betas`. Frozen parameters (`requires_grad` is False)
+and their state are not updated.
+
+Spans are updated in portions that fit the cache. No element's update depends on where spans or portions begin, so every
+division of the vector gives the same bits; norms are float64 sums of squares per block, gathered from all ranks and
+added in the order of the vector. Parameters with ``decay=False`` (biases and gains) have no weight decay.
+
+>>> import numpy as np
+>>> from parallel.nn.flat_params import BLOCK, ParamSpan, Span
+>>> from parallel.nn.operator import Parameter, constant
+>>> from parallel.optim.optimizers import SGD
+>>> place = ParamSpan(Parameter((3,), constant(1.0)), Span(0, BLOCK))
+>>> optimizer = SGD(rate=0.5)
+>>> piece = OptimizerSpan(Span(0, BLOCK), np.ones(BLOCK), np.full(BLOCK, 4.0), optimizer.fresh(np.ones(BLOCK)), [place])
+>>> optimizer.update([piece], step=0, scale=0.25)
+>>> piece.weights[:3].tolist()
+[0.5, 0.5, 0.5]
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from parallel.nn.operator import Parameter
+from parallel.optim.kernels.reference_updates import Scalars
+from parallel.optim.lr_schedules import Rate, describe
+from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
+from parallel.optim.param_groups import GroupTable, ParamGroup, RateClock, TorchNames, Tuning
+from quant.types import Array
+
+Gather = Callable[[np.ndarray], np.ndarray]
+"""Block sums of all ranks, in the order of the vector, from those of this rank's spans; the same on all ranks."""
+
+EMA = "ema"
+"""State vector: moving average of the weights."""
+
+PORTION = {"host": 1 << 14, "device": 1 << 24}
+"""Elements per kernel call. Seven float32 vectors of the host's portion fit into half a megabyte of cache; on a GPU a
+small call costs more than its memory traffic."""
+
+
+Runs = tuple[tuple[Tuning, ElementRun], ...]
+"""Runs of elements with the same hyperparameters."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Optimizer(metaclass=TorchNames):
+    """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
+
+    Parameters
+    ----------
+    rate, lr : float, or function of the number of earlier updates
+    decay, weight_decay : float
+        Applies to parameters that have ``decay=True``.
+    groups : sequence of ParamGroup, or of dicts as in PyTorch
+        Parameters with other values; the first group that has a parameter counts.
+    ema : float
+        Decay of a moving average of the weights, from 0 (none) to below 1: the state vector "ema", equal to the weights
+        after the first update, then ema = decay ema + (1 - decay) w after each (Polyak and Juditsky 1992).
+    """
+
+    rate: Rate
+    decay: float = 0.0
+    groups: Sequence[ParamGroup | Mapping[str, Any]] = ()
+    ema: float = 0.0
+    _table: GroupTable = field(init=False, repr=False)
+    _known_runs: WeakKeyDictionary[OptimizerSpan, tuple[Any, Runs]] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
+    _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.rate):
+            expect("rate", self.rate, 0 <= self.rate < math.inf, "a number from 0 on, or a schedule")
+        expect("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
+        expect("ema", self.ema, 0 <= self.ema < 1, "0 <= ema < 1")
+        groups = tuple(one if isinstance(one, ParamGroup) else ParamGroup(**one) for one in self.groups)
+        self.groups, self._table = groups, GroupTable(groups)
+
+    @property
+    def lr(self) -> Rate:
+        """Learning rate by PyTorch's name."""
+        return self.rate
+
+    @lr.setter
+    def lr(self, rate: Rate) -> None:
+        self.rate = rate
+
+    def states(self) -> tuple[str, ...]:
+        """Names of all state vectors, such as ("m", "v", "ema"), each as long as the weights."""
+        return (*self.moments(), *((EMA,) if self.ema else ()))
+
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state vectors that the update rule uses, such as ("m", "v")."""
+        return ()
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError if a group has none of these, the named parameters of the model."""
+        self._table.check(parameters)
+
+    def fresh(self, weights: Array) -> dict[str, Array]:
+        """Initial state vectors by name: zeros like the weights."""
+        return {name: np.zeros_like(weights) for name in self.states()}
+
+    def describe(self) -> dict[str, Any]:
+        """Optimizer name and hyperparameters, for a checkpoint."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        own = {"rate": describe(self.rate), "groups": [group.describe() for group in self._table.groups]}
+        return {"name": type(self).__name__.lower(), **settings, **own}
+
+    def update(
+        self,
+        pieces: Sequence[OptimizerSpan],
+        step: int,
+        scale: float,
+        gather: Gather | None = None,
+        clock: RateClock | None = None,
+    ) -> None:
+        """Make one optimizer step: update weights, state and half-precision copies (`stored`) of this rank's spans.
+
+        Parameters
+        ----------
+        pieces : sequence of OptimizerSpan
+            May be empty, as may be each of them.
+        step : int
+            Number of earlier updates.
+        scale : float
+            Factor of the gradients: 1 / (global count x loss scale) x clip factor. Must be finite: do not call this for
+            a step whose gradient is not. ValueError otherwise; nothing is changed.
+        gather : callable
+            Collective; only LAMB needs it.
+        clock : RateClock
+            Time for the learning rates, by default `step`.
+        """
+        rates = self._table.rates(self.rate, clock or RateClock(step))
+        expect("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
+        with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find
+            self._update(pieces, step, float(scale), rates, gather)
+
+    def _update(
+        self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rates: Sequence[float], gather: Gather | None
+    ) -> None:
+        for piece in pieces:
+            spare = self._workspace(piece.weights)
+            for tuning, run in self._runs(piece):
+                scalars = self._scalars(step, scale, rates[tuning.number], tuning.decay)
+                for part in portions(run, spare):
+                    if tuning.trains:
+                        self._portion(piece, part, spare, scalars)
+                    self._finish(piece, part, step, spare)
+
+    def _runs(self, piece: OptimizerSpan) -> Runs:
+        """Runs of neighbouring tensors of a span with the same hyperparameters, in order; cached while these hold."""
+        key = self.decay, *[run.place.parameter.requires_grad for run in piece.tensors]
+        if self._known_runs.get(piece, (None, ()))[0] != key:
+            groups = groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay))
+            joined = ((tuning, list(tensors)) for tuning, tensors in groups)
+            runs = tuple((tuning, some[0]._replace(stop=some[-1].stop)) for tuning, some in joined)
+            self._known_runs[piece] = key, runs
+        return self._known_runs[piece][1]
+
+    def _finish(self, piece: OptimizerSpan, part: slice, step: int, spare: Array) -> None:
+        """Round updated weights to their storage precision, and add them to their moving average."""
+        weights = piece.weights[part]
+        if piece.stored is not None:
+            piece.stored[part] = weights
+        if self.ema:
+            average, new = piece.state[EMA][part], spare[0, : len(weights)]
+            np.multiply(weights, 1.0 - self.ema if step else 1.0, out=new)
+            np.multiply(average, self.ema if step else 0.0, out=average)
+            np.add(average, new, out=average)
+
+    def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
+        """Update weights and state of the elements `part` of a span, a portion that fits the cache."""
+        raise NotImplementedError
+
+    def _scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
+        """Scalar arguments of the update kernels for a run of elements; all floats, so that numba compiles once."""
+        return tuple(map(float, (scale, rate, decay, *self._hyperparameters(step))))
+
+    def _hyperparameters(self, step: int) -> Scalars:
+        """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2."""
+        return ()
+
+    def _workspace(self, like: Array) -> Array:
+        """Scratch array of shape (2, elements per kernel call), made once per array type and dtype."""
+        key = type(like), like.dtype.str
+        if key not in self._spare:
+            self._spare[key] = np.empty_like(like, shape=(2, portion_of(like)))
+        return self._spare[key]
+
+
+def portion_of(vector: Array) -> int:
+    return PORTION["host" if isinstance(vector, np.ndarray) else "device"]
+
+
+def portions(run: ElementRun, spare: Array) -> Iterator[slice]:
+    step = spare.shape[1]
+    return (slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step))
+
+
+def expect(name: str, value: Any, good: bool, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{name}: expected {expected}, found {value}")

@@ -1,0 +1,49 @@
+"""Samplers of a training: order of samples, steps and micro-batches, by settings and data set."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parallel.data.client_shards import ClientSampler, divide, labels_of
+from parallel.data.sampler import Dataset, Sampler
+from parallel.data.sequences import TokenSampler
+from parallel.decentralized.federated import clients_of, label_shards_of, local_epochs_of
+from parallel.engine.settings import Settings
+
+MakeSampler = Callable[..., Sampler]
+"""Function (settings, data, workers, shuffle=True, window=None) -> sampler for so many ranks, or pipelines."""
+
+
+def batch_sampler(
+    settings: Settings, data: Dataset, workers: int, shuffle: bool = True, window: int | None = None
+) -> Sampler:
+    """Sampler of steps of `batch` samples or `batch_tokens` tokens; data with `lengths` are cut by tokens exactly."""
+    options: dict[str, Any] = {"seed": settings.seed, "shuffle": shuffle, "window": settings.window or window}
+    if settings.batch_tokens is None or not hasattr(data, "lengths"):
+        settings = sized(settings, data)
+        return Sampler(len(data), settings.batch, settings.micro(workers), **options)
+    if settings.micro_batch is not None:
+        raise ValueError(f"micro_batch: it counts samples, batch_tokens tokens; found {settings.micro_batch}")
+    return TokenSampler(data.lengths, settings.batch_tokens, settings.micro_tokens(workers), **options)
+
+
+def sized(settings: Settings, data: Dataset) -> Settings:
+    """Settings whose `batch` is as many sequences of equal length as have `batch_tokens` tokens, if that is given."""
+    if settings.batch_tokens is None or not len(data):
+        return settings
+    tokens = data.take(np.zeros(1, np.int64))[1]
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"batch_tokens: expected sequences, found targets of {tokens.dtype}, shape {tokens.shape[1:]}")
+    return replace(settings, batch=max(1, settings.batch_tokens // tokens.size))
+
+
+def client_sampler(
+    settings: Settings, data: Dataset, workers: int, shuffle: bool = True, window: int | None = None
+) -> Sampler:
+    """Sampler of federated rounds; data with classes are divided among the clients by class, others by position."""
+    clients, sampled = clients_of(settings)
+    parts = divide(labels_of(data), clients, label_shards_of(settings), settings.seed)
+    passes = local_epochs_of(settings)
+    return ClientSampler(parts, sampled, settings.micro(1), settings.seed, passes=passes, shuffle=shuffle)

@@ -1,0 +1,39 @@
+"""Types of the public names: those of the import table, and constructors with every hyperparameter."""
+
+import ast
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import parallel
+from parallel.optim.optimizers import OPTIMIZERS
+from parallel.optim.param_groups import TORCH_NAMES, AdamArguments, GroupArguments, ParamGroup, SGDArguments
+
+ARGUMENTS = {"sgd": SGDArguments}
+
+
+def test_type_checkers_see_the_names_that_are_exported():
+    tree = ast.parse(Path(parallel.__file__).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    typed = {alias.asname: node.module for block in blocks for node in block.body for alias in node.names}
+    expected = {name: module for module, names in parallel.EXPORTS.items() for name in names.split()}
+    assert typed == expected | {"nn": "parallel"}
+
+
+def with_aliases(names):
+    own = set(names)
+    return own | {alias for alias, some in TORCH_NAMES.items() if own.issuperset(some)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_types_of_the_hyperparameters(name):
+    made = OPTIMIZERS[name]
+    types = typing.get_type_hints(ARGUMENTS.get(name, AdamArguments), vars(typing) | vars(parallel.optim.param_groups))
+    assert types.keys() == with_aliases(one.name for one in fields(made) if one.init)
+    assert made(lr=0.1, weight_decay=0.2).describe()["name"] == name
+
+
+def test_types_of_a_group():
+    assert set(GroupArguments.__annotations__) == with_aliases(one.name for one in fields(ParamGroup)) - {"params"}
