@@ -10,7 +10,7 @@ from quant import kernels
 from quant.formats import values
 from quant.kernels import LinearCode, array_namespace
 from quant.layout import BufferLayout, BufferPart, layout
-from quant.scaling.scales import joined, numbers_of, spread
+from quant.scaling.scales import halves, joined, numbers_of, spread
 from quant.spec.granularity import GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, to_rows
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -144,6 +144,27 @@ class QuantizedArray:
         if self.spec.linear:
             raise ValueError("linear codes have no table of levels")
         return array_namespace(self.buffer).asarray(values(self.spec.code))
+
+    def level_index(self) -> Array:
+        """Index of each element's level among all of `levels`, flattened: int64, in the array's shape; kmeans only."""
+        blocks, tables = self.layout.blocks, self._expect_kmeans()
+        xp = array_namespace(self.buffer)
+        group = xp.arange(blocks.rows)[:, None] * blocks.per_row + xp.arange(blocks.length) // max(blocks.size, 1)
+        rows = self.items("codes").reshape(blocks.rows, blocks.length) + group * tables.shape[-1]
+        return from_rows(rows, self.spec.granularity, self.shape)
+
+    def with_levels(self, levels: Array) -> QuantizedArray:
+        """Copy with other levels, as many as `levels` has, rounded to the format that stores them; kmeans only."""
+        table, form = self._expect_kmeans(), self.spec.scales.format
+        levels = array_namespace(self.buffer).asarray(levels, np.float32).reshape(table.shape)
+        made = QuantizedArray(self.spec, self.shape, self.buffer.copy())
+        made.put("scale0", levels if form == "fp32" else halves(levels, form))
+        return made
+
+    def _expect_kmeans(self) -> Array:
+        if self.spec.code != "kmeans":
+            raise ValueError(f"expected codes of kmeans, which have levels of their own, found {self.spec}")
+        return self.levels()
 
     def zeros(self) -> Array | None:
         """Zero point of each group: float32, shape (rows, groups per row); None for symmetric codes."""

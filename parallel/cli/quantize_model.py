@@ -32,9 +32,11 @@ from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt
 from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
 from parallel.ptq.load_model import TrainedModel
+from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.mixed_precision import SENSITIVITIES, WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantize_model import METHODS, check, quantise, with_inputs
+from parallel.ptq.tune_levels import tune_levels
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
 from parallel.transforms.quantizable_layers import layers_of
@@ -45,10 +47,15 @@ from quant.search import SEARCHES, Choice
 BATCH = 64  # samples of a batch: the same on any number of ranks, which keeps sums over batches equal
 STEPS = 4  # budgets between two widths of the curve
 
-OF_MIXED = ("search", "sensitivity", "widths", "pareto")
-OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
-NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activations": ("observer",)}
-"""Options that are refused unless the option before the colon is given."""
+OF_MIXED, OF_SEARCH = ("sensitivity", "pareto"), ("search", "widths")
+OF_CHECKPOINT = ("spec", "method", "tune", "activations", "observer", "calibrate", "samples", "mixed", "report")
+NEEDED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("checkpoint",): (*OF_CHECKPOINT, "output", *OF_MIXED, *OF_SEARCH),
+    ("mixed",): OF_MIXED,
+    ("mixed", "mixed_inputs"): OF_SEARCH,
+    ("activations",): ("observer", "mixed_inputs"),
+}
+"""Options that are refused unless one of those before the colon is given."""
 
 
 def parser() -> launcher.LauncherParser:
@@ -66,8 +73,12 @@ def parser() -> launcher.LauncherParser:
     add("--calibrate", metavar="DATA", help="calibration data, as for chorus train (default: those of the training)")
     add("--samples", type=at_least(1, int), default=512, metavar="N", help="calibration samples (default 512)")
 
+    tune = "epochs in which the levels of kmeans are trained on the training data, with fixed codes"
+    add("--tune", type=at_least(1, int), metavar="N", help=tune)
+
     add = result.add_argument_group("a width for each layer").add_argument
     add("--mixed", type=float, metavar="BITS", help="bytes of --spec in so many bits, which may be a fraction")
+    add("--mixed-inputs", type=float, metavar="BITS", help="bits of the inputs of all layers, on the average")
     add("--search", default="milp", choices=list(SEARCHES), help="default milp")
     add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="weight of a layer's error (default loss)")
     add("--widths", type=numbers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
@@ -81,10 +92,12 @@ def parser() -> launcher.LauncherParser:
 
 def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     for needed, names in NEEDED.items():
-        if getattr(args, needed) is None:
-            for name in names:
-                if getattr(args, name) != parser.get_default(name):
-                    return f"--{name} needs --{needed}, and would do nothing without it"
+        for name in names if all(getattr(args, one) is None for one in needed) else ():
+            if getattr(args, name) != parser.get_default(name):
+                options = [f"--{one.replace('_', '-')}" for one in (name, *needed)]
+                return f"{options[0]} needs {' or '.join(options[1:])}, and would do nothing without it"
+    if args.tune is not None and args.mixed is not None:
+        return "--tune: levels are those of kmeans, and --mixed chooses among widths of linear codes"
     return picture_error("--pareto", args.pareto)
 
 
@@ -201,6 +214,19 @@ def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
     return mixed.chosen(choice), [mixed.specs[at] for at in choice]
 
 
+def round_inputs(job: QuantizeJob, made: Operator, spec: QuantSpec) -> Operator:
+    """Quantise the inputs of all layers of a quantised model, in chosen widths if so asked for. Collective."""
+    args = job.args
+    alike = with_inputs(made, spec, args.observer, job.mine, job.comm)
+    if args.mixed_inputs is None:
+        return alike
+    mixed = input_mixture(made, job.trained.loss, spec, args.widths, args.observer, job.mine, job.comm)
+    choice = mixed.choose(args.search, args.mixed_inputs, job.comm)
+    say(f"inputs in {args.activations} for all: {job.score_text(alike)}")
+    say("bits of inputs: " + ", ".join(f"{name} {mixed.specs[at].bits}" for name, at in zip(mixed.names, choice)))
+    return mixed.chosen(choice)
+
+
 def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     """Quantise a checkpoint's model, print test results, and write the model and plots as asked for. Collective."""
     spec = spec_of("--spec", args.spec)
@@ -216,13 +242,17 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     say(f"{name}: {len(layers)} layers, calibrated on {shown} samples of {data.name}")
     say(f"float32: {job.score_text(trained.model)}, {nbytes(trained.model)} bytes")
     if args.mixed is None:
-        options = {"method": args.method, "activations": activations, "observer": args.observer}
-        made, specs = quantise(trained.model, spec, mine, comm, **options), [spec] * len(layers)
+        check(layers, spec, args.method, activations, args.observer)
+        made, specs = quantise(trained.model, spec, mine, comm, method=args.method), [spec] * len(layers)
     else:
         made, specs = search_widths(job)
-        made = made if activations is None else with_inputs(made, activations, args.observer, mine, comm)
-    text = f"{args.spec if args.mixed is None else 'mixed'}, {args.method}"
-    text += f", inputs in {args.activations}" if args.activations else ""
+    if args.tune is not None:
+        say(f"{args.spec}, {args.method}: {job.score_text(made)}")
+        batch, seed = trained.settings.batch, trained.settings.seed
+        made = tune_levels(trained.model, made, data, comm, args.tune, batch, seed)
+    made = made if activations is None else round_inputs(job, made, activations)
+    text = f"{args.spec if args.mixed is None else 'mixed'}, {args.method}" + ", tuned" * (args.tune is not None)
+    text += f", inputs in {args.activations if args.mixed_inputs is None else 'mixed'}" if args.activations else ""
     smaller = nbytes(trained.model) / nbytes(made)
     say(f"{text}: {job.score_text(made)}, {nbytes(made)} bytes ({smaller:.2f} times less)")
     if args.report:

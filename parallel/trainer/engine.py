@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, fields, replace
-from difflib import get_close_matches
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +18,7 @@ from parallel.data.work_queue import WorkQueue
 from parallel.engine.base import check
 from parallel.engine.memory_ledger import MemoryLedger
 from parallel.engine.microbatch_pass import Measure
-from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, Settings
+from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.consistency_check import check_equal
@@ -27,25 +26,9 @@ from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.vector_memory import to_host
 from parallel.trainer import engine_checkpoint
+from parallel.trainer.engine_options import with_options, with_transforms
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from quant.types import Array
-
-OPTIONS = (
-    *(
-        "layout",
-        "precision",
-        "clip",
-        "batch",
-        "batch_tokens",
-        "micro_batch",
-        "accumulate",
-        "reproducible",
-        "seed",
-        "check_every",
-    ),
-    *("bucket_bytes", "first_bytes", "compress", "pool", "device", "trace", *LAYOUT_FIELDS),
-)
-"""Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
 
 
 class Engine:
@@ -66,7 +49,8 @@ class Engine:
     example : (inputs, targets), optional
         Samples by which a pipeline is cut into stages of equal time; without them, stages have equally many units.
     **options
-        Settings by name (`OPTIONS`) that replace those of `settings`, such as ``layout="zero2"``.
+        Settings by name (`parallel.trainer.engine_options.OPTIONS`) that replace those of `settings`, such as
+        ``layout="zero2"``. With ``prune``, `steps` are those of the whole training.
 
     Attributes
     ----------
@@ -78,7 +62,8 @@ class Engine:
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, or if ranks differ in it.
+        On all ranks, if an argument is invalid or would be ignored, such as a learning rate among the settings, or if
+        ranks differ in it.
 
     Examples
     --------
@@ -102,14 +87,14 @@ class Engine:
         example: tuple[Array, Array] | None = None,
         **options: Any,
     ) -> None:
-        settings = with_options(settings, options)
+        settings = with_options(settings, options, optimizer)
         self._comm = comm if isinstance(comm, Communicator) else Communicator(comm)
         self._is_owner = self._comm is not comm
         check(self._comm, settings)
         self.model, self.optimizer = model, optimizer
         self._strategy = strategy = strategy_of(settings)
         strategy.check(settings, self._comm.Get_size())
-        remarks: tuple[str, ...] = ()
+        model, remarks = with_transforms(model, settings), tuple[str, ...]()
         if not strategy.measures or example is not None:
             job = TrainJob(model, loss, self._comm, optimizer)  # type: ignore[arg-type]
             settings, remarks = strategy.resolve(job, settings, lambda count: _repeated(example, count))
@@ -312,19 +297,6 @@ class Engine:
             self.close()
         else:  # a rank that failed does not wait for the others
             self.inner.__exit__(kind, *others)
-
-
-def with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
-    """Settings with some fields replaced; ValueError for names that are none, or that engines do not use."""
-    if not isinstance(settings, Settings):
-        raise TypeError(f"settings: expected Settings, or options by name, found {settings!r}")
-    for name in options:
-        if name not in OPTIONS:
-            near = get_close_matches(name, OPTIONS, n=1, cutoff=0)[0]
-            others = {field.name for field in fields(Settings)} | {"lr", "weight_decay", "betas"}
-            hint = "the optimizer, model or training program has it" if name in others else f"perhaps {near}"
-            raise ValueError(f"{name}: expected an option of engines; {hint}")
-    return replace(settings, **options)
 
 
 def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, Array]:

@@ -9,10 +9,12 @@ from support import tiny_models
 
 pytest.importorskip("safetensors")
 
-from parallel import AdamW, Engine, Settings
+from parallel import SGD, AdamW, Engine, Settings, nn
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.data.datasets import ArrayDataset
+from parallel.nn.operator import name_all
 from parallel.runtime.consistency_check import RankMismatch, StepFailed
+from parallel.transforms.pruning import Pruning
 
 SYNCHRONOUS = {
     "dp-naive": {},
@@ -255,8 +257,12 @@ def test_errors_name_the_operator_and_keep_the_cause(comm, layout):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"lr": 0.1}, "lr: expected an option of engines; the optimizer, model or training program has it"),
-        ({"epochs": 3}, "epochs: expected an option of engines; the optimizer"),
+        ({"lr": 0.1}, "lr: expected an option of engines; the optimizer has it"),
+        ({"epochs": 3}, "epochs: expected an option of engines; the training program has it"),
+        ({"settings": Settings(dropout=0.1)}, "dropout: expected an option of engines; the model has it"),
+        ({"settings": Settings(rate=0.1)}, "rate: expected an option of engines; the optimizer has it"),
+        ({"prune": 0.5}, "steps: pruning reaches 0.5 after half of them; expected a number, found None"),
+        ({"products": "fp9"}, "products: expected stored, fp8, mxfp8; found 'fp9'"),
         ({"micro_batches": 3}, "micro_batches: expected an option of engines; perhaps microbatches"),
         ({"layout": "dq"}, "layout: expected one of"),
         ({"layout": "dp", "servers": 3}, "servers: it belongs to ps"),
@@ -268,6 +274,29 @@ def test_options_that_are_refused(comm, options, text):
         Engine(tiny_models.model(), tiny_models.Squares(), comm, AdamW(lr=0.1), **options)
     with pytest.raises(TypeError, match="settings: expected Settings"):
         Engine(tiny_models.model(), tiny_models.Squares(), comm, AdamW(lr=0.1), {"layout": "dp"})
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3", "ps", "local"])
+def test_transforms_of_the_settings(comm, layout):
+    """Tests compute with pruned weights, whatever the layout; the state has all of them."""
+    loss, optimizer = nn.SoftmaxCrossEntropy(), AdamW(lr=0.01)
+    x, y = np.random.default_rng(0).normal(size=(24, 7)).astype("f4"), np.arange(24) % 5
+    with engine(comm, layout, nn.mlp([7, 16, 5]), optimizer, loss, precision="fp32", prune=0.5, steps=2) as made:
+        for _ in range(4):
+            made.step(x, y)
+        weights, tested = made.state_dict(), made.evaluate(x, y)
+    model = nn.mlp([7, 16, 5])
+    for parameter in name_all(model):
+        values = weights[parameter.name]
+        assert np.count_nonzero(values) > 0.9 * values.size or values.ndim == 1
+        parameter.data = Pruning(0.5).values(values.T, 4).T if values.ndim == 2 else values
+    scores, _ = model.forward(x, nn.PassMode(training=False))
+    assert math.isclose(loss.forward(scores, y)[0] / 24, tested.loss, rel_tol=1e-5)
+
+
+def test_the_settings_name_the_optimizer(comm):
+    with engine(comm, "dp", optimizer=SGD(lr=0.1)) as made:
+        assert made.settings.optimizer == "sgd"
 
 
 def test_lengths_that_differ(comm):

@@ -1,0 +1,133 @@
+"""Training of the levels of k-means weights after quantisation, with the codes fixed.
+
+The gradient of a level is the sum of the gradients of the weights that have its code (S. Han, H. Mao, W. Dally, "Deep
+compression", ICLR 2016, section 3).
+"""
+
+from collections.abc import Callable
+from copy import copy, deepcopy
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+from parallel.data.datasets import LearningTask
+from parallel.data.sampler import Sampler
+from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.settings import Settings
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.optim.lr_schedules import LRSchedule
+from parallel.optim.optimizers import Adam
+from parallel.ptq.packed_weights import FewBitWeight, PackedWeight, packed, weights_of
+from parallel.trainer.engine_checkpoint import state_dict
+from parallel.trainer.task_setup import loss_of
+from parallel.transforms.quantizable_layers import from_matrix
+from parallel.transforms.weight_transform import ComputedWeight
+from parallel.transforms.wrapper import WrappedOperator, rebuilt
+from quant.types import Array
+
+RATE = 1e-3
+"""Learning rate of Adam in the first step; it falls to 0 as half a cosine."""
+
+
+class CodebookWeight(WrappedOperator):
+    """Operator whose weight is looked up: element i is ``levels[index[i]]``; trains the levels.
+
+    `inner.weight` is a `PackedWeight`; `index` has its shape. Operators with a tied weight share `levels`.
+    """
+
+    def __init__(self, inner: Any, levels: Parameter, index: np.ndarray):
+        super().__init__(inner)
+        self.levels, self._index = levels, index
+
+    def members(self) -> Any:
+        yield "levels", self.levels
+        yield from super().members()
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        return self._decoded().forward(x, run)
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        def sink(parameter: Any, compute: Callable[[Array], object]) -> None:
+            if not isinstance(parameter, ComputedWeight):
+                return grads(parameter, compute)
+
+            def summed(out: Array) -> None:
+                gradient = np.empty(parameter.shape, out.dtype)
+                compute(gradient)
+                out[...] = np.bincount(self._index.reshape(-1), gradient.reshape(-1), out.size)
+
+            grads(self.levels, summed)
+
+        return self._decoded().backward(dy, saved, sink)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """Outline of the inner operator; the decoded weight, its gradient and their sums are temporaries."""
+        inner = self._with(None).outline(x)
+        return inner._replace(work=inner.work + 16 * self._index.size)
+
+    def _decoded(self) -> Operator:
+        return self._with(self.levels.data[self._index])
+
+    def _with(self, values: Array) -> Operator:
+        operator: Any = copy(self.inner)
+        operator.weight = ComputedWeight(operator.weight, values)
+        operator.weight.dtype = self.levels.dtype
+        return operator  # type: ignore[no-any-return]
+
+
+def with_levels(model: Operator) -> Operator:
+    """Copy of a quantised model that trains the levels of its k-means weights; its other parameters are frozen.
+
+    Shares nothing with `model`. ValueError if a weight has other codes, or divisors.
+    """
+    made, levels = deepcopy(model), dict[str, Parameter]()
+    for name, weight in weights_of(made).items():
+        if weight.quantized.codes.spec.code != "kmeans" or weight.quantized.divisor is not None:
+            raise ValueError(f"spec: levels are trained of kmeans; {name} has codes {weight.quantized.codes.spec}")
+        table = weight.quantized.codes.levels().reshape(-1)
+        levels[name] = Parameter(table.shape, _values(table), decay=False)
+    for parameter in made.parameters():
+        parameter.init, parameter.requires_grad = _values(parameter.data), False
+
+    def change(operator: Operator) -> Operator:
+        weight = getattr(operator, "weight", None)
+        if not isinstance(weight, PackedWeight):
+            return operator
+        index = from_matrix(weight.quantized.codes.level_index(), weight.shape, weight.transposed)
+        return CodebookWeight(operator, levels[weight.name], index)
+
+    return rebuilt(made, change)
+
+
+def _values(array: np.ndarray) -> Callable[..., np.ndarray]:
+    """Initialiser of a parameter that has these values."""
+    return lambda random, shape: array.reshape(shape)
+
+
+def tune_levels(
+    model: Operator, quantised: Operator, task: LearningTask, comm: Communicator, epochs: int, batch: int, seed: int = 0
+) -> Operator:
+    """Copy of `model` with the codes of the `quantised` model and levels trained for so many epochs. Collective.
+
+    The training samples of the task, `batch` in a step, are divided among the ranks. ValueError if a weight is not
+    coded by k-means; StepFailed as in training.
+    """
+    trainable, weights = with_levels(quantised), weights_of(quantised)
+    sampler = Sampler(len(task.train), batch, -(-batch // comm.Get_size()), seed)
+    schedule = LRSchedule("cosine", rate=RATE, steps=max(1, epochs * sampler.steps_per_epoch))
+    settings = Settings(layout="dp", seed=seed, batch=batch)
+    with DataParallelEngine(trainable, loss_of(task), comm, Adam(rate=schedule), settings) as engine:
+        paths = {operator.inner.weight.name: operator.levels.name for operator in _codebooks(trainable)}
+        for epoch in range(epochs):
+            for step in sampler.steps(epoch):
+                engine.step(step.batches(task.train, engine.share(len(step.parts))))
+        state = state_dict(engine)
+    tuned = {
+        name: FewBitWeight(weight.quantized.codes.with_levels(state[paths[name]])) for name, weight in weights.items()
+    }
+    return packed(model, tuned)
+
+
+def _codebooks(model: Operator) -> list[Any]:
+    return [operator for _, operator in model.walk() if isinstance(operator, CodebookWeight)]
