@@ -47,7 +47,7 @@ class Parameter:
         True if weight decay applies; usually False for biases and gains.
     requires_grad : bool
         False for a frozen parameter: engines compute no gradient and do not update it. May be changed between steps, on
-        all ranks alike.
+        all ranks alike; so memory of its gradient and optimizer state stays allocated, and checkpoints have the state.
 
     Attributes
     ----------

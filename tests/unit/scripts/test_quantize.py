@@ -67,6 +67,20 @@ def test_a_width_for_each_layer(folders, capsys, tmp_path):
     assert "for all" not in output and "mixed by milp" in output
 
 
+def test_tuned_levels_and_widths_of_inputs(folders, capsys, tmp_path):
+    file, inputs = tmp_path / "m.safetensors", ["--activations", "int8", "--mixed-inputs", 4, "--widths", "2,4,8"]
+    said = ["--spec", "kmeans2", "--tune", 4, *inputs, "--samples", 64]
+    output = run(capsys, "--checkpoint", folders["classes"], *said, "-o", file)
+    rounded, tuned = (
+        float(re.findall(rf"{how}: .*loss ([\d.]+)", output)[0]) for how in ("rtn", "inputs in int8 for all")
+    )
+    assert tuned < rounded
+    widths = re.findall(r" (\d+)", re.findall(r"bits of inputs: (.*)", output)[0])
+    assert len(widths) == 2 and set(widths) <= {"2", "4", "8"}
+    ((score, size),) = re.findall(r"kmeans2, rtn, tuned, inputs in mixed: (.*), (\d+) bytes", output)
+    assert f": {score}, {size} bytes" in run(capsys, "--load", file)
+
+
 def test_one_of_several_checkpoints(folders, capsys):
     (path,) = all_in(folders["classes"])
     assert "loss" in run(capsys, "--checkpoint", path)
@@ -95,6 +109,12 @@ WRONG = {
         "calibrate: data 'letters': neither a file",
     ),
     "other data": (lambda at, tmp: ["--checkpoint", at, "--calibrate", "digits"], "and digits has classes from (8, 8)"),
+    "levels": (lambda at, tmp: ["--checkpoint", at, "--tune", 1], "spec: levels are trained of kmeans"),
+    "levels of several": (lambda at, tmp: ["--checkpoint", at, "--tune", 1, "--mixed", 3], "--tune: levels are those"),
+    "widths of inputs": (
+        lambda at, tmp: ["--checkpoint", at, "--mixed-inputs", 4],
+        "--mixed-inputs needs --activations",
+    ),
     "samples": (lambda at, tmp: ["--checkpoint", at, "--samples", 0], "0 is below 1"),
     "too few bits": (lambda at, tmp: ["--checkpoint", at, "--mixed", 1, "--spec", "int3_g32"], "expected 2 to 8 bits"),
     "widths of a table": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--spec", "mxfp4"], "codes e2m1 have one"),
