@@ -181,7 +181,7 @@ class ParameterServer(BaseEngine):
         problem: Exception | None = None
         with self._shared_errors():
             if isinstance(self._role, WorkerTrainer):
-                sums, problem = self._role.evaluate(batches, measure)
+                sums, problem = self._role.evaluate(batches, measure, self.steps)
             if self.settings.fault_tolerant and problem is not None:
                 raise problem
         self._is_quiescent = False

@@ -152,13 +152,13 @@ class WorkerTrainer:
                 return
 
     def evaluate(
-        self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None
+        self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None, step: int
     ) -> tuple[list[tuple[float, int, float]], Exception | None]:
         """Sum of losses, targets and measure of each micro-batch, without training; and the first error, if any."""
         found, problem = [], None
         self._context.flat.bind(self.client.copy())
         for batch in (batch_of(some, at) for at, some in enumerate(batches)):
-            passing = self._pass(batch, None)
+            passing = self._pass(batch, step, training=False)
             for unit in self._context.plan.units:
                 passing.forward(unit)
                 passing.saved.clear()
@@ -202,7 +202,7 @@ class WorkerTrainer:
 
     def _part(self, part: WorkPart, batch: Batch, parts: int) -> PartResult:
         began, client, recorder = time.perf_counter(), self.client, self._context.recorder
-        passing, count = self._pass(batch, part.clock), int(self._loss.count(batch.y))
+        passing, count = self._pass(batch, part.clock, training=True), int(self._loss.count(batch.y))
         rows = np.unique(batch.x).astype(np.int64) if self._has_table else None
         waited = recorder.seconds["communication"]
         self._context.flat.bind(client.read(part.clock, self._order, rows))
@@ -238,11 +238,11 @@ class WorkerTrainer:
         arrays = (batch.x, self._context.storage), (batch.y, self._context.wide)
         return tuple(ArraySpec(array.shape, type_of(array, dtype)) for array, dtype in arrays)
 
-    def _pass(self, batch: Batch, clock: int | None) -> MicrobatchPass:
-        """New forward and backward state of a micro-batch; `clock` is the step, None in an evaluation."""
+    def _pass(self, batch: Batch, step: int, training: bool) -> MicrobatchPass:
+        """New forward and backward state of a micro-batch."""
         x, y = (array.astype(spec.dtype, copy=False) for array, spec in zip((batch.x, batch.y), self._specs(batch)))
         seed, samples = self._context.settings.seed, np.asarray(batch.samples, np.int64)
-        return MicrobatchPass(x, y, PassMode(clock is not None, seed, clock or 0, samples), self._loss)
+        return MicrobatchPass(x, y, PassMode(training, seed, step, samples), self._loss)
 
     def _record_shapes(self, passing: MicrobatchPass, batch: Batch) -> None:
         specs = self._specs(batch)

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import all_in
 from parallel.cli import quantize_model
+from parallel.cli.quantize_model import NEEDED
 from parallel.engine.settings import complete
 from parallel.trainer.trainer import Training
 from quant import PRESETS, PerGroup, parse
@@ -75,7 +76,7 @@ def test_tuned_levels_and_widths_of_inputs(folders, capsys, tmp_path):
         float(re.findall(rf"{how}: .*loss ([\d.]+)", output)[0]) for how in ("rtn", "inputs in int8 for all")
     )
     assert tuned < rounded
-    widths = re.findall(r" (\d+)", re.findall(r"bits of inputs: (.*)", output)[0])
+    widths = re.findall(r" (\d+)(?:,|$)", re.findall(r"bits of inputs: (.*)", output)[0])
     assert len(widths) == 2 and set(widths) <= {"2", "4", "8"}
     ((score, size),) = re.findall(r"kmeans2, rtn, tuned, inputs in mixed: (.*), (\d+) bytes", output)
     assert f": {score}, {size} bytes" in run(capsys, "--load", file)
@@ -147,6 +148,8 @@ OPTIONS = {
     "calibrate": "digits",
     "samples": 8,
     "mixed": 3,
+    "mixed_inputs": 4,
+    "tune": 2,
     "search": "dp",
     "sensitivity": "fisher",
     "widths": "2,4",
@@ -158,7 +161,8 @@ OPTIONS = {
 
 
 def option(name):
-    return [f"--{name}"] if OPTIONS[name] is None else [f"--{name}", str(OPTIONS[name])]
+    words = f"--{name.replace('_', '-')}"
+    return [words] if OPTIONS[name] is None else [words, str(OPTIONS[name])]
 
 
 def test_short_names_can_be_parsed_or_are_codes():
@@ -171,24 +175,22 @@ def test_short_names_can_be_parsed_or_are_codes():
 
 def test_the_options_are_all():
     there = {option.dest for option in quantize_model.parser()._actions} - {"help", "checkpoint", "load"}
-    assert {*OPTIONS} == there == {*quantize_model.NEEDED["checkpoint"]}
+    assert {*OPTIONS} == there == {*NEEDED["checkpoint",]}
 
 
 @pytest.mark.parametrize(
     "source, needed, name",
     [
-        *(("--load", "checkpoint", name) for name in OPTIONS),
-        *(("--checkpoint", "mixed", name) for name in quantize_model.OF_MIXED),
-        ("--checkpoint", "activations", "observer"),
+        *(("--load", ("checkpoint",), name) for name in OPTIONS),
+        *(("--checkpoint", needed, name) for needed, names in [*NEEDED.items()][1:] for name in names),
     ],
 )
 def test_what_would_do_nothing_is_refused(capsys, tmp_path, source, needed, name):
     with pytest.raises(SystemExit) as ended:
-        quantize_model.main(
-            [source, str(tmp_path / "none"), f"--{name}", *([] if OPTIONS[name] is None else [str(OPTIONS[name])])]
-        )
+        quantize_model.main([source, str(tmp_path / "none"), *option(name)])
     assert ended.value.code == 2
-    assert f"--{name} needs --{needed}" in " ".join(capsys.readouterr().err.split())
+    options = " or ".join(f"--{one.replace('_', '-')}" for one in needed)
+    assert f"{option(name)[0]} needs {options}, and" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("name", WRONG)
