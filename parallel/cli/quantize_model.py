@@ -50,7 +50,7 @@ STEPS = 4  # budgets between two widths of the curve
 OF_MIXED, OF_SEARCH = ("sensitivity", "pareto"), ("search", "widths")
 OF_CHECKPOINT = ("spec", "method", "tune", "activations", "observer", "calibrate", "samples", "mixed", "report")
 NEEDED: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("checkpoint",): (*OF_CHECKPOINT, "output", *OF_MIXED, *OF_SEARCH),
+    ("checkpoint",): (*OF_CHECKPOINT, "output", "mixed_inputs", *OF_MIXED, *OF_SEARCH),
     ("mixed",): OF_MIXED,
     ("mixed", "mixed_inputs"): OF_SEARCH,
     ("activations",): ("observer", "mixed_inputs"),
