@@ -54,16 +54,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     ends("--epochs", type=float, metavar="N", help="passes over the data")
     ends("--steps", type=int, metavar="N", help="steps in all, with those before a restart")
 
-    add = parser.add_argument_group("few bits and pruning").add_argument
-    add("--products", choices=[STORED, *PRODUCTS], help="number format of matrix products' operands (default stored)")
-    add("--fake-quant", metavar="SPEC", help="train with weights rounded to a format of chorus quantize, as int4_g32")
-    add("--fake-quant-inputs", metavar="SPEC", help="and with layer inputs rounded, in moving ranges, as int8")
-    add("--prune", type=float, metavar="S", help="fraction of weights to prune, reached after half of the steps")
-    add(
-        "--prune-pattern",
-        metavar="P",
-        help=f"{', '.join(PATTERNS)}, or N:M: N of M neighbours remain (default elements)",
-    )
+    _add_transforms(parser)
 
     add = parser.add_argument_group("execution").add_argument
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"strategy: {', '.join(STRATEGIES)} (default dp)")
@@ -79,6 +70,19 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     threads = "BLAS threads per rank (default: cores that the node's ranks may use / their number; 1 if reproducible)"
     add("--threads", type=int, metavar="N", help=threads)
     _add_strategies(parser)
+
+
+def _add_transforms(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("few bits and pruning").add_argument
+    add("--products", choices=[STORED, *PRODUCTS], help="number format of matrix products' operands (default stored)")
+    add("--fake-quant", metavar="SPEC", help="train with weights rounded to a format of chorus quantize, as int4_g32")
+    add("--fake-quant-inputs", metavar="SPEC", help="and with layer inputs rounded, in moving ranges, as int8")
+    add("--prune", type=float, metavar="S", help="fraction of weights to prune, reached after half of the steps")
+    add(
+        "--prune-pattern",
+        metavar="P",
+        help=f"{', '.join(PATTERNS)}, or N:M: N of M neighbours remain (default elements)",
+    )
 
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
