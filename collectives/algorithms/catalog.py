@@ -48,6 +48,7 @@ class Algorithm(NamedTuple):
     combined: str = "0"  # vectors combined by the busiest rank
     beta: str = ""  # the factor of n beta on the critical path, if it differs from `volume`
     gamma: str = ""  # the factor of n gamma on the critical path, if it differs from `combined`
+    depth: str = ""  # messages that follow one another from rank to rank, if a rank has several under way at once
     ordered: bool = False  # values combine in rank order; if `placed`, only where ranks of a node are consecutive
     alike: bool = True  # all ranks compute a sum by the same additions and so get the same bits
     private: bool = False  # ranks other than the root touch their own blocks only: no need for lengths of others
@@ -104,12 +105,12 @@ BOUNDS: dict[str, LowerBound] = {
 
 CATALOG: dict[str, dict[str, Algorithm]] = {
     "barrier": {
-        "linear": Algorithm(linear.barrier, "2*(p-1)"),
+        "linear": Algorithm(linear.barrier, "2*(p-1)", depth="2"),
         "dissemination": Algorithm(dissemination.barrier, "q"),
         "leaders": Algorithm(leaders.barrier, "qN+2*qM", placed=True),
     },
     "broadcast": {
-        "linear": Algorithm(linear.broadcast, "p-1", "p-1"),
+        "linear": Algorithm(linear.broadcast, "p-1", "p-1", depth="1"),
         "mst": Algorithm(mst.broadcast, "q", "q"),
         "ring": Algorithm(ring.broadcast, "q+p-1", "2*(p-1)/p"),
         "chain": Algorithm(chain.broadcast, "p-1", "min(1,p-1)", beta="p-1"),
@@ -119,10 +120,10 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "hierarchical": Algorithm(hierarchical.broadcast, "2*(qN+qM)", "2*(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.broadcast, "qN+qM", "qN+qM", blocks="1", placed=True),
-        "direct": Algorithm(direct.broadcast, "p-1", "p-1"),
+        "direct": Algorithm(direct.broadcast, "p-1", "p-1", depth="1"),
     },
     "reduce": {
-        "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", ordered=True),
+        "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", depth="1", ordered=True),
         "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True),
         "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
         "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1"),
@@ -141,36 +142,38 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "hierarchical": Algorithm(hierarchical.reduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.reduce, "qN+qM", "qN+qM", "qN+qM", ordered=True, blocks="1", placed=True),
-        "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
+        "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
     },
     "scatter": {
-        "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", private=True),
+        "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", depth="1", private=True),
         "mst": Algorithm(mst.scatter, "q", "(p-1)/p"),
-        "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", private=True),
+        "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", depth="1", private=True),
         "hierarchical": Algorithm(hierarchical.scatter, "qN+qM", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.scatter, "qN+qM", "(p-1)/p", placed=True),
     },
     "gather": {
-        "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", private=True),
+        "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", depth="1", private=True),
         "mst": Algorithm(mst.gather, "q", "(p-1)/p"),
-        "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", private=True),
+        "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", depth="1", private=True),
         "hierarchical": Algorithm(hierarchical.gather, "qN+qM", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.gather, "qN+qM", "(p-1)/p", placed=True),
     },
     "allgather": {
-        "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1"),
+        "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1", depth="2"),
         "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q"),
         "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
         "recursive_doubling": Algorithm(
             halving.allgather, "f+2*odd", "(P-1+folds+odd*(p-1))/p", beta="(P-1+folds)/p+odd"
         ),
         "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p"),
-        "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p"),
+        "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p", depth="1"),
         "hierarchical": Algorithm(hierarchical.allgather, "qN+qM", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.allgather, "qN+2*qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True),
     },
     "reduce_scatter": {
-        "linear": Algorithm(linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", ordered=True),
+        "linear": Algorithm(
+            linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", depth="2", ordered=True
+        ),
         "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True),
         "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
         "recursive_halving": Algorithm(
@@ -182,15 +185,15 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             gamma="(P-1+folds)/p+odd",
         ),
         "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p"),
-        "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", ordered=True),
-        "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", ordered=True),
+        "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
+        "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
         "hierarchical": Algorithm(hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True),
         "leaders": Algorithm(
             leaders.reduce_scatter, "qN+2*qM", "(p-M)/p+qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True
         ),
     },
     "allreduce": {
-        "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", ordered=True),
+        "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", depth="2", ordered=True),
         "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True),
         "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
         "recursive_doubling": Algorithm(recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True),
@@ -214,8 +217,8 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             cuts=True,
             exact=False,
         ),
-        "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
-        "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
+        "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
+        "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
         "hierarchical": Algorithm(hierarchical.allreduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
         "leaders": Algorithm(
             leaders.allreduce,
@@ -231,7 +234,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
     "alltoall": {
         "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p", private=True),
         "bruck": Algorithm(pairwise.bruck_alltoall, "q", "hops/p"),
-        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", private=True),
+        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", depth="1", private=True),
     },
     "scan": {
         "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True),

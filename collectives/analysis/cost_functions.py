@@ -57,11 +57,16 @@ class SharedCardCost(NamedTuple):
 
 
 class UniformNetwork(NamedTuple):
-    """Network with equal edges: `alpha` seconds per message, `beta` per byte, `gamma` to combine a byte."""
+    """Network with equal edges: `alpha` seconds per message, `beta` per byte, `gamma` to combine a byte.
+
+    `overhead`: seconds of each further message that a rank has under way at the same time; None if that is `alpha`.
+    Only the catalogue's formulas distinguish it.
+    """
 
     alpha: float
     beta: float
     gamma: float
+    overhead: float | None = None
 
     @property
     def cards(self) -> None:

@@ -121,3 +121,23 @@ def causal_order(
             )
     if reports:
         raise ScheduleError("deadlock: " + "; ".join(reports))
+
+
+def causal_levels(
+    schedules: Sequence[Schedule], partners: Mapping[ScheduleLocation, ScheduleLocation]
+) -> Iterator[tuple[int, int]]:
+    """Yield (rank, level) for each round in which a rank waits for a message of a higher level than all before.
+
+    A message sent before its rank has received any has level 1; one sent after messages of level k, level k + 1.
+    Messages of one level may all be under way at once, so a rank waits once for those of each level.
+    """
+    sources: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for receive, send in partners.items():
+        sources[receive.rank, receive.round].append((send.rank, send.round))
+    levels, sent = [0] * len(schedules), {}
+    for event, rank, index in causal_order(schedules, partners):
+        if event == "begin":
+            sent[rank, index] = levels[rank] + 1
+        elif (level := max(map(sent.__getitem__, sources[rank, index]), default=0)) > levels[rank]:
+            levels[rank] = level
+            yield rank, level

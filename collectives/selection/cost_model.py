@@ -23,8 +23,8 @@ class Costs(NamedTuple):
     the data of the call, which the model does not know, so that sharing the computation gains less than its cost says.
     """
 
-    shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9)
-    network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
+    shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9, overhead=MESSAGE)
+    network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9, overhead=5e-6)
 
     def with_shared_buffers(self, in_place: bool) -> Costs:
         """Costs adjusted for a call whose buffers are in shared memory and, if `in_place`, used in place.
@@ -32,8 +32,9 @@ class Costs(NamedTuple):
         Mailboxes carry addresses only, so a byte is copied once, not twice. But a reduction then reads from another
         core's cache, and in place, where the same elements are sent and reduced, it must receive into scratch first.
         """
-        alpha, beta, gamma = self.shared
-        return self._replace(shared=UniformNetwork(alpha / 2, beta / 2, (10 if in_place else 5) * gamma))
+        alpha, beta, gamma, _ = self.shared
+        shared = self.shared._replace(alpha=alpha / 2, beta=beta / 2, gamma=(10 if in_place else 5) * gamma)
+        return self._replace(shared=shared)
 
 
 BUILT_IN = Costs()

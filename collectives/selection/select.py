@@ -279,6 +279,7 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
     """Predicted seconds by the catalogue's formulas, for an algorithm that does not use the topology.
 
     `nbytes` are those of the whole vector, or of all blocks that one rank holds; `wire` is the cost of every edge.
+    Of the messages that a rank has under way at once, all but one cost the overhead only.
     Formulas of an algorithm that cuts the data itself count segments. In all others segments follow one another through
     the busiest rank: each after the first costs its messages once more, and only the first waits for the whole path.
     """
@@ -289,11 +290,13 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
     waited, moved, added, volume, combined = (
         float(catalog.evaluate(each, size, segments if entry.cuts else 1)) for each in formulas
     )
+    overhead = wire.alpha if wire.overhead is None else min(wire.alpha, wire.overhead)
+    at_once = waited - float(catalog.evaluate(entry.depth, size)) if entry.depth else 0.0
     if not entry.cuts:
         waited += (segments - 1) * (waited * volume / moved if moved else waited)
         moved = volume + (moved - volume) / segments
         added = combined + (added - combined) / segments
-    return waited * wire.alpha + nbytes * (moved * wire.beta + added * wire.gamma)
+    return waited * wire.alpha - at_once * (wire.alpha - overhead) + nbytes * (moved * wire.beta + added * wire.gamma)
 
 
 @lru_cache(maxsize=4096)

@@ -1,8 +1,8 @@
 """Cost of a collective among more ranks than cores: the work of all ranks, divided by the cores.
 
-Where ranks take turns on the cores, a rank that waits costs nothing, but one that goes on must first be scheduled.
-Messages and reductions of different ranks do not overlap, so their total counts, and segments bring no gain.
-The constants fit measurements of four ranks on two cores.
+Where ranks take turns on the cores, a rank that waits costs nothing, but one that goes on must first be scheduled. It
+waits once for all messages that may be under way at the same time. Messages and reductions of different ranks do not
+overlap, so their total counts, and segments bring no gain. The constants fit measurements of four ranks on two cores.
 """
 
 from functools import lru_cache
@@ -10,23 +10,25 @@ from itertools import chain
 from typing import NamedTuple
 
 from collectives.algorithms import catalog
+from collectives.analysis.matching import causal_levels, match
 from collectives.schedule.semantics import vector
-from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Send
+from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
 
-RESUME = 4.5e-6
-"""Seconds of core time for a rank to go on after a round in which it waited for a message."""
+RESUME = 4e-6
+"""Seconds of core time for a rank to go on after it waited for messages."""
 
-SWITCH = 2e-6
-"""Seconds per round of the longest path, however many cores there are."""
+MESSAGE = 3e-6
+"""Seconds of core time per message, sent and received."""
 
-BETA, GAMMA = 0.4e-9, 0.05e-9
+BETA, GAMMA = 0.2e-9, 0.28e-9
 """Seconds to move a byte to another rank, and to combine a byte."""
 
 
 class TotalWork(NamedTuple):
-    """Work of all ranks of a schedule: rounds in which they receive, and vectors that they move and combine."""
+    """Work of all ranks of a schedule: waits, messages, and vectors that they move and combine."""
 
     waits: int
+    messages: int
     moved: float
     combined: float
 
@@ -36,17 +38,16 @@ def total_work(collective: str, name: str, size: int) -> TotalWork:
     """Work of all ranks of an algorithm that does not use the topology; bytes as parts of the whole vector.
 
     >>> total_work("allreduce", "recursive_doubling", 4), total_work("scatter", "linear", 4)
-    (TotalWork(waits=8, moved=8.0, combined=8.0), TotalWork(waits=3, moved=0.75, combined=0.0))
+    (TotalWork(waits=8, messages=8, moved=8.0, combined=8.0), TotalWork(waits=3, messages=3, moved=0.75, combined=0.0))
     """
-    rounds = list(chain.from_iterable(catalog.build_all(collective, name, size)))
-    waits, moved, combined = 0, 0, 0
-    for steps in rounds:
-        waits += any(isinstance(step, (Recv, RecvReduce)) for step in steps)
-        moved += sum(_count(step.chunks) for step in steps if isinstance(step, Send))
-        combined += sum(_count(step.chunks) for step in steps if isinstance(step, RecvReduce))
-        combined += sum(_count(step.source) for step in steps if isinstance(step, Reduce))
-    whole = vector(collective, size, catalog.blocks(collective, name, size))
-    return TotalWork(waits, moved / whole, combined / whole)
+    schedules, blocks = catalog.build_all(collective, name, size), catalog.blocks(collective, name, size)
+    partners = match(schedules, blocks)
+    steps = list(chain.from_iterable(chain.from_iterable(schedules)))
+    moved = sum(_count(step.chunks) for step in steps if isinstance(step, Send))
+    combined = sum(_count(step.chunks) for step in steps if isinstance(step, RecvReduce))
+    combined += sum(_count(step.source) for step in steps if isinstance(step, Reduce))
+    whole = vector(collective, size, blocks)
+    return TotalWork(len(list(causal_levels(schedules, partners))), len(partners), moved / whole, combined / whole)
 
 
 def _count(chunks: Chunks) -> int:
@@ -56,10 +57,8 @@ def _count(chunks: Chunks) -> int:
 def predict_on_shared_cores(collective: str, name: str, size: int, nbytes: int, cores: int) -> float:
     """Predicted seconds of an algorithm, without segments, among `size` ranks of one node that share `cores` cores."""
     entry, work = catalog.find(collective, name), total_work(collective, name, size)
-    rounds, moved, combined = (
-        float(catalog.evaluate(each, size))
-        for each in (entry.rounds, entry.beta or entry.volume, entry.gamma or entry.combined)
-    )
-    latency = max(RESUME * work.waits / cores, SWITCH * rounds)
+    formulas = entry.beta or entry.volume, entry.gamma or entry.combined
+    moved, combined = (float(catalog.evaluate(each, size)) for each in formulas)
+    latency = (RESUME * work.waits + MESSAGE * work.messages) / cores
     bandwidth = BETA * max(moved, work.moved / cores) + GAMMA * max(combined, work.combined / cores)
     return latency + nbytes * bandwidth

@@ -65,7 +65,10 @@ def to_json(table: TimingTable) -> dict[str, Any]:
         "version": VERSION,
         "mpi": mpi_name(),
         "machine": machine(),
-        "costs": {name: wire._asdict() for name, wire in table.costs._asdict().items()},
+        "costs": {
+            name: {part: seconds for part, seconds in wire._asdict().items() if seconds is not None}
+            for name, wire in table.costs._asdict().items()
+        },
         "entries": [
             {
                 **key._asdict(),

@@ -14,7 +14,7 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select
 from collectives.selection.cost_model import BUILT_IN, Costs, measured_costs, network, uniform_network
 from collectives.selection.select import CallTraits, Selector, formula
-from collectives.selection.shared_cores import BETA, RESUME, predict_on_shared_cores, total_work
+from collectives.selection.shared_cores import BETA, MESSAGE, RESUME, predict_on_shared_cores, total_work
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 from collectives.transport.copy_speed import MessageSpeed
 
@@ -94,10 +94,11 @@ def test_pipelines_are_cut_by_the_square_root_law(size, nbytes):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_formulas_for_segments_are_near_the_clock(collective):
     """What the model takes is played on the clock: it lies within 40 % of what the formula said."""
+    wire = BUILT_IN.shared._replace(overhead=None)  # the clock knows no messages under way at once
     for size in (4, 7):
         for nbytes in (1 << 16, 1 << 22):
             chosen = choose(collective, size, nbytes)
-            said = formula(collective, chosen.algorithm, size, nbytes, chosen.segments, BUILT_IN.shared)
+            said = formula(collective, chosen.algorithm, size, nbytes, chosen.segments, wire)
             played = select.predict(collective, chosen.algorithm, size, nbytes, chosen.segments)
             assert 0.6 * said <= played <= 1.4 * said, chosen
 
@@ -111,6 +112,14 @@ def test_each_edge_costs_what_its_wire_does():
     assert uniform_network((0, 1, 2), costs) == costs.network
     mixed = network((0, 0, 1), costs)
     assert (mixed.message(0, 1, 5, False), mixed.message(1, 2, 5, False), mixed.combine(5, False)) == (11, 110, 15)
+
+
+def test_messages_under_way_at_once_cost_their_overhead():
+    wire = UniformNetwork(alpha=10, beta=0, gamma=0, overhead=1)
+    assert [formula("alltoall", name, 8, 64, 1, wire) for name in ("direct", "pairwise", "bruck")] == [16, 70, 30]
+    assert formula("allreduce", "direct", 8, 64, 1, wire) == 2 * 16
+    for same in (wire._replace(overhead=None), wire._replace(overhead=20)):  # never more than a message alone
+        assert formula("alltoall", "direct", 8, 64, 1, same) == 70
 
 
 def test_the_wire_flips_the_choice():
@@ -150,12 +159,12 @@ def test_large_clusters_are_priced_by_a_part(monkeypatch):
 
 def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     n, work = 1 << 20, total_work("broadcast", "linear", 4)
-    assert work == (3, 3.0, 0.0)
-    expected = RESUME * 3 / 2 + n * BETA * 3
+    assert work == (3, 3, 3.0, 0.0)
+    expected = (RESUME + MESSAGE) * 3 / 2 + n * BETA * 3
     assert predict_on_shared_cores("broadcast", "linear", 4, n, 2) == pytest.approx(expected)
     alone, shared = Selector(4), Selector(4, cores=2)
-    assert alone.choose(CallTraits("scatter", n)).algorithm == "mst"
-    assert shared.choose(CallTraits("scatter", n)) == ("linear", 1)  # mst moves half of the blocks twice
+    assert alone.choose(CallTraits("allreduce", 8)).algorithm == "recursive_doubling"
+    assert shared.choose(CallTraits("allreduce", 8)) == ("linear", 1)  # half of the waits
     assert alone.choose(CallTraits("broadcast", 8 * n)).segments > 1
     assert {shared.choose(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
 
@@ -163,8 +172,9 @@ def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
 def test_measured_speed_becomes_rounded_costs():
     near, disturbed = (MessageSpeed(round_trip, 1.55e-10, 0.4e-10, 1.6e-10) for round_trip in (0.35e-6, 0.45e-6))
     costs = measured_costs(near)
-    assert costs == measured_costs(disturbed) == Costs(UniformNetwork(2**-20, 2**-32.5, BUILT_IN.shared.gamma))
-    assert measured_costs(MessageSpeed(1e-6, 1.0, 1.0, 2**-31)).shared == (2**-19.5, 2**-31, BUILT_IN.shared.gamma)
+    assert costs == measured_costs(disturbed)
+    assert costs == BUILT_IN._replace(shared=BUILT_IN.shared._replace(alpha=2**-20, beta=2**-32.5))
+    assert measured_costs(MessageSpeed(1e-6, 1.0, 1.0, 2**-31)).shared[:2] == (2**-19.5, 2**-31)
     by_cells = measured_costs(MessageSpeed(1e-6, 2**-32, 2**-32, math.inf))  # peers' memory cannot be read
     assert by_cells.shared.beta == 2**-31
     for unknown in (MessageSpeed(), MessageSpeed(math.inf, 1e-10, 1e-10, 1e-10), MessageSpeed(1e-6, *3 * [math.inf])):
