@@ -166,7 +166,7 @@ class Communicator(CollectiveMethods):
         native = table is not None and not self._planner.transports.aware and self._threads
         node, nodes = self._planner.node, self._planner.nodes
         cores = node.cores if node is not None and node.shares_cores and nodes is None else None
-        costs = measured_costs(self.message_speed)
+        costs = measured_costs(self.message_speed, self._planner.transports.network_speed)
         self._chooser = AlgorithmChooser(Selector(self._size, nodes, table, cores, costs), native)
         self._number = next(_numbers)
         open_communicators[self._number] = self

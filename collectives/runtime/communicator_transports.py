@@ -13,6 +13,7 @@ from mpi4py import MPI
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
+from collectives.transport import network_speed
 from collectives.transport.device import cuda_aware
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
@@ -51,6 +52,9 @@ class Transports:
                 self.node, self.heap = NodeMemory(neighbours, comm, heap), heap
         if self.node is None:
             neighbours.Free()
+        self.network_speed = network_speed.NetworkSpeed()
+        if self.nodes is not None:
+            self.network_speed = network_speed.measure(comm, self.nodes)
         self.edges: dict[int, dict[int, MailboxEdge]] = defaultdict(dict)
         self.nonblocking_calls = 0
         """Non-blocking calls so far."""

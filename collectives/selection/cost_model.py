@@ -8,12 +8,16 @@ from typing import NamedTuple
 from collectives.analysis.cost_functions import ClusteredNetwork, CostFunctions, LinearCost, UniformNetwork
 from collectives.schedule.topology import Nodes
 from collectives.transport.copy_speed import MessageSpeed
+from collectives.transport.network_speed import NetworkSpeed
 
 CALL = 1.5e-6
 """Seconds of a compiled call without its messages, from when the first rank starts until the last one ends."""
 
 MESSAGE = 0.6e-6
 """Seconds of a compiled message, beside the round trip of a flag."""
+
+NETWORK_OVERHEAD = 0.25
+"""Overhead of a message between nodes, as a share of alpha."""
 
 
 class Costs(NamedTuple):
@@ -24,7 +28,7 @@ class Costs(NamedTuple):
     """
 
     shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9, overhead=MESSAGE)
-    network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9, overhead=5e-6)
+    network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9, overhead=2e-5 * NETWORK_OVERHEAD)
 
     def with_shared_buffers(self, in_place: bool) -> Costs:
         """Costs adjusted for a call whose buffers are in shared memory and, if `in_place`, used in place.
@@ -41,16 +45,20 @@ BUILT_IN = Costs()
 """Costs without measurements: one node of a few years ago, and 25 Gbit/s between nodes."""
 
 
-def measured_costs(speed: MessageSpeed) -> Costs:
-    """Costs of a machine whose messages within a node were measured, otherwise the built-in ones.
+def measured_costs(speed: MessageSpeed, between: NetworkSpeed) -> Costs:
+    """Costs of messages that were measured, within nodes and `between` them, otherwise the built-in ones.
 
     Rounded to powers of the square root of 2, so that most launches on one machine have the same.
     """
-    byte = min(speed.write + speed.read, speed.by_address)
-    if not 0 < byte < inf or not 0 < speed.round_trip < inf:
-        return BUILT_IN
-    alpha = _rounded(MESSAGE + speed.round_trip)
-    return BUILT_IN._replace(shared=BUILT_IN.shared._replace(alpha=alpha, beta=_rounded(byte)))
+    costs, byte = BUILT_IN, min(speed.write + speed.read, speed.by_address)
+    if 0 < byte < inf and 0 < speed.round_trip < inf:
+        alpha = _rounded(MESSAGE + speed.round_trip)
+        costs = costs._replace(shared=costs.shared._replace(alpha=alpha, beta=_rounded(byte)))
+    if between.message > 0 and between.byte > 0:
+        alpha, ratio = _rounded(between.message), NETWORK_OVERHEAD
+        network = costs.network._replace(alpha=alpha, beta=_rounded(between.byte), overhead=alpha * ratio)
+        costs = costs._replace(network=network)
+    return costs
 
 
 def _rounded(seconds: float) -> float:

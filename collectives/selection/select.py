@@ -4,7 +4,7 @@ It uses only what is equal on all ranks: the traits of the call, the number of r
 ranks received from rank 0, and costs that all ranks measured together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -78,6 +78,9 @@ class Selector:
         costs: Costs = BUILT_IN,
     ) -> None:
         self.size, self.nodes, self.table = size, nodes, table
+        self._mixed = None if nodes is None or uniform_network(nodes, BUILT_IN) else sample(nodes, SIMULATED_RANKS)
+        """Placement that predictions assume where not all edges are alike, else None."""
+
         self.cores = cores if size <= SIMULATED_RANKS else None
         self.costs = costs if table is None else table.costs
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
@@ -102,11 +105,11 @@ class Selector:
         if traits.local_counts:
             traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
         elif traits.shared and traits.nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
-            return self._from_model(traits, self._costs(traits).with_shared_buffers(traits.in_place))
-        return self._from_table(traits) or self._from_model(traits, self._costs(traits))
+            return self._from_model(traits, lambda costs: costs.with_shared_buffers(traits.in_place))
+        return self._from_table(traits) or self._from_model(traits)
 
-    def _costs(self, traits: CallTraits) -> Costs:
-        """Costs for the model: not those measured at creation where another algorithm could give other bits.
+    def _deciding_costs(self, traits: CallTraits) -> Costs:
+        """Costs that decide in the model: not those measured at creation where the choice could change the bits.
 
         These are the reductions of three ranks and more: a sum of two has the same bits in either order.
         """
@@ -142,37 +145,45 @@ class Selector:
             return False
         return choice.segments <= MOST_SEGMENTS and entry.alike and _fits(entry, traits.ordered, self.nodes)
 
-    def _from_model(self, traits: CallTraits, costs: Costs) -> Selection:
-        """Fastest suitable algorithm and segment count by the cost model; with local counts, by `_fewest_rounds`.
+    def _from_model(self, traits: CallTraits, adapt: Callable[[Costs], Costs] = lambda costs: costs) -> Selection:
+        """Fastest suitable algorithm and segment count by the cost model; with local counts, of least latency.
+
+        `adapt` changes the costs for the buffers of the call. The expected time is that at all measured costs.
+        """
+        deciding, measured = adapt(self._deciding_costs(traits)), adapt(self.costs)
+        entries = catalog.CATALOG[traits.collective].items()
+        able = {name: entry for name, entry in entries if entry.alike and _fits(entry, traits.ordered, self.nodes)}
+        if traits.local_counts or self._mixed is None:
+            able = {name: entry for name, entry in able.items() if not entry.placed}
+        if traits.local_counts:
+            best = AlgorithmChoice(_least_latency(traits.collective, able, self.size, self._wire(deciding)))
+        else:
+            found: dict[AlgorithmChoice, float] = {}
+            for name in able:
+                most = MOST_SEGMENTS if self.cores is None else 1
+                segments, seconds = best_segments(partial(self._seconds, traits, name, deciding), most)
+                found[AlgorithmChoice(name, segments)] = seconds
+            best = min(found, key=found.__getitem__)
+        return Selection(*best, self._seconds(traits, best.algorithm, measured, best.segments) + self.call, "model")
+
+    def _wire(self, costs: Costs) -> UniformNetwork:
+        """Costs of every edge, or of the slower ones if they differ."""
+        return uniform_network(self.nodes, costs) or costs.network
+
+    def _seconds(self, traits: CallTraits, name: str, costs: Costs, segments: int) -> float:
+        """Predicted seconds of an algorithm.
 
         The catalogue's formulas count where all edges cost the same. Elsewhere algorithms that use the topology are
         simulated, and all others are priced as if every message took the slower wire. Where the ranks of one node share
         cores, the work of all of them counts.
         """
-        collective, nodes = traits.collective, self.nodes
-        uniform = uniform_network(nodes, costs)
-        wire = uniform or costs.network
-        entries = catalog.CATALOG[collective].items()
-        able = {name: entry for name, entry in entries if entry.alike and _fits(entry, traits.ordered, nodes)}
-        if traits.local_counts:
-            name = _fewest_rounds({name: entry for name, entry in able.items() if not entry.placed}, self.size)
-            return Selection(name, 1, formula(collective, name, self.size, traits.nbytes, 1, wire), "model")
-        part = nodes if nodes is None or uniform is not None else sample(nodes, SIMULATED_RANKS)
-        ranks = self.size if part is None else len(part)
-        found: dict[AlgorithmChoice, float] = {}
-        for name, entry in able.items():
-            call = collective, name, ranks, traits.nbytes
-            if self.cores is not None and not entry.placed:
-                segments, seconds = 1, predict_on_shared_cores(*call, self.cores)
-            elif not entry.placed:
-                segments, seconds = best_segments(partial(formula, *call, wire=wire))
-            elif uniform is None:
-                segments, seconds = best_segments(partial(predict, *call, nodes=part, costs=costs))
-            else:
-                continue
-            found[AlgorithmChoice(name, segments)] = seconds
-        best = min(found, key=found.__getitem__)
-        return Selection(*best, found[best] + self.call, "model")
+        size = self.size if self._mixed is None else len(self._mixed)
+        call = traits.collective, name, size, traits.nbytes
+        if catalog.find(traits.collective, name).placed:
+            return predict(*call, segments, nodes=self._mixed, costs=costs)
+        if self.cores is not None:
+            return predict_on_shared_cores(*call, self.cores)
+        return formula(*call, segments, self._wire(costs))
 
 
 def catalog_name(collective: str) -> str:
@@ -239,16 +250,15 @@ def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
     return not ordered or entry.keeps_order(nodes)
 
 
-def _fewest_rounds(able: dict[str, catalog.Algorithm], size: int) -> str:
-    """Name of the algorithm with the fewest rounds among those of least volume; rounds count twice unless `private`."""
+def _least_latency(collective: str, able: Mapping[str, catalog.Algorithm], size: int, wire: UniformNetwork) -> str:
+    """Name of the algorithm of least latency among those of least volume; latency counts twice unless `private`."""
     volumes = {name: catalog.evaluate(entry.volume, size) for name, entry in able.items()}
-    least = min(volumes.values())
-    rounds = {
-        name: catalog.evaluate(entry.rounds, size) * (1 if entry.private else 2)
+    latencies = {
+        name: formula(collective, name, size, 0, 1, wire) * (1 if entry.private else 2)
         for name, entry in able.items()
-        if volumes[name] == least
+        if volumes[name] == min(volumes.values())
     }
-    return min(rounds, key=rounds.__getitem__)
+    return min(latencies, key=latencies.__getitem__)
 
 
 def sample(nodes: Nodes, most: int) -> Nodes:

@@ -154,6 +154,15 @@ def test_message_speed_is_the_same_on_all_ranks(comm):
     assert comm.allgather(chosen) == [chosen] * comm.Get_size()
 
 
+def test_network_speed_is_measured_between_nodes_only(comm):
+    size = comm.Get_size()
+    for nodes in ([0] * size, range(size), [rank // 2 for rank in range(size)]):
+        with Communicator(comm, nodes=nodes) as placed:
+            speed = placed._planner.transports.network_speed
+            assert comm.allgather(speed) == [speed] * size
+            assert (speed.message > 0) == (len(set(nodes)) > 1)
+
+
 def test_windows(comm):
     rank, size = comm.Get_rank(), comm.Get_size()
     window = MPI.Win.Allocate(8, 8, comm=comm)

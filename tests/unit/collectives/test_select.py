@@ -17,6 +17,7 @@ from collectives.selection.select import CallTraits, Selector, formula
 from collectives.selection.shared_cores import BETA, MESSAGE, RESUME, predict_on_shared_cores, total_work
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 from collectives.transport.copy_speed import MessageSpeed
+from collectives.transport.network_speed import NetworkSpeed
 
 COLLECTIVES = list(catalog.CATALOG)
 TWO_NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -171,14 +172,18 @@ def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
 
 def test_measured_speed_becomes_rounded_costs():
     near, disturbed = (MessageSpeed(round_trip, 1.55e-10, 0.4e-10, 1.6e-10) for round_trip in (0.35e-6, 0.45e-6))
-    costs = measured_costs(near)
-    assert costs == measured_costs(disturbed)
+    costs = measured_costs(near, NetworkSpeed())
+    assert costs == measured_costs(disturbed, NetworkSpeed())
     assert costs == BUILT_IN._replace(shared=BUILT_IN.shared._replace(alpha=2**-20, beta=2**-32.5))
-    assert measured_costs(MessageSpeed(1e-6, 1.0, 1.0, 2**-31)).shared[:2] == (2**-19.5, 2**-31)
-    by_cells = measured_costs(MessageSpeed(1e-6, 2**-32, 2**-32, math.inf))  # peers' memory cannot be read
+    by_address = measured_costs(MessageSpeed(1e-6, 1.0, 1.0, 2**-31), NetworkSpeed())
+    assert by_address.shared[:2] == (2**-19.5, 2**-31)
+    by_cells = measured_costs(MessageSpeed(1e-6, 2**-32, 2**-32, math.inf), NetworkSpeed())  # no reads of peers' memory
     assert by_cells.shared.beta == 2**-31
     for unknown in (MessageSpeed(), MessageSpeed(math.inf, 1e-10, 1e-10, 1e-10), MessageSpeed(1e-6, *3 * [math.inf])):
-        assert measured_costs(unknown) == BUILT_IN
+        assert measured_costs(unknown, NetworkSpeed()) == BUILT_IN
+    slow = measured_costs(MessageSpeed(), NetworkSpeed(message=1e-4, byte=4e-9))
+    assert slow.network == (2**-13.5, 2**-28, BUILT_IN.network.gamma, 2**-15.5)
+    assert slow.shared == BUILT_IN.shared
 
 
 def test_measured_costs_decide_only_where_bits_cannot_differ():
@@ -186,7 +191,8 @@ def test_measured_costs_decide_only_where_bits_cannot_differ():
     for collective in COLLECTIVES:
         known, measured = Selector(16), Selector(16, costs=cheap)
         choices = [s.decide(CallTraits(collective, 1 << 20)) for s in (known, measured)]
-        assert (choices[0] == choices[1]) == (MEANINGS[collective].reduces), collective
+        assert (choices[0][:2] == choices[1][:2]) or not MEANINGS[collective].reduces, collective
+        assert choices[1].seconds < choices[0].seconds  # expected at measured costs in any case
     pair = [Selector(2, costs=costs).decide(CallTraits("allreduce", 8)).seconds for costs in (BUILT_IN, cheap)]
     assert pair[1] < pair[0]
     call = CallTraits("broadcast", 1 << 20)
@@ -328,7 +334,7 @@ def test_what_can_be_done_is_not():
 def test_lengths_travel_ahead_only_where_that_saves_rounds():
     assert choose("gather", 4, 0, local_counts=True).algorithm == "linear"
     assert choose("gather", 64, 0, local_counts=True).algorithm == "mst"
-    assert choose("alltoall", 64, 0, local_counts=True).algorithm == "pairwise"  # bruck may move far more
+    assert choose("alltoall", 64, 0, local_counts=True).algorithm == "direct"  # bruck may move far more
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
