@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from collectives.benchmark.reports import PICTURES
+from parallel.context.divide_model import ALGORITHMS
+from parallel.context.models_by_length import AUTO as AUTO_CONTEXT
 from parallel.data import datasets
 from parallel.grad_compression import AUTO, COMPRESSORS, NONE
 from parallel.nn.expert_layers import WORDS
@@ -87,12 +89,15 @@ def _add_transforms(parser: argparse.ArgumentParser) -> None:
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("mesh").add_argument
-    mesh = "mesh of ranks, as in dp=2,tp=2 or, for pipelines, pp=2,zero1=2,tp=2; the last axis has neighbours"
+    mesh = "mesh of ranks, as in dp=2,cp=2,tp=2 or, for pipelines, pp=2,zero1=2,tp=2; the last axis has neighbours"
     add("--mesh", metavar="AXES", help=mesh)
     shards = "parts of each operator that is cut along tp, for the same bits on any number of its ranks (default tp)"
     add("--tensor-shards", type=int, metavar="T", help=shards)
     parts = "ranks of tp have parts of the sequence between operators that are cut"
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=parts)
+    parts = "parts of each sequence that is divided along cp, likewise (default cp)"
+    add("--sequence-parts", type=int, metavar="P", help=parts)
+    add("--context", metavar="NAME", help=f"attention along cp: {', '.join(ALGORITHMS)} (default {AUTO_CONTEXT})")
     add = parser.add_argument_group("pipelines").add_argument
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="model chunks on each stage (pp:interleaved)")

@@ -27,6 +27,8 @@ class ContextAttention(BlockwiseAttention):
         As of `BlockwiseAttention`; positions are those in the whole sequence.
     """
 
+    exchanges = True
+
     def __init__(
         self,
         axis: Any,

@@ -6,7 +6,7 @@ works on single tokens: `Operator.place` refuses an operator that does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from parallel.context.allgather_attention import AllgatherAttention
@@ -16,7 +16,6 @@ from parallel.context.ring_attention import RingAttention
 from parallel.context.sequence_division import SequenceDivision
 from parallel.context.sequence_parts import SequenceParts, TiedTerms
 from parallel.context.ulysses_attention import UlyssesAttention
-from parallel.data.sampler import Batch
 from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.dropout import Dropout
@@ -103,14 +102,3 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
     name_all(ours)
     ours.place(axis.name, Shard(1), set())
     return ours
-
-
-def divided_batches(batches: Iterable[Batch], axis: Any, division: SequenceDivision) -> Iterator[Batch]:
-    """Yield this rank's tokens of micro-batches that all ranks of the axis have.
-
-    To the sum of gradients the ranks of the axis are data-parallel: rank r has number r of c parts of a micro-batch, so
-    its number becomes c * number + r, and the losses of all ranks are divided by the count of all their targets.
-    """
-    positions = division.positions(axis.rank)
-    for number, x, y, samples in batches:
-        yield Batch(number * axis.size + axis.rank, x[:, positions], y[:, positions], samples)

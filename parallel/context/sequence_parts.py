@@ -14,6 +14,7 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement
+from parallel.nn.trial_outline import loss_outline
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
 from quant.types import Array
 
@@ -43,6 +44,39 @@ class TiedTerms:
             for total, term in zip(first, other):
                 total += term
         return first
+
+
+class LossByParts:
+    """A loss applied to each of this rank's parts of the sequence; its forward pass returns the loss of each part.
+
+    So sums of losses have the same bits on any number of ranks.
+    """
+
+    def __init__(self, inner: Any, places: Sequence[slice]):
+        self.inner, self.places = inner, tuple(places)
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods that count or measure targets are those of the inner loss."""
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def forward(self, y: Array, targets: Array) -> tuple[tuple[float, ...], Any]:
+        pairs = [self.inner.forward(y[:, place].copy(), targets[:, place].copy()) for place in self.places]
+        return tuple(loss for loss, _ in pairs), tuple(saved for _, saved in pairs)
+
+    def backward(self, scale: float, saved: Any) -> Array:
+        parts = [self.inner.backward(scale, values) for values in saved]
+        return kernels.array_namespace(parts[0]).concatenate(parts, axis=1)
+
+    def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
+        """Outline of all parts, whose scores are arrays of their own."""
+        outlines = []
+        for place in self.places:
+            specs = (ArraySpec((x.shape[0], place.stop - place.start, *x.shape[2:]), x.dtype) for x in (y, targets))
+            outlines.append(loss_outline(self.inner, *specs))
+        work = max(outline.work for outline in outlines) + y.nbytes
+        return OperatorOutline(outlines[0].y, tuple(outline.saved for outline in outlines), 0, work)
 
 
 class SequenceParts(Operator):
@@ -127,8 +161,7 @@ class SequenceParts(Operator):
         return OperatorOutline(whole, saved, work=work, **sum_flops(outlines))
 
     def _split(self, x: Array) -> list[Array]:
-        xp = kernels.array_namespace(x)
-        return [xp.ascontiguousarray(x[:, place]) for place in self.slices(x.shape[1])]
+        return [x[:, place].copy() for place in self.slices(x.shape[1])]
 
     @staticmethod
     def _joined(parts: Sequence[Array]) -> Array:

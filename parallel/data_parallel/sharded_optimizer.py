@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data_parallel.layouts import DataParallelLayout
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
-from parallel.nn.flat_params import BLOCK, Span
+from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.kernels.storage import narrow
 from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.optimizer import Optimizer
@@ -46,6 +47,14 @@ class ParamShard(NamedTuple):
     @property
     def mine(self) -> Sequence[Span]:
         return self.spans[self.context.plan.rank]
+
+    def copies(self, axis: Any) -> Iterator[tuple[Communicator, list[ParamSpan]]]:
+        """Yield (ranks, parameters that all of them have); `axis` has ranks with other shards, or is None."""
+        if self.weights.replicated:
+            places = list(self.context.flat.places)
+            yield self.context.comm, places
+            if axis is not None and axis.size > 1:
+                yield axis.comm, [place for place in places if place.parameter.cut is None]
 
     def close(self) -> None:
         self.gradients.close()
@@ -157,6 +166,11 @@ class ShardedOptimizer:
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         yield from tensor_slices(self.pieces, self._mine)
+
+    def gradient_slices(self) -> Iterator[TensorSlice]:
+        """Slices of the gradients of the last step, with the names of the weights: sums, times the loss scale."""
+        pieces = [OptimizerSpan(one.span, one.gradient, one.gradient, {}, one.places) for one in self.pieces]
+        yield from tensor_slices(pieces, self._mine)
 
     def refresh(self) -> None:
         """Publish master weights that were assigned through `tensor_slices`, as after a restore. Collective."""

@@ -15,6 +15,7 @@ from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
+from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_on_mesh import ModelOnMesh
 from parallel.engine.operator_records import OperatorRecords
@@ -109,6 +110,8 @@ class TrainEngine(BaseEngine):
         self.context, self._recorder = context, context.recorder
         self._comm = context.comm if on_mesh is None else on_mesh.comm
         self._counts = on_mesh is None or on_mesh.counts
+        self._errors = PassErrors() if on_mesh is None else on_mesh.errors
+        self._axis = None if on_mesh is None else on_mesh.axis
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings = settings
         self._sync = StepSync(context, self._comm, loss, teams)
@@ -185,6 +188,7 @@ class TrainEngine(BaseEngine):
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             count, stop, (losses, problem, _) = run(scale)
+        problem = self._errors.take() or problem
         for moving in self._ranges.values():
             moving.end_step(self._comm)
         losses = losses if self._counts else []
@@ -193,21 +197,10 @@ class TrainEngine(BaseEngine):
         noted = self._records.end_step(self._comm, count, self._counts, finite)
         step, self.steps = self.steps, self.steps + 1
         if (every := self.settings.check_every) and self.steps % every == 0:
-            self._compare(step)
+            copies = [one for part in self._parts for one in part.copies(self._axis)]
+            consistency_check.compare_copies(copies, step, self._comm)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
         return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, *noted)
-
-    def _compare(self, step: int) -> None:
-        problem: consistency_check.ParameterMismatch | None = None
-        for part in self._parts:
-            if part.weights.replicated:
-                try:
-                    consistency_check.compare_parameters(part.context.comm, part.context.flat, step, self._comm)
-                except consistency_check.ParameterMismatch as error:
-                    problem = problem or error
-        for text in self._comm.allgather(problem and str(problem)):
-            if text is not None:
-                raise consistency_check.ParameterMismatch(text) from problem
 
     def _update(self, count: int) -> tuple[float | None, bool]:
         """Update weights by gradients of `count` targets; return (gradient norm, False if not finite: no update)."""
@@ -225,6 +218,7 @@ class TrainEngine(BaseEngine):
         mine, problem = self._checked(batches)
         assignment, count, _ = self._sync.begin(mine, False, problem)
         losses, problem, measured = self._scores(mine, assignment, measure)
+        problem = self._errors.take() or problem
         loss = self._sync.losses(losses if self._counts else [], problem, self.steps)
         if measure:
             measured = self._comm.allreduce(measured if self._counts else 0.0)
@@ -271,11 +265,19 @@ class TrainEngine(BaseEngine):
 
         Collective with compression only.
         """
-        for piece in self._sharded.tensor_slices():
-            yield piece if self._counts or piece.cut else piece._replace(mine=False)
+        yield from self._once(self._sharded.tensor_slices())
         for reducer in self._compressed():
             reducer.average_residual(self._workers)
             yield from reducer.tensor_slices()
+
+    def gradient_slices(self) -> Iterator[TensorSlice]:
+        """Yield this rank's slices of the gradients of the last step: sums over targets, times the loss scale."""
+        yield from self._once(self._sharded.gradient_slices())
+
+    def _once(self, slices: Iterable[TensorSlice]) -> Iterator[TensorSlice]:
+        """Slices of which every tensor is one rank's, if ranks along `tp` have copies of it."""
+        for piece in slices:
+            yield piece if self._counts or piece.cut else piece._replace(mine=False)
 
     def refresh(self) -> None:
         """Apply values written into the arrays of `tensor_slices`, as after loading a checkpoint. Collective."""

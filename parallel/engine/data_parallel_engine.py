@@ -6,26 +6,21 @@ from itertools import islice
 from typing import Any
 
 from collectives import Communicator
+from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch
 from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.partition_spec import plan_of
+from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
 from parallel.engine.compression import check_compression, choose_compression, compressor_of
+from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
-from parallel.engine.model_on_mesh import (
-    REPLICAS,
-    TENSOR,
-    check_cut,
-    cut_for,
-    forecast_axis,
-    mesh_of,
-    place_model,
-)
+from parallel.engine.model_on_mesh import check_cut, cut_for, forecast_axis, mesh_of, place_model
 from parallel.engine.settings import DEFAULTS, Settings
+from parallel.engine.step_sync import Losses
 from parallel.mesh.device_mesh import DeviceMesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
@@ -87,8 +82,11 @@ class DataParallelEngine(TrainEngine):
         context = RunContext(self._plan, replicas, self._memory, Profiler(settings.trace))
         part = ParamShard.make(context, self._layout)
         self._gradients, self._weights = part.gradients, part.weights
-        teams = self._mesh.mesh.groups([TENSOR])
+        self._teams = Teams.of(self._mesh.mesh.without(TENSOR))
+        self._model, self._sequences = LengthModel(here.model, here.loss), here.sequences
+        teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
         super().__init__(context, [part], part.spans, here.loss, optimizer, settings, teams, here)
+        self._workers = self._plan.ranks
         self.ledger = MemoryLedger(self._memory.allocated)
         self._expect([()] * self._plan.ranks)
         self.refresh()
@@ -107,22 +105,26 @@ class DataParallelEngine(TrainEngine):
         """
         layout, states, ledger = settings.layout, len(optimizer.states()), MemoryLedger()
         mesh = mesh_of(settings, workload.ranks)
-        place = mesh.coordinates(workload.rank)
-        rank, ranks = place.get(REPLICAS, 0), mesh.sizes.get(REPLICAS, 1)
+        replicas = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
+        rank, ranks, teams = replicas.index(workload.rank), len(replicas), Teams.of(mesh.without(TENSOR))
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
         ledger.expect(predict(plan, layout, states, [()] * ranks))
         for step in workload.steps:
-            assignment = [tuple(LAYOUTS[layout].share(len(step), other, ranks)) for other in range(ranks)]
-            ledger.expect(predict(plan, layout, states, assignment))
-            mine = step if workload.drawn else [step[number] for number in assignment[rank]]
+            shares = [tuple(LAYOUTS[layout].share(len(step), team, teams.number)) for team in range(teams.number)]
+            ledger.expect(predict(plan, layout, states, teams.leaves(shares)))
+            mine = step if workload.drawn else [step[number] for number in shares[teams.places[rank][0]]]
             for samples in dict.fromkeys(mine):
-                ledger.expect(*predict_activations(plan, loss, *workload.shapes(samples)))
+                x, y = workload.shapes(samples)
+                here = LengthModel(model, loss) if sequences is None else sequences.of(x.shape[1])
+                specs = here.part_spec(x), here.part_spec(y)
+                ledger.expect(*predict_activations(units_of(here.model), here.loss, *specs))
         return ledger
 
     def share(self, micro_batches: int) -> range:
         """Numbers of the micro-batches that this rank must process, of `micro_batches` in the step over all ranks."""
-        return self._layout.share(micro_batches, self._plan.rank, self._plan.ranks)
+        return self._layout.share(micro_batches, self._teams.places[self._plan.rank][0], self._teams.number)
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
         """Run one step as `TrainEngine.step`; if `drawn`, `batches` is an iterator over a queue shared by all ranks.
@@ -138,21 +140,27 @@ class DataParallelEngine(TrainEngine):
             raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {found}")
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
+    def _foresee(self, mine: list[Batch]) -> None:
+        if self._sequences is not None:
+            for batch in mine:
+                self._sequences.expect(batch)
+
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
+        assignment = self._teams.leaves(assignment)
         self._expect(assignment)
         gradients = self._gradients
         turns = gradients.rounds(assignment, self._plan.rank)
         units = range(len(self._units))
         self._weights.begin([*units, *reversed(units)] * turns)
         gradients.begin(assignment, step_scale)
-        losses, problem = [], None
+        losses: Losses = []
+        problem = None
         for turn in range(turns):
-            batch = mine[turn] if turn < len(mine) else None
-            pass_ = self._microbatch_pass(batch if problem is None else None, training=True)
-            self._pass(turn, batch, pass_, step_scale.scale)
+            here, batch = self._part(mine, turn)
+            pass_ = self._microbatch_pass(here, batch if problem is None else None, training=True)
+            self._pass(turn, here, batch, pass_, step_scale.scale)
             problem = problem or pass_.problem
-            if batch is not None:
-                losses.append((batch.number, pass_.total))
+            losses += _terms(batch, pass_)
             gradients.end_backward()
         gradients.finish()
         return PassResult(losses, problem)
@@ -165,17 +173,17 @@ class DataParallelEngine(TrainEngine):
         gradients, source, problem = self._gradients, iter(batches), None
         gradients.begin(None)
         mine: list[Batch] = []
-        losses: list[tuple[int, float]] = []
+        losses: Losses = []
         while problem is None:
             next_one, problem = self._checked(islice(source, 1))
             if not next_one:
                 break
             (batch,) = next_one
-            pass_ = self._microbatch_pass(batch, training=True)
-            self._pass(len(mine), batch, pass_, scale)
+            pass_ = self._microbatch_pass(self._model, batch, training=True)
+            self._pass(len(mine), self._model, batch, pass_, scale)
             gradients.end_backward()
             mine.append(batch)
-            losses.append((batch.number, pass_.total))
+            losses += _terms(batch, pass_)
             problem = pass_.problem
         assignment, count, stop = self._sync.begin(mine, stop, problem)
         self._expect(assignment)
@@ -183,37 +191,45 @@ class DataParallelEngine(TrainEngine):
         gradients.finish()
         return count, stop, PassResult(losses, None)
 
-    def _pass(self, turn: int, batch: Batch | None, pass_: MicrobatchPass, scale: float) -> None:
-        gradients, weights = self._gradients, self._weights
+    def _part(self, mine: list[Batch], turn: int) -> tuple[LengthModel, Batch | None]:
+        """Model for the micro-batch of a turn, and this rank's part of it (None if it has none in this turn)."""
+        if turn >= len(mine):
+            return self._model, None
+        here = self._model if self._sequences is None else self._sequences.of(mine[turn].x.shape[1])
+        return here, here.part(mine[turn])
+
+    def _pass(self, turn: int, here: LengthModel, batch: Batch | None, pass_: MicrobatchPass, scale: float) -> None:
+        gradients, weights, units = self._gradients, self._weights, units_of(here.model)
         with self._recorder("compute", "forward", turn=turn):
-            for unit in self._units:
+            for unit in units:
                 weights.unshard()
                 pass_.forward(unit)
                 weights.reshard()
             pass_.score()
-            self._note(batch, pass_)
+            self._note(here, batch, pass_)
             pass_.loss_backward(scale)
-        gradients.begin_backward(turn, None if batch is None else batch.number)
+        gradients.begin_backward(turn, None if batch is None else self._teams.leaf(batch.number, self._plan.rank))
         with self._recorder("compute", "backward", turn=turn):
-            for number in reversed(range(len(self._units))):
+            for number in reversed(range(len(units))):
                 weights.unshard()
-                pass_.backward(self._units[number], gradients)
+                pass_.backward(units[number], gradients)
                 weights.reshard()
                 gradients.left(number)
 
-    def _microbatch_pass(self, batch: Batch | None, training: bool) -> MicrobatchPass:
+    def _microbatch_pass(self, here: LengthModel, batch: Batch | None, training: bool) -> MicrobatchPass:
         if batch is None:
             return empty_pass()
-        return MicrobatchPass(*self._typed(batch), self._run(batch, training), self._loss)
+        return MicrobatchPass(*self._typed(batch), self._run(batch, training), here.loss)
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
-        turns = self._gradients.rounds(assignment, self._plan.rank)
+        turns = self._gradients.rounds(self._teams.leaves(assignment), self._plan.rank)
         self._weights.begin([*range(len(self._units))] * turns)
-        losses, measured, problem = [], 0.0, None
+        losses: Losses = []
+        measured, problem = 0.0, None
         for turn in range(turns):
-            batch = mine[turn] if turn < len(mine) else None
-            pass_ = self._microbatch_pass(batch, training=False)
-            for unit in self._units:
+            here, batch = self._part(mine, turn)
+            pass_ = self._microbatch_pass(here, batch, training=False)
+            for unit in units_of(here.model):
                 self._weights.unshard()
                 pass_.forward(unit)
                 pass_.saved.clear()
@@ -221,18 +237,20 @@ class DataParallelEngine(TrainEngine):
             pass_.score(measure)
             measured += pass_.measured
             problem = problem or pass_.problem
-            if batch is not None:
-                losses.append((batch.number, pass_.total))
+            losses += _terms(batch, pass_)
         return PassResult(losses, problem, measured)
 
-    def _note(self, batch: Batch | None, pass_: MicrobatchPass) -> None:
-        if batch is None or pass_.problem is not None or not self._is_new((batch.x.shape, batch.y.shape)):
+    def _note(self, here: LengthModel, batch: Batch | None, pass_: MicrobatchPass) -> None:
+        """Enter the activations of a micro-batch's forward pass in the ledger, if its shapes are new."""
+        if batch is None or pass_.problem or self._errors.first:
+            return
+        if not self._is_new((batch.x.shape, batch.y.shape, here.division)):
             return
         self._memory.record_peak("activations", pass_.nbytes((batch.x, batch.y)))
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
-        self.ledger.expect(*predict_activations(self._plan, self._loss, x, y))
+        self.ledger.expect(*predict_activations(units_of(here.model), here.loss, x, y))
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):
@@ -242,9 +260,16 @@ class DataParallelEngine(TrainEngine):
 def check_settings(settings: Settings, ranks: int) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
     check_compression(settings, settings.layout)
-    check_cut(settings, mesh_of(settings, ranks))
+    mesh = mesh_of(settings, ranks)
+    check_cut(settings, mesh)
+    check_sequences(settings, mesh)
 
 
 def workers(settings: Settings, ranks: int) -> int:
-    """Number of replicas of the model, which share the samples of a step."""
-    return mesh_of(settings, ranks).without(TENSOR).size
+    """Number of teams of ranks, each with a copy of the model, that share the samples of a step."""
+    return mesh_of(settings, ranks).without(TENSOR, CONTEXT).size
+
+
+def _terms(batch: Batch | None, pass_: MicrobatchPass) -> Losses:
+    """Number of a micro-batch with each term of its loss."""
+    return [] if batch is None else [(batch.number, loss) for loss in pass_.losses]

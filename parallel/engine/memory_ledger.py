@@ -17,7 +17,7 @@ from parallel.data_parallel.reducers import Assignment
 from parallel.data_parallel.zero import Zero1, Zero2, Zero3, slots
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
-from parallel.nn.operator import ArraySpec, nbytes_of
+from parallel.nn.operator import ArraySpec, Operator, nbytes_of
 from parallel.nn.trial_outline import loss_outline
 from parallel.runtime.tree_sum import tree_forecast
 
@@ -82,9 +82,9 @@ def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Assi
     return bytes_
 
 
-def predict_activations(plan: PartitionSpec, loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[Counter[str], int]:
+def predict_activations(units: Sequence[Operator], loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[Counter[str], int]:
     """Predict (bytes of activations saved from forward to backward, peak bytes of temporaries) of one micro-batch."""
-    model = Sequential(plan.units).outline(x)
+    model = Sequential(units).outline(x)
     end = loss_outline(loss, model.y, y)
     kept = nbytes_of((model.y, y, model.saved, end.saved))
     return Counter(activations=kept), max(model.work, end.work)

@@ -7,6 +7,7 @@ scale; the update of `parallel.data_parallel.sharded_optimizer` divides it out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -48,8 +49,8 @@ class MicrobatchPass:
     """Forward and backward pass of one micro-batch, unit by unit; without data, or after an error, it computes nothing.
 
     `x` and `y` are inputs and targets, or the outputs of the units before, or None. `saved` are the values of the
-    units' forward passes, each released by its backward; `total` is the sum of losses, `measured` that of
-    a measure. The first error is caught and kept in `problem`.
+    units' forward passes, each released by its backward; `losses` are terms of the sum of losses, `total`, and
+    `measured` is the sum of a measure. The first error is caught and kept in `problem`.
     """
 
     def __init__(self, x: Array, y: Array, run: PassMode, loss: Any):
@@ -57,7 +58,8 @@ class MicrobatchPass:
         self._dy: Array = None
         self._saved_loss: Any = None
         self.saved: list[Any] = []
-        self.total = self.measured = 0.0
+        self.losses: tuple[float, ...] = ()
+        self.measured = 0.0
         self.problem: Exception | None = None
 
     @guarded
@@ -69,10 +71,15 @@ class MicrobatchPass:
 
     @guarded
     def score(self, measure: Measure | None = None) -> None:
-        self.total, self._saved_loss = self._loss.forward(self._x, self._y)
+        found, self._saved_loss = self._loss.forward(self._x, self._y)
+        self.losses = found if isinstance(found, tuple) else (found,)
         if measure:
             whole = getattr(self._loss, "whole", None)  # of a loss whose scores are cut over ranks
             self.measured = float(measure(whole(self._x) if whole else self._x, self._y))
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.losses)
 
     def give(self) -> Array:
         """Return the output of the last unit, to send to the next pipeline stage, and release it here."""

@@ -1,22 +1,22 @@
-"""Model and loss of a rank of a mesh: cut along the axis ``tp``, checked, and the order of the logical parameters."""
+"""Model and loss of a rank of a mesh: cut along ``tp``, divided along ``cp``, checked; and the logical parameters."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from parallel.context.models_by_length import ModelsByLength
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
+from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, sequence_models
+from parallel.engine.divided_sequences import TENSOR as TENSOR
+from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
-from parallel.nn.placement import Replicate, Shard
 from parallel.tensor.check import check_placements
 from parallel.tensor.cut_model import cut
-
-TENSOR = "tp"
-REPLICAS = "dp"
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
@@ -26,7 +26,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
     ('tp=2', 'dp=3')
     """
     mesh = Mesh({REPLICAS: ranks}) if settings.mesh is None else Mesh.parse(settings.mesh)
-    mesh.expect(ranks, (REPLICAS, TENSOR))
+    mesh.expect(ranks, (REPLICAS, CONTEXT, TENSOR))
     return mesh
 
 
@@ -58,7 +58,7 @@ def cut_for(model: Operator, loss: Any, axis: Any, settings: Settings) -> tuple[
     """Cut model and loss for this rank of the axis, and check all placements; PlacementError if they do not fit."""
     algorithm = "tree" if settings.reproducible else "auto"
     model, loss = cut(model, loss, axis, shards_of(settings, axis), algorithm, settings.sequence_parallel)
-    check_placements(model, loss, {REPLICAS: Shard(0), TENSOR: Replicate()}, {REPLICAS})
+    check_placements(model, loss, {axis: INPUTS[axis] for axis in (REPLICAS, TENSOR)}, {REPLICAS})
     return model, loss
 
 
@@ -68,6 +68,10 @@ class ModelOnMesh(NamedTuple):
     Attributes
     ----------
     model, loss : cut for this rank
+    sequences : ModelsByLength or None
+        Of `model`, for this rank's tokens; None if sequences are whole.
+    errors : PassErrors
+        Of operators beside exchanges.
     comm, replicas : Communicator
         All ranks; those with the same shards of the model, along all other axes.
     axis : MeshAxis
@@ -78,6 +82,8 @@ class ModelOnMesh(NamedTuple):
 
     model: Operator
     loss: Any
+    sequences: ModelsByLength | None
+    errors: PassErrors
     comm: Communicator
     replicas: Communicator
     axis: Any
@@ -89,22 +95,27 @@ class ModelOnMesh(NamedTuple):
         return bool(self.axis.rank == 0)
 
 
-def forecast_axis(mesh: Mesh, rank: int) -> MeshAxis:
-    """Axis of the tensor-parallel ranks as `rank` has it, without a communicator: to cut a model that does not run."""
-    return MeshAxis(TENSOR, mesh.coordinates(rank).get(TENSOR, 0), mesh.sizes.get(TENSOR, 1), None)
+def forecast_axis(mesh: Mesh, rank: int, name: str = TENSOR) -> MeshAxis:
+    """Axis of a mesh as `rank` has it, without a communicator: to cut a model that does not run."""
+    return MeshAxis(name, mesh.coordinates(rank).get(name, 0), mesh.sizes.get(name, 1), None)
 
 
 def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings) -> ModelOnMesh:
-    """Cut a model for this rank of a mesh. Collective."""
-    axis = mesh.axis(TENSOR)
+    """Cut a model for this rank of a mesh, along all axes. Collective."""
+    axis, errors = mesh.axis(TENSOR), PassErrors()
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
+    blocks = _logical_blocks(model, loss, axis, settings)
+    model, loss = cut_for(model, loss, axis, settings)
+    sequences = sequence_models(model, loss, mesh.axis(CONTEXT), settings, errors.guard)
+    if axis.size > 1 and sequences is None:
+        model, loss = errors.guard(model, loss)
+    return ModelOnMesh(model, loss, sequences, errors, mesh.comm, replicas, axis, blocks)
+
+
+def _logical_blocks(model: Operator, loss: Any, axis: MeshAxis, settings: Settings) -> LogicalBlocks | None:
     if shards_of(settings, axis) == 1:
-        return ModelOnMesh(model, loss, mesh.comm, replicas, axis, None)
-    alone = MeshAxis(TENSOR, 0, 1, mesh.comm)
-    logical = lengths_of(FlatParams(cut(model, loss, alone, shards_of(settings, axis))[0]))
-    held = [
-        lengths_of(FlatParams(cut_for(model, loss, MeshAxis(TENSOR, rank, axis.size, mesh.comm), settings)[0]))
-        for rank in range(axis.size)
-    ]
-    ours, loss = cut_for(model, loss, axis, settings)
-    return ModelOnMesh(ours, loss, mesh.comm, replicas, axis, LogicalBlocks(axis, logical, held))
+        return None
+    whole, _ = cut(model, loss, axis._replace(rank=0, size=1), shards_of(settings, axis))
+    others = (axis._replace(rank=rank) for rank in range(axis.size))
+    held = [lengths_of(FlatParams(cut_for(model, loss, other, settings)[0])) for other in others]
+    return LogicalBlocks(axis, lengths_of(FlatParams(whole)), held)

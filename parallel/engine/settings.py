@@ -51,7 +51,8 @@ class Settings:
     products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
     fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
     prune, prune_pattern : fraction of weights to prune, from 0 to below 1; elements, rows, or N:M
-    reproducible : sum in canonical order, bitwise equal on any mesh (of any ``tp`` with the same `tensor_shards`)
+    reproducible : sum in canonical order, bitwise equal on any mesh (of any ``tp`` and ``cp`` with the same
+        `tensor_shards` and `sequence_parts`)
     seed : of initial values, sample order and dropout, at least 0
     check_every : compare replicated parameters between ranks every so many steps; 0 for never
     bucket_bytes, first_bytes : least bytes of a gradient bucket, and of the bucket that is complete first
@@ -63,6 +64,8 @@ class Settings:
     mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has neighbours
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
+    sequence_parts : parts of every sequence that is divided along ``cp``, a multiple of its ranks; by default as many
+    context : attention over divided sequences: ring, allgather, ulysses, or "auto", the fastest by prediction
     stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
     cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
     memory : pp:auto: bytes that a stage may take
@@ -126,6 +129,8 @@ class Settings:
     stage_ranks: str | None = None
     tensor_shards: int | None = None
     sequence_parallel: bool = False
+    sequence_parts: int | None = None
+    context: str = "auto"
     cuts: str | None = None
     memory: float | None = None
     servers: int = 1
@@ -192,7 +197,7 @@ TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items(
 """Accepted types, by a field's annotation."""
 
 _FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
-_FROM_ONE += " tensor_shards batch_tokens clients local_epochs"
+_FROM_ONE += " tensor_shards sequence_parts batch_tokens clients local_epochs"
 _FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout prune seed check_every delay"
 _FROM_ZERO += " client_fraction label_shards"
 LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
@@ -207,7 +212,7 @@ _MICRO_BATCHES = ("micro_batch", "accumulate", "microbatches")
 ALTERNATIVES = (("steps", "epochs"), ("batch", "batch_tokens"), _MICRO_BATCHES, ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
-MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel")
+MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel", "sequence_parts", "context")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
 STYLE_FIELDS = ("tau", "group", "overlap", "clients", "client_fraction", "local_epochs", "label_shards")

@@ -15,7 +15,7 @@ from parallel.data_parallel.run_context import RunContext
 from parallel.runtime import consistency_check
 
 Losses = list[tuple[int, float]]
-"""Micro-batches' numbers and sums of losses."""
+"""Numbers of micro-batches and terms of the sum of their losses."""
 
 
 def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Exception | None]:
@@ -104,7 +104,7 @@ class StepSync:
         """
         odd = [number for number, loss in losses if not math.isfinite(loss)]
         if problem is None and odd:
-            numbers = ", ".join(map(str, odd))
+            numbers = ", ".join(map(str, dict.fromkeys(odd)))
             problem = FloatingPointError(f"the loss of micro-batch {numbers} is not a finite number in step {step}")
         with self._context.recorder("communication", "losses"):
             if self._context.plan.reproducible:

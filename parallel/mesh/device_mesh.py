@@ -70,8 +70,8 @@ class DeviceMesh:
             groups = self.mesh.groups(key)
             color = next(number for number, group in enumerate(groups) if self.comm.Get_rank() in group)
             comm = self.comm.Split(color, self.comm.Get_rank())
-            self._axes[key] = MeshAxis(",".join(key or names), comm.Get_rank(), comm.Get_size(), comm)
-        return self._axes[key]
+            self._axes[key] = MeshAxis(",".join(key), comm.Get_rank(), comm.Get_size(), comm)
+        return self._axes[key]._replace(name=",".join(key or names))
 
     @property
     def remarks(self) -> tuple[str, ...]:

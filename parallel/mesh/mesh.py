@@ -75,7 +75,7 @@ class Mesh:
         """
         inner = [number for number, name in enumerate(self.sizes) if name in axes]
         length = math.prod(self.sizes[name] for name in self.sizes if name in axes)
-        ranks = np.arange(self.size).reshape(*self.sizes.values())
+        ranks = np.arange(self.size).reshape(tuple(self.sizes.values()))
         last = np.moveaxis(ranks, inner, range(-len(inner), 0))
         groups: list[list[int]] = last.reshape(-1, length).tolist()
         return groups

@@ -191,6 +191,8 @@ class Operator:
     name: str = ""
     mixes: tuple[int, ...] | None = None
     """Dimensions of the input over which one element of the result is computed; None: all but the batch."""
+    exchanges: bool = False
+    """True if a pass waits for other ranks along a mesh axis."""
 
     writes_records: bool = False
     """True if forward passes write `PassMode.terms` or `PassMode.records`."""

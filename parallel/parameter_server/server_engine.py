@@ -114,7 +114,7 @@ class ParameterServer(BaseEngine):
         if rank >= servers:
             ledger.expect(of_worker(plan, rule_of(settings.consistency).synchronous))
             for samples in dict.fromkeys(samples for step in workload.steps for samples in step):
-                ledger.expect(*predict_activations(plan, loss, *workload.shapes(samples)))
+                ledger.expect(*predict_activations(plan.units, loss, *workload.shapes(samples)))
             return ledger
         keys, parts = keys_of(plan, buckets_of(plan), servers), max(map(len, workload.steps), default=0)
         for shard in ReplicationChains(range(servers), settings.replicas).of(rank):

@@ -251,4 +251,4 @@ class WorkerTrainer:
         self._known_specs.add(specs)
         self._context.memory.record_peak("activations", passing.nbytes((batch.x, batch.y)))
         with suppress(NotImplementedError):  # a user's model may have no outlines
-            self._ledger.expect(*predict_activations(self._context.plan, self._loss, *specs))
+            self._ledger.expect(*predict_activations(self._context.plan.units, self._loss, *specs))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from parallel.nn.flat_params import FlatParams
+from parallel.nn.flat_params import ParamSpan
 from parallel.runtime.collective_errors import describe
 from parallel.runtime.vector_memory import to_host
 
@@ -78,15 +78,17 @@ def combine_hashes(hashes: Iterable[int]) -> int:
     return sum(hashes) % _MODULUS
 
 
-def compare_parameters(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: MPI.Intracomm | None = None) -> None:
+def compare_parameters(
+    comm: MPI.Intracomm, places: Sequence[ParamSpan], step: int, whole: MPI.Intracomm | None = None
+) -> None:
     """Raise ParameterMismatch on all ranks if a parameter is not bitwise equal on all, naming the first. Collective.
 
     Ranks are numbered as in `whole`, by default as in `comm` itself.
     """
-    digests = [_digest(to_host(place.parameter.data).reshape(-1).view(np.uint8)) for place in flat.places]
+    digests = [_digest(to_host(place.parameter.data).reshape(-1).view(np.uint8)) for place in places]
     if len(set(comm.allgather(_digest(b"".join(digests))))) == 1:
         return
-    for place, column in zip(flat.places, zip(*comm.allgather(digests))):
+    for place, column in zip(places, zip(*comm.allgather(digests))):
         if len(set(column)) > 1:
             numbers = comm.Get_group().Translate_ranks(list(range(len(column))), (whole or comm).Get_group())
             usual = max(column, key=column.count)
@@ -95,6 +97,21 @@ def compare_parameters(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: 
                 f"after step {step} parameter {place.parameter.name} of rank{'s' * (len(others) > 1)} "
                 f"{', '.join(map(str, others))} differs from that of rank {numbers[column.index(usual)]}"
             )
+
+
+def compare_copies(
+    copies: Iterable[tuple[MPI.Intracomm, Sequence[ParamSpan]]], step: int, whole: MPI.Intracomm
+) -> None:
+    """Make `compare_parameters` for each pair (ranks, parameters); errors are raised on all ranks of `whole`."""
+    problem: ParameterMismatch | None = None
+    for comm, places in copies:
+        try:
+            compare_parameters(comm, places, step, whole)
+        except ParameterMismatch as error:
+            problem = problem or error
+    for text in whole.allgather(problem and str(problem)):
+        if text is not None:
+            raise ParameterMismatch(text) from problem
 
 
 def _digest(data: Any) -> bytes:

@@ -47,6 +47,8 @@ class GradientSums(Operator):
         Of the sum.
     """
 
+    exchanges = True
+
     def __init__(self, inner: Operator, axis: Any, partial: Collection[Parameter], algorithm: str):
         self.inner, self.axis, self.algorithm = inner, axis, algorithm
         self._partial = frozenset(id(parameter) for parameter in partial)

@@ -36,6 +36,7 @@ class Redistribute(Operator):
 
     takes: ClassVar[Placement]
     gives: ClassVar[Placement]
+    exchanges = True
 
     def __init__(self, axis: Any, like: Parameter, algorithm: str = "auto"):
         self.axis, self.algorithm, self._like = axis, algorithm, like

@@ -1,4 +1,4 @@
-"""Training with sequences divided over the ranks: the same bits as one rank, by the engine of data parallelism."""
+"""Training on meshes with divided sequences: the same as data parallelism, in the same bits if reproducible."""
 
 import numpy as np
 import pytest
@@ -6,65 +6,145 @@ from mpi4py import MPI
 from support.training_states import differing, whole
 
 from collectives import Communicator
-from parallel.context.divide_model import divide, divided_batches
-from parallel.context.sequence_division import SequenceDivision
-from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import Mesh
 from parallel.nn.loss import SoftmaxCrossEntropy
-from parallel.nn.models import build
+from parallel.nn.models import build, mlp, transformer
+from parallel.nn.placement import PlacementError
 from parallel.optim.optimizers import AdamW
 
-LENGTH = 32
+TOKENS, CONTEXT, HEADS, COUNT = 37, 16, 12, 3
 
 
-def batches(step, numbers):
-    """Micro-batches of two sequences each."""
+@pytest.fixture(scope="module")
+def alone():
+    with Communicator(MPI.COMM_SELF) as comm:
+        yield comm
+
+
+def gpt(recompute=False):
+    return transformer(TOKENS, CONTEXT, 1, HEADS, 24, dropout=0.1, recompute=recompute)
+
+
+def batches(numbers, step, vocabulary=TOKENS, lengths=(13, 16)):
+    """Micro-batches of two sequences each; their length depends on the number."""
     for number in numbers:
-        tokens = np.random.default_rng([step, number]).integers(0, 64, (2, LENGTH + 1))
-        yield Batch(number, tokens[:, :-1], tokens[:, 1:], np.arange(2) + 2 * number)
+        random, length = np.random.default_rng([step, number]), lengths[number % len(lengths)]
+        x, y = random.integers(0, vocabulary, (2, length)), random.integers(-3, vocabulary, (2, length))
+        yield number, x, y, np.arange(2) + 2 * number
 
 
-def trained(comm, mesh, steps, layout="dp", *, parts, micro_batches, **settings):
-    """State and losses after some steps on this mesh of dp and cp."""
-    with DeviceMesh(comm, mesh) as device:
-        axis, replica = device.axis("cp"), device.coordinates["dp"]
-        division = SequenceDivision("zigzag", LENGTH, axis.size, parts)
-        model = divide(build("gpt:tiny", (LENGTH,), 64, dropout=0.1), axis, division, "allgather")
-        settings = Settings(layout=layout, first_bytes=1, bucket_bytes=50_000, **settings)
-        losses = []
-        with DataParallelEngine(model, SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), settings) as engine:
-            for step in range(steps):
-                mine = batches(step, range(replica, micro_batches, mesh.sizes["dp"]))
-                losses.append(engine.step(divided_batches(mine, axis, division)).loss)
-            return whole(comm, engine), losses
+def engine(comm, model=gpt, **settings):
+    settings = Settings(**{"first_bytes": 1, "bucket_bytes": 5000, "clip": 0.3, "check_every": 1, **settings})
+    return DataParallelEngine(model(), SoftmaxCrossEntropy(), comm, AdamW(rate=0.01), settings)
 
 
-def same_as_one_rank(comm, mesh, steps, layout, **settings):
-    settings |= {"reproducible": True, "clip": 1.0}
-    with Communicator(MPI.COMM_SELF) as alone:
-        expected, expected_losses = trained(alone, Mesh({"dp": 1, "cp": 1}), steps, **settings)
-    found, losses = trained(comm, mesh, steps, layout, **settings)
-    assert not differing(found, expected)
-    assert losses == pytest.approx(expected_losses, rel=1e-14)
+def train(comm, model=gpt, steps=2, made_of=batches, **settings):
+    """Losses and norms of some steps, an evaluation, and the state; checks the memory ledger."""
+    with engine(comm, model, **settings) as made:
+        reports = [made.step(list(made_of(made.share(COUNT), step))) for step in range(steps)]
+        score = made.evaluate(list(made_of(made.share(COUNT), steps)), SoftmaxCrossEntropy().correct)
+        assert made.ledger.allocated == made.ledger.predicted
+        return [(report.loss, report.norm) for report in reports], score, whole(comm, made)
 
 
-@pytest.mark.parametrize("layout, precision", [("dp", "fp32"), ("zero3", "bf16")])
-def test_same_bits_as_one_rank(comm, layout, precision):
-    """Two parts of the sequence on each rank, and one micro-batch: any number of ranks."""
-    size = comm.Get_size()
-    mesh = Mesh({"dp": 1, "cp": size})
-    same_as_one_rank(comm, mesh, 2, layout, parts=2 * size, micro_batches=1, precision=precision)
+def meshes(ranks):
+    """Meshes of so many ranks on which two or more share sequences."""
+    for context in range(2, ranks + 1):
+        if ranks % context == 0:
+            others = ranks // context
+            yield from [f"dp={others},cp={context}"] + [f"cp={context},tp={others}"] * (others > 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "context"),
+    [("dp", "ring"), ("zero1", "ulysses"), ("zero2", "auto"), ("zero3", "allgather"), ("dp-naive", "auto")],
+)
+def test_a_mesh_trains_as_replicas_do(comm, alone, layout, context):
+    """Any number of ranks, with a cut by heads as well; blocks are computed again or not."""
+    expected, score, state = train(alone)
+    for mesh in meshes(comm.Get_size()):
+        found, same_score, same_state = train(
+            comm, lambda: gpt(recompute=layout == "zero2"), layout=layout, mesh=mesh, context=context
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        assert same_score.loss == pytest.approx(score.loss, rel=1e-4) and same_score.measure == score.measure
+        for name, tensor in state.items():
+            np.testing.assert_allclose(same_state[name], tensor, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def reproducible_meshes(ranks):
+    """Meshes whose sums are subtrees: cp is a power of two, and so are the shards of a rank."""
+    return [mesh for mesh in meshes(ranks) if ranks & (ranks - 1) == 0] or [f"dp={ranks}"]
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("dp", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")])
+def test_the_same_bits_on_any_mesh(comm, alone, layout, precision):
+    """Losses, norms, evaluation, weights and optimizer state of one rank with as many parts and shards."""
+    shared = {"precision": precision, "reproducible": True, "sequence_parts": 4, "tensor_shards": comm.Get_size()}
+    expected, score, state = train(alone, **shared)
+    for mesh in reproducible_meshes(comm.Get_size()):
+        found = train(comm, layout=layout, mesh=mesh, **shared)
+        assert found[:2] == (expected, score)
+        assert differing(found[2], state) == []
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout, precision", [("dp", "fp32"), ("dp", "bf16"), ("zero1", "fp32"), ("zero3", "fp32")])
-def test_same_bits_with_replicas(comm, layout, precision):
-    """A power of two of ranks for each sequence, several micro-batches, twenty steps."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_after_twenty_steps(comm, alone, precision):
+    """gpt:tiny: all ranks that the sequences' parts allow share them, the others are replicas."""
     size = comm.Get_size()
-    cp = max(ranks for ranks in (1, 2, 4) if size % ranks == 0)
-    mesh = Mesh({"dp": size // cp, "cp": cp})
-    same_as_one_rank(comm, mesh, 20, layout, parts=4, micro_batches=2, precision=precision)
+    context = max(ranks for ranks in (1, 2, 4) if size % ranks == 0)
+    shared = {"precision": precision, "reproducible": True, "sequence_parts": 4, "check_every": 5}
+
+    def made_of(numbers, step):
+        return batches(numbers, step, 64, (32,))
+
+    def model():
+        return build("gpt:tiny", (32,), 64, dropout=0.1)
+
+    expected = train(alone, model, 20, made_of, **shared)
+    for layout in ("dp", "zero3"):
+        found = train(comm, model, 20, made_of, mesh=f"dp={size // context},cp={context}", layout=layout, **shared)
+        assert found[:2] == expected[:2]
+        assert differing(found[2], expected[2]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mesh": "cp={n}", "pool": True}, "pool: ranks that share sequences need the same micro-batches"),
+        ({"mesh": "cp={n}", "sequence_parts": 7}, "sequence_parts: expected a multiple of cp, in cp=.; found 7"),
+        ({"mesh": "dp={n}", "context": "ring"}, "context: ring is for sequences divided along cp; found dp="),
+        ({"mesh": "cp={n}", "sequence_parts": 12}, r"sequence_parts: .* a power of two of parts, found 12; "),
+        ({"mesh": "cp={n}", "context": "ring"}, "context: reproducible training needs allgather, found ring"),
+        ({"mesh": "dp=2,cp={n}"}, r"mesh: .* is for . ranks, found .; .*dp=1,cp=. .*would fit"),
+        ({"mesh": "cp={n},sp=1"}, "mesh: expected axes of dp, cp, tp, found sp"),
+        ({"mesh": "cp={n},ep=1"}, "mesh: ep is no factor of the number of ranks but folded over dp, cp, tp"),
+    ],
+)
+def test_what_does_not_go_together(comm, settings, message):
+    ranks = comm.Get_size()
+    if ranks == 1 and message.startswith(("pool", "context: repro", "sequence_parts: expected a multiple")):
+        settings = {**settings, "sequence_parts": 4}
+        message = message if "multiple" not in message else ""
+    mesh = settings["mesh"].format(n=ranks)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            engine(comm, reproducible="pool" not in settings, **{**settings, "mesh": mesh})
+
+
+def test_models_that_need_whole_sequences(comm):
+    with pytest.raises(PlacementError, match=r"Flatten 0\.0: expected another placement along cp"):
+        engine(comm, lambda: mlp([8, 4, 2]), mesh=f"cp={comm.Get_size()}", sequence_parts=2 * comm.Get_size())
+
+
+def test_batches_that_cannot_be_divided(comm):
+    """Refused before anything runs, and the training goes on."""
+    ranks = comm.Get_size()
+    with engine(comm, mesh=f"cp={ranks}", sequence_parts=2 * ranks) as made:
+        for shape, message in (((2, CONTEXT + 1), "at most 16 positions, found 17"), ((2,), "expected sequences")):
+            with pytest.raises(RuntimeError, match=message):
+                made.step([(0, np.zeros(shape, int), np.zeros(shape, int), np.arange(2))])
+        assert made.step(list(batches(range(1), 0))).loss > 0

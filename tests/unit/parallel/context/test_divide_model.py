@@ -6,7 +6,11 @@ import pytest
 from support import thread_ranks
 from support.context_cases import ALGORITHMS
 
-from parallel.context.divide_model import divide, divided_batches
+from collectives.selection.cost_model import BUILT_IN
+from parallel.context.context_attention import ContextAttention
+from parallel.context.cost_formulas import fastest
+from parallel.context.divide_model import divide
+from parallel.context.models_by_length import RANK_FLOPS, LengthModel, ModelsByLength, attention_layers
 from parallel.context.sequence_division import DIVISIONS, SequenceDivision
 from parallel.data.sampler import Batch
 from parallel.nn.compose import Sequential
@@ -35,6 +39,11 @@ def batch():
     return Batch(0, x, y, np.array([5, 1, 9]))
 
 
+def part_of(batch, axis, division):
+    """The rank's tokens of a micro-batch."""
+    return LengthModel(None, None, division, axis.rank).part(batch)
+
+
 def trained(whole, made, part, dtype, loss=None):
     """Loss, number of targets, and gradients in order of the parameters, of one micro-batch."""
     flat = FlatParams(whole)
@@ -60,8 +69,7 @@ def parts(ranks, algorithm, name, dtype, logical=0, **options):
     def rank_main(axis):
         whole, division = model(**options), SequenceDivision(name, LENGTH, axis.size, logical)
         made = divide(whole, axis, division, algorithm)
-        (part,) = divided_batches([batch()], axis, division)
-        assert part.number == axis.rank
+        part = part_of(batch(), axis, division)
         return trained(whole, made, part, dtype)
 
     return thread_ranks.run(ranks, rank_main, "cp")
@@ -134,7 +142,7 @@ def test_a_failed_pass_leaves_nothing_in_tied_tables():
     whole = model()
     axis, division = thread_ranks.ThreadAxis("cp", 0, 1, None), SequenceDivision("zigzag", LENGTH, 1, 4)
     made = divide(whole, axis, division, "allgather")
-    (part,) = divided_batches([batch()], axis, division)
+    part = part_of(batch(), axis, division)
     expected = trained(whole, made, part, np.float32)
 
     def breaks(parameter, compute):
@@ -176,7 +184,7 @@ def test_of_a_model_cut_by_heads(algorithm):
     def rank_main(axis):
         shards, loss = cut(model(dropout=0.2), SoftmaxCrossEntropy(), tp, shards=2)
         division = SequenceDivision("zigzag", LENGTH, axis.size)
-        (part,) = divided_batches([batch()], axis, division)
+        part = part_of(batch(), axis, division)
         return trained(shards, divide(shards, axis, division, algorithm), part, np.float64, loss)
 
     (loss, count, gradients), *_ = thread_ranks.run(1, rank_main, "cp")
@@ -201,3 +209,32 @@ def test_refused(make, length, algorithm, error, message):
     axis = thread_ranks.ThreadAxis("cp", 0, 2, None)
     with pytest.raises(error, match=message):
         divide(make(), axis, SequenceDivision("zigzag", length, 2), algorithm)
+
+
+def test_models_by_length():
+    """One model for each length, of shared parameters; batches that are no sequences are refused."""
+    axis, whole = thread_ranks.ThreadAxis("cp", 1, 2, None), model()
+    models = ModelsByLength(whole, SoftmaxCrossEntropy(), axis, 2, "ring")
+    short, long = models.of(9), models.of(LENGTH)
+    assert models.of(9) is short and short.division.size(1) == 4 and long.division.size(1) == 12
+    assert short.model.parameters() == long.model.parameters() == whole.parameters()
+    for x, y in ((np.zeros((2, 8)), np.zeros((2, 7))), (np.zeros(8), np.zeros(8))):
+        with pytest.raises(ValueError, match="micro-batch 3: expected sequences to divide over cp"):
+            models.expect(Batch(3, x, y, np.arange(2)))
+    with pytest.raises(ValueError, match="at most 24 positions, found 25"):
+        models.expect(Batch(0, np.zeros((2, 25)), np.zeros((2, 25)), np.arange(2)))
+    with pytest.raises(ValueError, match="context: expected auto, ring, allgather, ulysses; found 'star'"):
+        ModelsByLength(whole, SoftmaxCrossEntropy(), axis, 2, "star")
+
+
+def test_choice_by_cost():
+    """That of the formulas, for the heads of this rank and the length."""
+    axis = thread_ranks.ThreadAxis("cp", 0, 4, None)
+    whole = transformer(VOCABULARY, 2048, 2, HEADS, 24)
+    models = ModelsByLength(whole, SoftmaxCrossEntropy(), axis, 4)
+    for length in (64, 2048):
+        works = attention_layers(whole, SequenceDivision("zigzag", length, 4))
+        assert [work.heads for work in works] == [HEADS, HEADS]
+        name = fastest(works[0], BUILT_IN.shared, RANK_FLOPS)
+        found = [one for _, one in models.of(length).model.walk() if isinstance(one, ContextAttention)]
+        assert {type(one) for one in found} == {ALGORITHMS[name]} and len(found) == 2

@@ -1,0 +1,176 @@
+"""Errors of operators beside exchanges: the rank goes on with zeros, so that no other rank waits for it.
+
+Along ``tp`` and ``cp`` operators exchange in the middle of a pass. A rank on which one raises must make the same
+exchanges as the others until the end of the step, where errors are raised on all ranks before anything is updated.
+Operators between exchanges are therefore guarded: after an error zeros take the place of the result or gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from parallel.nn import kernels
+from parallel.nn.array_checks import named
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.placement import Placement
+from parallel.nn.rewrite import replaced, with_operators
+from quant.types import Array
+
+
+class PassErrors:
+    """First error of guarded operators since the last `take`."""
+
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+
+    def add(self, error: Exception) -> None:
+        self.first = self.first or error
+
+    def take(self) -> Exception | None:
+        """Return the error, or None, and forget it."""
+        found, self.first = self.first, None
+        return found
+
+    def guard(self, model: Operator, loss: Any) -> tuple[Operator, Any]:
+        """Copy of a model, and loss, in which the largest operators without exchanges are guarded."""
+
+        def replacement(operator: Operator) -> Operator | None:
+            return None if _exchanges(operator) else GuardedOperator(operator, self)
+
+        return replaced(model, replacement), GuardedLoss(loss, self)
+
+
+def _exchanges(operator: Operator) -> bool:
+    """True if the operator, or one in its attributes at any depth, exchanges; `members` may leave some out."""
+    found = [operator.exchanges]
+
+    def add(one: Operator) -> Operator:
+        found.append(_exchanges(one))
+        return one
+
+    for value in vars(operator).values():
+        with_operators(value, add)
+    return any(found)
+
+
+class _Like:
+    """Shape, dtype and namespace of an array, to make zeros in its place."""
+
+    def __init__(self, x: Array):
+        self.spec, self._namespace = ArraySpec(x.shape, x.dtype), kernels.array_namespace(x)
+
+    def zeros(self, spec: ArraySpec | None = None) -> Array:
+        return self._namespace.zeros(*(spec or self.spec))
+
+
+class _Failed:
+    """Saved value of a forward pass that has raised an error."""
+
+
+FAILED = _Failed()
+
+
+class GuardedOperator(Operator):
+    """Operator without exchanges; an error of a pass is noted in `errors`, and zeros take the place of its result."""
+
+    def __init__(self, inner: Operator, errors: PassErrors):
+        self.inner, self._errors = inner, errors
+        self.mixes = inner.mixes
+
+    @property
+    def name(self) -> str:
+        """Name of the inner operator, by which that has its random numbers."""
+        return self.inner.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.inner.name = name
+
+    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
+        yield from self.inner.members()
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        like = _Like(x)
+        try:
+            y, saved = self.inner.forward(x, run)
+        except Exception as error:
+            y = like.zeros(self.inner.outline(like.spec).y)  # raises for a wrong shape, which all ranks have
+            self._errors.add(named(error))
+            saved = FAILED
+        return y, (like, saved)
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        like, inner = saved
+        handed_in: set[int] = set()
+
+        def sink(parameter: Parameter, compute: Callable[[Array], object]) -> None:
+            handed_in.add(id(parameter))
+            grads(parameter, self._guarded(compute))
+
+        try:
+            if inner is not FAILED:
+                return self.inner.backward(dy, inner, sink)
+        except Exception as error:
+            self._errors.add(named(error))
+        for parameter in self.inner.parameters():  # a sum over ranks must have as many terms on all
+            if id(parameter) not in handed_in:
+                grads(parameter, _write_zeros)
+        return None if like.spec.dtype.kind in "iub" else like.zeros()
+
+    def _guarded(self, compute: Callable[[Array], object]) -> Callable[[Array], object]:
+        """The function of a gradient, which may be called after the pass; zeros take the place of a failed one."""
+
+        def guarded(out: Array) -> object:
+            try:
+                return compute(out)
+            except Exception as error:
+                self._errors.add(named(error))
+                _write_zeros(out)
+                return None
+
+        return guarded
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        return self.inner.place(axis, x, partial)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        return self.inner.outline(x)
+
+
+def _write_zeros(out: Array) -> None:
+    out[...] = 0
+
+
+class GuardedLoss:
+    """Loss; an error of a pass is noted in `errors`, and the gradient is zero.
+
+    A loss with exchanges must find errors of its arguments before these.
+    """
+
+    def __init__(self, inner: Any, errors: PassErrors):
+        self.inner, self._errors = inner, errors
+
+    def __getattr__(self, name: str) -> Any:
+        """All other methods are those of the inner loss."""
+        if name == "inner":  # not there yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def forward(self, y: Array, targets: Array) -> tuple[Any, Any]:
+        try:
+            total, saved = self.inner.forward(y, targets)
+        except Exception as error:
+            self._errors.add(named(error, self.inner))
+            total, saved = 0.0, FAILED
+        return total, (_Like(y), saved)
+
+    def backward(self, scale: float, saved: Any) -> Array:
+        like, inner = saved
+        try:
+            if inner is not FAILED:
+                return self.inner.backward(scale, inner)
+        except Exception as error:
+            self._errors.add(named(error, self.inner))
+        return like.zeros()
