@@ -43,6 +43,7 @@ PROGRAMS = {
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
+    "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),

@@ -1,0 +1,1 @@
+"""Checks that training on any mesh equals training on one rank."""

@@ -1,0 +1,44 @@
+"""Compositions in which other systems had published bugs: named cases, each with the reported mistake."""
+
+from parallel.conformance.composition import Composition
+
+FOUR, CP, TP, BOTH = "dp=2,tp=2", "cp=2", "tp=2", "cp=2,tp=2"
+
+CASES: dict[str, Composition] = {
+    "losses divided by the tokens of one rank": Composition(
+        mesh="dp=2,cp=2", length=8, ignored=True, microbatches=3, samples=2
+    ),
+    "token counts multiplied by the ranks that share sequences": Composition(mesh=CP, length=6, microbatches=2),
+    "unequal numbers of targets on the ranks": Composition(mesh="cp=4", length=9, ignored=True, samples=2),
+    "a vocabulary that the ranks do not divide": Composition(mesh="tp=3", heads=3, vocabulary=7),
+    "heads that the ranks do not divide": Composition(mesh=TP, heads=3),
+    "queries, keys and values cut as one block": Composition(mesh=TP, heads=4, layers=2),
+    "sharded parameters left out of the norm": Composition(mesh=TP, heads=2, clip=True, layout="zero1"),
+    "copies counted by every rank in the norm": Composition(mesh=FOUR, heads=2, clip=True),
+    "gradients of a final norm that differ along tp": Composition(mesh="tp=4", heads=4, layers=2, steps=2),
+    "dropout masks that depend on the shard": Composition(
+        family="mlp", mesh=TP, layers=2, heads=2, head_width=3, dropout=True, microbatches=2
+    ),
+    "dropout masks that depend on the part of the sequence": Composition(
+        mesh="cp=3", length=7, dropout=True, context="ring", samples=2
+    ),
+    "ring attention that uses the first keys again": Composition(mesh="cp=3", length=8, context="ring"),
+    "an all-to-all of heads for batches of more than one": Composition(
+        mesh=CP, heads=4, length=5, samples=3, context="ulysses"
+    ),
+    "recomputed blocks with exchanges": Composition(mesh=BOTH, heads=2, layers=2, recompute=True, length=5),
+    "fewer micro-batches than replicas": Composition(mesh="dp=3", microbatches=1, layout="zero2"),
+    "sums in an order that depends on the rank": Composition(
+        mesh=BOTH, heads=4, shards=4, parts=4, length=8, reproducible=True, precision="fp32", microbatches=3
+    ),
+    "loss scales that the ranks do not agree on": Composition(
+        mesh=FOUR, heads=2, shards=2, reproducible=True, precision="fp16", steps=2
+    ),
+    "checkpoints with the layout of the shards": Composition(
+        mesh="tp=4", heads=4, shards=4, next_mesh="cp=2,dp=2", parts=2, next_layout="zero3", reproducible=True, length=5
+    ),
+    "a tied table cut along tp and summed over cp": Composition(
+        mesh=BOTH, heads=2, shards=2, parts=2, reproducible=True, precision="bf16", optimizer="adamw", length=6
+    ),
+}
+"""By the mistake that each would show (issues of Megatron-LM, torchtitan, DeepSpeed, diffusers, fairseq2)."""

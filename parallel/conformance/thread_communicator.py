@@ -1,0 +1,290 @@
+# mypy: disable-error-code="override"
+"""Communicator whose ranks are threads of one process: to check engines on many ranks without starting them.
+
+Collectives exchange Python objects at a barrier. Non-blocking and persistent ones exchange where they are started,
+which is correct as long as all ranks start them in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+
+PATIENCE = 60.0
+"""Seconds after which a wait counts as a deadlock."""
+
+OPERATIONS = ((MPI.SUM, np.add), (MPI.MAX, np.maximum), (MPI.MIN, np.minimum))
+
+
+def combined(op: MPI.Op, terms: Sequence[Any], algorithm: str | None = None) -> Any:
+    """Terms of all ranks, combined in the order of the ranks, or by the binary tree of neighbours ("tree")."""
+    function = next(function for one, function in OPERATIONS if one == op)
+    while algorithm == "tree" and len(terms) > 1:
+        pairs = [function(*terms[at : at + 2]) for at in range(0, len(terms) - 1, 2)]
+        terms = [*pairs, *terms[len(pairs) * 2 :]]
+    return reduce(function, terms)
+
+
+class Meeting:
+    """Meeting place of the ranks of one communicator; `all_meetings` are those of the whole run."""
+
+    def __init__(self, size: int, all_meetings: list[Meeting]):
+        self.size, self.all_meetings = size, all_meetings
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+        self._lock = threading.Condition()
+        self._waiting: dict[Any, deque[Message]] = defaultdict(deque)
+        all_meetings.append(self)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Values of all ranks."""
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def abort(self) -> None:
+        """Raise BrokenBarrierError in all waiting threads of the run."""
+        for meeting in self.all_meetings:
+            meeting._barrier.abort()
+            with meeting._lock:
+                meeting._lock.notify_all()
+
+    def start(self, key: Any, kind: str, array: np.ndarray) -> Message:
+        """Start a send or receive between two ranks; it is done when the other side has been started."""
+        message, other = Message(self, array), "receives" if kind == "sends" else "sends"
+        with self._lock:
+            if not self._waiting[key, other]:
+                self._waiting[key, kind].append(message)
+                return message
+            partner = self._waiting[key, other].popleft()
+            sent, received = (message, partner) if kind == "sends" else (partner, message)
+            if sent.array.nbytes != received.array.nbytes:
+                raise ValueError(f"{key}: expected {received.array.nbytes} bytes, found {sent.array.nbytes}")
+            received.array.reshape(-1).view(np.uint8)[...] = sent.array.reshape(-1).view(np.uint8)
+            message.done = partner.done = True
+            self._lock.notify_all()
+        return message
+
+    def wait(self, message: Message) -> None:
+        with self._lock:
+            ended = self._lock.wait_for(lambda: message.done or self._barrier.broken, PATIENCE)
+        if not (ended and message.done):
+            raise threading.BrokenBarrierError
+
+
+class Message:
+    """Request of a send or receive."""
+
+    def __init__(self, meeting: Meeting, array: np.ndarray):
+        self.meeting, self.array, self.done = meeting, array, False
+
+    def Test(self) -> bool:
+        return self.done
+
+    def Wait(self) -> None:
+        self.meeting.wait(self)
+
+
+class StartedCall:
+    """Request of a collective, which runs where it is started."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+
+    def Start(self) -> None:
+        self._call()
+
+    def Test(self) -> bool:
+        return True
+
+    Get_status = Test
+
+    def Wait(self, status: Any = None) -> None:
+        """No-op: the call has returned."""
+
+    Free = Wait
+
+
+class ThreadGroup:
+    """Group of a communicator: the threads of its ranks, by their numbers in the whole run."""
+
+    def __init__(self, members: Sequence[int]):
+        self.members = list(members)
+
+    def Translate_ranks(self, ranks: Sequence[int], other: ThreadGroup) -> list[int]:
+        return [other.members.index(self.members[rank]) for rank in ranks]
+
+
+class ThreadCommunicator(Communicator):
+    """Communicator of one of the threads that share a `Meeting`, with the methods that engines and operators use.
+
+    `calls` has the name and the bytes of every collective on arrays, in order.
+    """
+
+    nodes = None
+
+    def __new__(cls, *_: Any) -> ThreadCommunicator:
+        return super().__new__(cls)
+
+    def __init__(self, meeting: Meeting, rank: int, members: Sequence[int] = ()):
+        self._meeting, self._rank = meeting, rank
+        self._members = members or range(meeting.size)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return self._meeting.size
+
+    def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
+        every = self.allgather((color, key, self._rank))
+        members = [rank for other, _, rank in sorted(every, key=lambda one: one[1:]) if other == color]
+        made = Meeting(len(members), self._meeting.all_meetings) if members[0] == self._rank else None
+        meeting = self.allgather(made)[members[0]]
+        return ThreadCommunicator(meeting, members.index(self._rank), [self._members[rank] for rank in members])
+
+    def Get_group(self) -> Any:
+        return ThreadGroup(self._members)
+
+    def close(self) -> None:
+        """No-op: threads share nothing but the meeting."""
+
+    Free = free = close
+
+    def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    # ------------------------------------------------------------------------------------------ objects
+
+    def allgather(self, value: Any) -> list[Any]:
+        return self._meeting.exchange(self._rank, value)
+
+    def gather(self, value: Any, root: int = 0) -> Any:
+        every = self.allgather(value)
+        return every if self._rank == root else None
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        return self.allgather(value)[root]
+
+    def allreduce(self, value: Any, op: MPI.Op = MPI.SUM) -> Any:
+        return combined(op, self.allgather(value))
+
+    def Barrier(self, **_: Any) -> None:
+        self.allgather(None)
+
+    # ------------------------------------------------------------------------------------------ arrays
+
+    def _arrays(self, name: str, send: np.ndarray) -> list[np.ndarray]:
+        """Flat copies of the arrays of all ranks, which must make the same call."""
+        every = self.allgather((name, send.dtype, send.reshape(-1).copy()))
+        if len({one[:2] for one in every}) > 1:
+            raise ValueError(f"ranks made different calls: {[one[:2] for one in every]}")
+        self.calls.append((name, send.nbytes))
+        return [array for _, _, array in every]
+
+    def Bcast(self, buf: np.ndarray, root: int = 0, **_: Any) -> None:
+        buf.reshape(-1)[...] = self._arrays("bcast", buf)[root]
+
+    def Allreduce(self, send: Any, recv: np.ndarray, op: MPI.Op = MPI.SUM, algorithm: Any = None) -> None:
+        every = self._arrays("allreduce", recv if send is MPI.IN_PLACE else send)
+        recv[...] = combined(op, every, algorithm).reshape(recv.shape)
+
+    def Allreduce_init(self, send: Any, recv: np.ndarray) -> StartedCall:
+        return StartedCall(lambda: self.Allreduce(send, recv))
+
+    def Allgather(self, send: np.ndarray, recv: np.ndarray) -> None:
+        self.Allgatherv(send, [recv])
+
+    def Allgatherv(self, send: Any, recv: Any) -> None:
+        whole = recv[0].reshape(-1)
+        if send is MPI.IN_PLACE:
+            ends = [*accumulate(recv[1], initial=0)]
+            send = whole[ends[self._rank] : ends[self._rank + 1]]
+        whole[...] = np.concatenate(self._arrays("allgather", send))
+
+    def Allgatherv_init(self, send: Any, recv: Any) -> StartedCall:
+        return StartedCall(lambda: self.Allgatherv(send, recv))
+
+    def Reduce_scatter(
+        self, send: np.ndarray, recv: np.ndarray, counts: Sequence[int], op: MPI.Op = MPI.SUM, algorithm: Any = None
+    ) -> None:
+        every, start = self._arrays("reduce_scatter", send), sum(counts[: self._rank])
+        recv.reshape(-1)[...] = combined(op, every, algorithm)[start : start + counts[self._rank]]
+
+    def Reduce_scatter_block(self, send: np.ndarray, recv: np.ndarray, op: MPI.Op = MPI.SUM) -> None:
+        self.Reduce_scatter(send, recv, [recv.size] * self.Get_size(), op)
+
+    def Alltoall(self, send: np.ndarray, recv: np.ndarray) -> None:
+        blocks = [one.reshape(self.Get_size(), -1)[self._rank] for one in self._arrays("alltoall", send)]
+        recv.reshape(-1)[...] = np.concatenate(blocks)
+
+    def Alltoallv(self, send: Any, recv: Any) -> None:
+        """Exchange blocks; `calls` leaves out the one that stays here."""
+        (array, counts), starts = send[:2], _starts(send)
+        flat = array.reshape(-1)
+        blocks = [flat[start : start + count].copy() for start, count in zip(starts, counts)]
+        into = recv[0].reshape(-1)
+        arriving = [every[self._rank] for every in self.allgather(blocks)]
+        for start, count, block in zip(_starts(recv), recv[1], arriving, strict=True):
+            into[start : start + count] = block
+        self.calls.append(("alltoallv", (sum(counts) - counts[self._rank]) * array.itemsize))
+
+    def Ialltoallv(self, send: Any, recv: Any) -> StartedCall:
+        self.Alltoallv(send, recv)
+        return StartedCall(lambda: None)
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Message:
+        array = buf[0] if isinstance(buf, list) else buf
+        self.calls.append(("send", array.nbytes))
+        return self._meeting.start((self._rank, dest, tag), "sends", array.copy())
+
+    def Irecv(self, buf: Any, source: int, tag: int = 0) -> Message:
+        return self._meeting.start((source, self._rank, tag), "receives", buf[0] if isinstance(buf, list) else buf)
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        self.Isend(buf, dest, tag)
+
+    def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
+        self.Irecv(buf, source, tag).Wait()
+
+
+def _starts(spec: Sequence[Any]) -> Sequence[int]:
+    """Displacements of a buffer argument, by default one block after another."""
+    return spec[2] if len(spec) > 2 else list(accumulate(spec[1][:-1], initial=0))
+
+
+def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+    """Results of ``function(communicator)`` of every rank, each in a thread; the first error of any rank is raised."""
+    meeting = Meeting(size, [])
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadCommunicator(meeting, rank))
+        except BaseException as error:
+            errors.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results

@@ -1,0 +1,159 @@
+"""Random compositions of mesh, layout and settings train as one rank does; mistakes of other systems are found."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parallel.conformance.composition import SIMPLEST, Composition, draw, simpler
+from parallel.conformance.composition_run import difference, shrink
+from parallel.conformance.published_bugs import CASES
+from parallel.context.messages import RingShift
+from parallel.context.positions import DividedPositionEmbedding
+from parallel.data_parallel.logical_blocks import LogicalBlocks
+from parallel.engine.step_sync import StepSync
+from parallel.mesh.mesh import Mesh
+from parallel.nn.dropout import Dropout
+from parallel.nn.kernels.storage import widen
+from parallel.nn.placement import Features
+from parallel.tensor import vocabulary
+from parallel.tensor.redistribute import CopyToShards
+from parallel.tensor.shards import DropoutShard
+
+RANKS, TRIALS = 4, 200
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_published_bugs(name):
+    assert not difference(CASES[name])
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(8, 96, 8))])
+def test_random_compositions(first):
+    for seed in range(first, first + 8):
+        composition = draw(seed, RANKS)
+        assert composition.ranks <= RANKS
+        assert not difference(composition), str(composition)
+
+
+def local_count(patch):
+    """The mean loss of a step divides by the targets of this rank's micro-batches."""
+    begin = StepSync.begin
+
+    def wrong(self, mine, stop, problem):
+        assignment, count, stop = begin(self, mine, stop, problem)
+        return assignment, max(1, sum(self._loss.count(batch.y) for batch in mine)) if count else 0, stop
+
+    patch.setattr(StepSync, "begin", wrong)
+
+
+def count_of_all_copies(patch):
+    """Targets are counted by every rank that shares their sequences or the operators."""
+    begin = StepSync.begin
+
+    def wrong(self, mine, stop, problem):
+        assignment, count, stop = begin(self, mine, stop, problem)
+        return assignment, count * len(self._teams[0]) if self._teams else count, stop
+
+    patch.setattr(StepSync, "begin", wrong)
+
+
+def one_block(patch):
+    """Queries, keys and values of a shard are taken as neighbouring columns."""
+    patch.setattr(Features, "ranges", lambda self, start, stop: ((start * sum(self.widths), stop * sum(self.widths)),))
+
+
+def unsummed_copies(patch):
+    """Gradients of a norm before operators that are cut are those of one rank's shards."""
+    patch.setattr(CopyToShards, "backward", lambda self, dy, saved, grads: None if dy is None else self._rounded(dy))
+
+
+def copies_in_the_norm(patch):
+    """Parameters that all ranks have count once for each of them."""
+
+    def wrong(self, sums):
+        parts = self._axis.comm.allgather(sums) if self._axis.size > 1 else [sums]
+        whole = np.zeros(self._size)
+        for numbers, part in zip(self._numbers, parts, strict=True):
+            np.add.at(whole, numbers, part)
+        return whole
+
+    patch.setattr(LogicalBlocks, "gather", wrong)
+
+
+def first_keys_again(patch):
+    """Ring attention goes on with the keys and values that it has sent."""
+    start, wait = RingShift.start, RingShift.wait
+
+    def remember(self, x, target):
+        self.sent = x
+        start(self, x, target)
+
+    def wrong(self):
+        arrived = wait(self)
+        return self.sent if self.sent.shape == arrived.shape and self._tag == 1 else arrived
+
+    patch.setattr(RingShift, "start", remember)
+    patch.setattr(RingShift, "wait", wrong)
+
+
+def local_maximum(patch):
+    """The loss subtracts the largest score of the rank's own part of the vocabulary."""
+    allreduce = vocabulary.allreduce
+    patch.setattr(vocabulary, "allreduce", lambda axis, x, *how, **op: widen(x) if op else allreduce(axis, x, *how))
+
+
+def masks_of_shards(patch):
+    """Dropout draws a mask for the shard instead of a part of the whole mask."""
+    patch.setattr(DropoutShard, "_mask", Dropout._mask)
+
+
+def positions_of_parts(patch):
+    """Positions are counted from the beginning of the rank's part."""
+    patch.setattr(
+        DividedPositionEmbedding,
+        "_indices",
+        lambda self, x: np.arange(len(self.positions)),
+    )
+
+
+MISTAKES = [
+    *(local_count, one_block, copies_in_the_norm),
+    *(pytest.param(one, marks=pytest.mark.full) for one in (count_of_all_copies, unsummed_copies, first_keys_again)),
+    *(pytest.param(one, marks=pytest.mark.full) for one in (local_maximum, masks_of_shards, positions_of_parts)),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake, monkeypatch):
+    """By a random composition, of at most `TRIALS`."""
+    mistake(monkeypatch)
+    assert any(difference(draw(seed, RANKS)) for seed in range(TRIALS))
+
+
+def test_a_failure_is_made_simple(monkeypatch):
+    masks_of_shards(monkeypatch)
+    complex_one = replace(
+        CASES["dropout masks that depend on the shard"], mesh="dp=2,tp=2", clip=True, optimizer="adamw", samples=3
+    )
+    least = shrink(complex_one, lambda one: bool(difference(one)), most=80)
+    assert difference(least)
+    assert (least.dropout, least.clip, least.optimizer, least.family) == (True, False, "sgd", "mlp")
+    assert Mesh.parse(least.mesh).sizes["tp"] == 2
+
+
+def test_drawing_is_repeatable_and_simpler_ones_are_simpler():
+    assert draw(7, RANKS) == draw(7, RANKS)
+    assert str(SIMPLEST) == "" and not list(simpler(SIMPLEST))
+    composition = Composition(heads=4, clip=True, mesh="dp=2,tp=3")
+    assert {str(one) for one in simpler(composition)} == {
+        "heads=4 mesh=dp=2,tp=3",
+        "clip=True mesh=dp=2,tp=3",
+        "heads=2 mesh=dp=2,tp=3 clip=True",
+        "heads=3 mesh=dp=2,tp=3 clip=True",
+        "heads=4 clip=True",
+        "heads=4 mesh=tp=3 clip=True",
+        "heads=4 mesh=dp=2 clip=True",
+        "heads=4 mesh=dp=2,tp=2 clip=True",
+    }
