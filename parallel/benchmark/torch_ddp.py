@@ -60,17 +60,23 @@ class TorchModel:
     module : torch.nn.Module
     pairs : list of (Parameter, torch.nn.Parameter, bool)
         True if the second is the transpose of the first (PyTorch's linear maps).
+    operators, modules : dict of str to Operator, and to torch.nn.Module
+        By the operator's name.
     """
 
     def __init__(self, model: Operator):
         self.pairs: list[tuple[Parameter, nn.Parameter, bool]] = []
         self._converted: dict[int, nn.Parameter] = {}
+        self.operators: dict[str, Operator] = {}
+        self.modules: dict[str, nn.Module] = {}
         self.module = self.build(model)
 
     def build(self, operator: Operator) -> nn.Module:
         if type(operator) not in COUNTERPARTS:
             raise TypeError(f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch")
-        return COUNTERPARTS[type(operator)](self, operator)
+        self.operators[operator.name] = operator
+        module = self.modules[operator.name] = COUNTERPARTS[type(operator)](self, operator)
+        return module
 
     def parameter(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
         """PyTorch parameter with the values of a `parallel.nn` parameter; the same object for every use of it."""
@@ -127,19 +133,31 @@ class TorchTraining:
         Exchanges addresses; gradients go over gloo.
     threads : int
         Threads of PyTorch in this process.
+
+    Attributes
+    ----------
+    orders : dict of str to torch.Tensor
+        By name of a parameter: places of its rows, in their own order, if they have another here.
     """
 
     def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int):
         torch.set_num_threads(threads)
         _init_gloo(comm)
         self.model = TorchModel(model)
-        self.module = nn.parallel.DistributedDataParallel(self.model.module, gradient_as_bucket_view=True)
+        self.orders: dict[str, Any] = {}
+        self.module = self._distributed(model, comm)
+        kinds: dict[tuple[bool, type], list[nn.Parameter]] = {}  # fused updates take tensors of one type
+        for ours, theirs, _ in self.model.pairs:
+            kinds.setdefault((ours.decay, type(theirs.data)), []).append(theirs)
         groups = [
-            {"params": [theirs for ours, theirs, _ in self.model.pairs if ours.decay == decays], "weight_decay": decay}
-            for decays, decay in ((True, optimizer.decay), (False, 0.0))
+            {"params": some, "weight_decay": optimizer.decay if decays else 0.0} for (decays, _), some in kinds.items()
         ]
         rate, betas = rate_at(optimizer.rate, 0), (optimizer.beta1, optimizer.beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optimizer.eps, fused=True)
+
+    def _distributed(self, model: Operator, comm: MPI.Intracomm) -> nn.Module:
+        """The module, distributed over the ranks."""
+        return nn.parallel.DistributedDataParallel(self.model.module, gradient_as_bucket_view=True)
 
     def _backward(self, x: Array, y: Array) -> Any:
         self.optimizer.zero_grad(set_to_none=True)
@@ -158,7 +176,13 @@ class TorchTraining:
         """Mean over ranks of the gradients of their mean losses, by Chorus parameter name; weights are unchanged."""
         self._backward(x, y)
         pairs: Any = self.model.pairs
-        return {ours.name: np.array((theirs.grad.T if flip else theirs.grad).numpy()) for ours, theirs, flip in pairs}
+        return {ours.name: self._whole(ours.name, theirs.grad, flip) for ours, theirs, flip in pairs}
+
+    def _whole(self, name: str, gradient: Any, flip: bool) -> Array:
+        """Gradient in the order and shape of the Chorus parameter, put together if it is cut over the ranks."""
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        whole = whole[self.orders[name]] if name in self.orders else whole
+        return np.array((whole.T if flip else whole).numpy())
 
     def close(self) -> None:
         dist.destroy_process_group()

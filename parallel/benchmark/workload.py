@@ -56,22 +56,23 @@ def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     options.data = options.data or DATA[family]
 
 
-def begin(options: argparse.Namespace) -> tuple[Communicator, LearningTask, Iterator[Batch]]:
+def begin(options: argparse.Namespace, together: bool = False) -> tuple[Communicator, LearningTask, Iterator[Batch]]:
     """Set BLAS threads; return communicator, data, and endless iterator of this rank's micro-batch of each step.
 
-    Steps with fewer than `micro_batch` samples per rank are skipped. Collective. ValueError if the data have no classes
-    or bytes, or fewer samples than a step.
+    With `together` a step has one micro-batch, which all ranks get. Steps with fewer samples are skipped. Collective.
+    ValueError if the data have no classes or bytes, or fewer samples than a step.
     """
     keep_freed_memory()
     limit_threads(options.threads)
     comm, task = Communicator(MPI.COMM_WORLD), load(options.data, length=options.length)
     if task.kind == "values":
         raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
-    total = comm.Get_size() * options.micro_batch
+    shares, share = (1, 0) if together else (comm.Get_size(), comm.Get_rank())
+    total = shares * options.micro_batch
     if len(task.train) < total:
         raise ValueError(f"--micro-batch: a step takes {total} samples, and {task.name} has {len(task.train)}")
     steps = Sampler(len(task.train), total, options.micro_batch).ahead()
-    batches = (next(step.batches(task.train, [comm.Get_rank()])) for step in steps if step.samples == total)
+    batches = (next(step.batches(task.train, [share])) for step in steps if step.samples == total)
     return comm, task, batches
 
 

@@ -1,6 +1,7 @@
-"""Train one model with Chorus and with PyTorch's DistributedDataParallel over gloo; compare gradients and speed.
+"""Train one model with Chorus and with PyTorch (DistributedDataParallel over gloo); compare gradients and speed.
 
 mpiexec -n 2 python scripts/compare_torch.py --model gpt:small
+mpiexec -n 2 python scripts/compare_torch.py --model gpt:small --tensor-parallel    # against parallelize_module
 
 Same first weights, batches and threads, float32 and AdamW. First the gradients of step 1 are compared; then both train
 in turns of a few steps, never at the same time. Needs PyTorch (the extra "torch").
@@ -23,9 +24,12 @@ from parallel.benchmark import workload
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.settings import DEFAULTS, Settings
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import Operator
+from parallel.nn.placement import logical_name
 from parallel.optim.optimizers import SGD, AdamW
 
 RTOL, ATOL = 1e-5, 4e-5  # largest difference of a gradient element: ATOL + RTOL of its size
@@ -35,6 +39,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     workload.add_options(parser, "gpt:small", turn=10)
     parser.add_argument("--steps", type=workload.COUNT, default=200, metavar="N", help="of each side (default 200)")
+    cut = "cut the operators over the ranks, which then have the same batches, in place of replicas"
+    parser.add_argument("--tensor-parallel", action="store_true", help=cut)
     options = parser.parse_args(argv)
     workload.choose_data(parser, options)
     if find_spec("torch") is None:
@@ -51,9 +57,19 @@ class GradientTap(SGD):
 
 def chorus_side(
     task: LearningTask, options: argparse.Namespace, comm: Communicator, optimizer: Any
-) -> tuple[Operator, DataParallelEngine]:
+) -> DataParallelEngine:
     model = build(options.model, task.inputs, task.outputs)
-    return model, DataParallelEngine(model, SoftmaxCrossEntropy(), comm, optimizer)
+    settings = Settings(mesh=f"tp={comm.Get_size()}" if options.tensor_parallel else None)
+    return DataParallelEngine(model, SoftmaxCrossEntropy(), comm, optimizer, settings)
+
+
+def first_model(task: LearningTask, options: argparse.Namespace) -> Operator:
+    """The whole model with the first weights of `chorus_side`."""
+    flat = FlatParams(model := build(options.model, task.inputs, task.outputs))
+    vector = np.empty(flat.length, np.float32)
+    flat.initialise(vector, DEFAULTS.seed)
+    flat.bind(vector)
+    return model
 
 
 def chorus_gradients(
@@ -61,13 +77,20 @@ def chorus_gradients(
 ) -> dict[str, np.ndarray]:
     """Gradient of the mean loss over all ranks' batches, computed by Chorus, by parameter name. Collective."""
     tap = GradientTap(rate=0.0)
-    with chorus_side(task, options, comm, tap)[1] as engine:
+    whole: dict[str, np.ndarray] = {}
+    with chorus_side(task, options, comm, tap) as engine:
         engine.step([batch])
         flat = engine.flat
         vector = np.zeros(flat.length, np.float32)
         for span, gradient in tap.spans:
             vector[span.start : span.stop] = gradient
-        return {place.parameter.name: flat.view(vector, place.parameter, place.span.start) for place in flat.places}
+        held = [(p.name, p.cut, flat.view(vector, p, place.span.start)) for place in flat.places for p in place[:1]]
+    for name, cut, values in chain.from_iterable(comm.allgather(held)):
+        if cut is None:
+            whole[name] = values
+        else:
+            cut.put(values, whole.setdefault(logical_name(name), np.zeros(cut.shape, np.float32)))
+    return whole
 
 
 def norm(gradients: Mapping[str, np.ndarray]) -> float:
@@ -90,16 +113,18 @@ def main(argv: list[str] | None = None) -> int:
     """Compare gradients and training speed with PyTorch; exit status 0 if the gradients agree."""
     options = parse(argv)
     from parallel.benchmark.torch_ddp import TorchTraining  # only now: `parse` refuses to go on without PyTorch
+    from parallel.benchmark.torch_tensor_parallel import TorchTensorParallel
 
-    comm, task, source = workload.begin(options)
+    comm, task, source = workload.begin(options, together=options.tensor_parallel)
     unit = "tokens" if task.is_text else "samples"
     first = next(source)
     adamw = AdamW(rate=3e-4, beta2=0.95, decay=0.1)
-    model, ours = chorus_side(task, options, comm, adamw)
-    theirs = TorchTraining(model, adamw, MPI.COMM_WORLD, options.threads)
+    ours, model = chorus_side(task, options, comm, adamw), first_model(task, options)
+    torch_side = TorchTensorParallel if options.tensor_parallel else TorchTraining
+    theirs = torch_side(model, adamw, MPI.COMM_WORLD, options.threads)
     equal, text = gradients_compared(chorus_gradients(task, options, comm, first), theirs.gradients(first.x, first.y))
-    size, work = comm.Get_size(), int(first.y.size) * comm.Get_size()
-    parameters = sum(place.size for place in ours.flat.places)
+    size, work = comm.Get_size(), int(first.y.size) * (1 if options.tensor_parallel else comm.Get_size())
+    parameters = sum(parameter.size for parameter in model.parameters())
     say(f"{options.model}, {parameters} parameters, {size} ranks, {options.threads} threads each, {work} {unit} a step")
     say(f"gradients of step 1: {text}")
     sides: dict[str, Callable[[Batch], float]] = {

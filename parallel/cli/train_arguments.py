@@ -12,6 +12,7 @@ from parallel.data import datasets
 from parallel.grad_compression import AUTO, COMPRESSORS, NONE
 from parallel.nn.expert_layers import WORDS
 from parallel.nn.models import MODELS
+from parallel.nn.recompute import KINDS
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.strategies import STRATEGIES
@@ -63,7 +64,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=list(PRECISIONS), help="precision of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}
-    add("--recompute", **either, help="discard activations and compute them again in the backward pass")
+    again = f"compute activations again in the backward pass: {', '.join(KINDS)}, or one for each block (default full)"
+    add("--recompute", nargs="?", const="full", metavar="KIND", help=again)
+    add("--no-recompute", dest="recompute", action="store_const", const="none", help="keep all activations (default)")
     add("--reproducible", **either, help="bitwise the same result on any number of ranks, in any layout")
     add("--pool", **either, help="ranks fetch micro-batches when they are idle (layouts dp... and zero1)")
     add("--bucket-bytes", type=int, metavar="N", help="size of a bucket of gradients (default 4 MiB)")

@@ -47,7 +47,7 @@ class Settings:
     window : neighbouring samples that are shuffled among themselves; by default all, or those of some shards
     dropout : probability, from 0 to below 1
     experts : mixtures of experts of gpt-moe, such as ``8,k=2,every=2`` (`parallel.nn.expert_layers.ExpertLayers.parse`)
-    recompute : recompute activations in the backward pass
+    recompute : recompute activations: none, selective (attention), full, or one of these for each block; True is full
     products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
     fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
     prune, prune_pattern : fraction of weights to prune, from 0 to below 1; elements, rows, or N:M
@@ -108,7 +108,7 @@ class Settings:
     window: int | None = None
     dropout: float = 0.0
     experts: str | None = None
-    recompute: bool = False
+    recompute: bool | str = False
     products: str = "stored"
     fake_quant: str = ""
     fake_quant_inputs: str = ""
@@ -193,6 +193,7 @@ class Settings:
 
 
 TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
+TYPES["bool | str"] = (bool, str)
 TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items()}
 """Accepted types, by a field's annotation."""
 

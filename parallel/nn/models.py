@@ -21,9 +21,10 @@ from parallel.nn.feed_forward import feed_forward
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.norm import LayerNorm
 from parallel.nn.operator import Operator, normal
+from parallel.nn.recompute import recompute_kinds, unit_of, whole_units
 
 
-def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
+def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool | str = False) -> Sequential:
     """Multilayer perceptron with ReLU and layers of these widths, each linear layer one unit; flattens samples first.
 
     `widths` are the elements of a sample, of each hidden layer, and the classes: at least two. `dropout` follows each
@@ -32,12 +33,13 @@ def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False)
     """
     if len(widths) < 2:
         raise ValueError(f"mlp: expected at least two widths, found {list(widths)}")
+    whole = whole_units(recompute, "mlp")
     units: list[Operator] = []
     for number, (inputs, outputs) in enumerate(pairwise(widths)):
         last, first = number == len(widths) - 2, number == 0
         linear = Linear(inputs, outputs, init=normal(math.sqrt((1 if last else 2) / inputs)), first=first)
         unit = [Flatten()] * first + [linear] + ([] if last else [ReLU(), *_dropouts(dropout)])
-        units.append(_unit(unit, recompute and not last))
+        units.append(unit_of(unit, whole and not last))
     return Sequential(units, _mlp_cuts(widths, dropout))
 
 
@@ -61,20 +63,21 @@ def convnet(
     channels: Sequence[int] = (16, 32),
     *,
     dropout: float = 0.0,
-    recompute: bool = False,
+    recompute: bool | str = False,
 ) -> Sequential:
     """Convolutional network: for each of `channels` a 3 x 3 convolution, ReLU, 2 x 2 max pooling; then a linear layer.
 
     `shape` is that of a sample, (channels, height, width); `channels` are those after each convolution. `dropout`
     precedes the linear layer; with `recompute`, the convolutions' units are computed again in the backward pass.
     """
+    whole = whole_units(recompute, "convnet")
     units: list[Operator] = []
     before, height, width = shape
     for number, after in enumerate(channels):
         if min(height, width) < 2:
             raise ValueError(f"convnet: images of {shape[1]} x {shape[2]} cannot be halved {len(channels)} times")
         conv = Conv2d(before, after, 3, padding=1, init=normal(math.sqrt(2 / (9 * before))), first=number == 0)
-        units.append(_unit([conv, ReLU(), MaxPool2d(2)], recompute))
+        units.append(unit_of([conv, ReLU(), MaxPool2d(2)], whole))
         before, height, width = after, height // 2, width // 2
     units.append(Sequential([Flatten(), *_dropouts(dropout), Linear(before * height * width, classes)]))
     return Sequential(units)
@@ -88,31 +91,33 @@ def transformer(
     width: int,
     *,
     dropout: float = 0.0,
-    recompute: bool = False,
+    recompute: bool | str = False,
     experts: ExpertLayers | None = None,
 ) -> Sequential:
     """Decoder-only transformer like GPT-2: pre-norm, GELU, learned positions, tied output embedding.
 
     Maps tokens from 0 to below `vocabulary`, of shape (batch, length up to `context`), to scores (batch, length,
     vocabulary). Units: the embedding, each of `layers` blocks, the head. `width`, the numbers per position, is a
-    multiple of `heads`. `dropout` follows the embedding and both halves of each block; with `recompute`, only the input
-    of each block is kept, and the block computed again in the backward pass. With `experts`, some blocks have mixtures
-    of experts. Weights start normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2
+    multiple of `heads`. `dropout` follows the embedding and both halves of each block. `recompute` is that of all
+    blocks, or of each (`recompute_kinds`): with "full" only a block's input is kept, and the block computed again in
+    the backward pass; with "selective" the attention's probabilities are. With `experts`, some blocks have mixtures of
+    experts. Weights start normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2
     layers) (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
     """
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
     embedding = Embedding(vocabulary, width, init=init)
     units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *_dropouts(dropout)])]
     dense = [number for number in range(1, layers + 1) if experts is None or number % experts.every]
-    for number in range(1, layers + 1):
+    for number, kind in enumerate(recompute_kinds(recompute, layers), 1):
         attention = [LayerNorm(width), *self_attention(width, heads, init=init, init_out=init_out).items]
+        attention[2] = Recompute(attention[2]) if kind == "selective" else attention[2]
         forward: list[Operator] = [LayerNorm(width)]
         if experts is None or number in dense:
             forward += feed_forward(width, 4 * width, init, init_out)
         else:
             forward.append(experts.mixture(width, init, init_out))
         halves = [Residual(Sequential([*half, *_dropouts(dropout)])) for half in (attention, forward)]
-        units.append(_unit(halves, recompute))
+        units.append(unit_of(halves, kind == "full"))
     units.append(Sequential([LayerNorm(width), Unembedding(embedding)]))
     return Sequential(units, _transformer_cuts(layers, dense))
 
@@ -128,11 +133,6 @@ def _transformer_cuts(layers: int, dense: list[int]) -> dict[str, str]:
     places = ["*"] if len(dense) == layers and layers else dense
     blocks |= {f"{block}.{place}": style for block in places for place, style in FEED_FORWARD_CUTS.items()}
     return {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary", **blocks}
-
-
-def _unit(items: Sequence[Operator], recompute: bool) -> Operator:
-    unit = Sequential(items)
-    return Recompute(unit) if recompute else unit
 
 
 def _dropouts(rate: float) -> list[Operator]:
@@ -182,7 +182,7 @@ def build(
     classes: int,
     *,
     dropout: float = 0.0,
-    recompute: bool = False,
+    recompute: bool | str = False,
     experts: str | None = None,
 ) -> Sequential:
     """Build a model by name and optional size: ``"mlp"``, ``"gpt:tiny"``; the default size is ``small``.
@@ -196,7 +196,8 @@ def build(
     classes : int
         For gpt: the vocabulary.
     dropout : float
-    recompute : bool
+    recompute : bool or str
+        As `recompute_kinds`; "selective" for transformers only.
     experts : str, optional
         Mixtures of gpt-moe, as `ExpertLayers.parse`; ValueError with another model.
 

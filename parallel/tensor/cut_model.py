@@ -13,6 +13,7 @@ from typing import Any
 
 from parallel.nn.array_checks import label
 from parallel.nn.attention import CausalAttention
+from parallel.nn.compose import Recompute
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.linear import Linear
@@ -131,6 +132,9 @@ class Cutter:
         return EqualParts(operator, self.each) if self.each > 1 and alone and has_parameters else None
 
     def _cut(self, operator: Operator, style: str) -> Operator:
+        if isinstance(operator, Recompute):
+            operator.inner.name = operator.name
+            return Recompute(self._cut(operator.inner, style))
         name, _, argument = style.partition(":")
         styles = {of: function for (text, of), function in STYLES.items() if text == name}
         function = next((function for of, function in styles.items() if type(operator) is of), None)

@@ -192,7 +192,7 @@ def test_a_forged_checkpoint_changes_nothing(written, where, value, words):
         assert (state, position) == (training.engine.state(), training.sampler.position())
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 2.0}, {"layout": 1}, {"recompute": "yes"}, {"steps": True}])
+@pytest.mark.parametrize("wrong", [{"batch": 2.0}, {"layout": 1}, {"recompute": 2}, {"steps": True}])
 def test_settings_of_a_wrong_kind(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected "):
         complete(SAID | wrong)
