@@ -17,7 +17,7 @@ from parallel.nn.placement import unit_bounds
 
 
 class TorchTensorParallel(TorchTraining):
-    """Training of a model whose column and row linear layers, and heads, are cut over all ranks, as its table says.
+    """Training of a model whose column and row linear layers, and heads, are cut over all ranks, by its table.
 
     Embedding and output are whole on every rank. ValueError if the ranks do not divide what is cut.
     """
