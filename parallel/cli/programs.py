@@ -43,6 +43,7 @@ PROGRAMS = {
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
+    "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
     "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
@@ -53,13 +54,14 @@ PROGRAMS = {
     "prove collectives": CommandEntry("collectives.cli.prove", "prove every algorithm of the catalogue", mpi=False),
     "prove pipelines": CommandEntry("parallel.cli.prove_pipeline", "prove every pipeline schedule", mpi=False),
 }
-"""Programs by the words after `chorus`: one, or a group and a name."""
+"""Programs by the words after `chorus`: one, a group and a name, or one and an option that selects another program."""
 
 EXAMPLES = """\
   chorus demo
   chorus train -n 4 --data digits --model mlp
   chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
   chorus bench collectives -n 2 --collective allreduce
+  chorus plan --cluster h100:64 --model llama-3-70b --batch 4M-tokens
   chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8
   chorus prove collectives --max-size 16"""
 

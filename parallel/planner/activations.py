@@ -14,6 +14,7 @@ Chorus' own operators save other arrays (masks are drawn again, for example): `p
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from parallel.planner.layout import ClusterLayout
@@ -76,13 +77,19 @@ def layer_bytes(model: Transformer, layer: int, layout: ClusterLayout, recompute
     recompute = layout.recompute if recompute is None else recompute
     tokens = layout.micro_batch * model.context // layout.cp
     if recompute == "full":
-        arrays = [SavedArray("layer's input", HALF * model.width, False)]
+        shared, whole = 0, HALF * model.width
     else:
-        without = {"scores"} if recompute == "selective" or layout.cp > 1 else set()
-        arrays = [each for each in saved_arrays(model, layer) if each.name not in without]
-    shared = tokens * sum(each.nbytes for each in arrays if each.shared)
-    whole = tokens * sum(each.nbytes for each in arrays if not each.shared)
-    return -(-shared // layout.tp) + -(-whole // (layout.tp if layout.sequence else 1))
+        shared, whole = bytes_per_token(model, model.is_sparse(layer), recompute == "none" and layout.cp == 1)
+    return -(-tokens * shared // layout.tp) + -(-tokens * whole // (layout.tp if layout.sequence else 1))
+
+
+@lru_cache(maxsize=1024)
+def bytes_per_token(model: Transformer, sparse: bool, scores: bool) -> tuple[int, int]:
+    """Bytes that a layer saves for a token, with or without scores: those that ranks of tp share, and others."""
+    layer = model.experts.dense_layers if model.experts and sparse else 0
+    arrays = [each for each in saved_arrays(model, layer) if scores or each.name != "scores"]
+    shared = sum(each.nbytes for each in arrays if each.shared)
+    return shared, sum(each.nbytes for each in arrays) - shared
 
 
 def embedding_bytes(model: Transformer, layout: ClusterLayout) -> int:

@@ -1,6 +1,6 @@
 """Devices and clusters as numbers: dense peaks, memory, bandwidths, and the links between devices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from collectives.analysis.cost_functions import LinearCost
 from parallel.planner.checked import expect_above_zero, expect_at_least, lookup
@@ -8,14 +8,20 @@ from parallel.planner.checked import expect_above_zero, expect_at_least, lookup
 
 @dataclass(frozen=True)
 class Device:
-    """Accelerator, or CPU: `peak` in FLOP/s by precision, dense; `memory` in bytes, its `bandwidth` in bytes/s."""
+    """Accelerator, or CPU: `peak` in FLOP/s by precision, dense; `memory` in bytes, its `bandwidth` in bytes/s.
 
-    peak: dict[str, float]
+    Large matrix products reach the share `attainable` of the peak.
+    """
+
+    peak: dict[str, float] = field(hash=False)
     memory: float
     bandwidth: float
+    attainable: float = 0.8
     source: str = ""
 
     def __post_init__(self) -> None:
+        if not 0 < self.attainable <= 1:
+            raise ValueError(f"attainable: expected a share above 0, up to 1, found {self.attainable}")
         expect_above_zero(self, "memory", "bandwidth")
         if not self.peak:
             raise ValueError("peak: expected FLOP/s of at least one precision, found none")

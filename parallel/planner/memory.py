@@ -30,14 +30,42 @@ def plan_of(schedule: str, stages: int, microbatches: int, virtual: int) -> Pipe
     return build(schedule, stages, microbatches, virtual=virtual if virtual > 1 else None)
 
 
-def saved_by_part(model: Transformer, layout: ClusterLayout) -> list[int]:
-    """Bytes that one rank saves for a micro-batch in each part of the model, without the head's."""
+@lru_cache(maxsize=4096)
+def alive_at_most(
+    schedule: str, stages: int, microbatches: int, virtual: int, held: tuple[int, ...]
+) -> tuple[Number, ...]:
+    """Peak by stage of what micro-batches hold that are alive, if one holds so much in each part of the model."""
+    return peaks(plan_of(schedule, stages, microbatches, virtual), held)
+
+
+def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: int) -> list[int]:
+    """Peak bytes of saved activations by stage, without the head's.
+
+    Exact for layers of one kind; else the kinds' and the embedding's peaks are added, which need not coincide where a
+    stage has several parts.
+    """
+    form = layout.schedule, layout.pp, microbatches, layout.virtual
     ranges = layer_ranges(model, layout.parts)
-    saved = [
-        sum(count * layer_bytes(model, layer, layout) for layer, count in model.kinds(layers)) for layers in ranges
+    found = [0] * layout.pp
+    for kind, _ in model.kinds():
+        sparse = model.is_sparse(kind)
+        held = tuple(
+            sum(count for layer, count in model.kinds(layers) if model.is_sparse(layer) == sparse) for layers in ranges
+        )
+        nbytes = layer_bytes(model, kind, layout)
+        found = [before + int(alive) * nbytes for before, alive in zip(found, alive_at_most(*form, held))]
+    if embedding := embedding_bytes(model, layout):
+        alive = alive_at_most(*form, (1, *[0] * (layout.parts - 1)))
+        found = [before + int(each) * embedding for before, each in zip(found, alive)]
+    return found
+
+
+def saved_by_part(model: Transformer, layout: ClusterLayout) -> list[int]:
+    """Bytes that the layers of each part of the model save on one rank for a micro-batch."""
+    return [
+        sum(count * layer_bytes(model, layer, layout) for layer, count in model.kinds(layers))
+        for layers in layer_ranges(model, layout.parts)
     ]
-    saved[0] += embedding_bytes(model, layout)
-    return saved
 
 
 def stage_memory(
@@ -48,17 +76,19 @@ def stage_memory(
     Not included: buffers of messages, memory of libraries, and what an allocator loses.
     """
     plan = plan_of(layout.schedule, layout.pp, microbatches, layout.virtual)
-    ranges, saved = layer_ranges(model, layout.parts), saved_by_part(model, layout)
+    ranges = layer_ranges(model, layout.parts)
     stages = []
-    for stage, alive in enumerate(peaks(plan, saved)):
+    for stage, alive in enumerate(peak_activations(model, layout, microbatches)):
         parts = [number for place, number in plan.placement.part.items() if place.stage == stage]
         weights = WeightCount(*map(sum, zip(*(part_weights(model, ranges[part], layout) for part in parts))))
         memory = state_bytes(weights, recipe, layout)
         layers = [layer for part in parts for layer, _ in model.kinds(ranges[part])]
-        memory["activations"] = int(alive) + (layout.parts - 1 in parts) * head_bytes(model, layout)
+        memory["activations"] = alive + (layout.parts - 1 in parts) * head_bytes(model, layout)
         memory["recomputed"] = max((recomputed_bytes(model, layer, layout) for layer in layers), default=0)
         if layout.zero == 3:
-            largest = max((sum(layer_weights(model, layer, layout)) for layer in layers), default=0)
+            largest = max(
+                (sum(layer_weights(model, model.is_sparse(layer), layout.tp, layout.ep)) for layer in layers), default=0
+            )
             memory["gathered"] = 2 * recipe.weights * largest
         stages.append(memory)
     return stages
@@ -72,7 +102,7 @@ class MemoryChange(NamedTuple):
 
 
 def over_time(model: Transformer, layout: ClusterLayout, microbatches: int, stage: int) -> list[MemoryChange]:
-    """Saved activations of a stage over a step, in which a part's forward takes 1 unit per layer, its backward 2."""
+    """Saved activations of the layers of a stage over a step; a layer's forward takes 1 unit, its backward 2."""
     plan = lower(plan_of(layout.schedule, layout.pp, microbatches, layout.virtual))
     saved, layers = saved_by_part(model, layout), [len(each) for each in layer_ranges(model, layout.parts)]
     alive, changes = 0, [MemoryChange(0, 0)]

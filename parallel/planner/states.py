@@ -6,6 +6,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from parallel.planner.layout import ClusterLayout
@@ -25,11 +26,14 @@ class StateRecipe(NamedTuple):
         Stage 1 divides the optimizer's, 2 also gradients, 3 also weights (Rajbhandari et al., "ZeRO", SC 2020,
         figure 1).
         """
-        return (
-            Fraction(self.weights, ranks if stage >= 3 else 1),
-            Fraction(self.gradients, ranks if stage >= 2 else 1),
-            Fraction(self.optimizer, ranks if stage >= 1 else 1),
+        weights, gradients, optimizer = (
+            Fraction(nbytes, ranks if stage >= least else 1) for nbytes, least in zip(self, DIVIDED_FROM)
         )
+        return weights, gradients, optimizer
+
+
+DIVIDED_FROM = (3, 2, 1)
+"""Stage of ZeRO from which weights, gradients and optimizer are divided."""
 
 
 RECIPES = {
@@ -48,12 +52,14 @@ class WeightCount(NamedTuple):
     experts: int
 
 
-def layer_weights(model: Transformer, layer: int, layout: ClusterLayout) -> WeightCount:
+@lru_cache(maxsize=4096)
+def layer_weights(model: Transformer, sparse: bool, tp: int, ep: int) -> WeightCount:
     """Parameters of a layer on one rank of tp and ep; products that not all tp ranks can share are copied."""
+    layer = model.experts.dense_layers if model.experts and sparse else 0
     count = {"dense": model.other_parameters(layer), "experts": 0}
     for each in model.products(layer):
-        kind, stored = ("experts", each.stored // layout.ep) if each.part == "experts" else ("dense", each.stored)
-        shares = min(layout.tp, each.most)
+        kind, stored = ("experts", each.stored // ep) if each.part == "experts" else ("dense", each.stored)
+        shares = min(tp, each.most)
         weight = -(-each.inputs * each.outputs // shares)
         bias = model.bias * -(-each.outputs // (1 if each.by_rows else shares))
         count[kind] += (weight + bias) * stored
@@ -67,7 +73,7 @@ def part_weights(model: Transformer, layers: range, layout: ClusterLayout) -> We
     """
     dense = experts = 0
     for layer, count in model.kinds(layers):
-        weights = layer_weights(model, layer, layout)
+        weights = layer_weights(model, model.is_sparse(layer), layout.tp, layout.ep)
         dense, experts = dense + count * weights.dense, experts + count * weights.experts
     table = -(-model.vocabulary // layout.tp) * model.width
     first, last = layers.start == 0, layers.stop == model.layers
@@ -78,11 +84,12 @@ def part_weights(model: Transformer, layers: range, layout: ClusterLayout) -> We
 
 
 def state_bytes(weights: WeightCount, recipe: StateRecipe, layout: ClusterLayout) -> Counter[str]:
-    """Bytes of weights, gradients and optimizer of one rank, rounded up."""
-    total = [Fraction(0)] * 3
+    """Bytes of weights, gradients and optimizer of one rank; each part is rounded up."""
+    found: Counter[str] = Counter()
     for count, ranks in ((weights.dense, layout.replicas), (weights.experts, layout.replicas // layout.ep)):
-        total = [sum_ + count * each for sum_, each in zip(total, recipe.divided(ranks, layout.zero))]
-    return Counter({kind: -(-each.numerator // each.denominator) for kind, each in zip(STATE_KINDS, total)})
+        for kind, nbytes, least in zip(STATE_KINDS, recipe, DIVIDED_FROM):
+            found[kind] += -(-count * nbytes // (ranks if layout.zero >= least else 1))
+    return found
 
 
 STATE_KINDS = ("weights", "gradients", "optimizer")

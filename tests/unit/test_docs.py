@@ -119,7 +119,7 @@ def run(arguments, **options):
 
 @pytest.mark.parametrize("path", PAGES, ids=shown)
 def test_every_block_has_a_language(path):
-    known = {*PYTHON_LANGUAGES, *SHELL_LANGUAGES, "json", "text", "yaml"}
+    known = {*PYTHON_LANGUAGES, *SHELL_LANGUAGES, "json", "text", "toml", "yaml"}
     assert [block for block in blocks(path) if block.language not in known] == []
 
 

@@ -1,0 +1,158 @@
+"""Plan of a training as text and as a dict."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from parallel.benchmark.training_output import format_share, short
+from parallel.planner.flops import CONVENTIONS, forward_flops, training_cost
+from parallel.planner.layout import accumulation
+from parallel.planner.memory import MEMORY_KINDS
+from parallel.planner.search import PlanChoice, Rejection, SearchResult
+from parallel.planner.step_time import Setup
+from parallel.planner.transformer import Transformer
+
+BYTES_PER_TOKEN = 5
+"""Bytes of text of one token, about: 12T tokens are 60 TB."""
+
+
+class PlanQuestion(NamedTuple):
+    """Model, cluster, number of devices and sequences of a step that a plan is for."""
+
+    model_name: str
+    model: Transformer
+    cluster_name: str
+    setup: Setup
+    devices: int
+    sequences: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.model.context
+
+    @property
+    def step_flops(self) -> int:
+        return CONVENTIONS["exact"](self.model, self.model.context) * self.tokens
+
+    def mfu(self, seconds: float) -> float:
+        """Model FLOPs utilisation of all devices at so many seconds per step."""
+        return self.step_flops / (seconds * self.devices * self.setup.device.peak_of(self.setup.precision))
+
+
+def report(
+    question: PlanQuestion, found: SearchResult, top: int, tokens: float | None = None, price: float | None = None
+) -> str:
+    """Whole plan as text: `top` layouts, memory of the best one, rejections; with `tokens` time and cost."""
+    lines = [*_headline(question), *_flops_lines(question), "", *_choice_lines(question, found, top)]
+    if found.choices:
+        best = found.choices[0]
+        lines += ["", *_batch_lines(question, best), "", *_memory_lines(question, best)]
+        if tokens is not None:
+            lines += ["", *_training_lines(question, best, tokens, price)]
+    return "\n".join([*lines, "", *_rejection_lines(found)])
+
+
+def _headline(question: PlanQuestion) -> Iterator[str]:
+    model, setup = question.model, question.setup
+    active = f", {short(model.active_parameters)} per token" if model.experts else ""
+    source = f" ({model.source})" if model.source else ""
+    yield f"{question.model_name}: {short(model.parameters)} parameters{active}, context {model.context}{source}"
+    peak = f"{setup.device.peak_of(setup.precision) / 1e12:g} TFLOP/s in {setup.precision}, dense"
+    nodes = -(-question.devices // setup.cluster.per_node)
+    where = f"{question.devices} x {setup.cluster.device} on {nodes} node{'s' * (nodes > 1)}"
+    yield f"{where}: {peak}, {setup.device.memory / 1e9:g} GB each"
+
+
+def _flops_lines(question: PlanQuestion) -> Iterator[str]:
+    forward = forward_flops(question.model)
+    shares = ", ".join(f"{part} {format_share(count / forward.total())}" for part, count in forward.most_common())
+    yield f"a step: {question.step_flops:.3g} FLOPs in matrix products, without causal mask: {shares}"
+    simple = CONVENTIONS["6n"](question.model, question.model.context) * question.tokens
+    yield f"        {simple:.3g} FLOPs as 6 x parameters x tokens"
+
+
+def _batch_lines(question: PlanQuestion, choice: PlanChoice) -> Iterator[str]:
+    layout, sequences = choice.layout, question.sequences
+    yield f"global batch: {short(question.tokens)} tokens = {sequences} sequences of {question.model.context}"
+    rounds = accumulation(layout, sequences)
+    yield f"  {sequences} sequences = dp {layout.dp} x {rounds} micro-batches x {layout.micro_batch} sequences in each"
+    yield f"  each of {layout.dp} replicas is {layout.ranks // layout.dp} devices; the gradient is of all sequences"
+
+
+def _choice_lines(question: PlanQuestion, found: SearchResult, top: int) -> Iterator[str]:
+    count = len(found.choices) + len(found.rejected)
+    yield f"{count} layouts of {question.devices} devices, of which {len(found.choices)} fit"
+    if not found.choices:
+        return
+    fields = found.choices[0].time._fields
+    yield f"{'GB':>6}{'step':>9}{'tokens/s':>10}{'MFU':>6}  layout; parts of the step, by estimate"
+    for choice in found.choices[:top]:
+        seconds = choice.time.total
+        parts = {name: share for name in fields if (share := getattr(choice.time, name) / seconds) >= 0.005}
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda item: -item[1]))
+        speed = f"{seconds:>8.3g}s{short(question.tokens / seconds):>10}{question.mfu(seconds):>6.0%}"
+        yield f"{choice.nbytes / 1e9:>6.1f}{speed}  {choice.layout}"
+        yield f"{'':33}{shares}"
+
+
+def _memory_lines(question: PlanQuestion, choice: PlanChoice) -> Iterator[str]:
+    yield f"memory of the first layout, GB a device of {question.setup.device.memory / 1e9:g}:"
+    yield f"{'stage':7}" + "".join(f"{kind:>13}" for kind in (*MEMORY_KINDS, "total"))
+    for stage, memory in enumerate(choice.memory):
+        values = [*(memory[kind] for kind in MEMORY_KINDS), memory.total()]
+        yield f"{stage:<7}" + "".join(f"{value / 1e9:13.2f}" for value in values)
+
+
+def _training_lines(question: PlanQuestion, choice: PlanChoice, tokens: float, price: float | None) -> Iterator[str]:
+    flops = CONVENTIONS["exact"](question.model, question.model.context) * tokens
+    peak, mfu = question.setup.device.peak_of(question.setup.precision), question.mfu(choice.time.total)
+    cost = training_cost(flops, peak, question.devices, min(1.0, mfu), price)
+    paid = "" if cost.price is None else f", at {price:g} an hour {short(cost.price)}"
+    yield f"{short(tokens)} tokens ({short(tokens * BYTES_PER_TOKEN)}B of text): {flops:.3g} FLOPs"
+    yield f"  {cost.seconds / 86400:.3g} days, {short(cost.device_hours)} device-hours{paid}"
+    alone = training_cost(flops, peak, 1, 1.0)
+    yield f"  on one device at its peak: {short(alone.years)} years"
+
+
+def _rejection_lines(found: SearchResult) -> Iterator[str]:
+    """Number of rejections of each kind, and the first one."""
+    kinds = Counter(each.kind for each in found.rejected)
+    for kind, count in kinds.most_common():
+        first = next(each for each in found.rejected if each.kind == kind)
+        yield f"{count} rejected: {kind}, as {first.layout}: {first.reason}"
+
+
+def as_dict(question: PlanQuestion, found: SearchResult, top: int) -> dict[str, Any]:
+    """Plan for programs: bytes, seconds and FLOPs; all rejections with their reasons."""
+    return {
+        "model": question.model_name,
+        "parameters": question.model.parameters,
+        "active_parameters": question.model.active_parameters,
+        "cluster": question.cluster_name,
+        "devices": question.devices,
+        "sequences": question.sequences,
+        "tokens": question.tokens,
+        "step_flops": question.step_flops,
+        "flops_convention": "exact",
+        "fitting": len(found.choices),
+        "choices": [_choice_dict(question, each) for each in found.choices[:top]],
+        "rejected": [_rejection_dict(each) for each in found.rejected],
+    }
+
+
+def _choice_dict(question: PlanQuestion, choice: PlanChoice) -> dict[str, Any]:
+    seconds = choice.time.total
+    return {
+        "layout": choice.layout.as_dict(),
+        "accumulation": accumulation(choice.layout, question.sequences),
+        "peak_bytes": choice.nbytes,
+        "stages": [dict(memory) for memory in choice.memory],
+        "seconds": seconds,
+        "parts": choice.time._asdict(),
+        "tokens_per_s": question.tokens / seconds,
+        "mfu": question.mfu(seconds),
+    }
+
+
+def _rejection_dict(rejection: Rejection) -> dict[str, Any]:
+    return {"layout": rejection.layout.as_dict(), "kind": rejection.kind, "reason": rejection.reason}

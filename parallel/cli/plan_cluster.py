@@ -1,0 +1,139 @@
+"""Plan the training of a large model on a cluster: what fits, what it costs, which layout is fastest, without MPI.
+
+    chorus plan --cluster h100:64 --model llama-3-70b --batch 4M-tokens
+    chorus plan --cluster h100:64 --model llama-3-70b --batch 512 --fix tp=8,pp=4 --tokens 15T
+    chorus plan --cluster lab:16 --presets lab.toml --model mine --batch 256 --json -
+
+All layouts of dp, tp, pp, cp and ep, ZeRO stages, micro-batches, recomputation and pipeline schedules are judged: by
+divisibility, then memory, then estimated time. Memory and FLOPs follow from the model's numbers; times are estimates.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from collectives.benchmark.reports import check_writable
+from collectives.cli.arguments import picture_file
+from collectives.cli.launcher import ProgramParser, at_least
+from parallel.benchmark.plan_report import PlanQuestion, as_dict, report
+from parallel.planner.checked import lookup
+from parallel.planner.layout import ClusterLayout
+from parallel.planner.presets import Presets, load
+from parallel.planner.search import search
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup
+
+MULTIPLES = {"K": 1 << 10, "M": 1 << 20}
+THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def cluster_size(text: str) -> tuple[str, int]:
+    """Argument type: name of a cluster and number of devices, as in h100:64."""
+    name, _, count = text.partition(":")
+    if not count.isdecimal() or not int(count):
+        raise argparse.ArgumentTypeError(f"expected a cluster and a number of devices, as h100:64; found {text!r}")
+    return name, int(count)
+
+
+def batch_size(text: str) -> tuple[int, str]:
+    """Argument type: sequences of a step, or tokens as in 4M-tokens, with K and M for 2^10 and 2^20."""
+    number, _, unit = text.partition("-")
+    factor = MULTIPLES.get(number[-1:].upper(), 1)
+    digits = number[:-1] if factor > 1 else number
+    if not digits.isdecimal() or not int(digits) or unit not in ("", "tokens", "sequences"):
+        raise argparse.ArgumentTypeError(f"expected a batch such as 512, 512-sequences or 4M-tokens; found {text!r}")
+    return int(digits) * factor, unit or "sequences"
+
+
+def token_count(text: str) -> float:
+    """Argument type: number of tokens, as in 15T or 300B."""
+    factor = THOUSANDS.get(text[-1:].upper(), 1)
+    try:
+        count = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        count = 0.0
+    if not 0 < count < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of tokens such as 15T or 300B; found {text!r}")
+    return count
+
+
+def fixed_fields(text: str) -> dict[str, Any]:
+    """Argument type: fields of a layout that are given, as in tp=8,recompute=full."""
+    kinds = {name: type(value) for name, value in ClusterLayout().as_dict().items()}
+    found: dict[str, Any] = {}
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        if name not in kinds:
+            raise argparse.ArgumentTypeError(
+                f"expected NAME=VALUE with names out of {', '.join(kinds)}; found {word!r}"
+            )
+        if kinds[name] is not str and not value.isdecimal():
+            raise argparse.ArgumentTypeError(f"{name}: expected a whole number, found {value!r}")
+        found[name] = value if kinds[name] is str else bool(int(value)) if kinds[name] is bool else int(value)
+    try:
+        ClusterLayout(**found)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="as in h100:64")
+    add("--model", required=True, metavar="NAME", help="a preset, or a model of --presets")
+    add("--batch", type=batch_size, required=True, metavar="SIZE", help="of a step: 512, or 4M-tokens (M: 2^20)")
+    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
+    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
+    add("--recipe", choices=list(RECIPES), default="bf16", help="bytes of weights, gradients, optimizer (default bf16)")
+    add("--fix", type=fixed_fields, default={}, metavar="NAME=VALUE,...", help="fields of the layout that are given")
+    add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
+    add("--tokens", type=token_count, metavar="COUNT", help="tokens of the whole training, for its time: 15T")
+    add("--price", type=at_least(0, float), metavar="PRICE", help="of an hour of one device")
+    add("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
+    add("--plot", type=picture_file, metavar="FILE", help="draw memory over a step of the best layout (PNG, SVG, PDF)")
+    return result
+
+
+def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion:
+    """Model, devices and batch of the arguments; ValueError for unknown names."""
+    model = lookup("--model", arguments.model, presets.models)
+    name, devices = arguments.cluster
+    cluster = lookup("--cluster", name, presets.clusters)
+    device = presets.device_of(cluster)
+    device.peak_of(arguments.precision)
+    number, unit = arguments.batch
+    sequences = -(-number // model.context) if unit == "tokens" else number
+    setup = Setup(cluster, device, arguments.precision, RECIPES[arguments.recipe])
+    return PlanQuestion(arguments.model, model, name, setup, devices, sequences)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan; exit status 1 if no layout fits, 2 for wrong arguments."""
+    command = parser()
+    arguments = command.parse_args(argv)
+    try:
+        question = question_of(arguments, load(arguments.presets))
+        for path in (arguments.plot, arguments.json and arguments.json != "-" and Path(arguments.json)):
+            if path:
+                check_writable(path)
+    except (ValueError, OSError) as error:
+        command.error(str(error))
+    model, setup = question.model, question.setup
+    found = search(model, setup, question.devices, question.sequences, arguments.fix)
+    if arguments.json != "-":
+        print(report(question, found, arguments.top, arguments.tokens, arguments.price))
+    if arguments.json:
+        text = json.dumps(as_dict(question, found, arguments.top), indent=1)
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n")
+    if arguments.plot and found.choices:
+        from parallel.benchmark.plan_plots import draw_memory
+
+        draw_memory(arguments.plot, question, found.choices[0])
+        print(f"{arguments.plot} drawn", file=sys.stderr)
+    return 0 if found.choices else 1

@@ -1,0 +1,202 @@
+"""Search of layouts: complete, each rejection with its reason; times of simple cases by hand; the program."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel.cli import plan_cluster
+from parallel.cli.main import find
+from parallel.planner.flops import CONVENTIONS
+from parallel.planner.layout import ClusterLayout, misfits
+from parallel.planner.memory import stage_memory
+from parallel.planner.presets import load, parse
+from parallel.planner.search import PlanChoice, Rejection, candidates, heaviest, judge, search
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup, StepTime, forward_seconds, message_seconds, step_time
+
+ROOT = Path(__file__).resolve().parents[4]
+PRESETS = load()
+H100 = PRESETS.clusters["h100"]
+SETUP = Setup(H100, PRESETS.device_of(H100), "bf16", RECIPES["bf16"])
+SMALL = replace(PRESETS.models["llama-3-8b"], layers=4)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_search_is_complete(devices):
+    """Every candidate is a choice or a rejection, once; choices are in order of time, and fit."""
+    every = list(candidates(SMALL, SETUP, devices, {}))
+    found = search(SMALL, SETUP, devices, 24)
+    layouts = [each.layout for each in (*found.choices, *found.rejected)]
+    assert len(set(every)) == len(every) == len(layouts) and set(layouts) == set(every)
+    assert all(layout.ranks == devices for layout in every)
+    times = [choice.time.total for choice in found.choices]
+    assert times == sorted(times)
+    for choice in found.choices[:20]:
+        assert not list(misfits(SMALL, choice.layout, 24)) and choice.nbytes <= SETUP.device.memory
+
+
+def test_the_best_is_that_of_enumeration():
+    """All candidates, priced one by one, without the order of the checks."""
+    best = None
+    for layout in candidates(SMALL, SETUP, 4, {}):
+        if list(misfits(SMALL, layout, 8)):
+            continue
+        rounds = 8 // (layout.dp * layout.micro_batch)
+        nbytes = max(memory.total() for memory in stage_memory(SMALL, layout, SETUP.recipe, rounds))
+        seconds = step_time(SMALL, layout, SETUP, 8, heaviest(SMALL, layout)).total
+        if nbytes <= SETUP.device.memory and (best is None or (seconds, nbytes) < best[:2]):
+            best = seconds, nbytes, layout
+    found = search(SMALL, SETUP, 4, 8).choices[0]
+    assert best == (found.time.total, found.nbytes, found.layout)
+
+
+def test_reasons():
+    model = PRESETS.models["llama-3-70b"]
+    expected = {
+        ClusterLayout(dp=64): ("weights, gradients and optimizer exceed the memory", "1190.0 GB over 80 GB; optimizer"),
+        ClusterLayout(dp=64, zero=3): ("activations exceed the memory", "814.8 GB over 80 GB; activations 871.5 GB"),
+        ClusterLayout(dp=3): ("does not divide", "dp x micro-batch = 3 does not divide 512 sequences"),
+    }
+    for layout, (kind, reason) in expected.items():
+        found = judge(model, layout, SETUP, 512)
+        assert isinstance(found, Rejection) and found.kind == kind and found.reason.startswith(reason)
+
+
+def test_fixed_values():
+    found = search(SMALL, SETUP, 8, 8, {"tp": 2, "recompute": "full"})
+    assert found.choices and all(c.layout.tp == 2 and c.layout.recompute == "full" for c in found.choices)
+    assert not search(SMALL, SETUP, 8, 8, {"tp": 5}).choices
+    with pytest.raises(ValueError, match=r"layout: expected fields out of dp, tp.*; found 'zp'"):
+        search(SMALL, SETUP, 8, 8, {"zp": 2})
+
+
+@pytest.mark.parametrize(("devices", "sequences"), [(0, 1), (-1, 1), (1, 0)])
+def test_nothing_to_plan(devices, sequences):
+    with pytest.raises(ValueError, match="expected at least 1 device and 1 sequence, found"):
+        search(SMALL, SETUP, devices, sequences)
+
+
+def test_messages_are_priced_by_the_catalogue():
+    """A ring allgather of n bytes: (p - 1) alpha + (p - 1)/p n beta."""
+    link = H100.inside
+    assert message_seconds("allgather", "ring", 4, 1 << 20, link) == pytest.approx(
+        3 * link.alpha + 3 / 4 * (1 << 20) / link.rate
+    )
+    assert message_seconds("allgather", "ring", 1, 1 << 20, link) == 0.0
+
+
+def time_of(sequences=64, **layout):
+    layout = ClusterLayout(**layout)
+    return step_time(SMALL, layout, SETUP, sequences, heaviest(SMALL, layout))
+
+
+def test_parts_of_a_step():
+    alone = time_of()
+    assert [name for name in StepTime._fields if getattr(alone, name)] == ["compute", "memory", "update"]
+    ideal = CONVENTIONS["exact"](SMALL, SMALL.context) * 64 * SMALL.context / SETUP.device.peak["bf16"]
+    assert ideal < alone.compute < 2 * ideal
+    layers, scores, head = forward_seconds(SMALL, SETUP, 1, 1, 1, 1)
+    assert alone.compute == pytest.approx(64 * 3 * (layers + scores + head))
+    again = {level: time_of(recompute=level).recompute for level in ("none", "selective", "full")}
+    assert again == pytest.approx({"none": 0, "selective": 64 * scores, "full": 64 * (layers + scores)})
+    assert time_of(dp=4).compute == alone.compute / 4
+    tp, sp = time_of(tp=4), time_of(tp=4, sequence=True)
+    assert sp.tensor == pytest.approx(tp.tensor * 10 / 8) and sp.memory < tp.memory
+    # Two passes of two allreduces for each of four layers, each an allgather and a reduce-scatter.
+    vector = 2 * SMALL.context * SMALL.width
+    assert tp.tensor == pytest.approx(64 * 4 * 8 * message_seconds("allgather", "ring", 4, vector, H100.inside))
+    pp = time_of(pp=4)
+    assert pp.bubble == pytest.approx(3 / 64 * (pp.compute + pp.memory + pp.stages))
+    assert time_of(pp=2, schedule="interleaved", virtual=2).bubble < time_of(pp=2).bubble
+
+
+def run(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["chorus plan --cluster", *words])
+    status = plan_cluster.main()
+    return status, capsys.readouterr().out
+
+
+def test_the_program(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ("--cluster", "h100:16", "--model", "llama-3-8b", "--batch", "1M-tokens", "--fix", "micro_batch=1,tp=2")
+    status, text = run(monkeypatch, capsys, *words, "--json", str(path), "--tokens", "15T", "--price", "2")
+    plan = json.loads(path.read_text())
+    assert status == 0 and (plan["sequences"], plan["tokens"], plan["parameters"]) == (128, 1 << 20, 8_030_261_248)
+    best = plan["choices"][0]
+    assert best["layout"]["tp"] == 2 and best["peak_bytes"] == max(sum(stage.values()) for stage in best["stages"])
+    assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
+    assert plan["fitting"] + len(plan["rejected"]) == int(text.split(" layouts of 16 devices")[0].rpartition("\n")[2])
+    dp, rounds = best["layout"]["dp"], best["accumulation"]
+    assert f"128 sequences = dp {dp} x {rounds} micro-batches x 1 sequences" in text and dp * rounds == 128
+    assert "15T tokens (75TB of text)" in text
+    status, text = run(monkeypatch, capsys, *words, "--json", "-", "--top", "2")
+    assert len(json.loads(text)["choices"]) == 2
+
+
+def test_nothing_fits(monkeypatch, capsys):
+    status, text = run(
+        monkeypatch, capsys, "--cluster", "v100:1", "--model", "gpt-3", "--batch", "1", "--precision", "fp16"
+    )
+    assert status == 1 and "of which 0 fit" in text and "rejected: weights, gradients and optimizer exceed" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model", "llama-3-7b", "--model: expected one of .*; found 'llama-3-7b' (perhaps llama-3-70b)"),
+        ("--cluster", "h100", "expected a cluster and a number of devices, as h100:64; found 'h100'"),
+        ("--cluster", "h100:0", "expected a cluster and a number of devices, as h100:64; found 'h100:0'"),
+        ("--cluster", "h100:-4", "expected a cluster and a number of devices, as h100:64; found 'h100:-4'"),
+        ("--cluster", "h10:4", "--cluster: expected one of "),
+        ("--batch", "4M-token", "expected a batch such as 512, 512-sequences or 4M-tokens; found '4M-token'"),
+        ("--batch", "0", "expected a batch such as 512, 512-sequences or 4M-tokens; found '0'"),
+        ("--precision", "fp4", "precision: expected one of bf16, "),
+        ("--fix", "tp", "tp: expected a whole number, found ''"),
+        ("--fix", "tpp=2", "expected NAME=VALUE with names out of dp, tp, "),
+        ("--fix", "zero=4", "zero: expected a stage from 0 to 3, found 4"),
+        ("--tokens", "-1", "expected a number of tokens such as 15T or 300B; found '-1'"),
+        ("--presets", "none.toml", "none.toml: cannot be read"),
+        ("--json", "/dev/null/plan.json", "/dev/null"),
+    ],
+)
+def test_wrong_arguments(monkeypatch, capsys, option, value, message):
+    words = {"--cluster": "h100:8", "--model": "gpt2", "--batch": "8"} | {option: value}
+    monkeypatch.setattr(sys, "argv", ["chorus"])
+    with pytest.raises(SystemExit) as exit_:
+        plan_cluster.main([f"{name}={text}" for name, text in words.items()])
+    assert exit_.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    before, _, after = message.partition(".*")
+    assert before in lines[-1] and after in lines[-1]
+
+
+def test_page(monkeypatch, capsys):
+    """The example of the page, word for word, and its presets."""
+    page = (ROOT / "docs/how-to/plan.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("$ chorus plan --cluster"))
+    status, text = run(monkeypatch, capsys, *command.split()[3:])
+    assert status == 0 and text.startswith(page.split("```text\n")[1].split("```")[0])
+    mine = parse(page.split("```toml\n")[1].split("```")[0], "page")
+    assert mine.device_of(mine.clusters["lab"]).peak["bf16"] == 90e12 and mine.models["mine"].parameters > 1e9
+
+
+def test_the_option_selects_the_program():
+    assert find(["plan", "--model", "gpt2", "--cluster=h100:8"])[0] == "plan --cluster"
+    assert find(["plan", "--cluster", "h100:8"]) == ("plan --cluster", ["--cluster", "h100:8"])
+    assert find(["plan", "--model", "mlp"])[0] == "plan"
+
+
+def test_picture(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.png"
+    words = ("--cluster", "h100:4", "--model", "gpt2-xl", "--batch", "16", "--fix", "pp=4,micro_batch=1")
+    assert run(monkeypatch, capsys, *words, "--plot", str(path))[0] == 0
+    assert path.stat().st_size > 10_000
+
+
+def test_a_choice_of_one_device():
+    found = judge(SMALL, ClusterLayout(recompute="full"), SETUP, 1)
+    assert isinstance(found, PlanChoice) and found.time.bubble == found.time.stages == found.time.replicas == 0
