@@ -30,6 +30,7 @@ class Composition:
     mesh, layout : as of `Settings`; for pipelines pp:SCHEDULE
     next_mesh, next_layout : of the second half of the training, which loads a checkpoint; "": there is none
     shards, parts : logical shards of operators, and parts of sequences
+    sequence : ranks of tp have parts of the sequence between operators that are cut
     precision, optimizer, clip, reproducible, context, bucket_bytes : as of `Settings`
     microbatches, samples : of a step; samples of a micro-batch
     ignored : leave out some targets, unevenly
@@ -51,6 +52,7 @@ class Composition:
     next_layout: str = "dp"
     shards: int = 1
     parts: int = 1
+    sequence: bool = False
     precision: str = "fp64"
     optimizer: str = "sgd"
     clip: bool = False
@@ -84,6 +86,8 @@ class Composition:
         """Settings of an engine on this mesh."""
         sizes = Mesh.parse(mesh).sizes
         own: dict[str, Any] = {"context": self.context} if sizes.get("cp", 1) > 1 else {}
+        if sizes.get("tp", 1) * self.shards > 1:
+            own["sequence_parallel"] = self.sequence
         if self.reproducible:
             own |= {"tensor_shards": self.shards} | ({"sequence_parts": self.parts} if self.parts > 1 else {})
         return Settings(
@@ -124,6 +128,7 @@ def draw(seed: int, most_ranks: int, pipelines: bool = False) -> Composition:
         context = "auto"
     precision = random.choice(["fp32", "bf16", "fp16", "fp64"]) if reproducible else "fp64"
     layers = random.choice([1, 2]) if family == "gpt" else random.choice([1, 2, 3])
+    sequence = family == "gpt" and parts == 1 and shards > 1 and random.random() < 0.5
     layout = _layout(random, sizes)
     mesh = _mesh(random, sizes, layout)
     next_mesh, next_layout = (
@@ -132,7 +137,7 @@ def draw(seed: int, most_ranks: int, pipelines: bool = False) -> Composition:
     return Composition(
         family=family,
         vocabulary=max(shards, 2) + random.randrange(20),
-        length=random.choice([parts, 3, 5, 8, 13]),
+        length=shards * random.choice([1, 2]) if sequence else random.choice([parts, 3, 5, 8, 13]),
         layers=max(layers, sizes.get("pp", 1) - 1),
         heads=heads,
         head_width=random.choice([1, 2, 3]) if family == "gpt" else random.choice([2, 3]),
@@ -144,6 +149,7 @@ def draw(seed: int, most_ranks: int, pipelines: bool = False) -> Composition:
         next_layout=next_layout,
         shards=shards,
         parts=parts,
+        sequence=sequence,
         precision=precision,
         optimizer=random.choice(["sgd", "adamw"]),
         clip=random.random() < 0.5,

@@ -14,7 +14,8 @@ from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.conformance.composition import Composition, simpler
 from parallel.conformance.thread_communicator import run_threads
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
-from parallel.optim.optimizers import SGD, AdamW, Optimizer
+from parallel.optim.optimizer import Optimizer
+from parallel.optim.optimizers import SGD, AdamW
 from parallel.trainer.engine import Engine
 
 TOLERANCE = 1e-6

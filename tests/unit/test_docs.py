@@ -52,6 +52,7 @@ CHEAP = {
     "chorus draw collective": [],
     "chorus draw pipeline": [],
     "chorus draw attention": [],
+    "chorus draw mesh": [],
     "chorus prove pipelines": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
     "chorus simulate": ["--ranks", "64", "--up-to", "64", "--sizes", "8,1M"],
     "scripts/document_algorithms.py": [],

@@ -1,0 +1,84 @@
+"""Draw the parts of a model's tensors that the ranks of a mesh have, as text or picture.
+
+    chorus draw mesh --mesh dp=2,tp=2
+    chorus draw mesh --mesh dp=2,cp=2,tp=2 --model gpt:small -o out/mesh.png
+
+Of equal layers only the first is drawn. Replicas (dp) and ranks that share sequences (cp) have the same parts; ZeRO
+divides these further. Runs in one process; pictures need matplotlib (the extra "plot").
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from collectives.benchmark.reports import PICTURES
+from collectives.cli.launcher import ProgramParser
+from parallel.benchmark.mesh_plots import draw_holdings
+from parallel.mesh.mesh import Mesh
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import build
+from parallel.tensor.holdings import Holding, along_tensor_axis, holdings
+
+AXES = ("dp", "cp", "tp")
+SAMPLES = {"gpt": (32,), "mlp": (64,), "convnet": (1, 8, 8)}
+"""Shapes of samples, by family."""
+
+
+def output(text: str) -> Path:
+    """Argument type of --output: file name of a picture."""
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(PICTURES)}")
+    return path
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    add("--mesh", default="dp=2,tp=2", metavar="AXES", help="axes dp, cp, tp, as of chorus train (default dp=2,tp=2)")
+    add("--model", default="gpt:tiny", metavar="NAME", help="as of chorus train (default gpt:tiny)")
+    add("--classes", type=int, default=256, metavar="N", help="tokens or classes (default 256)")
+    add("-o", "--output", type=output, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
+    return result
+
+
+def drawn(mesh: Mesh, model: str, classes: int) -> list[Holding]:
+    """Tensors to draw: those of the first, second and last unit; ValueError if mesh or model do not fit."""
+    mesh.expect(mesh.size, AXES)
+    family = model.partition(":")[0]
+    made = build(model, SAMPLES.get(family, ()), classes)
+    every = holdings(made, SoftmaxCrossEntropy(), mesh.sizes.get("tp", 1))
+    chosen = {0, 1, len(made.items) - 1}
+    return [one for one in every if int(one.name.partition(".")[0]) in chosen]
+
+
+def as_text(mesh: Mesh, held: Sequence[Holding]) -> str:
+    """Table of tensors and ranks; a line above it has the ranks' coordinates."""
+    rows = [["tensor", "shape", *(f"rank {rank}" for rank in range(mesh.size))]]
+    places = [" ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items()) for rank in range(mesh.size)]
+    rows.append(["", "", *places])
+    for one in held:
+        here = [one.text(along_tensor_axis(mesh, rank)) for rank in range(mesh.size)]
+        rows.append([one.name, " x ".join(map(str, one.shape)), *here])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def main() -> int:
+    command = parser()
+    arguments = command.parse_args()
+    try:
+        mesh = Mesh.parse(arguments.mesh)
+        held = drawn(mesh, arguments.model, arguments.classes)
+    except ValueError as error:
+        command.error(str(error))
+    if arguments.output is None:
+        print(as_text(mesh, held))
+        return 0
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draw_holdings(arguments.output, mesh, held)
+    except ImportError as error:
+        command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    print(f"{arguments.output} written")
+    return 0
