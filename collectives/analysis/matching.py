@@ -123,21 +123,39 @@ def causal_order(
         raise ScheduleError("deadlock: " + "; ".join(reports))
 
 
-def causal_levels(
-    schedules: Sequence[Schedule], partners: Mapping[ScheduleLocation, ScheduleLocation]
-) -> Iterator[tuple[int, int]]:
-    """Yield (rank, level) for each round in which a rank waits for a message of a higher level than all before.
+def causal_levels(schedules: Sequence[Schedule]) -> list[tuple[int, int]]:
+    """Return (rank, level) for each round in which a rank waits for a message of a higher level than all before.
 
     A message sent before its rank has received any has level 1; one sent after messages of level k, level k + 1.
-    Messages of one level may all be under way at once, so a rank waits once for those of each level.
+    Messages of one level may all be under way at once, so a rank waits once for those of each level. The schedules are
+    free of deadlock.
     """
-    sources: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for receive, send in partners.items():
-        sources[receive.rank, receive.round].append((send.rank, send.round))
-    levels, sent = [0] * len(schedules), {}
-    for event, rank, index in causal_order(schedules, partners):
-        if event == "begin":
-            sent[rank, index] = levels[rank] + 1
-        elif (level := max(map(sent.__getitem__, sources[rank, index]), default=0)) > levels[rank]:
-            levels[rank] = level
-            yield rank, level
+    levels, found = [0] * len(schedules), list[tuple[int, int]]()
+    sent: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # levels of messages from a rank to another
+
+    def play(rank: int) -> Iterator[int]:
+        """Run the rounds of a rank; yield the peer of each message that has not been sent yet."""
+        for steps in schedules[rank]:
+            latest = 0
+            for step in steps:
+                if isinstance(step, Send):
+                    sent[rank, step.peer].append(levels[rank] + 1)
+            for step in steps:
+                if isinstance(step, (Recv, RecvReduce)):
+                    arrivals = sent[step.peer, rank]
+                    while not arrivals:
+                        yield step.peer
+                    latest = max(latest, arrivals.popleft())
+            if latest > levels[rank]:
+                levels[rank] = latest
+                found.append((rank, latest))
+
+    plays = [play(rank) for rank in range(len(schedules))]
+    ready, waiting = deque(range(len(schedules))), defaultdict[int, list[int]](list)
+    while ready:
+        rank = ready.popleft()
+        peer = next(plays[rank], None)
+        if peer is not None:
+            waiting[peer].append(rank)
+        ready.extend(waiting.pop(rank, ()))
+    return found

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from collectives.algorithms import catalog
-from collectives.analysis.matching import causal_levels, match
+from collectives.analysis.matching import causal_levels
 from collectives.schedule.semantics import vector
 from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
 
@@ -41,13 +41,12 @@ def total_work(collective: str, name: str, size: int) -> TotalWork:
     (TotalWork(waits=8, messages=8, moved=8.0, combined=8.0), TotalWork(waits=3, messages=3, moved=0.75, combined=0.0))
     """
     schedules, blocks = catalog.build_all(collective, name, size), catalog.blocks(collective, name, size)
-    partners = match(schedules, blocks)
     steps = list(chain.from_iterable(chain.from_iterable(schedules)))
-    moved = sum(_count(step.chunks) for step in steps if isinstance(step, Send))
+    sends = [_count(step.chunks) for step in steps if isinstance(step, Send)]
     combined = sum(_count(step.chunks) for step in steps if isinstance(step, RecvReduce))
     combined += sum(_count(step.source) for step in steps if isinstance(step, Reduce))
     whole = vector(collective, size, blocks)
-    return TotalWork(len(list(causal_levels(schedules, partners))), len(partners), moved / whole, combined / whole)
+    return TotalWork(len(causal_levels(schedules)), len(sends), sum(sends) / whole, combined / whole)
 
 
 def _count(chunks: Chunks) -> int:
