@@ -7,6 +7,7 @@ from support import tiny_models
 from support.training_states import differing, whole
 
 from collectives import Communicator
+from parallel import Engine
 from parallel.data.sequences import PaddedSequences, TokenSampler
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.engine.data_parallel_engine import DataParallelEngine
@@ -42,6 +43,20 @@ def test_steps_of_tokens_are_those_of_one_rank(comm, layout):
     options = {"mesh": f"pp={comm.size}", "microbatches": 12} if pipeline else {}
     losses, state = trained(comm, Pipeline if pipeline else DataParallelEngine, layout=layout, **options)
     assert losses == expected[0] and differing(state, expected[1]) == []
+
+
+def test_an_engine_cuts_sequences_by_tokens(comm):
+    random = np.random.default_rng(0)
+    data = PaddedSequences([random.integers(0, 20, count) for count in random.integers(2, 17, 40)])
+    model, optimizer = transformer(20, 16, 2, 2, 8), AdamW(lr=0.01)
+    with Engine(model, SoftmaxCrossEntropy(), comm, optimizer, batch_tokens=64, accumulate=2) as engine:
+        counts = [engine.step(batches).count for batches in engine.batches(data)]
+        assert sum(counts) == data.lengths.sum() and max(counts) <= 64 < counts[0] + max(data.lengths)
+    with (
+        Engine(model, SoftmaxCrossEntropy(), comm, optimizer, batch_tokens=64, micro_batch=2) as engine,
+        pytest.raises(ValueError, match="micro_batch: it counts samples, batch_tokens tokens; found 2"),
+    ):
+        engine.batches(data)
 
 
 def test_replicas_train_on_overlapping_shares(comm):

@@ -33,6 +33,20 @@ def test_images_of_bytes_are_taken_as_floats(tmp_path, model, inputs):
     assert task.train.x.max() > 200
 
 
+def test_batches_of_tokens():
+    """As many windows as fit, at least one; a checkpoint's number gives way to that of samples."""
+    given = {"data": "copy", "model": "gpt:tiny", "length": 16, "steps": 2, "batch_tokens": 100}
+    with Communicator(MPI.COMM_SELF) as comm:
+        with Training(complete(given), comm) as made:
+            assert [record.samples for record in made.run()] == [6, 6]
+            assert made.settings.batch == 6 and made.forecast.predicted == made.engine.ledger.predicted
+        with Training(complete({**given, "batch_tokens": 3}), comm) as made:
+            assert made.settings.batch == 1
+        assert complete({"batch": 5}, previous=given).batch_tokens is None
+        with pytest.raises(ValueError, match=r"batch_tokens: expected sequences, found targets of int64, shape \(\)"):
+            Training(complete({"data": "teacher_classes", "batch_tokens": 100}), comm)
+
+
 def test_bytes_stay_integers():
     task, *_ = prepare(complete({"data": "copy", "length": 8}), 1)
     assert task.train.take(np.arange(2))[0].dtype == np.int64
