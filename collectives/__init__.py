@@ -26,7 +26,8 @@ except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library tha
     ) from error
 
 from collectives.communicator import Communicator
-from collectives.runtime.requests import Request, start_all, test_all, wait_all
+from collectives.runtime.request_lists import start_all, test_all, wait_all
+from collectives.runtime.requests import Request
 from collectives.selection.select import algorithms, predict
 
 __version__ = "0.1.0"

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Self
 
-from collectives.runtime.requests import Request, wait_all
+from collectives.runtime.request_lists import wait_all
+from collectives.runtime.requests import Request
 
 Motion = Iterator[list[Request]]
 """A collective in progress: yields lists of requests to wait for.

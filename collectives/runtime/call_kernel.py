@@ -14,10 +14,18 @@ from typing import Any, NamedTuple
 
 from numba import types
 
-from collectives.runtime import kernel_memory, table_kernel
+from collectives.runtime import kernel_memory, request_kernel, table_kernel
 from collectives.runtime import program_table as table
 from collectives.runtime.kernel_memory import (
+    DATA,
+    FLAGS,
     HANDLE,
+    ITEM_TYPE,
+    ITEMS,
+    LENGTHS,
+    NDIM,
+    SIZE,
+    TYPE,
     copy_bytes,
     load_word,
     object_address,
@@ -29,22 +37,14 @@ from collectives.runtime.kernel_memory import (
 from collectives.runtime.table_kernel import advance
 from quant.kernels.jit import compiler
 
-_compile = compiler(table, kernel_memory, table_kernel)
+_compile = compiler(table, kernel_memory, table_kernel, request_kernel)
 _compile_released = compiler(table, kernel_memory, table_kernel, nogil=True)
 
 NAP_US = 20
 """Microseconds of a sleep between two attempts of the progress thread."""
 
-TYPE, SIZE, ITEMS = 8, 16, 24
-"""Offsets in Python's objects: the type; in lists and tuples the length, and the items, or in a list the pointer to
-them."""
-
-DATA, NDIM, LENGTHS, ITEM_TYPE, FLAGS = 16, 24, 32, 56, 64
-"""Offsets in NumPy's array object (PyArrayObject): the pointer to the data, the number of dimensions, the pointer to
-their lengths, the dtype object, and the flags."""
-
 DENSE, ALIGNED, WRITEABLE = 0x3, 0x100, 0x400
-"""Flags of such an object; dense: C- or Fortran-contiguous."""
+"""Flags of an array object; dense: C- or Fortran-contiguous."""
 
 
 @_compile
@@ -60,12 +60,12 @@ def _fits(array, t, expected):
 def _run_on(s, r, t, spins):
     """Run a program on two array objects of the shapes and dtypes of the call that was compiled."""
     if not _fits(s, t, table.SEND_ARRAY) or not _fits(r, t, table.RECV_ARRAY):
-        return table.OTHER_ARRAYS
+        return table.REFUSED
     source = load_word(s + DATA) + word_at(t, table.SEND_ARRAY + table.OFFSET)
     target = load_word(r + DATA) + word_at(t, table.RECV_ARRAY + table.OFFSET)
     sent, received = word_at(t, table.SEND_ARRAY + table.NBYTES), word_at(t, table.RECV_ARRAY + table.NBYTES)
     if sent and received and source < target + received and target < source + sent:
-        return table.OTHER_ARRAYS  # they overlap, which the Python code reports as an error
+        return table.REFUSED  # they overlap, which the Python code reports as an error
     set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
     set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
     return table.WAITING if word_at(t, table.DEFERRED) else advance(t, spins)
@@ -132,10 +132,10 @@ def _call(calls, sendbuf, recvbuf, op, root, algorithm, segments):
         set_word_at(arrays, 1, word_at(entry, table.NO_ARRAY))
         if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
             result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t, word_at(c, table.SPINS))
-            if result != table.OTHER_ARRAYS:
+            if result != table.REFUSED:
                 return result + (table.RESULT + 1) * index
         entry += 8 * table.ENTRY_WORDS
-    return table.OTHER_ARRAYS
+    return table.REFUSED
 
 
 def _run(send, recv, t, spins):
@@ -181,6 +181,21 @@ class Functions(NamedTuple):
 
     It releases the interpreter's lock (GIL)."""
 
+    start: Callable[[Any, Any], bool]
+    """``start(numbers, request)`` starts a program for its persistent request, with the table as an array; False if
+    that is left to Python."""
+
+    activate: Callable[[Any, Any], bool]
+    """``activate(numbers, request)`` makes the request of a program active; False if no progress thread exists."""
+
+    end: Callable[[Any, Any, bool], int]
+    """``end(numbers, request, patient)`` advances an active request, with polls if `patient` and no other is active; at
+    the end of the program it becomes inactive. An idle persistent request is at its end."""
+
+    take_back: Callable[[Any, Any], int]
+    """``take_back(numbers, request)`` leaves a request to Python code; `WAITING` if it is active, `DONE` if it is a
+    persistent one that is idle, `REFUSED` if Python code manages it already."""
+
 
 @cache
 def functions() -> Functions:
@@ -192,6 +207,10 @@ def functions() -> Functions:
             _entry(advance, (types.int64, types.int64)),
             _entry(_compile(_copy), (types.int64, types.int64, types.int64)),
             _entry(_compile_released(_advance_patiently), (types.int64, types.int64, types.int64)),
+            _entry(_compile(request_kernel.start), (HANDLE, HANDLE)),
+            _entry(_compile(request_kernel.activate), (HANDLE, HANDLE)),
+            _entry(_compile(request_kernel.end), (HANDLE, HANDLE, types.boolean)),
+            _entry(_compile(request_kernel.take_back), (HANDLE, HANDLE)),
         )
 
 

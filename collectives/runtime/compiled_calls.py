@@ -27,7 +27,7 @@ _NO_ARRAY = np.empty(0, np.uint8)
 
 def _functions() -> dict[str, Callable[..., int]]:
     """Functions by method: at first one that finds no program."""
-    return defaultdict(lambda: lambda *_: table.OTHER_ARRAYS)
+    return defaultdict(lambda: lambda *_: table.REFUSED)
 
 
 NONE_COMPILED = _functions()
@@ -38,7 +38,7 @@ class CompiledCallTable:
     """Compiled programs of one communicator's calls.
 
     ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method. It returns
-    `OTHER_ARRAYS` if there is none, and otherwise a number for `started`.
+    `REFUSED` if there is none, and otherwise a number for `started`.
     """
 
     def __init__(self) -> None:

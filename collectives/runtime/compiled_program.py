@@ -19,13 +19,16 @@ from mpi4py import MPI
 from collectives.runtime import program_table as table
 from collectives.runtime.binder import copy_array
 from collectives.runtime.program import ElementArray, Program
-from collectives.runtime.progress import active_requests, progress_until
+from collectives.runtime.progress import active_requests, progress_until, progress_words
 from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import LENGTHS, PID, RENDEZVOUS_BYTES, MailboxEdge, address_label, label
 from collectives.transport.shm_messages import CHUNK, Acknowledgement, EagerSend, Receive, RendezvousSend
 
 YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
+
+START_POLLS = 40
+"""Polls of the start of a non-blocking call: some 1 us, less than a pending request costs."""
 
 PATIENT_POLLS = 200
 """Polls between two sleeps of the progress thread: some 10 us."""
@@ -244,9 +247,17 @@ class CompiledProgram:
         self._table[table.SHARED_CORES], self._table[table.DEFERRED] = self.node.shares_cores, program.deferred
         self.deferred = program.deferred
         self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
+        self.start_spins = 0 if self.node.shares_cores else START_POLLS
+        self._table[table.POLLS], self._table[table.PROGRESS] = self.spins, MPI.Get_address(progress_words)
+        self._words = self._table.data  # the same memory, which Python reads faster
         self.ended = True
         self.address = MPI.Get_address(self._table)
-        _, self._run, self._advance, self.copy, self._advance_patiently = call_kernel.functions()
+        functions = call_kernel.functions()
+        self._run, self._advance, self.copy = functions.run, functions.advance, functions.copy
+        self._advance_patiently = functions.advance_patiently
+        self.start_for, self.end_for = partial(functions.start, self._table), partial(functions.end, self._table)
+        self.activate_for = partial(functions.activate, self._table)
+        self._take_back = partial(functions.take_back, self._table)
 
     def expect(self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int]) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
@@ -269,7 +280,7 @@ class CompiledProgram:
     def on_arrays(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
         """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
         result = self._run(sendbuf, recvbuf, self.address, self.spins)
-        if result == table.OTHER_ARRAYS:
+        if result == table.REFUSED:
             return False
         if result != table.DONE:
             self.go_on(result)
@@ -284,11 +295,31 @@ class CompiledProgram:
             self.finish()
 
     def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
-        """Start the program on these arrays, without waiting; the result is that of the compiled function, for `note`.
+        """Start the program on these arrays, waiting for a moment at most; the result is as in `program_table`.
 
-        It is `OTHER_ARRAYS` if they are not like those of `expect`.
+        It is `REFUSED` if they are not like those of `expect`.
         """
-        return self._run(sendbuf, recvbuf, self.address, 0)
+        return self._run(sendbuf, recvbuf, self.address, self.start_spins)
+
+    def manage(self, request: object, active: bool) -> None:
+        """Let compiled code start and end the program for its persistent request, which is active now or not."""
+        self._words[table.REQUEST], self._words[table.STARTABLE] = id(request) if active else 0, 1
+
+    @property
+    def is_startable(self) -> bool:
+        """True if compiled code may start the program for its idle persistent request."""
+        return self._words[table.STARTABLE] != 0 and self._words[table.REQUEST] == 0
+
+    def runs_for(self, request: object) -> bool:
+        """True if the program runs for an active request that compiled code manages."""
+        return self._words[table.REQUEST] == id(request)
+
+    def take_back(self, request: object) -> int:
+        """Leave a request that compiled code manages to Python; see `call_kernel.Functions`."""
+        result = self._take_back(request)
+        if result == table.WAITING:
+            self.ended = False
+        return result
 
     def note(self, result: int) -> None:
         """Note by the result of a compiled function if the program has ended; raises if a message has failed."""

@@ -18,6 +18,14 @@ _compile = compiler()
 
 WORD = ir.IntType(64)
 
+TYPE, SIZE, ITEMS = 8, 16, 24
+"""Offsets in Python's objects: the type; in lists and tuples the length, and the items, or in a list the pointer to
+them."""
+
+DATA, NDIM, LENGTHS, ITEM_TYPE, FLAGS = 16, 24, 32, 56, 64
+"""Offsets in NumPy's array object (PyArrayObject): the pointer to the data, the number of dimensions, the pointer to
+their lengths, the dtype object, and the flags."""
+
 
 class ObjectHandle(types.Opaque):
     """Numba type of a Python object that is passed as it is: nothing is checked, converted or counted."""

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from ctypes import memmove
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime.operation import ProgramOwner
 from collectives.runtime.progress import mpi_is_thread_safe
-from collectives.runtime.requests import Request
+from collectives.runtime.requests import Request, clear_status
 
 
 def new_request(*arguments: Any) -> Request:
@@ -37,12 +38,12 @@ def new_request(*arguments: Any) -> Request:
     return request
 
 
-def ended_request(*arguments: Any) -> Request:
+def ended_request(name: str, program: CompiledProgram, owner: ProgramOwner) -> Request:
     """Create the request of a non-blocking collective that has ended already."""
     if not mpi_is_thread_safe():
-        return Request(*arguments)
-    request = MPI.Request.__new__(NativeRequest, MPI.COMM_SELF.Isend(_NO_DATA, MPI.PROC_NULL))
-    request.__init__(*arguments)
+        return Request(name, program, owner, None)
+    request: EndedRequest = MPI.Request.__new__(EndedRequest, _isend(_NO_DATA, MPI.PROC_NULL))
+    request.name = name
     return request
 
 
@@ -99,6 +100,7 @@ _unused: list[GeneralizedHandle | SelfMessageHandle] = []
 """Pending handles, not completed, that ended requests no longer need; later requests take them."""
 
 _NO_DATA = [None, 0, MPI.BYTE]
+_isend, _wait = MPI.COMM_SELF.Isend, MPI.Request.Wait
 _HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
 
 PendingHandle = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
@@ -137,6 +139,26 @@ class NativeRequest(Request, MPI.Request):
             self._report(None)
 
     free = Free
+
+
+class EndedRequest(NativeRequest):
+    """Request of a collective that had ended when its start returned: only its handle is left to be freed."""
+
+    active = False
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        """Free the handle and return True."""
+        if self._freed:
+            self._check("Wait")
+        _wait(self)
+        if status is not None:
+            clear_status(status)
+        return True
+
+    Test = test = wait = Wait  # type: ignore[assignment]
+
+    def take_back(self) -> None:
+        """Do nothing: nothing is managed any more."""
 
 
 def free_unused_handles() -> None:

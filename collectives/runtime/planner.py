@@ -12,29 +12,25 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.buffers.staging import DeviceMemory
 from collectives.errors import RanksDisagree
-from collectives.runtime import binding, native
+from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
-from collectives.runtime.binder import bind
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program, load_compiler
-from collectives.runtime.count_exchange import CountExchange, bind_after_exchange, bind_count_exchange, needs_counts
+from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
 from collectives.runtime.native_requests import ended_request, new_request
-from collectives.runtime.program import ElementArray, Program
+from collectives.runtime.operation import Operation
+from collectives.runtime.program import Program
+from collectives.runtime.program_builder import ProgramBuilder
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
-from collectives.runtime.program_table import OTHER_ARRAYS
+from collectives.runtime.program_table import DONE, REFUSED
 from collectives.runtime.progress import active_requests, lone_requests, progress_lock, run_program
 from collectives.runtime.requests import Request
-from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.mailbox import NONBLOCKING
-from collectives.transport.wire import Wire
-
-DEFERRED_BYTES = 1 << 17
-"""Bytes from which a message is copied by the progress thread with the option `async_progress`."""
 
 
 class Planner:
@@ -53,12 +49,13 @@ class Planner:
         nodes: Sequence[int] | None,
         async_progress: bool = False,
     ) -> None:
-        self.comm, self.async_progress = comm, async_progress
+        self.comm = comm
         if async_progress:
             load_compiler()
         self.transports = Transports(comm, aware, shared, nodes)
         self.node, self.nodes = self.transports.node, self.transports.nodes
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._builder = ProgramBuilder(comm, self.transports, async_progress)
         self.cache = ProgramCache(self.rank)
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
         self._programs: dict[Hashable, Program] = {}  # of non-blocking calls
@@ -90,9 +87,9 @@ class Planner:
         binding.check_no_overlap(call)
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
-        call, device = self._on_device(call, choice)
+        call, device = self._builder.on_device(call, choice)
         if device is None and binding.needs_staging(call):  # anew in every call
-            program = self._bind(call, choice, "blocking")
+            program = self._builder.bind(call, choice, "blocking")
             self._run_or_poison(program, call)
             program.free()
             return
@@ -100,7 +97,11 @@ class Planner:
         key = binding.program_key(call, choice, not small, device)
         entry = self.cache.bound.get(key)
         if entry is None:
-            entry = self._bind_eager(call, choice) if small else self._bind(call, choice, "blocking", device)
+            entry = (
+                self._builder.bind_eager(call, choice)
+                if small
+                else self._builder.bind(call, choice, "blocking", device)
+            )
             self.cache.add(key, entry)
         else:
             self.cache.count_repeat()
@@ -123,45 +124,41 @@ class Planner:
             self.cache.poison(error, program, call)
             raise
 
-    def _on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
-        """(call to bind, its device); the device is None if the data is on the host or must be staged there."""
-        aware = self.transports.aware and choice.algorithm != NATIVE
-        return (binding.as_device_call(call) if aware else None) or (call, None)
-
     def start_cached(
         self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`."""
-        with progress_lock:
-            turn = self.transports.nonblocking_calls % NONBLOCKING
-            before, calls = self._latest[turn], self._calls[turn]
-            may_start = (before is None or not before.holds_program) and not self._broken
-            result = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else OTHER_ARRAYS
-            if result != OTHER_ARRAYS:
-                program, result = calls.started(name, result)
-            else:
-                try:
-                    arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
-                    known = self._compiled[turn].get(arguments)
-                except TypeError:  # arguments that are not hashable, or buffers of other kinds
-                    return UNCACHEABLE
-                if known is None or not may_start:
-                    return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
-                program, result = known, known.start_on(s, r)
-                if result == OTHER_ARRAYS:
-                    return UNCACHEABLE
+        turn = self.transports.nonblocking_calls % NONBLOCKING
+        before, calls = self._latest[turn], self._calls[turn]
+        may_start = (before is None or not before.holds_program) and not self._broken
+        result = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
+        if result != REFUSED:
+            program, result = calls.started(name, result)
+        else:
             try:
-                program.note(result)
-            except BaseException:
-                program.broken = True
-                self._break_off(name, program)
-                raise
-            self.transports.consume_tag()
-            if program.ended:
-                return ended_request(name, program, self, None)
-            request = self._latest[turn] = new_request(name, program, self, (sendbuf, recvbuf))
-            request.activate()
-            return request
+                arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
+                known = self._compiled[turn].get(arguments)
+            except TypeError:  # arguments that are not hashable, or buffers of other kinds
+                return UNCACHEABLE
+            if known is None or not may_start:
+                return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
+            program, result = known, known.start_on(s, r)
+            if result == REFUSED:
+                return UNCACHEABLE
+        if result > REFUSED:
+            self._fail(name, program, result)
+        self.transports.nonblocking_calls += 1
+        if result == DONE:
+            return ended_request(name, program, self)
+        request = self._latest[turn] = new_request(name, program, self, (sendbuf, recvbuf))
+        request.resume(program)
+        return request
+
+    def _fail(self, name: str, program: CompiledProgram, result: int) -> None:
+        """Raise the error of a non-blocking call that its start has met."""
+        program.broken = True
+        self._break_off(name, program)
+        program.note(result)
 
     def begin(
         self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None, cache_key: CallKey = UNCACHEABLE
@@ -174,14 +171,14 @@ class Planner:
             self._free_finalized()
             if self._broken:
                 raise RanksDisagree(MPI.ERR_OTHER, f"{self._broken}: go on with a new Communicator")
-            call, device = self._on_device(call, choice)
+            call, device = self._builder.on_device(call, choice)
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             turn = self.transports.nonblocking_calls % NONBLOCKING
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
             program = self._programs.get(key)
             if program is None:
                 binding.check_no_overlap(call)
-                program = self._bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
+                program = self._builder.bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
                 self._add_program(key, program)
             else:
                 self._compile(program, cache_key, turn, call)
@@ -202,13 +199,13 @@ class Planner:
         """Create the persistent request of a call; `shared`: all ranks send from shared memory. Collective."""
         binding.check_no_overlap(call)
         self.transports.consume_persistent_tag()
-        call, device = self._on_device(call, choice)
+        call, device = self._builder.on_device(call, choice)
         first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
         channel = None
         if self.node is not None and choice.algorithm != NATIVE:
             self._free_finalized()
             channel = self._channels.take()
-        bound = self._bind(call, choice, "persistent", device, first, channel, shared)
+        bound = self._builder.bind(call, choice, "persistent", device, first, channel, shared)
         program = (compile_program(bound) or bound) if bound.deferred else bound
         request = Request(call.collective, program, self, call, persistent=True)
         request.channel, request.device = channel, call_device(call)
@@ -239,6 +236,7 @@ class Planner:
 
         with progress_lock:
             for request in self._active():
+                request.take_back()
                 request.on_end = ended
             ended()
 
@@ -270,46 +268,17 @@ class Planner:
         with progress_lock:
             return len(self._active())
 
-    def _active(self) -> list[Request]:
+    def _active(self) -> list[Operation]:
         return [request for request in (*active_requests, *lone_requests) if request.owner is self]
 
     # -------------------------------------------------------------------------------- binding and recycling
-
-    def _wire(self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, shared: bool = False) -> Wire:
-        return self.transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, shared)
-
-    def _bind(
-        self,
-        call: Call,
-        choice: AlgorithmChoice,
-        form: Form,
-        device: DeviceMemory | None = None,
-        first: Sequence[Callable[[], object]] = (),
-        channel: int | None = BLOCKING_CHANNEL,
-        shared: bool = False,
-    ) -> Program:
-        if choice.algorithm == NATIVE:
-            source, target, loading, storing = binding.buffer_ends(call, None)
-            return native.program(self.comm, call, form, source.array, target.array, [*first, *loading], storing)
-        exchanges = needs_counts(call, choice)
-        place = choice, self.rank, self.size, self._wire(call, choice, form, channel, shared and not exchanges)
-
-        def bind_known(call: Call) -> Program:
-            return binding.bind_call(call, *place, device, first, self.nodes)
-
-        if not exchanges:
-            program = bind_known(call)
-            is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
-            program.deferred = self.async_progress and is_long and program.exchanges is not None
-            return program
-        return bind_after_exchange(call, bind_count_exchange(call, *place, self.nodes), bind_known, device)
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
         """Exchange the block lengths of a blocking call; return it with those of the blocks it handles. Collective."""
         key = call.collective, choice.algorithm, call.root
         exchange = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
         if exchange is None:
-            wire = self._wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
+            wire = self._builder.wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
         exchange.load(call)
         self._run_or_poison(exchange.program, call)
@@ -317,18 +286,6 @@ class Planner:
         if len(self._count_exchanges) > MAX_PROGRAMS:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
         return exchange.with_counts(call)
-
-    def _bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
-        spans = binding.buffer_spans(call)
-        source = ElementArray.allocate(spans[0], call.unit)
-        target = source if call.source is call.target else ElementArray.allocate(spans[1], call.unit)
-        if choice.algorithm == NATIVE:
-            program = native.program(self.comm, call, "blocking", source.array, target.array)
-        else:
-            task = binding.call_task(call, choice, self.rank, self.size, self.nodes)
-            wire = self._wire(call, choice, "blocking", BLOCKING_CHANNEL)
-            program = bind(task, source, target, wire, binding.reduce_kernel(call))
-        return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))
 
     def _add_program(self, key: Hashable, program: Program) -> None:
         """Keep a program of non-blocking calls for those with the same key."""
@@ -365,7 +322,7 @@ class Planner:
             compiled = self.cache.compile(program, key, call)
             if compiled is not None:
                 self._compiled[turn][key.arguments] = compiled
-                self._calls[turn].add(key.arguments[0], compiled, key.given, 0)
+                self._calls[turn].add(key.arguments[0], compiled, key.given, compiled.start_spins)
 
     def release(self, request: Request) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.buffers.staging import DeviceMemory
+from collectives.runtime.program_table import REFUSED
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
 from collectives.transport.exchange import Exchange
@@ -90,7 +91,7 @@ class Program:
 
     on_arrays: Callable[[Any, Any], bool] | None = None
     exchanges: tuple[Exchange, ...] | None = None
-    broken = waits_in_mpi = prefers_finish = deferred = False
+    broken = waits_in_mpi = prefers_finish = deferred = is_startable = False
     begins: tuple[tuple[int, int], ...] = ()
     position = 0
 
@@ -144,6 +145,24 @@ class Program:
         self.position = len(self.calls)
         for call in calls:
             call()
+
+    # Compiled programs are started and ended by compiled code; these methods leave all to Python.
+
+    def start_for(self, request: object) -> bool:
+        """Start the program in compiled code for its persistent request; False if that is left to Python."""
+        return False
+
+    def end_for(self, request: object, patient: bool) -> int:
+        """Advance the program of a request that compiled code manages; the result is as in `program_table`."""
+        return REFUSED
+
+    def take_back(self, request: object) -> int:
+        """Leave a request that compiled code manages to Python."""
+        return REFUSED
+
+    def runs_for(self, request: object) -> bool:
+        """True if the program runs for an active request that compiled code manages."""
+        return False
 
     def free(self) -> None:
         self.calls = (_freed,)

@@ -138,7 +138,7 @@ class ProgramCache:
 
         `number` is that of ``compiled_calls.run[name]`` for this call.
         """
-        if number != table.OTHER_ARRAYS:
+        if number != table.REFUSED:
             program, result = self.compiled_calls.started(name, number)
             try:
                 program.go_on(result)

@@ -29,10 +29,19 @@ RECV_ARRAY = SEND_ARRAY + ARRAY_WORDS
 """The two arrays that a call passes, each in `ARRAY_WORDS` words: 1 if it is written, the memory that it is, the offset
 of that in the array, and its bytes that may not overlap those of the other array."""
 
-SHARED_CORES, DEFERRED = RECV_ARRAY + ARRAY_WORDS, RECV_ARRAY + ARRAY_WORDS + 1
-HEADER_WORDS = DEFERRED + 1
-"""1 if the core is yielded between polls; 1 if a call only stores the addresses of its arrays; and the length of the
+SHARED_CORES, DEFERRED, POLLS = range(RECV_ARRAY + ARRAY_WORDS, RECV_ARRAY + ARRAY_WORDS + 3)
+"""1 if the core is yielded between polls; 1 if a call only stores the addresses of its arrays; and the polls without
+progress after which a wait returns."""
+
+STARTABLE, REQUEST, PROGRESS = range(POLLS + 1, POLLS + 4)
+HEADER_WORDS = PROGRESS + 1
+"""1 if compiled code may start the program for its persistent request; the active request that compiled code advances
+and ends, as the address of the object, or 0; and the address of the words of the process. Then the length of the
 header."""
+
+ACTIVE_REQUESTS, HAS_THREAD, ATTEMPTS, PROGRESS_WORDS = range(4)
+"""Words of the process: the list of active requests, as the address of the object; 1 if the progress thread exists; and
+how often the program has made progress itself. Then their number."""
 
 # ------------------------------------------------------------------------------------------ the sections
 
@@ -57,9 +66,9 @@ Then the number of words."""
 
 # ------------------------------------------------------------------------------------------ results of the kernel
 
-DONE, WAITING, OTHER_ARRAYS, MISMATCH, UNREADABLE = range(5)
-"""The program has ended; it waits for a peer; nothing was done, as the arrays are not those expected; a message of
-another call or length came; a peer's memory could not be read."""
+DONE, WAITING, REFUSED, MISMATCH, UNREADABLE = range(5)
+"""The program has ended; it waits for a peer; nothing was done, as the call or its arrays are not those expected, or
+compiled code does not manage the request; a message of another call or length came; a peer's memory cannot be read."""
 
 RESULT = 7
 """Bits of the result in the number that a call returns; the bits above are the number of the entry it has started."""

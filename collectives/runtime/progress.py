@@ -15,13 +15,15 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.program import Program
+from collectives.runtime.program_table import ACTIVE_REQUESTS, ATTEMPTS, HAS_THREAD, PROGRESS_WORDS
 from collectives.transport.wire import NAP, pause
 
 if TYPE_CHECKING:
-    from collectives.runtime.requests import Request
+    from collectives.runtime.operation import Operation
 
 LONGEST_SLEEP = 1e-3
 """Seconds between two checks of the progress thread while the program makes progress itself, or nothing progresses."""
@@ -35,18 +37,20 @@ NAPS = 10
 IDLE_CHECKS = 500
 """Consecutive checks without active requests, after which the progress thread ends."""
 
-active_requests: list[Request] = []
-"""Active requests of this process; changed only while holding `progress_lock`."""
+active_requests: list[Operation] = []
+"""Active requests of this process; changed only while holding `progress_lock`, or in one step by compiled code."""
 
-lone_requests: list[Request] = []
+lone_requests: list[Operation] = []
 """Requests that a thread completes by itself, so that no other thread progresses them; changed as `active_requests`."""
+
+progress_words = np.zeros(PROGRESS_WORDS, np.int64)
+progress_words[ACTIVE_REQUESTS] = id(active_requests)
+"""Words of the process for compiled code: see `program_table`."""
 
 progress_lock = threading.RLock()
 """Held while active requests progress, which any thread may do for all others.
 
 No thread waits for another rank while it holds this lock."""
-
-_progress_count = 0
 
 
 @cache
@@ -57,9 +61,8 @@ def mpi_is_thread_safe() -> bool:
 
 def progress() -> None:
     """Progress all active requests without blocking; an error in one of them is raised here."""
-    global _progress_count
     with progress_lock:
-        _progress_count += 1
+        progress_words[ATTEMPTS] += 1
         for request in tuple(active_requests):
             request._advance()
     if progress_thread.portion.locked():  # it needs the GIL at the end of its portion, which polling would keep
@@ -123,6 +126,7 @@ class ProgressThread:
         if self.thread is None and not self._ending:
             self.thread = threading.Thread(target=self._run, name="chorus-progress", daemon=True)
             self.thread.start()
+            progress_words[HAS_THREAD] = 1
 
     def wake(self) -> None:
         """Let the thread check now, before a call that blocks in MPI or after the start of work that it is to do."""
@@ -132,27 +136,31 @@ class ProgressThread:
     def end(self) -> None:
         """End the thread for good, as the program exits."""
         self._ending, thread = True, self.thread
+        progress_words[HAS_THREAD] = 0
         self.wake()
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        pause, idle, seen = LONGEST_SLEEP, 0, _progress_count
+        pause, idle, seen = LONGEST_SLEEP, 0, progress_words[ATTEMPTS]
         while not self._ending and not (idle >= IDLE_CHECKS and self._retired()):
             woken = self._alarm.acquire(timeout=pause)
             idle = 0 if active_requests else idle + 1
             pause = SHORTEST_SLEEP if woken else min(2 * pause, LONGEST_SLEEP)
-            if _progress_count != seen and not woken:  # the program makes progress itself
-                seen, pause = _progress_count, LONGEST_SLEEP
+            if progress_words[ATTEMPTS] != seen and not woken:  # the program makes progress itself
+                seen, pause = progress_words[ATTEMPTS], LONGEST_SLEEP
             elif active_requests and not self._ending and _advance_active():
                 pause = SHORTEST_SLEEP
 
     def _retired(self) -> bool:
         """Forget the thread, which is to end, unless a request has become active."""
         with progress_lock:
-            if not active_requests:
+            progress_words[HAS_THREAD] = 0  # first: from here on compiled code starts no request
+            if active_requests:
+                progress_words[HAS_THREAD] = 1
+            else:
                 self.thread = None
-            return not active_requests
+            return self.thread is None
 
 
 def _advance_active() -> bool:
@@ -170,7 +178,7 @@ def _advance_active() -> bool:
     return moved
 
 
-def _has_moved(request: Request, advance: Callable[[], object]) -> bool:
+def _has_moved(request: Operation, advance: Callable[[], object]) -> bool:
     """Call `advance`; True if the request has moved. An error is kept for those who wait."""
     before = request.program.position
     try:
@@ -181,7 +189,7 @@ def _has_moved(request: Request, advance: Callable[[], object]) -> bool:
     return not request.active or request.program.position != before
 
 
-def _run_portion(request: Request, naps: int) -> None:
+def _run_portion(request: Operation, naps: int) -> None:
     """Run the program of a request, if it still is active, until it has slept `naps` times for other ranks."""
     with progress_thread.portion:
         with progress_lock:
@@ -202,6 +210,7 @@ def _after_fork() -> None:
     """Forget requests and thread in a forked process, which has no part in them."""
     active_requests.clear()
     lone_requests.clear()
+    progress_words[HAS_THREAD] = 0
     progress_thread.thread, progress_thread.portion = None, threading.Lock()
     progress_lock.release()
 

@@ -7,7 +7,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.compressed import Motion
-from collectives.runtime.requests import Request, wait_all
+from collectives.runtime.request_lists import wait_all
+from collectives.runtime.requests import Request
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.data_parallel.reducers import START, Assignment, PlainReducer, StepScale

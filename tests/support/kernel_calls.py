@@ -8,7 +8,7 @@ import numpy as np
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
-from collectives.runtime import reduction_kernels, table_kernel
+from collectives.runtime import call_kernel, reduction_kernels
 from parallel.nn import kernels as nn
 from parallel.optim.kernels import compiled_updates as updates
 from quant import NF4, PRESETS, PerGroup, QuantSpec, quantize
@@ -41,7 +41,7 @@ def call_quant():
 
 
 def call_programs():
-    table_kernel.functions()
+    call_kernel.functions()
     for name in "?bhilqBHILQfdFD":
         for ufuncs in reduction_kernels._KERNELS.values():
             for ufunc in ufuncs:

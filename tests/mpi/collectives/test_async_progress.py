@@ -12,7 +12,7 @@ from support.exchange_cases import TABLE, Question
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument
 from collectives.runtime import compiled_program
-from collectives.runtime.planner import DEFERRED_BYTES
+from collectives.runtime.program_builder import DEFERRED_BYTES
 from collectives.runtime.progress import progress_lock, progress_thread
 
 LONG = DEFERRED_BYTES // 8

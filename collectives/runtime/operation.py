@@ -1,0 +1,288 @@
+"""A collective under way: start, progress and end of its program, without the methods that users call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from threading import current_thread
+from typing import Any, Protocol
+
+from collectives.buffers.staging import DeviceMemory
+from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime.program import Program
+from collectives.runtime.program_table import DONE, REFUSED, WAITING
+from collectives.runtime.progress import (
+    active_requests,
+    lone_requests,
+    mpi_is_thread_safe,
+    progress_lock,
+    progress_thread,
+)
+
+acquire_progress, release_progress = progress_lock.acquire, progress_lock.release
+"""The lock, in half the time of a with statement."""
+
+
+class ProgramOwner(Protocol):
+    """Interface of what made an operation."""
+
+    def release(self, operation: Any) -> None:
+        """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
+
+
+class Operation:
+    """A bound program and the state of its run: `begin` or `activate`, then `_advance` by any thread up to the end.
+
+    Python code changes the state while holding `progress_lock`. The operations of compiled programs are managed by
+    compiled code where possible (`request_kernel`), from a start until `take_back`.
+    """
+
+    in_thread = False
+    """The progress thread runs a portion of the program, which no other thread may use meanwhile."""
+
+    error: BaseException | None = None
+    """Error that aborted the operation in the progress thread, to be raised by `Test` or `Wait`."""
+
+    on_end: Callable[[], object] | None = None
+    """Called when the active operation ends."""
+
+    tag: int | None = None
+    """MPI tag of the messages between nodes of a non-blocking call."""
+
+    holds_program = True
+    """Its program may still run, in the thread that waits for it if it is not active."""
+
+    owns_program = False
+    """The program of a non-blocking request is not kept for later calls."""
+
+    persistent = False
+
+    device: DeviceMemory | None = None
+    """Device of the memory; its stream at the start is that of the whole operation."""
+
+    _handle: Any = None
+    """MPI's handle of a `NativeRequest`, to be completed at the end; None once it has ended."""
+
+    _context: Callable[[], AbstractContextManager[None]] | None = None
+    _gate: Callable[[], bool] | None = None
+    _broken = False
+
+    _active = _startable = False
+    """Active, or an idle persistent request, and managed by Python; not while compiled code manages it."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Program | CompiledProgram,
+        owner: ProgramOwner,
+        memory: object,
+        persistent: bool = False,
+    ) -> None:
+        self.name = name
+        self.program = program
+        self.owner = owner
+        self._memory = memory  # is kept until the end
+        if persistent:
+            self.persistent = self._startable = True
+
+    @property
+    def active(self) -> bool:
+        """True between start and completion."""
+        return self._active or self.program.runs_for(self)
+
+    @property
+    def is_startable(self) -> bool:
+        """True for an idle persistent request."""
+        return self._startable or self.program.is_startable
+
+    def begin(self, gate: Callable[[], bool] | None) -> None:
+        """Activate the request and start its program: now, or if there is a `gate` as soon as that returns True."""
+        with progress_lock:
+            if self.device is not None:
+                self._context = self.device.capture()
+            self._gate = gate
+            self.activate()
+            if gate is None:
+                self._start_program()
+
+    def activate(self) -> None:
+        """Activate the request; the caller holds `progress_lock`."""
+        self._active = True
+        active_requests.append(self)
+        if progress_thread.thread is None:
+            progress_thread.ensure()
+        if self.program.deferred:
+            progress_thread.wake()
+
+    def resume(self, program: CompiledProgram) -> None:
+        """Activate the request of a `program` that compiled code has started; it goes on, if it can."""
+        if program.deferred or not mpi_is_thread_safe() or not program.activate_for(self):
+            with progress_lock:
+                program.ended = False
+                self.activate()
+
+    def _start_program(self) -> None:
+        if self.tag is not None and isinstance(self.program, Program):
+            self.program.wire.use_tag(self.tag)
+        if self._do(self.program.start):
+            self._end()
+
+    def _advance(self) -> None:
+        if not self._active:
+            self._advance_compiled()
+            return
+        if self.in_thread:
+            return
+        if self._gate is not None:
+            if not self._do(self._gate):
+                return
+            self._gate = None
+            self._start_program()
+            return
+        if self._do(self.program.advance):
+            self._end()
+
+    def _advance_compiled(self) -> None:
+        """Advance the request if compiled code manages it."""
+        result = self.program.end_for(self, False)
+        if result == DONE and not self.persistent:
+            self._complete()
+        elif result > REFUSED:  # an error
+            self.take_back()
+            self._advance()
+
+    def _advance_within_node(self) -> None:
+        """Advance the program if that needs no call of the MPI; `_advance` then completes the request."""
+        if self._active and self._gate is None and self.on_end is None and self.program.needs_no_mpi:
+            self._do(self.program.advance)
+
+    @property
+    def portioned(self) -> CompiledProgram | None:
+        """The program if the progress thread can run it now without locks: a compiled one of long messages."""
+        program = self.program
+        runs = self._active and self._gate is None and program.deferred
+        return program if runs and isinstance(program, CompiledProgram) else None
+
+    def _note(self, program: CompiledProgram, result: int) -> None:
+        """Take note of the result of a portion of `program`, which the progress thread has run."""
+        self.in_thread = False
+        self._do(partial(program.note, result))
+        if program.ended and mpi_is_thread_safe():
+            self._end()
+
+    def _do(self, step: Callable[[], Any]) -> Any:
+        """Return `step()`, run in the request's device context; an error aborts the operation and is raised."""
+        try:
+            if self._context is None:
+                return step()
+            with self._context():  # other threads have other current streams
+                return step()
+        except BaseException as error:
+            if current_thread() is progress_thread.thread:
+                self.error = error
+            self._broken = True
+            self.program.broken = step is not self._gate  # no message has left before the gate opens
+            active_requests.remove(self)
+            if not self.persistent:
+                self.owner.release(self)
+            self._ended()
+            raise
+
+    def _complete_handle(self) -> None:
+        """Complete `_handle`, which only a `NativeRequest` has."""
+
+    def _ended(self) -> None:
+        self._active = False  # last of all: a thread that waits for it continues
+        if self._handle is not None:
+            self._complete_handle()
+        if self.on_end is not None:
+            self.on_end()
+
+    def _end(self) -> None:
+        active_requests.remove(self)
+        self._startable = self.persistent
+        self._complete()
+
+    def _complete(self) -> None:
+        """End the operation: release the program of a non-blocking call."""
+        try:
+            if not self.persistent:
+                self.owner.release(self)
+                self._memory = None
+        finally:
+            self._ended()
+
+    def _hand_over(self) -> None:
+        """Let compiled code manage a persistent request just started, if it can; the caller holds `progress_lock`."""
+        program = self.program
+        if isinstance(program, CompiledProgram) and not program.deferred and mpi_is_thread_safe():
+            if program.ended:
+                self._end()
+            program.manage(self, self._active)
+            self._active = self._startable = False
+
+    def take_back(self) -> None:
+        """Manage the request in Python from now on; the caller holds `progress_lock`."""
+        if self.program.runs_for(self) or self.program.is_startable:
+            self._active = True  # no thread may see it inactive in between
+            result = self.program.take_back(self)
+            self._active = result == WAITING
+            self._startable |= result == DONE
+
+    def _end_soon(self) -> bool:
+        """Poll for messages of a compiled program; True if that, and no other thread, has ended it."""
+        if not isinstance(self.program, CompiledProgram):
+            return False
+        acquire_progress()
+        try:
+            if not self._active or self.in_thread or self._gate is not None or not self._do(self.program.poll):
+                return False
+            self._ended_in_wait()
+            self._end()
+            return True
+        finally:
+            release_progress()
+
+    def _ended_in_wait(self) -> None:
+        """Note that `Wait` of this request itself has seen the end; nothing else has."""
+
+    def _deactivate_alone(self) -> bool:
+        """Make this request inactive if no other is active, so that no thread progresses it; True if that was done.
+
+        Only requests of which `Wait` may block in MPI.
+        """
+        acquire_progress()
+        try:
+            alone = self._active and not self.in_thread and len(active_requests) == 1 and self._gate is None
+            alone = alone and (self.persistent or self.program.prefers_finish)
+            if alone:
+                active_requests.clear()
+                lone_requests.append(self)
+                self._active = False
+            return alone
+        finally:
+            release_progress()
+
+    def _finish_alone(self) -> None:
+        """Finish the program of a request that `_deactivate_alone` has made inactive."""
+        program = self.program
+        try:
+            if self._context is None:
+                program.finish()
+            else:
+                with self._context():  # this thread may have another current stream than the start had
+                    program.finish()
+            self._ended_in_wait()
+        except BaseException:
+            self._broken = program.broken = True
+            raise
+        finally:
+            with progress_lock:  # another thread may begin a call with the program that this one gives back
+                lone_requests.remove(self)
+                if not self.persistent:
+                    self._complete()
+                else:
+                    self._startable = not self._broken
+                    if self.on_end is not None:
+                        self.on_end()

@@ -1,0 +1,78 @@
+"""Builds the programs of collective calls on one communicator: over its transports, or of the MPI's own collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpi4py import MPI
+
+from collectives.buffers.staging import DeviceMemory
+from collectives.runtime import binding, native
+from collectives.runtime.binder import bind as bind_task
+from collectives.runtime.binding import EagerBuffers
+from collectives.runtime.call import Call
+from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
+from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
+from collectives.runtime.program import ElementArray, Program
+from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
+from collectives.transport.wire import Wire
+
+DEFERRED_BYTES = 1 << 17
+"""Bytes from which a message is copied by the progress thread with the option `async_progress`."""
+
+
+class ProgramBuilder:
+    """Builds the programs of calls over `transports`; with `async_progress`, those of long messages are `deferred`."""
+
+    def __init__(self, comm: MPI.Intracomm, transports: Transports, async_progress: bool) -> None:
+        self._comm, self._transports, self._async_progress = comm, transports, async_progress
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+
+    def on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
+        """(call to bind, its device); the device is None if the data is on the host or must be staged there."""
+        aware = self._transports.aware and choice.algorithm != NATIVE
+        return (binding.as_device_call(call) if aware else None) or (call, None)
+
+    def wire(self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, shared: bool = False) -> Wire:
+        """Create the transport of a call's program; see `Transports.wire`."""
+        return self._transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, shared)
+
+    def bind(
+        self,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        device: DeviceMemory | None = None,
+        first: Sequence[Callable[[], object]] = (),
+        channel: int | None = BLOCKING_CHANNEL,
+        shared: bool = False,
+    ) -> Program:
+        """Build the program of a call on its own memory; `first` runs before all else."""
+        if choice.algorithm == NATIVE:
+            source, target, loading, storing = binding.buffer_ends(call, None)
+            return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
+        exchanges = needs_counts(call, choice)
+        place = choice, self._rank, self._size, self.wire(call, choice, form, channel, shared and not exchanges)
+
+        def bind_known(call: Call) -> Program:
+            return binding.bind_call(call, *place, device, first, self._transports.nodes)
+
+        if not exchanges:
+            program = bind_known(call)
+            is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
+            program.deferred = self._async_progress and is_long and program.exchanges is not None
+            return program
+        return bind_after_exchange(call, bind_count_exchange(call, *place, self._transports.nodes), bind_known, device)
+
+    def bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
+        """Build the program of a short blocking call, with buffers of its own."""
+        spans = binding.buffer_spans(call)
+        source = ElementArray.allocate(spans[0], call.unit)
+        target = source if call.source is call.target else ElementArray.allocate(spans[1], call.unit)
+        if choice.algorithm == NATIVE:
+            program = native.program(self._comm, call, "blocking", source.array, target.array)
+        else:
+            task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
+            wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
+            program = bind_task(task, source, target, wire, binding.reduce_kernel(call))
+        return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

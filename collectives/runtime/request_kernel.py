@@ -1,0 +1,106 @@
+"""Compiled start, progress and end of requests, in place of the same steps in Python.
+
+A request is *managed* by compiled code while its program's table names it (`REQUEST`), or permits starts (`STARTABLE`).
+These functions hold the interpreter's lock (GIL) throughout, so that each is one step for all other threads: they need
+no lock of their own, and leave `active_requests` as Python code expects it.
+"""
+
+# mypy: ignore-errors
+# Types of compiled functions are not those of Python.
+
+from numba import types
+
+from collectives.runtime import kernel_memory, table_kernel
+from collectives.runtime import program_table as table
+from collectives.runtime.kernel_memory import DATA, ITEMS, SIZE, load_word, object_address, set_word_at, word_at
+from collectives.runtime.table_kernel import advance
+from quant.kernels.jit import compiler
+
+_compile = compiler(table, kernel_memory, table_kernel)
+
+_append = types.ExternalFunction("PyList_Append", types.int32(types.int64, types.int64))
+_set_slice = types.ExternalFunction("PyList_SetSlice", types.int32(types.int64, types.int64, types.int64, types.int64))
+
+
+@_compile
+def _address(numbers):
+    """Address of a table, given as an array."""
+    return load_word(object_address(numbers) + DATA)
+
+
+@_compile
+def _active_requests(t):
+    return word_at(word_at(t, table.PROGRESS), table.ACTIVE_REQUESTS)
+
+
+@_compile
+def _has_thread(t):
+    return word_at(word_at(t, table.PROGRESS), table.HAS_THREAD) != 0
+
+
+@_compile
+def _count_attempt(t):
+    words = word_at(t, table.PROGRESS)
+    set_word_at(words, table.ATTEMPTS, word_at(words, table.ATTEMPTS) + 1)
+
+
+@_compile
+def _activate(t, request):
+    _count_attempt(t)
+    set_word_at(t, table.REQUEST, request)
+    _append(_active_requests(t), request)
+
+
+@_compile
+def _deactivate(t):
+    requests, request = _active_requests(t), word_at(t, table.REQUEST)
+    set_word_at(t, table.REQUEST, 0)
+    for index in range(load_word(requests + SIZE)):
+        if word_at(load_word(requests + ITEMS), index) == request:
+            _set_slice(requests, index, index + 1, 0)
+            break
+
+
+@_compile
+def _is_idle(t):
+    return word_at(t, table.STARTABLE) != 0 and word_at(t, table.REQUEST) == 0
+
+
+def start(numbers, request):
+    t = _address(numbers)
+    if not (_is_idle(t) and _has_thread(t)):
+        return False
+    if advance(t, 0) != table.DONE:
+        _activate(t, object_address(request))
+    return True
+
+
+def activate(numbers, request):
+    t = _address(numbers)
+    if not _has_thread(t):
+        return False
+    _activate(t, object_address(request))
+    return True
+
+
+def end(numbers, request, patient):
+    t = _address(numbers)
+    if word_at(t, table.REQUEST) != object_address(request):
+        return table.DONE if _is_idle(t) else table.REFUSED
+    if patient:
+        _count_attempt(t)
+    polls = word_at(t, table.POLLS) if patient and load_word(_active_requests(t) + SIZE) == 1 else 0
+    result = advance(t, polls)
+    if result == table.DONE:
+        _deactivate(t)
+    return result
+
+
+def take_back(numbers, request):
+    t = _address(numbers)
+    is_active, is_idle = word_at(t, table.REQUEST) == object_address(request), _is_idle(t)
+    if not (is_active or is_idle):
+        return table.REFUSED
+    set_word_at(t, table.REQUEST, 0)
+    set_word_at(t, table.STARTABLE, 0)
+    return table.WAITING if is_active else table.DONE
