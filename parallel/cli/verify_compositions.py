@@ -25,6 +25,7 @@ from parallel.conformance.published_bugs import CASES
 
 MOST_FAILURES = 5
 SECONDS = 120.0  # for one composition; then all stacks are shown and the program ends
+STDERR = 2  # the file descriptor
 
 
 def under_mpi(world: Communicator) -> Launch:
@@ -61,7 +62,7 @@ def main() -> int:
     launch, ranks = (under_mpi(world), world.Get_size()) if mpi else (on_threads, args.ranks)
 
     def check(composition: Composition) -> str:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=STDERR)
         found: str = world.bcast(difference(composition, launch))
         faulthandler.cancel_dump_traceback_later()
         return found

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from collectives import Communicator
 from parallel.context.models_by_length import ModelsByLength
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
-from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, sequence_models
-from parallel.engine.divided_sequences import TENSOR as TENSOR
+from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis

@@ -10,7 +10,8 @@ from collectives.compressed.compression_model import fitted
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.compression import check_compression, choose_compression
-from parallel.engine.model_on_mesh import TENSOR, check_cut
+from parallel.engine.divided_sequences import TENSOR
+from parallel.engine.model_on_mesh import check_cut
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams

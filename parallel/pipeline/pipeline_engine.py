@@ -16,9 +16,10 @@ from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
 from parallel.engine.compression import check_compression, compressor_of
+from parallel.engine.divided_sequences import TENSOR
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure
-from parallel.engine.model_on_mesh import TENSOR, check_cut, cut_for, forecast_axis, place_model
+from parallel.engine.model_on_mesh import check_cut, cut_for, forecast_axis, place_model
 from parallel.engine.settings import Settings
 from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import Mesh

@@ -12,8 +12,8 @@ from typing import Any
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.reducers import Assignment
+from parallel.engine.divided_sequences import TENSOR
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
-from parallel.engine.model_on_mesh import TENSOR
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK

@@ -7,9 +7,11 @@ from support.training_states import differing, whole
 
 from collectives import Communicator
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, mlp, transformer
+from parallel.nn.operator import ArraySpec
 from parallel.nn.placement import PlacementError
 from parallel.optim.optimizers import AdamW
 
@@ -71,6 +73,21 @@ def test_a_mesh_trains_as_replicas_do(comm, alone, layout, context):
         assert same_score.loss == pytest.approx(score.loss, rel=1e-4) and same_score.measure == score.measure
         for name, tensor in state.items():
             np.testing.assert_allclose(same_state[name], tensor, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("layout", "reproducible"), [("dp", False), ("zero1", True), ("zero3", False)])
+def test_forecast(comm, layout, reproducible):
+    """Exact, kind by kind, for every rank, from the length of the sequences."""
+    ranks, shapes = comm.Get_size(), lambda samples: (ArraySpec((samples, 13), np.dtype(np.int64)),) * 2
+    logical = {"reproducible": True, "sequence_parts": 4, "tensor_shards": ranks} if reproducible else {}
+    workload = Workload(comm.Get_rank(), ranks, shapes, [(2,) * COUNT])
+    for mesh in reproducible_meshes(ranks) if reproducible else meshes(ranks):
+        settings = Settings(first_bytes=1, bucket_bytes=5000, layout=layout, mesh=mesh, **logical)
+        forecast = DataParallelEngine.forecast(gpt(), SoftmaxCrossEntropy(), AdamW(rate=0.01), workload, settings)
+        with engine(comm, layout=layout, mesh=mesh, **logical) as made:
+            made.step(list(batches(made.share(COUNT), 0, lengths=(13,))))
+            assert forecast.predicted == made.ledger.predicted == made.ledger.allocated
+            assert forecast.work == made.ledger.work
 
 
 def reproducible_meshes(ranks):
