@@ -40,7 +40,18 @@ class ModelDivision(NamedTuple):
     attention: type[ContextAttention]
 
 
+class NoHeads(CausalAttention):
+    """Attention of a shard without heads, which exchanges nothing."""
+
+    mixes = ()
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 def _causal(operator: CausalAttention, how: ModelDivision) -> Operator:
+    if not operator.heads:
+        return NoHeads()
     return how.attention(how.axis, how.division, operator.heads)
 
 

@@ -36,6 +36,21 @@ def test_random_compositions(first):
         assert not difference(composition), str(composition)
 
 
+EDGES = (
+    Composition(mesh="cp=4", length=1),
+    Composition(mesh="cp=3", length=2, samples=2, context="ring"),
+    Composition(mesh="tp=3", heads=1, vocabulary=2),
+    Composition(mesh="cp=2,tp=2", heads=1, length=3),
+    Composition(mesh="cp=2", length=4, layers=0),
+)
+"""Fewer tokens, heads or classes than ranks."""
+
+
+@pytest.mark.parametrize("composition", EDGES, ids=str)
+def test_parts_that_are_empty(composition):
+    assert not difference(composition)
+
+
 def local_count(patch):
     """The mean loss of a step divides by the targets of this rank's micro-batches."""
     begin = StepSync.begin
