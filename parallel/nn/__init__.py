@@ -6,6 +6,7 @@ from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.gated import SwiGLU, gated_transformer
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, Loss, SoftmaxCrossEntropy
 from parallel.nn.models import build, convnet, mlp, transformer
@@ -38,10 +39,12 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SoftmaxCrossEntropy",
+    "SwiGLU",
     "Unembedding",
     "build",
     "constant",
     "convnet",
+    "gated_transformer",
     "mlp",
     "normal",
     "self_attention",

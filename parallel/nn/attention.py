@@ -27,13 +27,12 @@ class CausalAttention(Operator):
         self.heads = heads
 
     def _expect(self, x: Any) -> None:
-        fits = len(x.shape) == 3 and x.shape[2] % max(3 * self.heads, 1) == 0
+        fits = len(x.shape) == 3 and x.shape[2] % (3 * self.heads) == 0
         expect(fits, self, f"an array of shape (batch, length, multiple of 3 times {self.heads} heads)", x)
 
     def _heads(self, x: Array, parts: int) -> Array:
         """View of `x`, of shape (batch, length, parts * width), as (parts, batch, heads, length, head width)."""
-        width = x.shape[2] // max(parts * self.heads, 1)
-        return x.reshape(*x.shape[:2], parts, self.heads, width).transpose(2, 0, 3, 1, 4)
+        return x.reshape(*x.shape[:2], parts, self.heads, x.shape[2] // (parts * self.heads)).transpose(2, 0, 3, 1, 4)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Attention, one block of queries after the other; saves x and the attention probabilities."""

@@ -13,9 +13,11 @@ from typing import Any
 
 from parallel.nn.array_checks import label
 from parallel.nn.attention import CausalAttention
-from parallel.nn.compose import Recompute
+from parallel.nn.blockwise_attention import BlockwiseAttention, Heads
+from parallel.nn.compose import Recompute, Sequential
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.gated import SwiGLU
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, name_all
@@ -203,12 +205,35 @@ def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
 
 
 def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
-    """Attention cut by heads."""
+    """Attention cut by heads; a shard without heads passes its empty array on."""
     bounds, features = cutter.bounds(attention.heads)
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
         shards[number] = shard = copy.copy(attention)
         shard.heads = stop - start
+    return [Shards(cutter.axis.name, _unless_empty(shards, bounds), features, features)]
+
+
+def _grouped_heads(attention: BlockwiseAttention, cutter: Cutter) -> list[Operator]:
+    """Attention cut by key/value heads, each with its query heads."""
+    bounds, features = cutter.bounds(attention.heads.groups)
+    each = attention.heads.queries // attention.heads.groups
+    shards: dict[int, Operator] = {}
+    for number, (start, stop) in bounds.items():
+        shards[number] = shard = copy.copy(attention)
+        shard.heads = Heads((stop - start) * each, stop - start)
+    return [Shards(cutter.axis.name, _unless_empty(shards, bounds), features, features)]
+
+
+def _unless_empty(shards: Mapping[int, Operator], bounds: Mapping[int, tuple[int, int]]) -> dict[int, Operator]:
+    """The shards; the identity in place of those without units."""
+    return {at: shard if bounds[at][0] < bounds[at][1] else Sequential([]) for at, shard in shards.items()}
+
+
+def _gate(gate: SwiGLU, cutter: Cutter) -> list[Operator]:
+    """Gated activation cut by features: gates with their values."""
+    bounds, features = cutter.bounds(gate.features)
+    shards = {number: SwiGLU(stop - start) for number, (start, stop) in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
@@ -245,6 +270,8 @@ STYLES: dict[tuple[str, type[Operator]], Callable[..., list[Operator]]] = {
     ("column", Linear): _column,
     ("row", Linear): _row,
     ("heads", CausalAttention): _heads,
+    ("heads", BlockwiseAttention): _grouped_heads,
+    ("gate", SwiGLU): _gate,
     ("features", Dropout): _dropout,
     ("vocabulary", Embedding): _embedding,
     ("vocabulary", Unembedding): _unembedding,

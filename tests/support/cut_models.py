@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from parallel.nn.flat_params import FlatParams
+from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
@@ -52,6 +53,12 @@ CASES = {
     "gpt without blocks": ModelCase(lambda: transformer(TOKENS, CONTEXT, 0, 1, 3), SoftmaxCrossEntropy, tokens, tokens),
     "gpt of two heads": ModelCase(
         lambda: transformer(3, CONTEXT, 1, 2, 4), SoftmaxCrossEntropy, few_tokens, few_tokens
+    ),
+    "gated": ModelCase(
+        lambda: gated_transformer(TOKENS, CONTEXT, 2, 6, 18, kv_heads=3, dropout=0.2, recompute="selective,none"),
+        SoftmaxCrossEntropy,
+        tokens,
+        ignored,
     ),
     "mlp": ModelCase(lambda: mlp([12, 11, 5]), SoftmaxCrossEntropy, lambda r: r.normal(size=(6, 3, 4)), classes),
     "mlp dropout": ModelCase(

@@ -20,6 +20,7 @@ from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.flat_params import FlatParams
+from parallel.nn.gated import SwiGLU, gated_transformer
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.norm import LayerNorm, RMSNorm
@@ -145,6 +146,15 @@ CASES = {
     "gelu": Case(GELU, ANY, (), lambda torch, x, p: torch.nn.functional.gelu(x)),
     "gelu, tanh": Case(
         partial(GELU, tanh=True), ANY, (), lambda torch, x, p: torch.nn.functional.gelu(x, approximate="tanh")
+    ),
+    "swiglu": Case(
+        partial(SwiGLU, 3),
+        ((2, 6), (3, 4, 6)),
+        ((2, 5), (6,)),
+        lambda torch, x, p: torch.nn.functional.silu(x[..., :3]) * x[..., 3:],
+    ),
+    "gated transformer": Case(
+        partial(gated_transformer, 11, 8, 1, 4, 8, kv_heads=2, recompute=True), ((2, 7),), ((2, 9),), tokens=11
     ),
     "silu": Case(SiLU, ANY, (), lambda torch, x, p: torch.nn.functional.silu(x)),
     "layer norm": Case(partial(LayerNorm, 6), ((2, 3, 6), (1, 6), (0, 6)), ((2, 5), (6,)), norm),

@@ -5,6 +5,7 @@ import pytest
 from support.cut_models import TOKENS, ModelCase, expect_close, one_pass
 from support.thread_ranks import run
 
+from parallel.nn.gated import gated_transformer
 from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
@@ -31,6 +32,9 @@ CASES = {
     )
     for layers, recompute in ((0, False), (1, False), (2, True))
 }
+CASES["gated"] = ModelCase(
+    lambda: gated_transformer(TOKENS, LENGTH, 1, 6, WIDTH, kv_heads=3, dropout=0.2), SoftmaxCrossEntropy, tokens, tokens
+)
 
 
 @pytest.mark.parametrize("case", CASES)
