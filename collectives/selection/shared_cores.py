@@ -14,10 +14,10 @@ from collectives.analysis.matching import causal_levels
 from collectives.schedule.semantics import vector
 from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
 
-RESUME = 4e-6
+RESUME = 5e-6
 """Seconds of core time for a rank to go on after it waited for messages."""
 
-MESSAGE = 3e-6
+MESSAGE = 4e-6
 """Seconds of core time per message, sent and received."""
 
 BETA, GAMMA = 0.2e-9, 0.28e-9
