@@ -24,6 +24,9 @@ from collectives.runtime.progress import progress_thread
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
 
+QUIET = 0.1
+"""Seconds without any thread in a collective after which they count as left: a thread may be between two of them."""
+
 open_communicators: dict[int, Any] = {}
 """Communicators that hold resources, by order of creation."""
 
@@ -94,21 +97,39 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _await_threads(status: int) -> None:
-    """Wait up to `PATIENCE` seconds for threads in collectives; abort if any remain: the interpreter would wait on."""
-    deadline = time.monotonic() + PATIENCE
-    while _threads_in_collectives() and not MPI.Is_finalized():
-        if time.monotonic() > deadline:
-            for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
-                with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
-                    stream.flush()
-            MPI.COMM_WORLD.Abort(status)
-        time.sleep(0.01)
+    """Abort if threads do not leave their collectives: the interpreter would wait for them."""
+    try:
+        remain = _threads_remain()
+    except KeyboardInterrupt:  # Ctrl-C again
+        remain = True
+    if remain:
+        for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
+            with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
+                stream.flush()
+        MPI.COMM_WORLD.Abort(status)
 
 
-def _threads_in_collectives() -> bool:
-    """True if a non-daemon thread other than the main thread runs code of this package."""
-    others = {thread.ident for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread().ident}
-    stacks = [walk_stack(frame) for ident, frame in sys._current_frames().items() if ident in others]
+def _threads_remain() -> bool:
+    """Wait up to `PATIENCE` seconds for threads to leave their collectives for `QUIET` seconds; True if not."""
+    start = latest = now = time.monotonic()
+    while (others := _other_threads()) and not MPI.Is_finalized() and now - latest <= QUIET:
+        if now - start > PATIENCE:
+            return True
+        time.sleep(0.005)
+        now = time.monotonic()
+        if _in_collectives(others):
+            latest = now
+    return False
+
+
+def _other_threads() -> set[int | None]:
+    """Threads that the interpreter waits for at its end."""
+    return {thread.ident for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread().ident}
+
+
+def _in_collectives(threads: set[int | None]) -> bool:
+    """True if one of these threads runs code of this package."""
+    stacks = [walk_stack(frame) for ident, frame in sys._current_frames().items() if ident in threads]
     modules = [frame.f_globals.get("__package__") or "" for stack in stacks for frame, _ in stack]
     return any(module.partition(".")[0] == __package__.partition(".")[0] for module in modules)
 
