@@ -4,7 +4,6 @@
 # Types of compiled functions are not those of Python.
 
 import ctypes
-import time
 from platform import machine
 
 from llvmlite import ir
@@ -115,17 +114,61 @@ def copy_bytes(_, target, source, nbytes):
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+IS_X86 = machine().lower() in ("x86_64", "amd64")
+
+_BLOCK = ir.VectorType(WORD, 4)
+BLOCK_BYTES = 32
+
+
 @intrinsic
-def relax(_):
-    """Hint to the processor that this is a spin loop (`pause` on x86)."""
+def _stream_block(_, target, source):
+    """Copy `BLOCK_BYTES` to an aligned address by a store that leaves the data in no cache."""
 
     def generate(context, builder, signature, args):
-        if machine().lower() in ("x86_64", "amd64"):
-            hint = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.x86.sse2.pause"), [])
+        target, source = (builder.inttoptr(address, _BLOCK.as_pointer()) for address in args)
+        store = builder.store(builder.load(source, align=1), target, align=BLOCK_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(types.int64, types.int64), generate
+
+
+def _processor_hint(name):
+    """Compiled function that executes an instruction without operands of x86; nothing on other processors."""
+
+    @intrinsic
+    def execute(_):
+        def generate(context, builder, signature, args):
+            if IS_X86:
+                hint = ir.FunctionType(ir.VoidType(), [])
+                builder.call(cgutils.get_or_insert_function(builder.module, hint, name), [])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return execute
+
+
+relax = _processor_hint("llvm.x86.sse2.pause")
+"""Hint to the processor that this is a spin loop."""
+
+_finish_streams = _processor_hint("llvm.x86.sse.sfence")
+
+
+@_compile
+def stream_bytes(target, source, nbytes):
+    """Copy memory past the caches, to be read on another core: no line has to be taken from that core's cache first."""
+    if not IS_X86:
+        copy_bytes(target, source, nbytes)
+        return
+    head = min(-target % BLOCK_BYTES, nbytes)
+    copy_bytes(target, source, head)
+    blocks = (nbytes - head) // BLOCK_BYTES
+    for block in range(blocks):
+        _stream_block(target + head + block * BLOCK_BYTES, source + head + block * BLOCK_BYTES)
+    done = head + blocks * BLOCK_BYTES
+    copy_bytes(target + done, source + done, nbytes - done)
+    _finish_streams()  # such stores are not ordered before the flag that follows
 
 
 @intrinsic
@@ -157,16 +200,6 @@ else:
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 sleep_us = types.ExternalFunction("usleep", types.int32(types.int32))
-
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-_MONOTONIC = time.CLOCK_MONOTONIC
-
-
-@_compile
-def monotonic_ns(clock):
-    """Nanoseconds of a clock that never goes back; `clock` is the address of two words to use."""
-    _clock_gettime(types.int32(_MONOTONIC), clock)
-    return load_word(clock) * 1_000_000_000 + load_word(clock + 8)
 
 
 @_compile

@@ -9,20 +9,20 @@ from collectives.runtime.kernel_memory import (
     copy_bytes,
     load_acquire,
     load_word,
-    monotonic_ns,
     read_process,
     reduce_bytes,
     relax,
     set_word_at,
     store_release,
     store_word,
+    stream_bytes,
     word_at,
     yield_core,
 )
-from collectives.transport import copy_speed, mailbox
+from collectives.transport import mailbox
 from quant.kernels.jit import compiler
 
-_compile = compiler(table, mailbox, copy_speed, kernel_memory)
+_compile = compiler(table, mailbox, kernel_memory)
 
 # ------------------------------------------------------------------------------------------ operations
 
@@ -75,26 +75,12 @@ def _goes_by_address(t, operation, numbers):
         return False
     nbytes = word_at(operation, table.BYTES)
     if nbytes > word_at(numbers, mailbox.COPIED_BYTES):
-        is_probe = (word_at(numbers, mailbox.SENT) + 1) % mailbox.PROBE_EVERY == 0
-        return nbytes > word_at(numbers, mailbox.CELL_BYTES) or not is_probe
+        return True
     for index in range(word_at(operation, table.PIECE_COUNT)):
         piece = word_at(operation, table.PIECES) + 8 * table.PIECE_WORDS * index
         if not _is_shared(numbers, _address(t, piece, table.LEFT), load_word(piece)):
             return False
     return True
-
-
-@_compile
-def _judge(numbers, nbytes, duration):
-    """Expect copies into cells to be slow, or not to be, after a few of another duration than expected."""
-    is_far = word_at(numbers, mailbox.COPIED_BYTES) < word_at(numbers, mailbox.CELL_BYTES)
-    is_slow = duration * copy_speed.NBYTES > nbytes * word_at(numbers, mailbox.SLOW_NS)
-    contradictions = 0 if is_slow == is_far else word_at(numbers, mailbox.CONTRADICTIONS) + 1
-    if contradictions == mailbox.CHANGES:
-        contradictions = 0
-        copied = word_at(numbers, mailbox.CELL_BYTES)
-        set_word_at(numbers, mailbox.COPIED_BYTES, min(copied, mailbox.FAR_COPIED) if is_slow else copied)
-    set_word_at(numbers, mailbox.CONTRADICTIONS, contradictions)
 
 
 @_compile
@@ -133,13 +119,14 @@ def _send(t, operation):
     if nbytes > mailbox.INLINE:
         data = _eager_buffer(numbers, nbytes, slot, mailbox.SHORT_OUT, mailbox.CELLS_OUT)
         store_word(flag + 8, nbytes)
-    start = monotonic_ns(t + 8 * table.VECTOR) if nbytes > mailbox.FAR_COPIED else 0
+    stays_in_cache = is_short or word_at(t, table.SHARED_CORES)
     for index in range(count):
         piece = pieces + 8 * table.PIECE_WORDS * index
-        copy_bytes(data, _address(t, piece, table.LEFT), load_word(piece))
+        if stays_in_cache:
+            copy_bytes(data, _address(t, piece, table.LEFT), load_word(piece))
+        else:
+            stream_bytes(data, _address(t, piece, table.LEFT), load_word(piece))
         data += load_word(piece)
-    if start:
-        _judge(numbers, nbytes, monotonic_ns(t + 8 * table.VECTOR) - start)
     set_word_at(operation, table.NUMBER, 0)  # nothing has to be acknowledged
     store_release(flag, number * mailbox.KIND + word_at(operation, table.LABEL))
     return True

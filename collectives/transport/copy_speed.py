@@ -2,15 +2,17 @@
 
 Between cores that share a cache, a copy through shared memory is faster, as it needs no system call. Between other
 cores every store must first invalidate the cache line that the receiver has read; from a few KiB on, such a copy is no
-faster than a read of the sender's memory. A virtual machine may be moved between such cores. The limit is therefore set
-by a measurement at the creation of a communicator, and compiled code updates it by timing its copies.
+faster than a read of the sender's memory. A virtual machine may be moved between such cores. Stores past the caches,
+which compiled code makes on x86, do not wait; without these, a measurement at the creation of a communicator decides.
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,9 +29,6 @@ REPEATS = 7
 
 SLOW_RATIO = 1.6
 """A copy into shared memory is slow if it takes this many times as long as the read of the sender's memory."""
-
-NO_LIMIT = 1 << 40
-"""More nanoseconds than any copy takes."""
 
 TURNS = 300
 """Round trips of a flag, of which the fastest counts."""
@@ -53,8 +52,13 @@ class MessageSpeed(NamedTuple):
         return MessageSpeed(*largest.tolist())
 
 
-def measure(node: NodeMemory) -> tuple[int, bool, MessageSpeed]:
-    """Return (nanoseconds from which copying `NBYTES` into a cell is slow, True if it is now, speed). Collective.
+def copies_past_caches() -> bool:
+    """True if compiled code copies into shared memory by stores past the caches."""
+    return find_spec("numba") is not None and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def measure(node: NodeMemory) -> tuple[bool, MessageSpeed]:
+    """Return (True if copying into a cell is slow, speed). Collective.
 
     All ranks of the node copy at once, as in a collective. The speed is that of this rank.
     """
@@ -80,9 +84,9 @@ def measure(node: NodeMemory) -> tuple[int, bool, MessageSpeed]:
     node.comm.Barrier()  # a peer may still read `source`
     speed = MessageSpeed(round_trip, *(times.min(axis=0) / nbytes * 1e-9).tolist())
     if not node.reads:
-        return NO_LIMIT, False, speed
+        return False, speed
     write, _, read = np.median(times, axis=0)
-    return int(SLOW_RATIO * read * NBYTES / nbytes), bool(write > SLOW_RATIO * read), speed
+    return bool(write > SLOW_RATIO * read), speed
 
 
 def _flag_round_trip(node: NodeMemory, word: int) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import Mismatch, mismatch
-from collectives.transport.copy_speed import NO_LIMIT, MessageSpeed, measure
+from collectives.transport.copy_speed import MessageSpeed, copies_past_caches, measure
 from collectives.transport.cross_memory import CrossMemoryAttach
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap, map_all
@@ -64,12 +64,6 @@ one part is read while the next is written. Longer ones are sent by address if r
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
 
-CHANGES = 4
-"""Consecutive copies that contradict the expectation, slow or fast, after which the expectation changes."""
-
-PROBE_EVERY = 64
-"""One in about this many messages is copied although copies to its receiver are slow, to detect when they are fast."""
-
 RENDEZVOUS_BYTES = 1 << 13
 """Bytes from which a message in shared memory is sent by its address, without a copy into the mailbox."""
 
@@ -89,15 +83,14 @@ SPINS = 4000
 MOST_SEGMENTS = 32
 
 SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
-SLOW_NS, SHORT_BYTES, SHORT_OUT, SHORT_IN, CONTRADICTIONS, CELLS_OUT = range(10, 16)
+SHORT_BYTES, SHORT_OUT, SHORT_IN, CELLS_OUT = range(10, 14)
 CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
 PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 """Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
-into it; nanoseconds from which a copy of `copy_speed.NBYTES` bytes is slow; bytes of a short buffer, addresses of those
-of the first slots; consecutive copies that were not as expected; addresses of the cells. Then the number of segments of
-this rank that the peer has mapped, each with its first and end address; and the number of the peer's segments that this
-rank has mapped, each with its first and end address at the peer, and its first address here."""
+into it; bytes of a short buffer, addresses of those of the first slots; addresses of the cells. Then the number of
+segments of this rank that the peer has mapped, each with its first and end address; and the number of the peer's
+segments that this rank has mapped, each with its first and end address at the peer, and its first address here."""
 
 
 def usable_cores() -> set[int]:
@@ -122,9 +115,9 @@ class NodeMemory:
     neighbours' memory. Lists are indexed by rank on the node; `places` maps ranks in `everyone` to it. `bytes`,
     `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
     addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
-    other's memory. `copied`: bytes up to which messages on each channel are copied into cells at first, and `slow_ns`:
-    see `copy_speed`. `speed`: of messages on the slowest node, equal on all ranks. `cores`: number that the ranks of
-    the node may use, and `shares_cores`: it has more ranks than these.
+    other's memory. `copied`: bytes up to which messages on each channel are copied into cells. `speed`: of messages on
+    the slowest node, equal on all ranks. `cores`: number that the ranks of the node may use, and `shares_cores`: it has
+    more ranks than these.
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -161,11 +154,11 @@ class NodeMemory:
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.reads = self._reads()
-        self.slow_ns, far, speed = NO_LIMIT, False, MessageSpeed()
+        far, speed = False, MessageSpeed()
         if self.size > 1 and not self.shares_cores:
-            self.slow_ns, far, speed = measure(self)
+            far, speed = measure(self)
         self.speed = speed.slowest(everyone)
-        self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
+        self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far and not copies_past_caches() else self.cells
 
     def _reads(self) -> bool:
         """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
@@ -219,7 +212,7 @@ class MailboxEdge:
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
-        self.numbers[PID:CONTRADICTIONS] = (
+        self.numbers[PID:CELLS_OUT] = (
             node.readers[peer].pid,
             here + self.outbox * 8,
             there + self.inbox * 8,
@@ -227,7 +220,6 @@ class MailboxEdge:
             there + self.their_ack * 8,
             cell,
             node.copied[channel],
-            node.slow_ns,
             self.short,
             here + self.short_out,
             there + self.short_in,

@@ -11,7 +11,6 @@ from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, perform
 
 from collectives import Communicator
 from collectives.runtime import compiled_program, program_cache
-from collectives.transport import copy_speed, mailbox
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 DTYPES = ("float32", "float64", "int32", "int64", "uint8")
@@ -413,27 +412,3 @@ def test_numba_warns_of_nothing(quick):
         warnings.simplefilter("error")
         for _ in range(5):
             quick.Allreduce(ones(3, "i4"), ones(3, "i4"))
-
-
-@pytest.mark.parametrize("slow", [0, copy_speed.NO_LIMIT], ids=["far", "near"])
-def test_copies_that_become_slow(quick, slow):
-    """Messages then go by address, but for a few; where copies are fast again, all are copied again."""
-    rank, size, node = quick.Get_rank(), quick.Get_size(), quick._planner.node
-    if size == 1 or node is None or not node.reads or not compiled_program.available():
-        pytest.skip("nothing is copied through shared memory, or nothing is compiled")
-    mine, everyone = np.zeros(5000), np.zeros((size, 5000))
-
-    def call(turn):
-        mine[:] = rank + turn
-        quick.Allgather(mine, everyone, algorithm="ring")
-        assert (everyone == np.arange(size)[:, None] + turn).all()
-
-    for turn in range(10):
-        call(turn)
-    edge = quick._planner.transports.edges[0][(rank + 1) % size]
-    for limit in (slow, copy_speed.NO_LIMIT - slow):
-        edge.numbers[mailbox.SLOW_NS] = limit
-        for turn in range(mailbox.PROBE_EVERY * (mailbox.CHANGES + 2)):
-            call(turn)
-        copied = mailbox.FAR_COPIED if limit == 0 else edge.numbers[mailbox.CELL_BYTES]
-        assert edge.numbers[mailbox.COPIED_BYTES] == copied
