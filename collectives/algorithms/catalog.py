@@ -28,9 +28,10 @@ from collectives.algorithms import (
     two_tree,
 )
 from collectives.algorithms.hierarchical import ceil_log
+from collectives.analysis.rank_symmetry import RankSymmetry
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Rounds, Schedule, freeze
-from collectives.schedule.topology import HashedTuple, Nodes, contiguous
+from collectives.schedule.topology import HashedTuple, Nodes, contiguous, regular
 from collectives.schedule.transforms import segmented
 
 
@@ -56,6 +57,7 @@ class Algorithm(NamedTuple):
     cuts: bool = False  # the generator pipelines the data itself
     placed: bool = False  # the schedule depends on which ranks share a node
     exact: bool = True  # the formulas are exact for every number of ranks, else upper bounds
+    symmetry: str = ""  # move of the ranks, or if `placed` of the nodes, that keeps the schedule: see `rank_symmetry`
 
     @property
     def idea(self) -> str:
@@ -106,7 +108,7 @@ BOUNDS: dict[str, LowerBound] = {
 CATALOG: dict[str, dict[str, Algorithm]] = {
     "barrier": {
         "linear": Algorithm(linear.barrier, "2*(p-1)", depth="2"),
-        "dissemination": Algorithm(dissemination.barrier, "q"),
+        "dissemination": Algorithm(dissemination.barrier, "q", symmetry="rotation"),
         "leaders": Algorithm(leaders.barrier, "qN+2*qM", placed=True),
     },
     "broadcast": {
@@ -163,9 +165,9 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q"),
         "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
         "recursive_doubling": Algorithm(
-            halving.allgather, "f+2*odd", "(P-1+folds+odd*(p-1))/p", beta="(P-1+folds)/p+odd"
+            halving.allgather, "f+2*odd", "(P-1+folds+odd*(p-1))/p", beta="(P-1+folds)/p+odd", symmetry="exclusive or"
         ),
-        "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p"),
+        "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p", symmetry="rotation"),
         "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p", depth="1"),
         "hierarchical": Algorithm(hierarchical.allgather, "qN+qM", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.allgather, "qN+2*qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True),
@@ -183,8 +185,9 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             "(P-1+folds+odd*(p-1))/p",
             beta="(P-1+folds)/p+odd",
             gamma="(P-1+folds)/p+odd",
+            symmetry="exclusive or",
         ),
-        "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p"),
+        "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p", symmetry="rotation"),
         "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
         "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
         "hierarchical": Algorithm(hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True),
@@ -196,15 +199,23 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", depth="2", ordered=True),
         "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True),
         "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
-        "recursive_doubling": Algorithm(recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True),
-        "rabenseifner": Algorithm(
-            halving.allreduce, "2*f+2*odd", "2*(P-1)/P+odd", "(P-1)/P+odd", beta="2*(P-1)/P+2*odd", blocks="P"
+        "recursive_doubling": Algorithm(
+            recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True, symmetry="exclusive or"
         ),
-        "census": Algorithm(census.allreduce, "q", "q", "q+ones-min(1,p-1)", alike=False),
+        "rabenseifner": Algorithm(
+            halving.allreduce,
+            "2*f+2*odd",
+            "2*(P-1)/P+odd",
+            "(P-1)/P+odd",
+            beta="2*(P-1)/P+2*odd",
+            blocks="P",
+            symmetry="exclusive or",
+        ),
+        "census": Algorithm(census.allreduce, "q", "q", "q+ones-min(1,p-1)", alike=False, symmetry="rotation"),
         "ordered_census": Algorithm(
             census.ordered_allreduce, "q", "max(0,2*q-1)", "q+ones", ordered=True, alike=False, exact=False
         ),
-        "circulant": Algorithm(circulant.allreduce, "2*q", "2*(p-1)/p", "(p-1)/p"),
+        "circulant": Algorithm(circulant.allreduce, "2*q", "2*(p-1)/p", "(p-1)/p", symmetry="rotation"),
         "two_tree": Algorithm(
             two_tree.allreduce,
             "4*(k+f)",
@@ -219,7 +230,9 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
         "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
-        "hierarchical": Algorithm(hierarchical.allreduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.allreduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True, symmetry="rotation"
+        ),
         "leaders": Algorithm(
             leaders.allreduce,
             "qN+oddN+2*qM",
@@ -229,6 +242,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             ordered=True,
             blocks="1",
             placed=True,
+            symmetry="exclusive or",
         ),
     },
     "alltoall": {
@@ -348,6 +362,19 @@ def rounds_of_all(
     entry = find(collective, name)
     lasting = nodes and HashedTuple(nodes)
     return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
+
+
+def symmetry_of(collective: str, name: str, size: int, nodes: Nodes | None = None) -> RankSymmetry | None:
+    """Symmetry of the schedule of all ranks, without a root; None if it has none for this number of ranks or nodes."""
+    entry = find(collective, name)
+    if entry.placed and nodes is None:
+        return None
+    groups = 1 + max(nodes) if entry.placed and nodes else size
+    if not entry.symmetry or (entry.symmetry == "exclusive or" and _power(groups) != groups):
+        return None
+    if groups != size and nodes != regular(groups * (size // groups), size // groups):
+        return None
+    return RankSymmetry(entry.symmetry, groups, size // groups, blocks(collective, name, size) == size)
 
 
 def build_all(

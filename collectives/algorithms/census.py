@@ -14,7 +14,7 @@ Terms held by rank 0 of 6, p-1 = 5 = 101 in binary::
 (Bar-Noy, Kipnis, Schieber 1993, "An optimal algorithm for computing census functions in message-passing systems".)
 """
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
@@ -32,11 +32,14 @@ class _CensusRound(NamedTuple):
         return self.counted + self.own
 
 
-def _messages(size: int) -> Iterator[_CensusRound]:
-    counted = 0
+@lru_cache(maxsize=64)
+def _messages(size: int) -> tuple[_CensusRound, ...]:
+    """Rounds of the census, the same for all ranks."""
+    counted, found = 0, []
     for bit in bin(size - 1)[2:] if size > 1 else "":
-        yield _CensusRound(counted, bit == "1")
+        found.append(_CensusRound(counted, bit == "1"))
         counted += counted + int(bit)
+    return tuple(found)
 
 
 def allreduce(rank: int, size: int) -> Rounds:
@@ -46,8 +49,8 @@ def allreduce(rank: int, size: int) -> Rounds:
     differs between ranks, so floating-point results may differ in their last bits.
     """
     mine, behind, both = (span(copy * size, (copy + 1) * size) for copy in range(3))
-    messages = list(_messages(size))
-    for message, following in zip(messages, [*messages[1:], None]):
+    messages = _messages(size)
+    for message, following in zip(messages, (*messages[1:], None)):
         ahead, before = (rank + message.distance) % size, (rank - message.distance) % size
         steps: Round = [Send(ahead, mine if not message.counted else both if message.own else behind)]
         steps.append(RecvReduce(before, behind) if message.counted else Recv(before, behind))
@@ -65,13 +68,14 @@ def ordered_allreduce(rank: int, size: int) -> Rounds:
     so floating-point results may differ in their last bits.
     """
     mine, low, high, both, arrived = (span(copy * size, (copy + 1) * size) for copy in range(5))
-    messages = list(_messages(size))
-    for message, following in zip(messages, [*messages[1:], None]):
+    messages = _messages(size)
+    for message, following in zip(messages, (*messages[1:], None)):
         counted, own = message
-        ahead, before = (rank + message.distance) % size, (rank - message.distance) % size
+        distance = counted + own
+        ahead, before = (rank + distance) % size, (rank - distance) % size
         own_sum = both if rank and counted else mine
         steps: Round = [Send(ahead, (high if counted > rank else ()) + (own_sum if own else low if rank else ()))]
-        if rank < message.distance:  # it comes from around the end, where nothing of it is low
+        if rank < distance:  # it comes from around the end, where nothing of it is low
             steps.append(RecvReduce(before, high, "left") if counted > rank else Recv(before, high))
         elif not counted:
             steps.append(Recv(before, low))

@@ -30,19 +30,22 @@ def _halvings(rank: int, size: int, root: int) -> Iterator[_RangeSplit | None]:
 
     Of an odd number of ranks the root keeps the larger half, so that a scatter sends the smaller one away.
     """
-    ranks = range(size)
+    start, stop = 0, size
     for _ in range((size - 1).bit_length()):
-        if len(ranks) == 1:
+        if stop - start == 1:
             yield None
             continue
-        larger = (len(ranks) + 1) // 2
-        middle = ranks.start + larger if root < ranks.start + larger else ranks.stop - larger
-        low, high = range(ranks.start, middle), range(middle, ranks.stop)
-        other = high if root in low else low
+        larger = (stop - start + 1) // 2
+        if root < start + larger:
+            middle = start + larger
+            other = range(middle, stop)
+        else:
+            middle = stop - larger
+            other = range(start, middle)
         yield _RangeSplit(root, other.start, other)
-        if rank in other:
+        if other.start <= rank < other.stop:
             root = other.start
-        ranks = low if rank in low else high
+        start, stop = (start, middle) if rank < middle else (middle, stop)
 
 
 def _messages(halving: _RangeSplit | None, rank: int, chunks: Chunks) -> Round:
@@ -56,8 +59,9 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
     Cost: q (alpha + n beta), q = ceil(log2 p).
     """
+    everything = span(0, size)
     for halving in _halvings(rank, size, root):
-        yield _messages(halving, rank, span(0, size))
+        yield _messages(halving, rank, everything)
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:

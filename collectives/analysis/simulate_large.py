@@ -10,6 +10,7 @@ bit, for the same network whose messages cost something.
 from array import array
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 
 from collectives.analysis.cost_functions import CostFunctions
 from collectives.analysis.matching import ScheduleError
+from collectives.analysis.rank_symmetry import Integers, RankSymmetry
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Round, Send
 
-Integers: TypeAlias = NDArray[np.int64]
 Times: TypeAlias = NDArray[np.float64]
 
 
@@ -64,26 +65,31 @@ class _RoundState(NamedTuple):
 class VectorSimulator:
     """Simulator of all ranks' schedules as arrays; `price` runs it for a layout and a network, any number of times.
 
-    `schedules` has an iterable of rounds per rank, in order; generators will do. ScheduleError if a
-    message has no partner, or rounds cannot be aligned.
+    `schedules` has an iterable of rounds per rank, in order; generators will do. With a `symmetry` it has those of the
+    ranks of the first node. ScheduleError if a message has no partner, or rounds cannot be aligned.
     """
 
-    def __init__(self, schedules: Iterable[Iterable[Round]]) -> None:
-        sends, receives, sums = _StepTable(), _StepTable(), _StepTable()
-        self.size = 0
+    def __init__(self, schedules: Iterable[Iterable[Round]], symmetry: RankSymmetry | None = None) -> None:
+        sends, receives, sums = (
+            _StepTable() if symmetry is None else _MovedSteps(symmetry, columns) for columns in ((1, 2), (1, 2), (2,))
+        )
+        rank = -1
         for rank, schedule in enumerate(schedules):
-            self.size += 1
             for index, steps in enumerate(schedule):
                 added = 0
                 for place, step in enumerate(steps):
                     if isinstance(step, Send):
                         sends.append(index, rank, step.peer, place, step.chunks)
-                    elif isinstance(step, (Recv, RecvReduce)):
+                    elif isinstance(step, RecvReduce):
                         receives.append(index, step.peer, rank, place, ())
-                    if isinstance(step, (RecvReduce, Reduce)):
-                        chunks = step.chunks if isinstance(step, RecvReduce) else step.source
-                        sums.append(index, added, rank, isinstance(step, RecvReduce), chunks)
+                        sums.append(index, added, rank, True, step.chunks)
                         added += 1
+                    elif isinstance(step, Recv):
+                        receives.append(index, step.peer, rank, place, ())
+                    elif isinstance(step, Reduce):
+                        sums.append(index, added, rank, False, step.source)
+                        added += 1
+        self.size = rank + 1 if symmetry is None else symmetry.size
         _align(sends.steps, receives.steps, sums.steps)
         sent, self._sent = sends.sorted()
         added_up, self._added = sums.sorted()
@@ -117,7 +123,7 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
 
     A rank's rounds keep their order. Numbers grow until all fit: past their partner's, past those before.
     """
-    orders = [np.lexsort(steps[:, [3, 0, 2, 1]].T) for steps in (sends, receives)]  # as messages match
+    orders = [_order(steps[:, [1, 2, 0, 3]]) for steps in (sends, receives)]  # as messages match
     ends = [steps[order] for steps, order in zip((sends, receives), orders, strict=True)]
     if len(sends) != len(receives) or (ends[0][:, 1:3] != ends[1][:, 1:3]).any():
         raise ScheduleError("sends and receives do not match")
@@ -146,32 +152,72 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
         steps[:, 0] = number[column]
 
 
+FLUSHED = 1 << 16
+"""Integers of new steps that are kept in a list."""
+
+
+def _order(rows: Integers) -> Integers:
+    """Order of the rows by their columns, the first one first."""
+    spans = [int(column.max(initial=0)) + 1 for column in rows.T]
+    if prod(spans) >= 1 << 63:
+        return np.lexsort(rows.T[::-1])
+    return np.argsort(np.ravel_multi_index(tuple(rows.T), spans), kind="stable")  # much faster
+
+
 class _StepTable:
     """Table of steps of one kind: four integers per step, its round first, and the ranges of its chunks."""
 
     def __init__(self) -> None:
         self._steps, self._parts = array("q"), array("q")
+        self._new_steps, self._new_parts = list[int](), list[int]()  # lists grow faster than arrays
         self._count = 0
 
     def append(self, index: int, one: int, other: int, place: int, chunks: Chunks) -> None:
-        self._steps.extend((index, one, other, place))
+        self._new_steps += (index, one, other, place)
         for part in chunks:
-            self._parts.extend((self._count, part.start, part.stop))
+            self._new_parts += (self._count, part.start, part.stop)
         self._count += 1
+        if len(self._new_steps) > FLUSHED:
+            self._flush()
+
+    def _flush(self) -> None:
+        for table, new in ((self._steps, self._new_steps), (self._parts, self._new_parts)):
+            table.extend(new)
+            new.clear()
 
     @property
     def steps(self) -> Integers:
-        """View of the integers as an array of shape (steps, 4), to be changed in place."""
+        """View of the integers as an array of shape (steps, 4), to be changed in place, when all have been appended."""
+        self._flush()
         return np.frombuffer(self._steps, np.int64).reshape(-1, 4)
 
     def sorted(self) -> tuple[Integers, _MessageChunks]:
         """Steps sorted by their four integers, the round first, and their ranges of chunks in this order."""
         steps = self.steps
         owner, start, stop = np.frombuffer(self._parts, np.int64).reshape(-1, 3).T
-        order = np.lexsort(steps.T[::-1])
+        order = _order(steps)
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         return steps[order], _MessageChunks(len(order), places[owner], start, stop)
+
+
+class _MovedSteps(_StepTable):
+    """Table that gets, with every step, those to which a symmetry moves it; `columns` are the integers with ranks."""
+
+    def __init__(self, symmetry: RankSymmetry, columns: tuple[int, ...]) -> None:
+        super().__init__()
+        self._symmetry, self._columns = symmetry, columns
+
+    def append(self, index: int, one: int, other: int, place: int, chunks: Chunks) -> None:
+        values, shifts = (index, one, other, place), np.arange(self._symmetry.groups)
+        rows = np.tile(np.array(values, np.int64), (len(shifts), 1))
+        for column in self._columns:
+            rows[:, column] = self._symmetry.ranks(values[column])
+        self._steps.frombytes(rows.tobytes())
+        for part in chunks:
+            for starts, stops in self._symmetry.chunks(part):
+                self._parts.frombytes(np.stack([self._count + shifts, starts, stops], axis=1).tobytes())
+        self._count += len(shifts)
 
 
 def _round_states(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:
@@ -209,8 +255,9 @@ def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Intege
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
     def users(nodes: Integers, ranks: Integers) -> Integers:
-        pairs = np.unique(nodes[crossing] * most + ranks[crossing])
-        return np.bincount(pairs // most, minlength=most)
+        node_of = np.full(most, -1)  # of the ranks that take part
+        node_of[ranks[crossing]] = nodes[crossing]
+        return np.bincount(node_of[node_of >= 0], minlength=most)
 
     flows = (np.minimum(users(nodes, source), users(nodes, target))[nodes] for nodes in (leaves, comes))
     return np.where(crossing, np.maximum(*flows), 1)

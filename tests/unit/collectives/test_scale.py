@@ -14,6 +14,7 @@ from collectives.analysis.cost_functions import (
     UniformNetwork,
 )
 from collectives.analysis.matching import ScheduleError
+from collectives.analysis.rank_symmetry import RankSymmetry
 from collectives.analysis.simulate import price
 from collectives.analysis.simulate_large import VectorSimulator
 from collectives.schedule.chunks import ChunkLayout
@@ -122,3 +123,38 @@ def test_65536_ranks():
     layout = ChunkLayout.packed((nbytes // size,) * size)
     seconds = crowd.price(layout, 1, UniformNetwork(1024.0, 2.0, 0.0)).max()
     assert seconds == catalog.find("broadcast", "mst").seconds(size, nbytes, 1024, 2, 0)
+
+
+SYMMETRIC = [
+    (collective, name)
+    for collective, entries in catalog.CATALOG.items()
+    for name, entry in entries.items()
+    if entry.symmetry
+]
+
+
+@pytest.mark.parametrize(("collective", "name"), SYMMETRIC)
+def test_symmetric_schedules(collective, name):
+    """Times from the steps of the first node, moved to the others, are those of all ranks' steps, to the last bit."""
+    placed, found = catalog.find(collective, name).placed, 0
+    for size, per_node in [*((size, 1) for size in (*range(2, 18), 32)), (8, 2), (12, 3), (12, 4), (16, 4), (10, 4)]:
+        nodes = regular(size, per_node)
+        symmetry = catalog.symmetry_of(collective, name, size, nodes)
+        if symmetry is None:
+            continue
+        found += 1
+        every = list(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
+        assert len(every) == symmetry.size and symmetry.per_node == (per_node if placed else 1)
+        few = list(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))[: symmetry.per_node]
+        blocks = catalog.blocks(collective, name, size)
+        layout = ChunkLayout.packed([3 + number * number for number in range(blocks)])
+        network = ClusteredNetwork(nodes, LinearCost(1.0, 0.25), LinearCost(8.0, 0.5), LinearCost(0, 0.125))
+        times = [VectorSimulator(*given).price(layout, 4, network) for given in ((every,), (few, symmetry))]
+        assert times[0].tolist() == times[1].tolist()
+    assert found >= 4
+
+
+def test_ranges_that_a_move_would_tear():
+    for move, part in (("exclusive or", range(1, 3)), ("exclusive or", range(0, 3)), ("rotation", range(3, 6))):
+        with pytest.raises(ValueError, match="chunks "):
+            list(RankSymmetry(move, 4, 1, True).chunks(part))
