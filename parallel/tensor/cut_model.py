@@ -35,7 +35,7 @@ from parallel.nn.rewrite import replaced
 from parallel.tensor.gradient_sums import with_gradient_sums
 from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
 from parallel.tensor.sequence import DropoutOfPart, EqualParts, GatheredInput, PositionsOfPart
-from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards
+from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards, SpreadShards
 from parallel.tensor.vocabulary import EmbeddingShard, VocabularyCrossEntropy
 
 COPIES = Replicate(partial=True)
@@ -168,7 +168,7 @@ class Cutter:
         like, inner = shards[self.numbers[0]].weight, Shards(self.axis.name, shards, COPIES, features)
         if self.sequence:
             return [GatheredInput(GatherSequence(self.axis, like, self.algorithm), inner)]
-        return [CopyToShards(self.axis, like, self.algorithm), inner]
+        return [SpreadShards(CopyToShards(self.axis, like, self.algorithm), inner)]
 
     def sum(self, shards: Mapping[int, Any], takes: Placement, bias: Parameter | None = None) -> list[Operator]:
         """Shards that have a weight, g, and a bias that is added once."""

@@ -4,7 +4,7 @@ An axis is a `parallel.mesh.device_mesh.MeshAxis` or anything with `rank`, `size
 summed in float32. Along an axis of one rank nothing is exchanged. Costs are for n bytes of the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -25,6 +25,25 @@ def allreduce(axis: Any, x: Array, algorithm: str = "auto", op: MPI.Op = MPI.SUM
     total = xp.empty(x.shape, terms.dtype)
     axis.comm.Allreduce(xp.ascontiguousarray(terms), total, op=op, algorithm=algorithm)
     return total
+
+
+def start_allreduce(axis: Any, x: Array, algorithm: str = "auto") -> Callable[[], Array]:
+    """Start `allreduce`, if the axis leaves a node; return a function that completes it and returns the sum.
+
+    Within a node the sum is made by that function: cores that compute would have to make it meanwhile.
+    """
+    if axis.size == 1 or axis.comm.nodes is None:
+        return lambda: allreduce(axis, x, algorithm)
+    xp = kernels.array_namespace(x)
+    terms = xp.ascontiguousarray(widen(x))
+    total = xp.empty(x.shape, terms.dtype)
+    request = axis.comm.Iallreduce(terms, total, algorithm=algorithm)
+
+    def complete() -> Array:
+        request.Wait()
+        return total
+
+    return complete
 
 
 def allgather(axis: Any, x: Array, dim: int, lengths: Sequence[int]) -> Array:

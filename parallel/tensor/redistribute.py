@@ -16,14 +16,14 @@ The last two take their place if activations between cut operators are sharded a
 storage dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from parallel.nn.array_checks import expect
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Partial, Placement, Replicate, Shard
-from parallel.tensor.exchange import allgather, allreduce, reduce_scatter
+from parallel.tensor.exchange import allgather, allreduce, reduce_scatter, start_allreduce
 from quant.types import Array
 
 
@@ -67,7 +67,14 @@ class CopyToShards(Redistribute):
         return x, ()
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return None if dy is None else self._rounded(allreduce(self.axis, dy, self.algorithm))
+        return self.start_backward(dy)()
+
+    def start_backward(self, dy: Array) -> Callable[[], Array]:
+        """Start the backward pass; return a function that completes it and returns dx."""
+        if dy is None:
+            return lambda: None
+        complete = start_allreduce(self.axis, dy, self.algorithm)
+        return lambda: self._rounded(complete())
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         return OperatorOutline(x, (), 0, x.nbytes)

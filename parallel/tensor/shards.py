@@ -14,7 +14,7 @@ many shards, sums and matrix products are the same for any number of ranks, and 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.kernels.storage import widen
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement, Shard
+from parallel.tensor.redistribute import CopyToShards
 from quant.types import Array
 
 
@@ -139,6 +140,34 @@ class CutOperator(Operator):
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         return self.inner.outline(x)
+
+
+class SpreadShards(Operator):
+    """f and the shards after it: dx is summed while the gradients of weights are computed (Shoeybi et al., 2019)."""
+
+    def __init__(self, spread: CopyToShards, inner: Operator):
+        self.spread, self.inner = spread, inner
+
+    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+        yield from self.inner.members()
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        return self.inner.forward(x, run)
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        weights: list[tuple[Parameter, Callable[[Array], object]]] = []
+        dx = self.inner.backward(dy, saved, lambda parameter, compute: weights.append((parameter, compute)))
+        complete = self.spread.start_backward(dx)
+        for parameter, compute in weights:
+            grads(parameter, compute)
+        return complete()
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        return self.inner.place(axis, self.spread.place(axis, x, partial), partial)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        inner = self.inner.outline(x)
+        return inner._replace(work=max(inner.work, self.spread.outline(x).work))
 
 
 class AddBias(Operator):

@@ -1,14 +1,17 @@
 """Models cut into shards against the whole model in float64, on ranks that are threads: values, exchanges, bits."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support.cut_models import CASES, CONTEXT, TOKENS, expect_close, one_pass
 from support.thread_ranks import run
 
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import convnet, mlp, transformer
-from parallel.nn.operator import name_all
+from parallel.nn.operator import PassMode, name_all
 from parallel.nn.placement import Partial, PlacementError, Replicate, Shard, logical_name
 from parallel.tensor.check import check_placements
 from parallel.tensor.cut_model import cut
@@ -54,6 +57,36 @@ def test_exchanges_are_those_of_the_formulas(layers, ranks):
     forward, backward = [activations] * (1 + 2 * layers), [activations] * (1 + 2 * layers)
     expected = [("allreduce", nbytes) for nbytes in [*forward, *[values] * 3, *backward]]
     assert run(ranks, rank_main) == [expected] * ranks
+
+
+@pytest.mark.parametrize("leaves_node", [True, False])
+def test_weights_are_computed_while_dx_is_summed(leaves_node):
+    """The sum is started before the gradients of weights, where it leaves a node, and complete after them."""
+
+    def rank_main(axis):
+        events = []
+
+        def allreduce(send, receive, algorithm=None, op=None):
+            events.append("sum")
+            axis.comm.Allreduce(send, receive)
+
+        def iallreduce(*args, algorithm):
+            events.append("start")
+            return SimpleNamespace(Wait=lambda: allreduce(*args))
+
+        nodes = (0, 1) if leaves_node else None
+        comm = SimpleNamespace(nodes=nodes, Allreduce=allreduce, Iallreduce=iallreduce)
+        column = cut(mlp([4, 4, 4]), SoftmaxCrossEntropy(), axis._replace(comm=comm))[0].items[0].items[1]
+        flat = FlatParams(column)
+        flat.bind(np.ones(flat.length))
+        column.inner.items[0].inner.operators[0].first = False
+        _, saved = column.forward(np.ones((2, 4)), PassMode())
+        dx = column.backward(np.ones((2, 2)), saved, lambda parameter, compute: events.append("weight"))
+        np.testing.assert_array_equal(dx, np.full((2, 4), 4.0))
+        return events
+
+    expected = ["start"] * leaves_node + ["weight", "weight", "sum"]
+    assert run(2, rank_main) == [expected] * 2
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -159,7 +192,7 @@ def test_a_partial_sum_used_as_a_value():
 def test_a_missing_f():
     model, _ = cut_alone(mlp([4, 4, 4]))
     column = model.items[0].items[1]
-    column.inner.items = column.inner.items[1:]
+    column.inner.items = [item.inner for item in column.inner.items]
     with pytest.raises(PlacementError, match=r"expected a replicated value whose gradient is a partial sum along tp"):
         model.place("tp", Replicate(), set())
 
