@@ -5,10 +5,10 @@
 
 A seed draws a sequence of steps for each of a few threads with communicators of their own: collectives on arrays in all
 forms and spellings, often repeated until they are compiled, on objects, derived types and operations that are made and
-freed, communicators that are duplicated, split, copied and freed. The sequence runs on mpi4py's communicators, then on
-ours. A seed that gives another result, an error, or no end within --limit is run again with ever fewer steps, and the
-shortest sequence found is shown, with the stacks of a hang. Runs under the MPI of this Python's environment; MPIEXEC
-names another. Ends with status 1 after a fault.
+freed, point-to-point messages, wrong arguments, communicators that are duplicated, split, copied and freed. The
+sequence runs on mpi4py's communicators, then on ours. A seed that gives another result, an error, or no end within
+--limit is run again with ever fewer steps, and the shortest sequence found is shown, with the stacks of a hang. Runs
+under the MPI of this Python's environment; MPIEXEC names another. Ends with status 1 after a fault.
 """
 
 import sys
