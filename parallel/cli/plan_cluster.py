@@ -123,6 +123,9 @@ def main(argv: list[str] | None = None) -> int:
         command.error(str(error))
     model, setup = question.model, question.setup
     found = search(model, setup, question.devices, question.sequences, arguments.fix)
+    if not found.choices and not found.rejected:
+        given = ", ".join(f"{name}={value}" for name, value in arguments.fix.items())
+        command.error(f"--fix: no layout of {question.devices} devices has {given}")
     if arguments.json != "-":
         print(report(question, found, arguments.top, arguments.tokens, arguments.price))
     if arguments.json:

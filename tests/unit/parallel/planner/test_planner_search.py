@@ -156,6 +156,7 @@ def test_nothing_fits(monkeypatch, capsys):
         ("--precision", "fp4", "precision: expected one of bf16, "),
         ("--fix", "tp", "tp: expected a whole number, found ''"),
         ("--fix", "tpp=2", "expected NAME=VALUE with names out of dp, tp, "),
+        ("--fix", "tp=3,recompute=full", "--fix: no layout of 8 devices has tp=3, recompute=full"),
         ("--fix", "zero=4", "zero: expected a stage from 0 to 3, found 4"),
         ("--tokens", "-1", "expected a number of tokens such as 15T or 300B; found '-1'"),
         ("--presets", "none.toml", "none.toml: cannot be read"),
