@@ -14,6 +14,8 @@ from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
+from parallel.nn.placement import PlacementError
+from parallel.runtime.collective_errors import collective_call
 from parallel.tensor.check import check_placements
 from parallel.tensor.cut_model import cut
 
@@ -105,7 +107,10 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
     blocks = _logical_blocks(model, loss, axis, settings)
     model, loss = cut_for(model, loss, axis, settings)
-    sequences = sequence_models(model, loss, mesh.axis(CONTEXT), settings, errors.guard)
+    context = mesh.axis(CONTEXT)
+    sequences = collective_call(  # shards differ in their heads
+        mesh.comm, lambda: sequence_models(model, loss, context, settings, errors.guard), "mesh", PlacementError
+    )
     if axis.size > 1 and sequences is None:
         model, loss = errors.guard(model, loss)
     return ModelOnMesh(model, loss, sequences, errors, mesh.comm, replicas, axis, blocks)
