@@ -189,8 +189,8 @@ class Request(Operation):
         self._check("Free")
         with progress_lock:
             self.take_back()
-        if self._active:
-            raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
+            if self._active:
+                raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
         self._freed, self._startable = True, False
         self._memory = None
         if self.finalizer is not None:

@@ -16,9 +16,6 @@ CALL = 1.5e-6
 MESSAGE = 0.6e-6
 """Seconds of a compiled message, beside the round trip of a flag."""
 
-SLOWEST_FLAG = 2e-5
-"""Round trips of a flag from this many seconds on mean that the two ranks did not run at once; they do not count."""
-
 NETWORK_OVERHEAD = 0.25
 """Overhead of a message between nodes, as a share of alpha."""
 
@@ -54,7 +51,7 @@ def measured_costs(speed: MessageSpeed, between: NetworkSpeed) -> Costs:
     Rounded to powers of the square root of 2, so that most launches on one machine have the same.
     """
     costs, byte = BUILT_IN, min(speed.write + speed.read, speed.by_address)
-    if 0 < byte < inf and 0 < speed.round_trip < SLOWEST_FLAG:
+    if 0 < byte < inf and 0 < speed.round_trip < inf:
         alpha = _rounded(MESSAGE + speed.round_trip)
         costs = costs._replace(shared=costs.shared._replace(alpha=alpha, beta=_rounded(byte)))
     if between.message > 0 and between.byte > 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel.context.sequence_parts import SequenceParts, TiedTerms
 from parallel.nn import kernels
-from parallel.nn.array_checks import expect
+from parallel.nn.array_checks import expect, label
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
@@ -73,7 +73,9 @@ class EqualParts(SequenceParts):
         self.count = count
 
     def slices(self, length: int) -> Sequence[slice]:
-        expect(length % self.count == 0, self, f"a multiple of {self.count} tokens on every rank", length)
+        if length % self.count:
+            expected = f"a multiple of {self.count} tokens on every rank"
+            raise ValueError(f"{label(self.inner)}: expected {expected}, found {length}")
         each = length // self.count
         return [slice(at * each, (at + 1) * each) for at in range(self.count)]
 

@@ -208,11 +208,16 @@ def test_what_requests_refuse(comm):
     mine, total = np.ones(4), np.zeros(4)
     bound = comm.Allreduce_init(mine, total)
     assert bound.Test() and bound.Wait() is True, "one that was not started is over"
-    bound.Start()
-    with pytest.raises(InvalidArgument, match="only an idle persistent request starts"):
+    last = comm.Get_rank() == comm.Get_size() - 1  # until it starts, nothing ends on the other ranks
+    if not last:
         bound.Start()
-    with pytest.raises(InvalidArgument, match=r"Free of <persistent request of allreduce, under way>: wait for it"):
-        bound.Free()
+        with pytest.raises(InvalidArgument, match="only an idle persistent request starts"):
+            bound.Start()
+        with pytest.raises(InvalidArgument, match=r"Free of <persistent request of allreduce, under way>: wait for it"):
+            bound.Free()
+    comm.barrier()
+    if last:
+        bound.Start()
     bound.Wait()
     with pytest.raises(InvalidArgument, match="only an idle persistent request starts"):
         start_all([bound, comm.Iallreduce(mine, total.copy())])

@@ -179,7 +179,7 @@ def test_measured_speed_becomes_rounded_costs():
     assert by_address.shared[:2] == (2**-19.5, 2**-31)
     by_cells = measured_costs(MessageSpeed(1e-6, 2**-32, 2**-32, math.inf), NetworkSpeed())  # no reads of peers' memory
     assert by_cells.shared.beta == 2**-31
-    for unknown in (MessageSpeed(), MessageSpeed(6e-3, 1e-10, 1e-10, 1e-10), MessageSpeed(1e-6, *3 * [math.inf])):
+    for unknown in (MessageSpeed(), MessageSpeed(math.inf, 1e-10, 1e-10, 1e-10), MessageSpeed(1e-6, *3 * [math.inf])):
         assert measured_costs(unknown, NetworkSpeed()) == BUILT_IN
     slow = measured_costs(MessageSpeed(), NetworkSpeed(message=1e-4, byte=4e-9))
     assert slow.network == (2**-13.5, 2**-28, BUILT_IN.network.gamma, 2**-15.5)
