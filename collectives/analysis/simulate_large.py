@@ -255,9 +255,10 @@ def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Intege
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
     def users(nodes: Integers, ranks: Integers) -> Integers:
-        node_of = np.full(most, -1)  # of the ranks that take part
-        node_of[ranks[crossing]] = nodes[crossing]
-        return np.bincount(node_of[node_of >= 0], minlength=most)
+        found, their = nodes[crossing], ranks[crossing]
+        if len(their) and np.bincount(their).max() > 1:  # of several messages of a rank with a node, one counts
+            found = np.unique(found * most + their) // most
+        return np.bincount(found, minlength=most)
 
     flows = (np.minimum(users(nodes, source), users(nodes, target))[nodes] for nodes in (leaves, comes))
     return np.where(crossing, np.maximum(*flows), 1)

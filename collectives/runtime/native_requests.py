@@ -144,7 +144,12 @@ class NativeRequest(Request, MPI.Request):
 class EndedRequest(NativeRequest):
     """Request of a collective that had ended when its start returned: only its handle is left to be freed."""
 
-    active = False
+    active = is_startable = False
+
+    def Start(self) -> None:
+        """Raise InvalidArgument: the request is not persistent."""
+        self._check("Start")
+        raise self.not_startable()
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Free the handle and return True."""
@@ -156,6 +161,7 @@ class EndedRequest(NativeRequest):
         return True
 
     Test = test = wait = Wait  # type: ignore[assignment]
+    start = Start
 
     def take_back(self) -> None:
         """Do nothing: nothing is managed any more."""

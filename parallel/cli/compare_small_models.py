@@ -126,7 +126,7 @@ def row(variant: Variant, found: Sequence[EvalScore]) -> str:
     return f"| {variant} | {variant.method} | {np.mean(losses):.4f} | {accuracy} |"
 
 
-def options() -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     add_recipe(parser)
     add = parser.add_argument
@@ -149,7 +149,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     """Train all variants with every seed; print a line for each, then a table of mean test losses and accuracies."""
-    args = options()
+    args = arguments()
     comm = Communicator(MPI.COMM_WORLD)
     base, found = recipe_settings(args, comm), dict[Variant, list[EvalScore]]()
     for seed in args.seeds:

@@ -137,7 +137,7 @@ class MixtureOfDepths(Operator):
         return kernels.narrow(dx, dy.dtype).reshape(dy.shape)
 
     def _predictor_gradient(self, v: DepthValues, rows: Array, out: Array) -> None:
-        slopes = kernels.logistic(self._logits(v.x)).reshape(-1)
+        slopes = kernels.sigmoid(self._logits(v.x)).reshape(-1)
         slopes[v.chosen.reshape(-1)] -= 1
         slopes *= self.predictor_loss * v.scale
         kernels.matmul(rows.T, slopes[:, None], out=out[:-1])

@@ -148,7 +148,7 @@ class Router(Operator):
         noise = self._noise(x, logits, run)
         if self.noise is not None:
             logits += noise * kernels.softplus(tokens @ kernels.widen(self.noise.data))
-        scores = kernels.softmax(logits) if self.settings.scores == "softmax" else kernels.logistic(logits)
+        scores = kernels.softmax(logits) if self.settings.scores == "softmax" else kernels.sigmoid(logits)
         s, biased = self.settings, scores
         if self.bias is not None:
             biased = scores + kernels.array_namespace(x).asarray(self.bias.values)
@@ -239,7 +239,7 @@ class Router(Operator):
         grads(self.weight, lambda out: kernels.matmul(rows.T, upper, out=out))
         if self.noise is not None:
             raw = tokens @ kernels.widen(self.noise.data)
-            draw = dlogits * values.noise * kernels.logistic(raw)
+            draw = dlogits * values.noise * kernels.sigmoid(raw)
             dx += draw @ kernels.widen(self.noise.data).T
             noise_upper = draw.reshape(-1, self.experts)
             grads(self.noise, lambda out: kernels.matmul(rows.T, noise_upper, out=out))

@@ -53,11 +53,15 @@ class OptimizerArguments(TypedDict, total=False):
 
 
 class SGDArguments(OptimizerArguments, total=False):
+    """Keyword arguments of `SGD`, for type checkers."""
+
     momentum: float
     nesterov: bool
 
 
 class AdamArguments(OptimizerArguments, total=False):
+    """Keyword arguments of the optimizers with two moments, for type checkers."""
+
     beta1: float
     beta2: float
     betas: tuple[float, float]

@@ -78,8 +78,8 @@ def gelu_backward(dy: Array, x: Array) -> Array:
     return dx
 
 
-def logistic(x: Array) -> Array:
-    """Logistic function 1 / (1 + exp(-x)), computed from exp(-|x|): no overflow, and small results stay accurate."""
+def sigmoid(x: Array) -> Array:
+    """Logistic sigmoid 1 / (1 + exp(-x)), computed from exp(-|x|): no overflow, and small results stay accurate."""
     xp = array_namespace(x)
     e = xp.exp(-xp.absolute(x))
     y = xp.where(x < 0, e, x.dtype.type(1))
@@ -101,9 +101,9 @@ def softplus(x: Array) -> Array:
 def gelu_tanh(x: Array) -> Array:
     """GELU by tanh, as in GPT-2: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 
-    As x logistic(2 u), which (1 + tanh(u)) / 2 is.
+    As x sigmoid(2 u), which (1 + tanh(u)) / 2 is.
     """
-    return x * logistic(_TWICE_SLOPE * x * (1 + _CUBIC * x * x))
+    return x * sigmoid(_TWICE_SLOPE * x * (1 + _CUBIC * x * x))
 
 
 @_elementwise
@@ -111,20 +111,20 @@ def gelu_tanh_backward(dy: Array, x: Array) -> Array:
     """Gradient: dy times the derivative of `gelu_tanh` at x."""
     near = array_namespace(x).clip(x, -_FAR, _FAR)  # farther out, it is 0 or 1
     square = near * near
-    s = logistic(_TWICE_SLOPE * near * (1 + _CUBIC * square))
+    s = sigmoid(_TWICE_SLOPE * near * (1 + _CUBIC * square))
     return dy * (s + near * s * (1 - s) * _TWICE_SLOPE * (1 + 3 * _CUBIC * square))
 
 
 @_elementwise
 def silu(x: Array) -> Array:
     """SiLU or swish: x / (1 + exp(-x))."""
-    return x * logistic(x)
+    return x * sigmoid(x)
 
 
 @_elementwise
 def silu_backward(dy: Array, x: Array) -> Array:
     """Gradient: dy times the derivative of `silu` at x."""
-    s = logistic(x)
+    s = sigmoid(x)
     return dy * s * (1 + x * (1 - s))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, Request
+from collectives import Communicator, Request, start_all
 from collectives.errors import InvalidArgument
 from collectives.runtime.native_requests import GeneralizedHandle, PendingHandle
 from collectives.runtime.progress import mpi_is_thread_safe
@@ -228,3 +228,23 @@ def test_the_helper_thread_ends_when_nothing_is_under_way(comm, monkeypatch):
     MPI.Request.Waitall([comm.Iallreduce(np.ones(2000), total, algorithm="ring")])
     assert (total == comm.Get_size()).all(), "there is another one when it is needed"
     assert len(helpers()) <= 1 and mpi_is_thread_safe()
+
+
+def test_requests_that_ended_at_their_start():
+    """All methods of a call that was complete when its start returned, as it is compiled after some calls."""
+    with Communicator(MPI.COMM_SELF) as alone:
+        source, target = np.ones(2), np.zeros(2)
+        for _ in range(40):
+            request = alone.Iallreduce(source, target)
+            request.Wait()
+        for call in (request.Start, request.start, lambda: start_all([request])):
+            with pytest.raises(InvalidArgument, match="only an idle persistent request starts"):
+                call()
+        assert request.Test() and request.Wait() and request.Get_status()
+        with pytest.raises(InvalidArgument, match="cannot be cancelled"):
+            request.Cancel()
+        assert not request and request == MPI.REQUEST_NULL and "idle" in repr(request)
+        request.Free()
+        for verb in ("Start", "Test", "Wait", "Free"):
+            with pytest.raises(InvalidArgument, match="freed"):
+                getattr(request, verb)()

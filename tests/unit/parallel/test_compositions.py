@@ -166,7 +166,7 @@ def test_drawing_is_repeatable_and_simpler_ones_are_simpler():
     composition = Composition(heads=4, clip=True, mesh="dp=2,tp=3")
     assert {str(one) for one in simpler(composition)} == {
         "heads=4 mesh=dp=2,tp=3",
-        "clip=True mesh=dp=2,tp=3",
+        "mesh=dp=2,tp=3 clip=True",
         "heads=2 mesh=dp=2,tp=3 clip=True",
         "heads=3 mesh=dp=2,tp=3 clip=True",
         "heads=4 clip=True",

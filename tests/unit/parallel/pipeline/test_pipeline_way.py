@@ -62,7 +62,10 @@ def test_ranks_and_micro_batches(settings, ranks, mesh, each):
         ({"stage_ranks": "2;2"}, "stage_ranks: expected numbers as in 2,1,1, found '2;2'"),
         ({"layout": "pp:gpipe", "stage_ranks": "auto"}, "stages have replicas in 1f1b, pipedream, pipedream-2bw"),
         ({"stage_ranks": "auto", "cuts": "0,1,2"}, "cuts: stage_ranks auto finds them"),
-        ({"mesh": "tp=2,pp=2"}, "mesh: expected pp, and one of dp-naive, dp, zero1, zero2, zero3"),
+        (
+            {"mesh": "cp=2,pp=2"},
+            "mesh: expected axes of pp, dp-naive, dp, zero1, zero2, zero3, tp, found cp in cp=2,pp=2",
+        ),
         ({"mesh": "zero2=2,pp=2", "compress": "int8"}, "every rank has the whole sum"),
     ],
 )
