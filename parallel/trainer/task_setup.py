@@ -74,12 +74,15 @@ def measure_of(task: LearningTask) -> Any:
 def steps_of(settings: Settings, task: LearningTask) -> int:
     if settings.steps is not None:
         return settings.steps
-    return math.ceil(settings.epochs * sampler_of(settings, task, 1).steps_per_epoch)
+    return math.ceil(settings.epochs * _sampler(settings, task, workers=1).steps_per_epoch)  # of any number of workers
 
 
 def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:
-    strategy = strategy_of(settings)
-    return strategy.sampler(settings, task.train, strategy.workers(settings, ranks), window=task.window)
+    return _sampler(settings, task, strategy_of(settings).workers(settings, ranks))
+
+
+def _sampler(settings: Settings, task: LearningTask, workers: int) -> Sampler:
+    return strategy_of(settings).sampler(settings, task.train, workers, window=task.window)
 
 
 def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, ArraySpec]:

@@ -411,7 +411,12 @@ def test_more_micro_batches_than_planned(comm):
 
 @pytest.mark.parametrize(
     ("mesh", "told"),
-    [("dp=1", "expected pp"), ("pp=1,cp=1", "expected axes of pp"), ("pp=77", "is for 77 ranks"), ("pp", "as in dp=2")],
+    [
+        ("dp=1", "expected pp|would fit"),
+        ("pp=1,cp=1", "expected axes of pp"),
+        ("pp=77", "is for 77 ranks"),
+        ("pp", "as in dp=2"),
+    ],
 )
 def test_a_mesh_without_a_meaning(comm, mesh, told):
     with pytest.raises(ValueError, match=told):
