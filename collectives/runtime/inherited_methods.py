@@ -6,9 +6,10 @@ mpi4py's ``Recv`` or ``bcast`` blocks, and two ranks could deadlock. Without act
 own. While any request is active
 
 - a point-to-point method starts its non-blocking form and makes progress until that is complete;
-- the progress thread is woken before a collective call. Where the MPI is not thread-safe, and in reductions of objects,
-  all ranks first complete a non-blocking barrier in every such call instead, which progresses the active requests:
-  mpi4py's `allreduce` waits while it holds the interpreter's lock (GIL), so that no other thread runs.
+- the progress thread is woken before `Sendrecv_replace`, and before a collective call. Where the MPI is not
+  thread-safe, and in reductions of objects, all ranks first complete a non-blocking barrier in every such collective
+  call instead, which progresses the active requests: mpi4py's `allreduce` waits while it holds the interpreter's lock
+  (GIL), so that no other thread runs.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from typing import Any, Self, TypeVar
 
 from mpi4py import MPI
 
-from collectives.runtime.progress import active_requests, progress_thread, progress_until
+from collectives.runtime.progress import active_requests, mpi_is_thread_safe, progress_thread, progress_until
 
 Result = TypeVar("Result")
 
-_COMPLETED = ("Send", "Ssend", "Rsend", "send", "ssend", "Recv", "Sendrecv_replace")
+_COMPLETED = ("Send", "Ssend", "Rsend", "send", "ssend", "Recv")
+
+_REPLACING = ("Sendrecv_replace",)
 
 _EXCHANGES = ("Sendrecv", "sendrecv")
 
@@ -90,6 +93,15 @@ def _complete(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> N
     _wait(_start(self, name, **bound), status)
 
 
+def _replace(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> None:
+    """Call the blocking method: MPICH's non-blocking form leaves the status of the received message empty."""
+    if not mpi_is_thread_safe():
+        _complete(self, name, *arguments, **keywords)
+    else:
+        progress_thread.wake()
+        getattr(MPI.Intracomm, name)(self, *arguments, **keywords)
+
+
 def _exchange(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
     sent, dest, sendtag, *received = _bound(self, name, *arguments, **keywords).values()
     request = _start(self, name.removesuffix("recv"), sent, dest, sendtag)
@@ -130,7 +142,7 @@ def _with_progress(name: str, active: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _names, _active in (
-    *((_COMPLETED, _complete), (_EXCHANGES, _exchange), (_PROBES, _probe)),
+    *((_COMPLETED, _complete), (_REPLACING, _replace), (_EXCHANGES, _exchange), (_PROBES, _probe)),
     *((_WITH_THREAD, _collective), (_AFTER_BARRIER, _collective)),
 ):
     for _name in _names:

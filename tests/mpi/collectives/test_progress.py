@@ -109,10 +109,16 @@ def test_other_collectives_of_the_mpi_move_what_is_under_way(comm, name):
         made.Free()
 
 
+def replaced(comm, box):
+    status = MPI.Status()
+    comm.Sendrecv_replace(box, 1, 4, 1, 3, status)
+    assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (1, 3, box.nbytes)
+
+
 RECEIVES = {
     "Mprobe": lambda c, box: c.Mprobe(1, 3).Recv(box),
     "mprobe": lambda c, box: c.mprobe(1, 3).Recv(box),
-    "Sendrecv_replace": lambda c, box: c.Sendrecv_replace(box, 1, 4, 1, 3),
+    "Sendrecv_replace": replaced,
 }
 
 
