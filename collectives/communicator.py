@@ -265,7 +265,10 @@ class Communicator(CollectiveMethods):
 
     @property
     def message_speed(self) -> MessageSpeed:
-        """Speed of messages on the slowest node, measured at creation; zeros without shared memory, or cores enough."""
+        """Speed of messages on the slowest node, measured at creation.
+
+        Zeros if a node has no shared memory, or fewer cores than ranks.
+        """
         node = self._open_planner().node
         return MessageSpeed() if node is None else node.speed
 

@@ -4,13 +4,13 @@
 # Types of compiled functions are not those of Python.
 
 import ctypes
-from platform import machine
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
+from collectives.transport.copy_speed import IS_X86
 from quant.kernels.jit import compiler
 
 _compile = compiler()
@@ -113,8 +113,6 @@ def copy_bytes(_, target, source, nbytes):
 
     return types.void(types.int64, types.int64, types.int64), generate
 
-
-IS_X86 = machine().lower() in ("x86_64", "amd64")
 
 _BLOCK = ir.VectorType(WORD, 4)
 BLOCK_BYTES = 32

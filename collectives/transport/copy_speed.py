@@ -52,9 +52,12 @@ class MessageSpeed(NamedTuple):
         return MessageSpeed(*largest.tolist())
 
 
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
 def copies_past_caches() -> bool:
     """True if compiled code copies into shared memory by stores past the caches."""
-    return find_spec("numba") is not None and platform.machine().lower() in ("x86_64", "amd64")
+    return IS_X86 and find_spec("numba") is not None
 
 
 def measure(node: NodeMemory) -> tuple[bool, MessageSpeed]:
@@ -97,7 +100,7 @@ def _flag_round_trip(node: NodeMemory, word: int) -> float:
     node.comm.Barrier()
     if peer >= node.size:
         return 0.0
-    theirs, first, fence = node.words[peer], peer > node.place, node.fence or float
+    theirs, first, fence = node.words[peer], peer > node.place, node.fence or (lambda: None)
     least, start = float("inf"), time.perf_counter()
     end = start + FLAG_SECONDS
     for turn in range(1, TURNS):

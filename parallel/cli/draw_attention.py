@@ -9,22 +9,14 @@ compute. Runs in one process; pictures need matplotlib (the extra "plot").
 """
 
 import argparse
-from pathlib import Path
 
 from collectives.benchmark.reports import PICTURES
+from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser
 from parallel.benchmark.attention_plots import draw_divisions
 from parallel.context.ring_steps import ring_work
 from parallel.context.sequence_division import DIVISIONS, SequenceDivision
 from parallel.nn.attention_mask import AttentionMask
-
-
-def output(text: str) -> Path:
-    """Argument type of --output: file name of a picture."""
-    path = Path(text)
-    if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(PICTURES)}")
-    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     add("--division", choices=list(DIVISIONS), action="append", metavar="NAME", help="default: all; may be repeated")
     add("--full", action="store_true", help="no causal mask: queries see later keys too")
     add("--window", type=int, default=0, metavar="W", help="queries see keys at a distance below W (default: any)")
-    add("-o", "--output", type=output, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
+    add("-o", "--output", type=picture_file, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
     return result
 
 
@@ -62,9 +54,6 @@ def main() -> int:
         print("\n\n".join(as_text(division, mask) for division in divisions))
         return 0
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draw_divisions(arguments.output, divisions, mask)
-    except ImportError as error:
-        command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    draw_divisions(arguments.output, divisions, mask)
     print(f"{arguments.output} written")
     return 0

@@ -12,11 +12,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser
 from parallel.benchmark import metrics
 from parallel.benchmark.expert_load import ExpertLoad, expert_loads
 from parallel.benchmark.expert_plots import plot_expert_loads
-from parallel.cli.draw_attention import output
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("metrics", type=Path, help="file that chorus train --json has written")
     add("--rows", type=int, default=8, metavar="N", help="lines for each router (default 8)")
-    add("-o", "--output", type=output, metavar="FILE", help="a picture")
+    add("-o", "--output", type=picture_file, metavar="FILE", help="a picture")
     return result
 
 
@@ -54,9 +54,6 @@ def main() -> int:
         print(as_text(loads, arguments.rows))
         return 0
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        plot_expert_loads(arguments.output, loads, f"load of experts: {arguments.metrics.name}")
-    except ImportError as error:
-        command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    plot_expert_loads(arguments.output, loads, f"load of experts: {arguments.metrics.name}")
     print(f"{arguments.output} written")
     return 0

@@ -9,9 +9,9 @@ divides these further. Runs in one process; pictures need matplotlib (the extra 
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from collectives.benchmark.reports import PICTURES
+from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser
 from parallel.benchmark.mesh_plots import draw_holdings
 from parallel.mesh.mesh import Mesh
@@ -24,21 +24,13 @@ SAMPLES = {"gpt": (32,), "mlp": (64,), "convnet": (1, 8, 8)}
 """Shapes of samples, by family."""
 
 
-def output(text: str) -> Path:
-    """Argument type of --output: file name of a picture."""
-    path = Path(text)
-    if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(PICTURES)}")
-    return path
-
-
 def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
     add("--mesh", default="dp=2,tp=2", metavar="AXES", help="axes dp, cp, tp, as of chorus train (default dp=2,tp=2)")
     add("--model", default="gpt:tiny", metavar="NAME", help="as of chorus train (default gpt:tiny)")
     add("--classes", type=int, default=256, metavar="N", help="tokens or classes (default 256)")
-    add("-o", "--output", type=output, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
+    add("-o", "--output", type=picture_file, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
     return result
 
 
@@ -76,9 +68,6 @@ def main() -> int:
         print(as_text(mesh, held))
         return 0
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draw_holdings(arguments.output, mesh, held)
-    except ImportError as error:
-        command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    draw_holdings(arguments.output, mesh, held)
     print(f"{arguments.output} written")
     return 0

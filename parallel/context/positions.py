@@ -41,7 +41,8 @@ class DividedPositionEmbedding(PositionEmbedding):
         grads(self.weight, gradient)
         return dy
 
-    def _indices(self, x: Array) -> Array:
+    def _indices(self, x: Array) -> Any:
+        """Index of the rows of the table for the tokens of x."""
         return kernels.array_namespace(x).asarray(self.positions)
 
 

@@ -8,10 +8,11 @@ reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from parallel.nn import kernels
+from parallel.nn.compose import Wrapper
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement
 from parallel.nn.trial_outline import loss_outline
@@ -79,7 +80,7 @@ class LossByParts:
         return OperatorOutline(outlines[0].y, tuple(outline.saved for outline in outlines), 0, work)
 
 
-class SequenceParts(Operator):
+class SequenceParts(Wrapper):
     """An operator without exchanges, applied to each of this rank's parts of the sequence.
 
     Parameters
@@ -93,16 +94,12 @@ class SequenceParts(Operator):
     """
 
     def __init__(self, inner: Operator, places: Sequence[slice], tied: TiedTerms):
-        self.inner, self.places, self.tied = inner, tuple(places), tied
-        self.mixes = inner.mixes
+        super().__init__(inner)
+        self.places, self.tied, self.mixes = tuple(places), tied, inner.mixes
 
     def slices(self, length: int) -> Sequence[slice]:
         """Positions of the parts in arrays of this length."""
         return self.places
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
-        yield from self.inner.members()
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         pairs = [self.inner.forward(part, run) for part in self._split(x)]

@@ -22,6 +22,7 @@ from parallel.decentralized.styles import STYLES, refuse
 from parallel.engine.base import BaseEngine, check, facts_of
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
@@ -68,6 +69,7 @@ class ReplicaEngine(BaseEngine):
     ) -> None:
         check(comm, settings)
         refuse(settings, comm.Get_size())
+        refuse_biases(model, settings.layout)
         self.settings, self._comm, entry = settings, comm, STYLES[settings.layout]
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
         memory = entry.memory(comm, settings.device)

@@ -89,8 +89,7 @@ class TrainEngine(BaseEngine):
     `context` is of the whole vector and all ranks, `parts` are this rank's shards. `spans` are those that each rank
     adds to norms and writes to checkpoints; together they make up the vector. `teams` are ranks that have the same
     micro-batches; by default each rank has its own. `on_mesh`, of an engine whose model is cut, has all ranks: those of
-    `context` then hold the same shards. `steps` counts skipped steps too, `updates` those that changed the
-    weights.
+    `context` then hold the same shards. `steps` counts skipped steps too, `updates` does not.
     """
 
     _unchanged = consistency_check.NOTHING
@@ -179,6 +178,7 @@ class TrainEngine(BaseEngine):
         try:
             return self._stepped(run)
         finally:
+            self._records.clear()
             if self.updates == updates:
                 for reducer in self._compressed():
                     reducer.undo()
@@ -302,9 +302,9 @@ class TrainEngine(BaseEngine):
         values = expect_mapping(state, "state")
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
         workers = expect_integer(values, "ranks") if "ranks" in values else None
-        ranges = checked_ranges(values.get("ranges", {}))
-        self._records.load(values.get("biases", {}))
+        ranges, biases = checked_ranges(values.get("ranges", {})), self._records.checked(values.get("biases", {}))
         self.scaling.load(values.get("scaling", {}))
+        self._records.load(biases)
         self.steps, self.updates, self._saved_workers = steps, updates, workers
         for name, moving in self._ranges.items():
             moving.load(ranges.get(name, []))

@@ -7,14 +7,15 @@ Operators between exchanges are therefore guarded: after an error zeros take the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import named
+from parallel.nn.compose import Wrapper
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement
-from parallel.nn.rewrite import replaced, with_operators
+from parallel.nn.rewrite import operators_in, replaced
 from quant.types import Array
 
 
@@ -36,22 +37,10 @@ class PassErrors:
         """Copy of a model, and loss, in which the largest operators without exchanges are guarded."""
 
         def replacement(operator: Operator) -> Operator | None:
-            return None if _exchanges(operator) else GuardedOperator(operator, self)
+            exchanges = any(one.exchanges for one in operators_in(operator))
+            return None if exchanges else GuardedOperator(operator, self)
 
         return replaced(model, replacement), GuardedLoss(loss, self)
-
-
-def _exchanges(operator: Operator) -> bool:
-    """True if the operator, or one in its attributes at any depth, exchanges; `members` may leave some out."""
-    found = [operator.exchanges]
-
-    def add(one: Operator) -> Operator:
-        found.append(_exchanges(one))
-        return one
-
-    for value in vars(operator).values():
-        with_operators(value, add)
-    return any(found)
 
 
 class _Like:
@@ -71,25 +60,12 @@ class _Failed:
 FAILED = _Failed()
 
 
-class GuardedOperator(Operator):
+class GuardedOperator(Wrapper):
     """Operator without exchanges; an error of a pass is noted in `errors`, and zeros take the place of its result."""
 
     def __init__(self, inner: Operator, errors: PassErrors):
-        self.inner, self._errors = inner, errors
-        self.mixes = inner.mixes
-
-    @property
-    def name(self) -> str:
-        """Name of the inner operator, by which that has its random numbers."""
-        return self.inner.name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self.inner.name = name
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
-        yield from self.inner.members()
+        super().__init__(inner)
+        self._errors, self.mixes = errors, inner.mixes
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         like = _Like(x)

@@ -7,12 +7,13 @@ numbers, rounded once, so that they do not depend on the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.rewrite import operators_in
 from parallel.nn.router import Router
 from parallel.nn.selection_bias import SelectionBias
 from parallel.runtime.vector_memory import to_host
@@ -35,9 +36,8 @@ class OperatorRecords:
     """
 
     def __init__(self, units: Sequence[Operator], comm: Any):
-        operators = [value for unit in units for value in (unit, *(one for _, one in unit.walk()))]
-        ours = {one.name: one.bias for one in operators if isinstance(one, Router) and one.bias is not None}
-        writes = any(isinstance(one, Operator) and one.writes_records for one in operators)
+        operators = [one for unit in units for one in operators_in(unit)]
+        ours, writes = biases_of(operators), any(one.writes_records for one in operators)
         every = comm.allgather((writes, {name: (len(bias.values), bias.rate) for name, bias in ours.items()}))
         self._exists = any(some for some, _ in every)
         known = {name: about for _, some in every for name, about in some.items()}
@@ -49,16 +49,20 @@ class OperatorRecords:
         if self._exists:
             self._runs.append(run)
 
-    def end_step(self, comm: Any, count: int, counts: bool, updated: bool) -> StepRecords:
-        """Sum the records of the step, and apply them to biases if it was `updated`. Collective.
+    def clear(self) -> None:
+        """Forget the micro-batches since the last end of a step, as after an error."""
+        self._runs.clear()
 
-        Only ranks for which `counts` is true contribute: one of each group with the same micro-batches. `count` is the
-        number of targets of the step.
+    def end_step(self, comm: Any, count: int, contributes: bool, updated: bool) -> StepRecords:
+        """Sum the records of the step, and apply them to biases if weights were `updated`. Collective.
+
+        `contributes` is true on one rank of each group with the same micro-batches. `count` is the number of targets
+        of the step.
         """
         if not self._exists:
             return StepRecords({}, {})
         runs, self._runs = self._runs, []
-        every = comm.allgather(_collected(runs if counts else []))
+        every = comm.allgather(_collected(runs if contributes else []))
         terms: dict[str, list[float]] = {}
         sums: dict[str, Any] = {}
         for some_terms, some_counts in every:
@@ -75,14 +79,29 @@ class OperatorRecords:
     def state(self) -> dict[str, list[float]]:
         return {name: bias.state() for name, bias in self.biases.items()}
 
-    def load(self, state: Any) -> None:
-        """Restore biases; ValueError, with nothing changed, if they are not those of this model."""
+    def checked(self, state: Any) -> Mapping[str, list[float]]:
+        """Biases from a checkpoint; ValueError if they are not those of this model."""
         if not isinstance(state, Mapping) or set(state) != set(self.biases):
             raise ValueError(f"biases: expected those of {', '.join(self.biases) or 'no operator'}, found {state!r}")
         for name, bias in self.biases.items():
             SelectionBias(len(bias.values), 0.0).load(state[name])
+        return state
+
+    def load(self, state: Mapping[str, list[float]]) -> None:
+        """Restore biases that were `checked`."""
         for name, bias in self.biases.items():
             bias.load(state[name])
+
+
+def biases_of(operators: Iterable[Operator]) -> dict[str, SelectionBias]:
+    """Biases of the routers among some operators, by the routers' names."""
+    return {one.name: one.bias for one in operators if isinstance(one, Router) and one.bias is not None}
+
+
+def refuse_biases(model: Operator, layout: str) -> None:
+    """Raise ValueError if a router of the model has a selection bias, which `layout` does not update."""
+    if biases_of(operators_in(model)):
+        raise ValueError(f"layout {layout}: expected routers without selection biases, which it does not update")
 
 
 def _collected(runs: Sequence[PassMode]) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Operators built of operators: sequence, residual connection, recomputation."""
+"""Operators built of operators: sequence, residual connection, wrapper, recomputation."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -86,15 +86,27 @@ class Residual(Operator):
         return inner._replace(y=ArraySpec(*inner.y), work=inner.work + x.nbytes)
 
 
-class Recompute(Operator):
-    """Activation recomputation: saves the input only and runs the inner forward pass again in the backward pass."""
+class Wrapper(Operator):
+    """Base class of operators around one other, whose name and members they have: names are as without the wrapper."""
 
     def __init__(self, inner: Operator):
         self.inner = inner
 
+    @property
+    def name(self) -> str:
+        """Name of the inner operator, by which that has its random numbers and records."""
+        return self.inner.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.inner.name = name
+
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
         yield from self.inner.members()
+
+
+class Recompute(Wrapper):
+    """Activation recomputation: saves the input only and runs the inner forward pass again in the backward pass."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         return self.inner.forward(x, run)[0], (x, run)

@@ -26,6 +26,20 @@ def replaced(
     return done[id(operator)]
 
 
+def operators_in(operator: Operator) -> list[Operator]:
+    """The operator and those in its attributes, at any depth, once each; also where `members` leaves them out."""
+    found: dict[int, Operator] = {}
+
+    def add(one: Operator) -> Operator:
+        if id(one) not in found:
+            found[id(one)] = one
+            with_operators(vars(one), add)
+        return one
+
+    add(operator)
+    return list(found.values())
+
+
 def with_operators(value: Any, make: Callable[[Operator], Operator]) -> Any:
     """Attribute with ``make(operator)`` for every operator that it is, or holds in lists, tuples and dicts."""
     if isinstance(value, Operator):

@@ -16,6 +16,7 @@ from parallel.data.sampler import Batch, contiguous
 from parallel.data_parallel.partition_spec import plan_of
 from parallel.engine.base import BaseEngine, check, facts_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
+from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
@@ -79,6 +80,7 @@ class ParameterServer(BaseEngine):
     ) -> None:
         check(comm, settings)
         refuse_servers(settings, comm.Get_size(), isinstance(optimizer, LAMB))
+        refuse_biases(model, settings.layout)
         self.settings, self._comm = settings, comm
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         self.flat = plan.flat

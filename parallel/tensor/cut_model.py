@@ -135,7 +135,6 @@ class Cutter:
 
     def _cut(self, operator: Operator, style: str) -> Operator:
         if isinstance(operator, Recompute):
-            operator.inner.name = operator.name
             return Recompute(self._cut(operator.inner, style))
         name, _, argument = style.partition(":")
         styles = {of: function for (text, of), function in STYLES.items() if text == name}

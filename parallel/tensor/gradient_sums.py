@@ -6,13 +6,13 @@ gradient of its own tokens or heads only. `Operator.place` finds these parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.compose import Sequential
+from parallel.nn.compose import Sequential, Wrapper
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement, Replicate
@@ -34,7 +34,7 @@ def with_gradient_sums(model: Operator, axis: Any, algorithm: str) -> Operator:
     return model if isinstance(model, Sequential) else units[0]
 
 
-class GradientSums(Operator):
+class GradientSums(Wrapper):
     """An operator whose partial gradients are summed over the ranks, by one allreduce for each backward pass.
 
     Parameters
@@ -50,13 +50,10 @@ class GradientSums(Operator):
     exchanges = True
 
     def __init__(self, inner: Operator, axis: Any, partial: Collection[Parameter], algorithm: str):
-        self.inner, self.axis, self.algorithm = inner, axis, algorithm
+        super().__init__(inner)
+        self.axis, self.algorithm = axis, algorithm
         self._partial = frozenset(id(parameter) for parameter in partial)
         self._elements = sum(parameter.size for parameter in partial)
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
-        yield from self.inner.members()
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         return self.inner.forward(x, run)

@@ -6,12 +6,13 @@ Norms, dropout, biases and residual sums work on these parts; the exchanges are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from parallel.context.positions import DividedPositionEmbedding
 from parallel.context.sequence_parts import SequenceParts, TiedTerms
-from parallel.nn import kernels
 from parallel.nn.array_checks import expect, label
+from parallel.nn.compose import Wrapper
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
@@ -20,17 +21,15 @@ from parallel.tensor.redistribute import GatherSequence
 from quant.types import Array
 
 
-class GatheredInput(Operator):
+class GatheredInput(Wrapper):
     """An operator on the whole sequence, from parts of it, of which only the own part is saved.
 
     The backward pass gathers the sequence once more, for the gradients of weights.
     """
 
     def __init__(self, gather: GatherSequence, inner: Operator):
-        self.gather, self.inner = gather, inner
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        yield from self.inner.members()
+        super().__init__(inner)
+        self.gather = gather
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         whole, _ = self.gather.forward(x, run)
@@ -53,7 +52,7 @@ class GatheredInput(Operator):
 
 
 WHOLE = object()
-"""Stands in saved values for the gathered sequence."""
+"""Placeholder of the gathered sequence in saved values."""
 
 
 def exchanged(saved: Any, one: Any, other: Any) -> Any:
@@ -80,10 +79,8 @@ class EqualParts(SequenceParts):
         return [slice(at * each, (at + 1) * each) for at in range(self.count)]
 
 
-class PositionsOfPart(PositionEmbedding):
-    """Learned position embedding of this rank's tokens; other positions have the gradient 0 here."""
-
-    mixes = ()
+class PositionsOfPart(DividedPositionEmbedding):
+    """Learned position embedding of this rank's part of the tokens, of any length."""
 
     def __init__(self, whole: PositionEmbedding, axis: Any):
         self.context, self.width, self.weight, self.axis = whole.context, whole.width, whole.weight, axis
@@ -93,20 +90,8 @@ class PositionsOfPart(PositionEmbedding):
         most = self.context // self.axis.size
         expect(fits, self, f"an array of shape (batch, at most {most}, {self.width})", x)
 
-    def _positions(self, x: Any) -> slice:
+    def _indices(self, x: Array) -> slice:
         return slice(self.axis.rank * x.shape[1], (self.axis.rank + 1) * x.shape[1])
-
-    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        self._expect(x)
-        return x + self.weight.data[self._positions(x)], ()
-
-    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        def gradient(out: Array) -> None:
-            out[...] = 0
-            out[self._positions(dy)] += kernels.sum_rows(dy)  # 0 + x has no negative zeros: as a sum over ranks
-
-        grads(self.weight, gradient)
-        return dy
 
 
 class DropoutOfPart(Dropout):

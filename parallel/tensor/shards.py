@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import as_matrix
-from parallel.nn.compose import Sequential
+from parallel.nn.compose import Sequential, Wrapper
 from parallel.nn.dropout import Dropout
 from parallel.nn.kernels.storage import widen
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
@@ -142,14 +142,12 @@ class CutOperator(Operator):
         return self.inner.outline(x)
 
 
-class SpreadShards(Operator):
+class SpreadShards(Wrapper):
     """f and the shards after it: dx is summed while the gradients of weights are computed (Shoeybi et al., 2019)."""
 
     def __init__(self, spread: CopyToShards, inner: Operator):
-        self.spread, self.inner = spread, inner
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        yield from self.inner.members()
+        super().__init__(inner)
+        self.spread = spread
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         return self.inner.forward(x, run)

@@ -16,6 +16,7 @@ import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from parallel.nn.rewrite import operators_in
 from parallel.transforms.wrapper import WrappedOperator
 from quant import PerTensor, QuantSpec, quantize
 from quant.observers import Ema
@@ -113,8 +114,8 @@ def fake_quantized(x: Array, spec: QuantSpec, parameters: dict[str, np.ndarray] 
 
 def ranges_of(units: Sequence[Operator]) -> dict[str, MovingRange]:
     """Moving ranges of the fake-quantised inputs at or below some operators, by operator name, in tree order."""
-    operators = (value for unit in units for value in (unit, *(value for _, value in unit.walk())))
-    return {value.name: value.range for value in operators if isinstance(value, FakeQuantizedInput)}
+    operators = (one for unit in units for one in operators_in(unit))
+    return {one.name: one.range for one in operators if isinstance(one, FakeQuantizedInput)}
 
 
 def checked_ranges(state: Any) -> dict[str, list[float]]:

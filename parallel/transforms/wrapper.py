@@ -1,27 +1,21 @@
 """Copies of models in which operators are wrapped; parameters are shared and keep their names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 
-from parallel.nn.operator import Operator, Parameter
+from parallel.nn.compose import Wrapper
+from parallel.nn.operator import Operator
 from parallel.nn.rewrite import with_operators
 
 
-class WrappedOperator(Operator):
-    """Base class of wrappers of an operator that keep its name and its parameters' names."""
-
-    def __init__(self, inner: Operator):
-        self.inner, self.name = inner, inner.name
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        yield from self.inner.members()
+class WrappedOperator(Wrapper):
+    """Base class of wrappers whose inner operator `rebuilt` leaves as it is."""
 
 
 def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator:
     """Copy of an operator tree, sharing its parameters, with each copied operator replaced by `change`, leaves first.
 
-    `change` may modify its argument. Operators used twice are changed once; the inside of a `WrappedOperator` is not
-    changed.
+    `change` may modify its argument. Operators used twice are changed once, the inner one of a `WrappedOperator` never.
     """
     made: dict[int, Operator] = {}
 

@@ -9,6 +9,7 @@ from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.models import transformer
 from parallel.nn.router import RouterSettings
+from parallel.runtime.consistency_check import StepFailed
 
 TOKENS, LENGTH, WIDTH = 32, 16, 16
 ROUTERS = {
@@ -24,14 +25,19 @@ def experts(router):
     )
 
 
-def depths():
+def depths(wrapper=lambda inner: inner):
     """A transformer whose second block computes for half of the tokens."""
     model = transformer(TOKENS, LENGTH, 3, 2, WIDTH)
-    model.items[2] = MixtureOfDepths(model.items[2], WIDTH, 0.5)
-    return nn.Sequential(model.items)
+    model.items[2] = wrapper(MixtureOfDepths(model.items[2], WIDTH, 0.5))
+    return nn.Sequential([model.items[0], wrapper(nn.Dropout(0.1)), *model.items[1:]])
 
 
-MODELS = {"loss": lambda: experts("loss"), "bias": lambda: experts("bias"), "depths": depths}
+MODELS = {
+    "loss": lambda: experts("loss"),
+    "bias": lambda: experts("bias"),
+    "depths": depths,
+    "recomputed": lambda: depths(nn.Recompute),
+}
 
 
 def batch(step):
@@ -64,10 +70,10 @@ def expect_same(found, expected):
 @pytest.mark.parametrize("layout", ["dp", "zero3", "pp:1f1b"])
 @pytest.mark.parametrize("model", MODELS)
 def test_same_bits_as_one_rank(comm, model, layout):
-    expected = trained(MPI.COMM_SELF, model)
+    expected = trained(MPI.COMM_SELF, {"recomputed": "depths"}.get(model, model))
     options = {"micro_batch": None, "microbatches": 6} if layout.startswith("pp") else {}
     expect_same(trained(comm, model, layout=layout, **options), expected)
-    terms = {"loss": ["balance", "z"], "bias": [], "depths": ["predictor"]}[model]
+    terms = {"loss": ["balance", "z"], "bias": [], "depths": ["predictor"], "recomputed": ["predictor"]}[model]
     last = expected[0][-1]
     assert [name.rpartition(" ")[2] for name in last.terms] == terms
     assert all(value > 0 for value in last.terms.values())
@@ -82,6 +88,34 @@ def test_loss_scale_of_fp16(comm):
     whole = whole[half.step]
     assert half.scale > 1 and abs(half.norm - whole.norm) < 0.02 * whole.norm
     assert half.terms == pytest.approx(whole.terms, rel=0.02)
+
+
+def test_failed_step_leaves_no_records(comm):
+    (x, y), wrong = batch(0), batch(0)[0].copy()
+    wrong[-1, -1] = TOKENS
+    expected = trained(MPI.COMM_SELF, "bias", steps=range(1))[0][0]
+    with Engine(experts("bias"), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), batch=12, micro_batch=2) as engine:
+        with pytest.raises(StepFailed, match="not below"):
+            engine.step(wrong, y)
+        assert engine.step(x, y).counts == expected.counts
+
+
+def test_invalid_state_changes_no_bias(comm):
+    with Engine(experts("bias"), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), batch=12, micro_batch=2) as engine:
+        before = engine.inner.state()
+        biases = {name: [1.0] * len(values) for name, values in before["biases"].items()}
+        with pytest.raises(ValueError, match="expected backoff"):
+            engine.inner.load({**before, "biases": biases, "scaling": {"value": "wide"}})
+        assert biases and engine.inner.state() == before
+
+
+@pytest.mark.parametrize("layout", ["ps", "local", "sgp"])
+def test_biases_are_refused_where_they_are_not_updated(comm, layout):
+    if layout == "ps" and comm.Get_size() == 1:
+        pytest.skip("servers need workers beside them")
+    model = nn.Recompute(experts("bias"))
+    with pytest.raises(ValueError, match=f"layout {layout}: expected routers without selection biases"):
+        Engine(model, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), layout=layout, batch=12)
 
 
 def test_biases_are_saved(comm, tmp_path_factory):
