@@ -3,7 +3,7 @@
 A new algorithm is one generator and one line here. The proof of every entry compares its formulas with the schedule.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from collectives.algorithms import (
     two_tree,
 )
 from collectives.algorithms.hierarchical import ceil_log
-from collectives.analysis.rank_symmetry import RankSymmetry
+from collectives.analysis.rank_symmetry import SYMMETRIES, RankSymmetry
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Rounds, Schedule, freeze
 from collectives.schedule.topology import HashedTuple, Nodes, contiguous, regular
@@ -57,7 +57,7 @@ class Algorithm(NamedTuple):
     cuts: bool = False  # the generator pipelines the data itself
     placed: bool = False  # the schedule depends on which ranks share a node
     exact: bool = True  # the formulas are exact for every number of ranks, else upper bounds
-    symmetry: str = ""  # move of the ranks, or if `placed` of the nodes, that keeps the schedule: see `rank_symmetry`
+    symmetry: str = ""  # of the ranks, or if `placed` of the nodes, with root 0 and one segment: see `rank_symmetry`
 
     @property
     def idea(self) -> str:
@@ -109,28 +109,36 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
     "barrier": {
         "linear": Algorithm(linear.barrier, "2*(p-1)", depth="2"),
         "dissemination": Algorithm(dissemination.barrier, "q", symmetry="rotation"),
-        "leaders": Algorithm(leaders.barrier, "qN+2*qM", placed=True),
+        "leaders": Algorithm(leaders.barrier, "qN+2*qM", placed=True, symmetry="rotation"),
     },
     "broadcast": {
         "linear": Algorithm(linear.broadcast, "p-1", "p-1", depth="1"),
-        "mst": Algorithm(mst.broadcast, "q", "q"),
+        "mst": Algorithm(mst.broadcast, "q", "q", symmetry="binomial tree"),
         "ring": Algorithm(ring.broadcast, "q+p-1", "2*(p-1)/p"),
         "chain": Algorithm(chain.broadcast, "p-1", "min(1,p-1)", beta="p-1"),
-        "circulant": Algorithm(n_block.broadcast, "k-1+q", "(k-1+q)/k", blocks="1", cuts=True),
+        "circulant": Algorithm(
+            n_block.broadcast, "k-1+q", "(k-1+q)/k", blocks="1", cuts=True, symmetry="doubling tree"
+        ),
         "two_tree": Algorithm(
             two_tree.broadcast, "2*(k+f)", "min(1,p-1)", beta="(k+f)/k", blocks="2", cuts=True, exact=False
         ),
-        "hierarchical": Algorithm(hierarchical.broadcast, "2*(qN+qM)", "2*(p-1)/p", placed=True),
-        "leaders": Algorithm(leaders.broadcast, "qN+qM", "qN+qM", blocks="1", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.broadcast, "2*(qN+qM)", "2*(p-1)/p", placed=True, symmetry="binomial tree"
+        ),
+        "leaders": Algorithm(leaders.broadcast, "qN+qM", "qN+qM", blocks="1", placed=True, symmetry="binomial tree"),
         "direct": Algorithm(direct.broadcast, "p-1", "p-1", depth="1"),
     },
     "reduce": {
         "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", depth="1", ordered=True),
-        "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True),
+        "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True, symmetry="binomial tree"),
         "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
         "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1"),
-        "rabenseifner": Algorithm(halving.reduce, "2*f+odd", "2*(P-1)/P+odd", "(P-1)/P+odd", blocks="P"),
-        "circulant": Algorithm(n_block.reduce, "k-1+q", "(k-1+q)/k", "(k-1+q)/k", blocks="1", cuts=True),
+        "rabenseifner": Algorithm(
+            halving.reduce, "2*f+odd", "2*(P-1)/P+odd", "(P-1)/P+odd", blocks="P", symmetry="butterfly to a tree"
+        ),
+        "circulant": Algorithm(
+            n_block.reduce, "k-1+q", "(k-1+q)/k", "(k-1+q)/k", blocks="1", cuts=True, symmetry="doubling tree"
+        ),
         "two_tree": Algorithm(
             two_tree.reduce,
             "2*(k+f)",
@@ -142,27 +150,31 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             cuts=True,
             exact=False,
         ),
-        "hierarchical": Algorithm(hierarchical.reduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
-        "leaders": Algorithm(leaders.reduce, "qN+qM", "qN+qM", "qN+qM", ordered=True, blocks="1", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.reduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True, symmetry="binomial tree"
+        ),
+        "leaders": Algorithm(
+            leaders.reduce, "qN+qM", "qN+qM", "qN+qM", ordered=True, blocks="1", placed=True, symmetry="binomial tree"
+        ),
         "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
     },
     "scatter": {
         "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", depth="1", private=True),
-        "mst": Algorithm(mst.scatter, "q", "(p-1)/p"),
+        "mst": Algorithm(mst.scatter, "q", "(p-1)/p", symmetry="binomial tree"),
         "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", depth="1", private=True),
         "hierarchical": Algorithm(hierarchical.scatter, "qN+qM", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.scatter, "qN+qM", "(p-1)/p", placed=True),
     },
     "gather": {
         "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", depth="1", private=True),
-        "mst": Algorithm(mst.gather, "q", "(p-1)/p"),
+        "mst": Algorithm(mst.gather, "q", "(p-1)/p", symmetry="binomial tree"),
         "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", depth="1", private=True),
         "hierarchical": Algorithm(hierarchical.gather, "qN+qM", "(p-1)/p", placed=True),
         "leaders": Algorithm(leaders.gather, "qN+qM", "(p-1)/p", placed=True),
     },
     "allgather": {
         "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1", depth="2"),
-        "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q"),
+        "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q", symmetry="binomial tree"),
         "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
         "recursive_doubling": Algorithm(
             halving.allgather, "f+2*odd", "(P-1+folds+odd*(p-1))/p", beta="(P-1+folds)/p+odd", symmetry="exclusive or"
@@ -176,7 +188,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "linear": Algorithm(
             linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", depth="2", ordered=True
         ),
-        "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True),
+        "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True, symmetry="binomial tree"),
         "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
         "recursive_halving": Algorithm(
             halving.reduce_scatter,
@@ -197,7 +209,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
     },
     "allreduce": {
         "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", depth="2", ordered=True),
-        "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True),
+        "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True, symmetry="binomial tree"),
         "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
         "recursive_doubling": Algorithm(
             recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True, symmetry="exclusive or"
@@ -213,7 +225,14 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "census": Algorithm(census.allreduce, "q", "q", "q+ones-min(1,p-1)", alike=False, symmetry="rotation"),
         "ordered_census": Algorithm(
-            census.ordered_allreduce, "q", "max(0,2*q-1)", "q+ones", ordered=True, alike=False, exact=False
+            census.ordered_allreduce,
+            "q",
+            "max(0,2*q-1)",
+            "q+ones",
+            ordered=True,
+            alike=False,
+            exact=False,
+            symmetry="ordered census",
         ),
         "circulant": Algorithm(circulant.allreduce, "2*q", "2*(p-1)/p", "(p-1)/p", symmetry="rotation"),
         "two_tree": Algorithm(
@@ -252,13 +271,13 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
     },
     "scan": {
         "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True),
-        "doubling": Algorithm(scan.doubling_scan, "q", "q", "q", ordered=True),
+        "doubling": Algorithm(scan.doubling_scan, "q", "q", "q", ordered=True, symmetry="prefix"),
     },
     "exscan": {
         "linear": Algorithm(
             scan.linear_exscan, "p-1", "min(1,p-1)", "min(1,max(0,p-2))", beta="p-1", gamma="max(0,p-2)", ordered=True
         ),
-        "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True),
+        "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True, symmetry="prefix"),
     },
 }
 """collective -> {name: algorithm}; the first one is the naive reference."""
@@ -355,22 +374,28 @@ def _rounds(
     return rounds
 
 
-def rounds_of_all(
-    collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+def rounds_of(
+    ranks: Iterable[int],
+    collective: str,
+    name: str,
+    size: int,
+    root: int = 0,
+    segments: int = 1,
+    nodes: Nodes | None = None,
 ) -> Iterator[Rounds]:
     """Yield the rounds of one rank after another, as generators, for schedules too large for memory all at once."""
     entry = find(collective, name)
     lasting = nodes and HashedTuple(nodes)
-    return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
+    return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in ranks)
 
 
 def symmetry_of(collective: str, name: str, size: int, nodes: Nodes | None = None) -> RankSymmetry | None:
-    """Symmetry of the schedule of all ranks, without a root; None if it has none for this number of ranks or nodes."""
+    """Symmetry of the schedule of all ranks with root 0; None if it has none for this number of ranks or nodes."""
     entry = find(collective, name)
-    if entry.placed and nodes is None:
+    if not entry.symmetry or (entry.placed and nodes is None):
         return None
     groups = 1 + max(nodes) if entry.placed and nodes else size
-    if not entry.symmetry or (entry.symmetry == "exclusive or" and _power(groups) != groups):
+    if SYMMETRIES[entry.symmetry].powers and _power(groups) != groups:
         return None
     if groups != size and nodes != regular(groups * (size // groups), size // groups):
         return None

@@ -11,8 +11,8 @@ and sends one of them twice: no link is idle in either direction. 7 ranks, root 
 (Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".)
 """
 
-from collections import defaultdict
 from functools import lru_cache
+from typing import NamedTuple
 
 from collectives.schedule.steps import Recv, Round, Rounds, Send, one
 from collectives.schedule.transforms import reverse
@@ -26,19 +26,6 @@ def _subtree_root(start: int, stop: int, places: int, tree: int) -> int:
     """
     top = 2 * ((start + stop) // 2) + 2 - tree - (start == stop)
     return top if 1 <= top <= places else 0
-
-
-def _path_and_children(place: int, places: int, tree: int) -> tuple[list[int], list[int]]:
-    """Path from the top of tree 0 or 1 down to `place` (rank relative to the root), and the children of `place`."""
-    start, stop = 0, (places + tree) // 2
-    if place == 0:  # the root, above the top
-        return [], [_subtree_root(start, stop, places, tree)]
-    way = [_subtree_root(start, stop, places, tree)]
-    while way[-1] != place:
-        middle = (start + stop) // 2
-        start, stop = (start, middle) if place < way[-1] else (middle + 1, stop)
-        way.append(_subtree_root(start, stop, places, tree))
-    return way, [] if start == stop else _children(start, stop, places, tree)
 
 
 def _children(start: int, stop: int, places: int, tree: int) -> list[int]:
@@ -87,22 +74,40 @@ def _arrival_round(time: int, place: int, tree: int, turns: tuple[int, ...]) -> 
     return time + 1 + (time + 1 + turns[place] + tree) % 2
 
 
+class _Visit(NamedTuple):
+    """First segment of a half at a place: the round in which it arrives, from `parent`; the places it is sent to."""
+
+    time: int
+    parent: int
+    children: list[int]
+
+
+@lru_cache(maxsize=8)
+def _visits(places: int) -> tuple[dict[int, _Visit], dict[int, _Visit]]:
+    """Visits of both trees by place; the root, place 0, has the half from the start."""
+    turns = _turns(places)
+    trees: tuple[dict[int, _Visit], dict[int, _Visit]] = {}, {}
+    for tree, visits in enumerate(trees):
+        inner = (places + tree) // 2
+        visits[0] = _Visit(-1, 0, [_subtree_root(0, inner, places, tree)])
+        parts = [(0, inner, 0)]
+        while parts:
+            start, stop, parent = parts.pop()
+            top = _subtree_root(start, stop, places, tree)
+            if not top:
+                continue
+            time = _arrival_round(visits[parent].time, top, tree, turns)
+            visits[top] = _Visit(time, parent, _children(start, stop, places, tree) if start < stop else [])
+            if start < stop:
+                middle = (start + stop) // 2
+                parts += [(start, middle, top), (middle + 1, stop, top)]
+    return trees
+
+
 @lru_cache(maxsize=8)
 def _last_arrival(places: int) -> int:
     """Latest round in which any place receives the first segment of either half."""
-    turns, last = _turns(places), 0
-    for tree in (0, 1):
-        parts = [(0, (places + tree) // 2, -1)]
-        while parts:
-            start, stop, time = parts.pop()
-            top = _subtree_root(start, stop, places, tree)
-            if top:
-                time = _arrival_round(time, top, tree, turns)
-                last = max(last, time)
-            if start < stop:
-                middle = (start + stop) // 2
-                parts += [(start, middle, time), (middle + 1, stop, time)]
-    return last
+    return max(visit.time for visits in _visits(places) for visit in visits.values())
 
 
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
@@ -112,22 +117,18 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     """
     if size == 1:
         return
-    turns = _turns(size - 1)
-    rounds: dict[int, Round] = defaultdict(list)
-    for tree in (0, 1):
-        way, children = _path_and_children((rank - root) % size, size - 1, tree)
-        time = -1
-        for place in way:
-            time = _arrival_round(time, place, tree, turns)
+    # The same number of rounds on all ranks, so that the reverse is aligned.
+    rounds: list[Round] = [[] for _ in range(_last_arrival(size - 1) + 2 * segments - 1)]
+    place = (rank - root) % size
+    for tree, visits in enumerate(_visits(size - 1)):
+        time, parent, children = visits[place]
         for segment in range(segments):
             chunk, later = one(tree * segments + segment), 2 * segment
-            if way:
-                parent = way[-2] if len(way) > 1 else 0
+            if place:
                 rounds[time + later].append(Recv((parent + root) % size, chunk))
             for child in children:
-                rounds[_arrival_round(time, child, tree, turns) + later].append(Send((child + root) % size, chunk))
-    # The same number of rounds on all ranks, so that the reverse is aligned.
-    yield from (rounds[time] for time in range(_last_arrival(size - 1) + 2 * segments - 1))
+                rounds[visits[child].time + later].append(Send((child + root) % size, chunk))
+    yield from rounds
 
 
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:

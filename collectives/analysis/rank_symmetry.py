@@ -1,11 +1,13 @@
 """Symmetry of a schedule: the steps of a few ranks, moved, are those of all ranks.
 
 Many schedules look the same from every rank, but for a rotation of the ranks (circulant graphs) or an exclusive or with
-their number (recursive doubling). The steps of all of 65,536 ranks are then arrays, made from those of rank 0. With
-several ranks on a node, the nodes are moved, each with its ranks.
+their number (recursive doubling). Trees and prefix sums look the same from every rank of a kind: in a binomial tree,
+from ranks with the same lowest bit. The steps of all of 65,536 ranks are then arrays, made from one rank of each kind.
+With several ranks on a node, the nodes are moved, each with its ranks.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,56 +15,117 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 
-MOVES: dict[str, Callable[[int, Integers, int], Integers]] = {
-    "rotation": lambda number, shifts, count: (number + shifts) % count,
-    "exclusive or": lambda number, shifts, count: number ^ shifts,
-}
-"""Numbers to which `number` is moved by each of the shifts 0 .. `count` - 1; for an exclusive or a power of two."""
+
+def _rotation(number: int, origin: int, others: Integers, count: int) -> Integers:
+    return (number - origin + others) % count
 
 
-class RankSymmetry(NamedTuple):
-    """Symmetry of a schedule of `groups` nodes of `per_node` consecutive ranks under a move of the nodes.
+def _exclusive_or(number: int, origin: int, others: Integers, count: int) -> Integers:
+    return number ^ origin ^ others
+
+
+def _one_kind(numbers: Integers) -> Integers:
+    return np.zeros_like(numbers)
+
+
+def _lowest_bit(numbers: Integers) -> Integers:
+    return numbers & -numbers
+
+
+def _bits(numbers: Integers) -> Integers:
+    return np.frexp(numbers)[1].astype(np.int64)
+
+
+def _bits_from_both_ends(numbers: Integers) -> Integers:
+    return 64 * _bits(numbers) + _bits(numbers[::-1])
+
+
+def _near_prefixes(numbers: Integers) -> Integers:
+    """Between which of c, c + 1, c + 2 a number lies, for the prefixes c of the last number in binary."""
+    last = len(numbers) - 1
+    prefixes = [last >> shift for shift in range(last.bit_length() + 1)]
+    return np.searchsorted(np.unique(np.add.outer(prefixes, range(3))), numbers, "right")
+
+
+class SymmetryRule(NamedTuple):
+    """Move of the numbers 0 .. `count` - 1, and kinds of number among which it keeps a schedule.
 
     Attributes
     ----------
-    move : str
-        A key of `MOVES`.
-    chunks_move : bool
-        True if chunk c of each `groups` consecutive ones belongs to node c and moves with it; else all stay.
+    move : callable
+        Numbers to which `number` is moved where `origin` is moved to `others`.
+    kinds : callable
+        Kind of each of all numbers, ascending.
+    powers : bool
+        True if it holds for powers of two only.
     """
 
-    move: str
-    groups: int
-    per_node: int
-    chunks_move: bool
+    move: Callable[[int, int, Integers, int], Integers]
+    kinds: Callable[[Integers], Integers] = _one_kind
+    powers: bool = False
+
+
+SYMMETRIES: dict[str, SymmetryRule] = {
+    "rotation": SymmetryRule(_rotation),
+    "exclusive or": SymmetryRule(_exclusive_or, powers=True),
+    "binomial tree": SymmetryRule(_rotation, _lowest_bit, powers=True),
+    "butterfly to a tree": SymmetryRule(_exclusive_or, _lowest_bit, powers=True),
+    "doubling tree": SymmetryRule(_rotation, _bits, powers=True),
+    "prefix": SymmetryRule(_rotation, _bits_from_both_ends),
+    "ordered census": SymmetryRule(_rotation, _near_prefixes),
+}
+"""Symmetries by name. The root of trees is rank 0, or on node 0."""
+
+
+class RankSymmetry:
+    """Symmetry of a schedule of `groups` nodes of `per_node` consecutive ranks, by the rule `SYMMETRIES[name]`.
+
+    With `chunks_move`, chunk c of each `groups` consecutive ones belongs to node c and moves with it; else all stay.
+    """
+
+    def __init__(self, name: str, groups: int, per_node: int, chunks_move: bool) -> None:
+        self.rule, self.groups, self.per_node, self.chunks_move = SYMMETRIES[name], groups, per_node, chunks_move
 
     @property
     def size(self) -> int:
         return self.groups * self.per_node
 
-    def _moved(self, number: int) -> Integers:
-        return MOVES[self.move](number, np.arange(self.groups), self.groups)
+    @cached_property
+    def classes(self) -> dict[int, Integers]:
+        """Nodes of each kind, by the first of them."""
+        kinds = self.rule.kinds(np.arange(self.groups))
+        order = np.argsort(kinds, kind="stable")
+        return {int(nodes[0]): nodes for nodes in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)}
 
-    def ranks(self, rank: int) -> Integers:
-        """Ranks to which a rank is moved, by shift."""
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks whose steps are those of all ranks: of the first node of each kind."""
+        return [node * self.per_node + place for node in self.classes for place in range(self.per_node)]
+
+    def _moved(self, number: int, origin: int) -> Integers:
+        return self.rule.move(number, origin, self.classes[origin], self.groups)
+
+    def moved_rank(self, rank: int, origin: int) -> Integers:
+        """Ranks to which a rank is moved where node `origin` is moved to every node of its kind."""
         group, place = divmod(rank, self.per_node)
-        return self._moved(group) * self.per_node + place
+        return self._moved(group, origin) * self.per_node + place
 
-    def chunks(self, part: range) -> Iterator[tuple[Integers, Integers]]:
-        """Yield, for each of one or two ranges to which a range of chunks is moved, its (starts, stops) by shift."""
+    def moved_chunks(self, part: range, origin: int) -> Iterator[tuple[Integers, Integers]]:
+        """Yield, for each of one or two ranges to which a range of chunks is moved, its (starts, stops)."""
         first, count = part.start // self.groups * self.groups, len(part)
         if not self.chunks_move or (part.start == first and count % self.groups == 0):
-            yield np.full(self.groups, part.start), np.full(self.groups, part.stop)
+            same = np.ones_like(self.classes[origin])
+            yield part.start * same, part.stop * same
             return
         if part.stop > first + self.groups:
             raise ValueError(f"chunks {part.start} to {part.stop - 1} are of several laps of {self.groups}")
-        if self.move == "exclusive or":
+        starts = self._moved(part.start - first, origin)
+        if self.rule.move is _exclusive_or:
             if count & (count - 1) or part.start % count:
                 raise ValueError(f"chunks {part.start} to {part.stop - 1} stay no range under an exclusive or")
-            starts = first + self._moved(part.start - first) // count * count
+            starts = first + starts // count * count
             yield starts, starts + count
             return
-        starts = self._moved(part.start - first)
         stops = starts + count
         yield first + starts, first + np.minimum(stops, self.groups)
-        yield np.full(self.groups, first), first + np.maximum(stops - self.groups, 0)
+        yield np.full_like(starts, first), first + np.maximum(stops - self.groups, 0)

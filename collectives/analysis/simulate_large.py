@@ -10,6 +10,7 @@ bit, for the same network whose messages cost something.
 from array import array
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -65,8 +66,8 @@ class _RoundState(NamedTuple):
 class VectorSimulator:
     """Simulator of all ranks' schedules as arrays; `price` runs it for a layout and a network, any number of times.
 
-    `schedules` has an iterable of rounds per rank, in order; generators will do. With a `symmetry` it has those of the
-    ranks of the first node. ScheduleError if a message has no partner, or rounds cannot be aligned.
+    `schedules` has an iterable of rounds per rank, in order; generators will do. With a `symmetry` it has those of
+    `symmetry.ranks`. ScheduleError if a message has no partner, or rounds cannot be aligned.
     """
 
     def __init__(self, schedules: Iterable[Iterable[Round]], symmetry: RankSymmetry | None = None) -> None:
@@ -74,7 +75,9 @@ class VectorSimulator:
             _StepTable() if symmetry is None else _MovedSteps(symmetry, columns) for columns in ((1, 2), (1, 2), (2,))
         )
         rank = -1
-        for rank, schedule in enumerate(schedules):
+        for rank, schedule in zip(count() if symmetry is None else symmetry.ranks, schedules):
+            for table in (sends, receives, sums):
+                table.start(rank)
             for index, steps in enumerate(schedule):
                 added = 0
                 for place, step in enumerate(steps):
@@ -172,6 +175,9 @@ class _StepTable:
         self._new_steps, self._new_parts = list[int](), list[int]()  # lists grow faster than arrays
         self._count = 0
 
+    def start(self, rank: int) -> None:
+        """The steps that follow are of `rank`."""
+
     def append(self, index: int, one: int, other: int, place: int, chunks: Chunks) -> None:
         self._new_steps += (index, one, other, place)
         for part in chunks:
@@ -208,16 +214,20 @@ class _MovedSteps(_StepTable):
         super().__init__()
         self._symmetry, self._columns = symmetry, columns
 
+    def start(self, rank: int) -> None:
+        self._origin = rank // self._symmetry.per_node
+        self._copies = np.arange(len(self._symmetry.classes[self._origin]))
+
     def append(self, index: int, one: int, other: int, place: int, chunks: Chunks) -> None:
-        values, shifts = (index, one, other, place), np.arange(self._symmetry.groups)
-        rows = np.tile(np.array(values, np.int64), (len(shifts), 1))
+        values = (index, one, other, place)
+        rows = np.tile(np.array(values, np.int64), (len(self._copies), 1))
         for column in self._columns:
-            rows[:, column] = self._symmetry.ranks(values[column])
+            rows[:, column] = self._symmetry.moved_rank(values[column], self._origin)
         self._steps.frombytes(rows.tobytes())
         for part in chunks:
-            for starts, stops in self._symmetry.chunks(part):
-                self._parts.frombytes(np.stack([self._count + shifts, starts, stops], axis=1).tobytes())
-        self._count += len(shifts)
+            for starts, stops in self._symmetry.moved_chunks(part, self._origin):
+                self._parts.frombytes(np.stack([self._count + self._copies, starts, stops], axis=1).tobytes())
+        self._count += len(self._copies)
 
 
 def _round_states(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:

@@ -1,7 +1,6 @@
 """Predicted times of algorithms at any number of ranks: simulated, or by formula where simulation is too slow."""
 
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 from collectives.algorithms import catalog
@@ -69,8 +68,8 @@ def _simulator(collective: str, name: str, size: int, per_node: int) -> VectorSi
     """Simulator of all ranks of an algorithm, with root 0."""
     nodes = regular(size, per_node) if size > per_node else None
     symmetry = catalog.symmetry_of(collective, name, size, nodes)
-    first = None if symmetry is None else symmetry.per_node
-    return VectorSimulator(islice(catalog.rounds_of_all(collective, name, size, 0, 1, nodes), first), symmetry)
+    ranks = range(size) if symmetry is None else symmetry.ranks
+    return VectorSimulator(catalog.rounds_of(ranks, collective, name, size, nodes=nodes), symmetry)
 
 
 def simulated_seconds(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:

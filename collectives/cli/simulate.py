@@ -93,7 +93,11 @@ def sweep(
     collective: str, points: Iterable[tuple[int, int]], names: list[str], model: CostPrediction
 ) -> list[PredictionRow]:
     todo = tqdm([(name, *point) for point in points for name in names], desc="pricing", unit="price", disable=None)
-    return [paper.row(collective, name, size, nbytes, model) for name, size, nbytes in todo]
+    rows = []
+    for name, size, nbytes in todo:
+        todo.set_postfix_str(name)
+        rows.append(paper.row(collective, name, size, nbytes, model))
+    return rows
 
 
 def rank_counts(most: int) -> list[int]:

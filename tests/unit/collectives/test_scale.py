@@ -56,7 +56,7 @@ def test_the_crowd_ends_when_its_ranks_do(collective, name):
         for root in {0, size - 1} if MEANINGS[collective].rooted else {0}:
             for segments in (1,) if collective == "barrier" else (1, 3):
                 schedules = catalog.build_all(collective, name, size, root, segments, nodes)
-                generated = catalog.rounds_of_all(collective, name, size, root, segments, nodes)
+                generated = catalog.rounds_of(range(size), collective, name, size, root, segments, nodes)
                 blocks = catalog.blocks(collective, name, size) * segments
                 layout = ChunkLayout.packed([chance.randrange(9) for _ in range(blocks)])
                 crowd = VectorSimulator(generated)
@@ -119,7 +119,7 @@ def test_curves_are_straight_between_what_was_measured_and_beyond():
 def test_65536_ranks():
     """A log-round schedule is built and priced in seconds, and costs what its formula says."""
     size, nbytes = 1 << 16, 1 << 20
-    crowd = VectorSimulator(catalog.rounds_of_all("broadcast", "mst", size))
+    crowd = VectorSimulator(catalog.rounds_of(range(size), "broadcast", "mst", size))
     layout = ChunkLayout.packed((nbytes // size,) * size)
     seconds = crowd.price(layout, 1, UniformNetwork(1024.0, 2.0, 0.0)).max()
     assert seconds == catalog.find("broadcast", "mst").seconds(size, nbytes, 1024, 2, 0)
@@ -135,7 +135,7 @@ SYMMETRIC = [
 
 @pytest.mark.parametrize(("collective", "name"), SYMMETRIC)
 def test_symmetric_schedules(collective, name):
-    """Times from the steps of the first node, moved to the others, are those of all ranks' steps, to the last bit."""
+    """Steps of one node of each kind, moved to the others, give the times of all ranks' steps, to the last bit."""
     placed, found = catalog.find(collective, name).placed, 0
     for size, per_node in [*((size, 1) for size in (*range(2, 18), 32)), (8, 2), (12, 3), (12, 4), (16, 4), (10, 4)]:
         nodes = regular(size, per_node)
@@ -143,9 +143,9 @@ def test_symmetric_schedules(collective, name):
         if symmetry is None:
             continue
         found += 1
-        every = list(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
+        every = list(catalog.rounds_of(range(size), collective, name, size, nodes=nodes))
         assert len(every) == symmetry.size and symmetry.per_node == (per_node if placed else 1)
-        few = list(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))[: symmetry.per_node]
+        few = catalog.rounds_of(symmetry.ranks, collective, name, size, nodes=nodes)
         blocks = catalog.blocks(collective, name, size)
         layout = ChunkLayout.packed([3 + number * number for number in range(blocks)])
         network = ClusteredNetwork(nodes, LinearCost(1.0, 0.25), LinearCost(8.0, 0.5), LinearCost(0, 0.125))
@@ -157,4 +157,4 @@ def test_symmetric_schedules(collective, name):
 def test_ranges_that_a_move_would_tear():
     for move, part in (("exclusive or", range(1, 3)), ("exclusive or", range(0, 3)), ("rotation", range(3, 6))):
         with pytest.raises(ValueError, match="chunks "):
-            list(RankSymmetry(move, 4, 1, True).chunks(part))
+            list(RankSymmetry(move, 4, 1, True).moved_chunks(part, 0))
