@@ -1,6 +1,6 @@
 """Proof of schedules: all ranks run in one process with symbols; a chunk's value is the tuple of its terms."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from collectives.analysis.cost_functions import UniformNetwork
@@ -60,8 +60,20 @@ def prove(
     size = len(schedules)
     meaning = semantics.MEANINGS[collective]
     blocks = blocks or meaning.blocks(size)
-    count = blocks * parts
     inputs = [semantics.before(collective, rank, size, root, parts, blocks) for rank in range(size)]
+    outputs = [semantics.after(collective, rank, size, root, parts, blocks) for rank in range(size)]
+    return prove_outputs(schedules, inputs, outputs, blocks * parts, meaning.synchronises)
+
+
+def prove_outputs(
+    schedules: Sequence[Schedule],
+    inputs: Sequence[Sequence[int]],
+    outputs: Sequence[Mapping[int, Value]],
+    count: int,
+    synchronises: bool = False,
+) -> Proof:
+    """As `prove`, for any exchange: every rank's input chunks, of `count`, and the values that it must hold after."""
+    size = len(schedules)
     run = _SymbolicRun(schedules, inputs, count)
     for event, rank, index in causal_order(schedules, run.partners):
         (run.begin if event == "begin" else run.end)(rank, index)
@@ -69,14 +81,14 @@ def prove(
     ordered = alike = True
     expressions: dict[tuple[int, int], int] = {}
     for rank in range(size):
-        for chunk, expected in semantics.after(collective, rank, size, root, parts, blocks).items():
+        for chunk, expected in outputs[rank].items():
             symbol = run.state[rank].get(chunk)
             found = None if symbol is None else symbol.terms
             if symbol is None or found is None or sorted(found) != list(expected):
                 raise ScheduleError(f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}")
             alike &= expressions.setdefault((chunk, len(expected)), symbol.expression) == symbol.expression
             ordered &= found == expected
-        if meaning.synchronises and run.heard[rank] != (1 << size) - 1:
+        if synchronises and run.heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not run.heard[rank] >> peer & 1]
             raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
     rounds = round(price(schedules, ChunkLayout.packed((0,) * count), 1, UniformNetwork(1, 0, 0)).seconds)

@@ -259,9 +259,10 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     values = _over(values, {"data": Settings.data})
     values = _over(values, {"model": "gpt" if _is_text(values["data"]) else Settings.model})
     family, _, size = values["model"].partition(":")
+    family = BASE_FAMILY.get(family, family)
     recipe = RECIPES.get((values["data"], family), {})
     if not size and "size" in recipe:
-        values["model"] = f"{family}:{recipe['size']}"
+        values["model"] += f":{recipe['size']}"
     for below in (recipe, BY_FAMILY.get(family, {})):
         values = _over(values, below)
     settings = Settings(**{name: value for name, value in values.items() if name in NAMES})
@@ -320,3 +321,6 @@ RECIPES: dict[tuple[str | None, str], dict[str, Any]] = {
     ("pydoc", "gpt"): {"size": "mini", "length": 128, "steps": 4500},
 }
 """Values found to train well, by data and model family."""
+
+BASE_FAMILY = {"gpt-moe": "gpt"}
+"""Family whose values a model family takes."""

@@ -1,69 +1,64 @@
-"""Dispatch: exchange of token rows between the ranks that choose experts and the ranks that hold them.
-
-    rank 0 has rows for experts  0 0 1 2 3      experts 0, 1 on rank 0 get   from rank 0: 0 0 1    from rank 1: 1 1
-    rank 1 has rows for experts  1 1 3 3        experts 2, 3 on rank 1 get   from rank 0: 2 3      from rank 1: 3 3
-
-Rows are ordered by expert, so those for a rank lie together and nothing is packed. Per direction every rank sends
-(e-1)/e of its k T rows of the width h, if the load is balanced.
-"""
+"""Dispatch of tokens by name: the route that they take to their experts, and their format on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from parallel.expert.direct_route import DirectRoute
+from parallel.expert.hierarchical_route import HierarchicalRoute
+from parallel.expert.row_codec import SPECS, RowCodec
+from parallel.nn.expert_group import Assignments
 
-from parallel.nn import kernels
-from parallel.nn.kernels.storage import movable
-from quant.types import Array
+ROUTES = ("direct", "hierarchical")
 
 
+@dataclass(frozen=True)
 class Dispatch:
-    """Exchange of one batch of rows along an axis, there and back, forward and backward.
-
-    Parameters
-    ----------
-    axis : MeshAxis
-    owners : sequence of int
-        Number of experts of each rank; experts are numbered by rank.
-    counts : sequence of int
-        Rows of this rank for every expert. Construction is collective.
+    """Route of tokens to experts on other ranks and of results back, and their format on the way.
 
     Attributes
     ----------
-    received : array of int64, of shape (ranks, experts of this rank)
-        Rows from each rank for each expert.
+    route : str
+        ``"direct"``: a copy for each expert; ``"hierarchical"``: a copy for each node, which `nodes` distinguish.
+    code : str
+        Format of `parallel.expert.row_codec.SPECS` for rows that travel to other ranks (hierarchical: nodes); "":
+        their own dtype.
+
+    Examples
+    --------
+    >>> Dispatch.parse("hierarchical:int8")
+    Dispatch(route='hierarchical', code='int8')
     """
 
-    def __init__(self, axis: Any, owners: Sequence[int], counts: Sequence[int]):
-        self._axis = axis
-        every = np.empty((axis.size, len(counts)), np.int64)
-        every[axis.rank] = counts
-        if axis.size > 1:
-            axis.comm.Allgather(every[axis.rank].copy(), every)
-        bounds = [0, *accumulate(owners)]
-        per_rank = np.stack([every[:, start:stop].sum(axis=1) for start, stop in pairwise(bounds)], axis=1)
-        self.received = every[:, bounds[axis.rank] : bounds[axis.rank + 1]]
-        self._sends = per_rank[axis.rank].tolist()
-        self._receives = per_rank[:, axis.rank].tolist()
+    route: str = "direct"
+    code: str = ""
 
-    def to_experts(self, rows: Array) -> Array:
-        """Rows for this rank's experts, ordered by source and then by expert, from those of this rank by expert."""
-        return self._exchange(rows, self._sends, self._receives)
+    @classmethod
+    def parse(cls, text: str) -> Dispatch:
+        """Parse ROUTE or ROUTE:FORMAT; ValueError for unknown names."""
+        route, colon, code = text.partition(":")
+        if route not in ROUTES or (colon and code not in SPECS):
+            raise ValueError(
+                f"dispatch: expected {' or '.join(ROUTES)}, perhaps with :{' or :'.join(SPECS)}; found {text!r}"
+            )
+        return cls(route, code)
 
-    def to_sources(self, rows: Array) -> Array:
-        """The inverse of `to_experts`."""
-        return self._exchange(rows, self._receives, self._sends)
+    @property
+    def is_exact(self) -> bool:
+        """True if results are, bit for bit, those of all experts on one rank."""
+        return self == Dispatch()
 
-    def _exchange(self, rows: Array, sends: list[int], receives: list[int]) -> Array:
-        if self._axis.size == 1:
-            return rows
-        width, xp = rows.shape[1], kernels.array_namespace(rows)
-        arriving = xp.empty((sum(receives), width), rows.dtype)
-        self._axis.comm.Alltoallv(
-            [movable(xp.ascontiguousarray(rows)), [count * width for count in sends]],
-            [movable(arriving), [count * width for count in receives]],
-        )
-        return arriving
+    def plan(self, axis: Any, owners: Sequence[int], chosen: Assignments) -> DirectRoute | HierarchicalRoute:
+        """Route of one pass along an axis; arguments as of `DirectRoute`. Collective.
+
+        If all ranks of the axis share a node, the hierarchical route is the direct one, and encodes nothing.
+        """
+        codec = RowCodec(self.code) if self.code else None
+        if self.route == "direct" or axis.size == 1:
+            return DirectRoute(axis, owners, chosen, codec)
+        nodes = axis.comm.nodes
+        if nodes is None:
+            return DirectRoute(axis, owners, chosen)
+        return HierarchicalRoute(axis, owners, chosen, codec, nodes)

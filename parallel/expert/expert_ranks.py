@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.schedule.chunks import even
+from parallel.expert.direct_route import DirectRoute
 from parallel.expert.dispatch import Dispatch
+from parallel.expert.hierarchical_route import HierarchicalRoute
 from parallel.nn import kernels
-from parallel.nn.expert_group import ExpertGroup
+from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode
 from quant.types import Array
 
@@ -36,10 +38,14 @@ class ExpertRanks(ExpertGroup):
         All of them; only this rank's are kept, under the names that they have in the whole group.
     by_source : bool
         Compute on the rows of every rank apart, so that the shapes of products, and thus bits, are those of one rank.
+    dispatch : str
+        As `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
     """
 
-    def __init__(self, axis: Any, experts: Sequence[Operator], by_source: bool = False):
-        self.axis, self.by_source = axis, by_source
+    def __init__(self, axis: Any, experts: Sequence[Operator], by_source: bool = False, dispatch: str = "direct"):
+        self.axis, self.by_source, self.dispatch = axis, by_source, Dispatch.parse(dispatch)
+        if by_source and not self.dispatch.is_exact:
+            raise ValueError(f"dispatch: expected direct, for the bits of one rank, found {dispatch}")
         self.owners = even(len(experts), axis.size)
         self.first = sum(self.owners[: axis.rank])
         super().__init__(experts[self.first : self.first + self.owners[axis.rank]])
@@ -50,24 +56,35 @@ class ExpertRanks(ExpertGroup):
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         yield from ((str(self.first + number), expert) for number, expert in enumerate(self.experts))
 
-    def forward_segments(self, rows: Array, counts: Sequence[int], run: PassMode) -> tuple[Array, Any]:
-        """Exchange rows, apply this rank's experts, exchange the results. Collective along the axis."""
-        xp, dispatch = kernels.array_namespace(rows), Dispatch(self.axis, self.owners, counts)
-        arrived, batches, saved = dispatch.to_experts(rows), self._batches(dispatch.received, xp), []
-        results = xp.empty(arrived.shape, arrived.dtype)
-        for positions, of_experts in batches:
-            results[positions], values = super().forward_segments(arrived[positions], of_experts, run)
-            saved.append(values)
-        return dispatch.to_sources(results), (dispatch, batches, saved)
+    def send(self, tokens: Array, chosen: Assignments) -> DirectRoute | HierarchicalRoute:
+        """Start to send tokens (tokens, width) to their experts. Collective along the axis, as all that follows."""
+        route = self.dispatch.plan(self.axis, self.owners, chosen)
+        route.send(tokens)
+        return route
 
-    def backward_segments(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Exchange gradients of results and of rows along the routes of the forward pass. Collective along the axis."""
-        dispatch, batches, values = saved
-        arrived = dispatch.to_experts(dy)
-        drows = kernels.array_namespace(dy).empty(arrived.shape, arrived.dtype)
+    def forward_sent(self, sent: DirectRoute | HierarchicalRoute, y: Array, run: PassMode) -> Any:
+        """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide."""
+        arrived = sent.receive()
+        xp, saved = kernels.array_namespace(arrived), []
+        batches, results = self._batches(sent.received, xp), xp.empty(arrived.shape, arrived.dtype)
+        for positions, of_experts in batches:
+            results[positions], values = self.forward_segments(arrived[positions], of_experts, run)
+            saved.append(values)
+        return sent, sent.combine(results, y), batches, saved
+
+    def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> DirectRoute | HierarchicalRoute:
+        """Start to send gradients of y along the routes of the forward pass."""
+        route: DirectRoute | HierarchicalRoute = saved[0]
+        route.send_gradients(upper, saved[1], dtype)
+        return route
+
+    def backward_sent(self, sent: DirectRoute | HierarchicalRoute, saved: Any, dx: Array, grads: GradientSink) -> Array:
+        """Gradients of this rank's experts by the rows that arrive; exchange those of the rows, and add them to dx."""
+        arrived, (_, _, batches, values) = sent.receive(), saved
+        drows = kernels.array_namespace(arrived).empty(arrived.shape, arrived.dtype)
         for (positions, _), own in zip(batches, values):
-            drows[positions] = super().backward_segments(arrived[positions], own, grads)
-        return dispatch.to_sources(drows)
+            drows[positions] = self.backward_segments(arrived[positions], own, grads)
+        return sent.combine_gradients(drows, dx)
 
     def _batches(self, received: np.ndarray, xp: Any) -> list[RowBatch]:
         """Batches of the rows that arrived, ordered by source and expert, from their numbers (sources, experts)."""

@@ -1,10 +1,12 @@
-"""Experts of a mixture: operators that are applied to one segment of the rows each."""
+"""Experts of a mixture, and the tokens that are given to them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import expect
@@ -12,10 +14,43 @@ from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutl
 from quant.types import Array
 
 
+class Assignments(NamedTuple):
+    """Tokens given to experts, ordered by expert and then by token.
+
+    Attributes
+    ----------
+    tokens : array of int64
+        Row of each token.
+    counts : list of int
+        Tokens of each expert.
+    weights : array of shape (assignments, 1), wide
+    """
+
+    tokens: Array
+    counts: list[int]
+    weights: Array
+
+    @classmethod
+    def from_weights(cls, weights: Array) -> Assignments:
+        """Assignments of the weights (tokens, experts) that are not 0."""
+        xp = kernels.array_namespace(weights)
+        by_expert = xp.ascontiguousarray(weights.T)
+        found = xp.flatnonzero(by_expert)
+        counts = [int(count) for count in (by_expert != 0).sum(axis=1)]
+        return cls(found % len(weights), counts, by_expert.reshape(-1)[found][:, None])
+
+    @property
+    def experts(self) -> np.ndarray:
+        """Expert of each assignment."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+
 class ExpertGroup(Operator):
     """Experts side by side: expert e maps the e-th segment of the rows (rows, width) to rows of the same width.
 
-    Segments may be empty. An expert is any operator on rows that draws no random numbers.
+    Segments may be empty. An expert is any operator on rows that draws no random numbers. A pass has two calls, so that
+    groups on several ranks compute something else while tokens travel: `send`, then `forward_sent`; `send_gradients`,
+    then `backward_sent`.
     """
 
     def __init__(self, experts: Iterable[Operator]):
@@ -45,6 +80,31 @@ class ExpertGroup(Operator):
             expert.backward(dy[one], own, grads) for expert, own, one in zip(self.experts, values, _segments(counts))
         ]
         return kernels.array_namespace(dy).concatenate([dy[:0], *parts])
+
+    def send(self, tokens: Array, chosen: Assignments) -> Any:
+        """Send tokens (tokens, width) to their experts; returns what `forward_sent` takes."""
+        return chosen, tokens[chosen.tokens]
+
+    def forward_sent(self, sent: Any, y: Array, run: PassMode) -> Any:
+        """Add the experts' weighted results, expert by expert, to the tokens' rows y, wide; returns saved values."""
+        chosen, rows = sent
+        results, saved = self.forward_segments(rows, chosen.counts, run)
+        kernels.add_rows(y, chosen.tokens, chosen.counts, chosen.weights * kernels.widen(results))
+        return chosen, results, saved
+
+    def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> Any:
+        """Send gradients of y, wide, to the experts, in their dtype; returns what `backward_sent` takes."""
+        chosen, results, _ = saved
+        of_tokens = upper[chosen.tokens]
+        dweights = (of_tokens * kernels.widen(results)).sum(axis=-1)
+        return kernels.narrow(chosen.weights * of_tokens, dtype), dweights
+
+    def backward_sent(self, sent: Any, saved: Any, dx: Array, grads: GradientSink) -> Array:
+        """Add the gradients of the tokens to dx, wide; returns those of the weights of the assignments."""
+        (dresults, dweights), (chosen, _, of_experts) = sent, saved
+        drows = self.backward_segments(dresults, of_experts, grads)
+        kernels.add_rows(dx, chosen.tokens, chosen.counts, kernels.widen(drows))
+        return dweights
 
     def outline_rows(self, x: ArraySpec) -> OperatorOutline:
         """Outline for rows like `x` in all segments together, if saved values are in proportion to the rows."""

@@ -8,42 +8,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect_last
-from parallel.nn.expert_group import ExpertGroup
+from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
 from parallel.nn.router import Router
 from quant.types import Array
-
-
-class Assignments(NamedTuple):
-    """Tokens given to experts, ordered by expert and then by token.
-
-    Attributes
-    ----------
-    tokens : array of int64
-        Row of each token.
-    counts : list of int
-        Tokens of each expert.
-    weights : array of shape (assignments, 1), wide
-    """
-
-    tokens: Array
-    counts: list[int]
-    weights: Array
-
-    @classmethod
-    def from_weights(cls, weights: Array) -> Assignments:
-        """Assignments of the weights (tokens, experts) that are not 0."""
-        xp = kernels.array_namespace(weights)
-        by_expert = xp.ascontiguousarray(weights.T)
-        found = xp.flatnonzero(by_expert)
-        counts = [int(count) for count in (by_expert != 0).sum(axis=1)]
-        return cls(found % len(weights), counts, by_expert.reshape(-1)[found][:, None])
 
 
 class MixtureOfExperts(Operator):
@@ -72,11 +46,10 @@ class MixtureOfExperts(Operator):
         expect_last(self, x, self.router.width)
         weights, routed = self.router.forward(x, run)
         chosen = Assignments.from_weights(weights.reshape(-1, self.router.experts))
-        rows = x.reshape(-1, self.router.width)
-        results, saved = self.experts.forward_segments(rows[chosen.tokens], chosen.counts, run)
+        sent = self.experts.send(x.reshape(-1, self.router.width), chosen)
         y, of_shared = self._start(x, run)
-        kernels.add_rows(y, chosen.tokens, chosen.counts, chosen.weights * kernels.widen(results))
-        return kernels.narrow(y, x.dtype).reshape(x.shape), (routed, chosen, results, saved, of_shared)
+        of_experts = self.experts.forward_sent(sent, y, run)
+        return kernels.narrow(y, x.dtype).reshape(x.shape), (routed, chosen, of_experts, of_shared)
 
     def _start(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Rows to which the experts' results are added, wide: those of the shared expert, or 0."""
@@ -88,23 +61,26 @@ class MixtureOfExperts(Operator):
         return kernels.widen(y).reshape(-1, x.shape[-1]).copy(), saved
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        routed, chosen, results, of_experts, of_shared = saved
+        routed, chosen, of_experts, of_shared = saved
         upper = kernels.widen(dy.reshape(-1, dy.shape[-1]))
-        of_tokens = upper[chosen.tokens]
-        dweights = self._weight_gradient((of_tokens * kernels.widen(results)).sum(axis=-1), chosen, len(upper))
-        dresults = kernels.narrow(chosen.weights * of_tokens, dy.dtype)
-        drows = self.experts.backward_segments(dresults, of_experts, grads)
-        dx = kernels.widen(self.router.backward(dweights, routed, grads)).reshape(upper.shape)
-        if self.shared is not None:
-            dx = dx + kernels.widen(self.shared.backward(dy, of_shared, grads)).reshape(upper.shape)
-        kernels.add_rows(dx, chosen.tokens, chosen.counts, kernels.widen(drows))
+        sent = self.experts.send_gradients(upper, of_experts, dy.dtype)
+        dx = self._start_gradient(dy, of_shared, grads)
+        dweights = self._weight_gradient(self.experts.backward_sent(sent, of_experts, dx, grads), chosen, len(upper))
+        dx += kernels.widen(self.router.backward(dweights, routed, grads)).reshape(dx.shape)
         return kernels.narrow(dx, dy.dtype).reshape(dy.shape)
+
+    def _start_gradient(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """Gradient to which those of experts and router are added, wide: that of the shared expert, or 0."""
+        rows = dy.reshape(-1, dy.shape[-1])
+        if self.shared is None:
+            return kernels.array_namespace(dy).zeros(rows.shape, kernels.wide(dy.dtype))
+        return kernels.widen(self.shared.backward(dy, saved, grads)).reshape(rows.shape).copy()
 
     def _weight_gradient(self, values: Array, chosen: Assignments, tokens: int) -> Array:
         """Gradients of the assignments' weights as an array (tokens, experts)."""
         xp = kernels.array_namespace(values)
         gradient = xp.zeros((tokens, self.router.experts), values.dtype)
-        gradient[chosen.tokens, xp.asarray(np.repeat(np.arange(self.router.experts), chosen.counts))] = values
+        gradient[chosen.tokens, xp.asarray(chosen.experts)] = values
         return gradient
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
@@ -118,7 +94,7 @@ class MixtureOfExperts(Operator):
         shared = OperatorOutline(x, ()) if self.shared is None else self.shared.outline(x)
         wide = kernels.wide(x.dtype)
         chosen = ArraySpec((assigned,), np.dtype(np.int64)), ArraySpec((assigned, 1), wide)
-        saved = router.saved, chosen, ArraySpec((assigned, width), x.dtype), experts.saved, shared.saved
+        saved = router.saved, chosen, (chosen, ArraySpec((assigned, width), x.dtype), experts.saved), shared.saved
         flops = router.flops + experts.flops + shared.flops
         work = max(router.work, experts.work, shared.work) + 3 * assigned * width * wide.itemsize
         return OperatorOutline(ArraySpec(*x), saved, flops, work + 2 * tokens * width * wide.itemsize)

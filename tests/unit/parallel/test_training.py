@@ -1,6 +1,7 @@
 """What a training makes of its settings."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -217,3 +218,9 @@ def test_names_of_no_setting_are_refused_unless_they_are_another_versions():
         with pytest.raises(ValueError, match=f"settings: expected names of fields, such as 'batch', found '{name}'"):
             complete({name: value})
     assert complete({"batch": 3}, previous={"batchh": 5, "seed": 7}) == complete({"batch": 3, "seed": 7})
+
+
+def test_mixtures_have_the_values_of_the_dense_family():
+    dense, sparse = (complete({"data": "pydoc", "model": model}) for model in ("gpt", "gpt-moe"))
+    assert sparse == replace(dense, model="gpt-moe:mini")
+    assert (sparse.rate, sparse.warm_up, sparse.clip) == (2e-3, 100, 1.0)

@@ -1,0 +1,190 @@
+"""Hierarchical route of tokens: a token travels once to each node that has experts of it, then within the node.
+
+Every rank has a *relay* on each other node, the rank at the same place there. Token t of rank 0, with two experts on
+the node of ranks 2 and 3, one on either::
+
+    direct         0 -> 2, 0 -> 3             results: 2 -> 0, 3 -> 0
+    hierarchical   0 -> 2, then 2 -> 3        results: 3 -> 2, their weighted sum 2 -> 0
+
+So at most min(k, nodes) copies of a token cross the network, and as many sums of results (DeepSeek-V3,
+arXiv:2412.19437, section 3.2.2). Within its node a relay uses a direct route, as if the tokens were its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parallel.expert.direct_route import DirectRoute, counts_of_all
+from parallel.expert.row_codec import RowCodec
+from parallel.expert.row_exchange import RowExchange, RowPart
+from parallel.nn import kernels
+from parallel.nn.expert_group import Assignments
+from quant.types import Array
+
+
+def relays(nodes: Sequence[int]) -> np.ndarray:
+    """Relay of every rank on every node, of shape (ranks, nodes); on its own node the rank itself.
+
+    >>> relays([0, 0, 0, 0, 1, 1]).tolist()
+    [[0, 4], [1, 4], [2, 5], [3, 5], [0, 4], [2, 5]]
+    """
+    members = [np.flatnonzero(np.equal(nodes, node)) for node in range(max(nodes) + 1)]
+    places = [(int(np.searchsorted(members[node], rank)), len(members[node])) for rank, node in enumerate(nodes)]
+    return np.array([[each[place * len(each) // width] for each in members] for place, width in places])
+
+
+class TokensByNode(NamedTuple):
+    """Tokens of a rank by the node of their experts, each once: those of a node lie together, in the order of relays.
+
+    Attributes
+    ----------
+    tokens : array of int64
+        Row of each copy of a token.
+    counts : array of int64, of shape (nodes,)
+        Copies for each node.
+    order : array of int64
+        Assignments by node, and by expert within a node.
+    copies : array of int64
+        Copy of the token, among those for its node, of each of these assignments.
+    assigned : array of int64, of shape (nodes,)
+        Assignments for each node.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    order: np.ndarray
+    copies: np.ndarray
+    assigned: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, experts: np.ndarray, nodes: np.ndarray, relay: np.ndarray) -> TokensByNode:
+        """Plan for assignments of `tokens` to `experts`, with the node of every expert and the relay on every node."""
+        where = nodes[experts]
+        by_node = [np.flatnonzero(where == node) for node in range(len(relay))]
+        unique = [np.unique(tokens[one]) for one in by_node]
+        copies = [np.searchsorted(some, tokens[one]) for some, one in zip(unique, by_node)]
+        ascending = np.argsort(relay)
+        return cls(
+            np.concatenate([unique[node] for node in ascending]),
+            np.array([len(some) for some in unique]),
+            np.concatenate([by_node[node] for node in ascending]),
+            np.concatenate([copies[node] for node in ascending]),
+            np.array([len(some) for some in by_node]),
+        )
+
+
+class HierarchicalRoute:
+    """Route as `DirectRoute`, over relays. Sums of results are rounded to their dtype before they cross the network.
+
+    Parameters
+    ----------
+    axis, owners, chosen
+        As of `DirectRoute`.
+    codec : RowCodec, optional
+        Encodes rows on their way between nodes.
+    nodes : sequence of int
+        Node of every rank of the axis, numbered from 0.
+    """
+
+    def __init__(
+        self, axis: Any, owners: Sequence[int], chosen: Assignments, codec: RowCodec | None, nodes: Sequence[int]
+    ):
+        self._axis, self._codec, self._chosen = axis, codec, chosen
+        self._relays, self._owners = relays(nodes), owners
+        home, of_expert = nodes[axis.rank], np.repeat(nodes, owners)
+        self._xp = kernels.array_namespace(chosen.weights)
+        tokens = chosen.tokens if self._xp is np else chosen.tokens.get()
+        self._plan = TokensByNode.of(tokens, chosen.experts, of_expert, self._relays[axis.rank])
+        every = counts_of_all(axis, [*self._plan.counts, *chosen.counts])
+        copies, counts = np.split(every, [self._relays.shape[1]], axis=1)
+        sources = np.flatnonzero(self._relays[:, home] == axis.rank)  # ranks whose relay on this node is this rank
+        self._copies = self._by_rank(self._plan.counts), self._from(sources, copies[:, home])
+        here = of_expert == home
+        self._assigned = self._by_rank(self._plan.assigned), self._from(sources, counts[:, here].sum(axis=1))
+        experts = np.concatenate([np.repeat(np.flatnonzero(here), counts[rank, here]) for rank in sources])
+        self._sorted = np.argsort(experts, kind="stable")  # assignments that arrive, by expert
+        self._starts = np.repeat(np.cumsum(self._copies[1]) - self._copies[1], self._assigned[1])
+        self._at_relays = np.zeros_like(counts)
+        for node in range(self._relays.shape[1]):
+            there = np.flatnonzero(of_expert == node)
+            np.add.at(self._at_relays, (self._relays[:, node][:, None], there), counts[:, there])
+
+    def _by_rank(self, by_node: np.ndarray) -> list[int]:
+        """Numbers for every rank, from those for this rank's relays."""
+        found = np.zeros(self._axis.size, np.int64)
+        found[self._relays[self._axis.rank]] = by_node
+        return list(found.tolist())
+
+    def _from(self, sources: np.ndarray, numbers: np.ndarray) -> list[int]:
+        found = np.zeros(self._axis.size, np.int64)
+        found[sources] = numbers[sources]
+        return list(found.tolist())
+
+    @property
+    def received(self) -> np.ndarray:
+        """Rows from each rank for each expert of this rank: numbers from relays. Only after `receive`."""
+        return self._inner.received
+
+    def _to_relays(self, rows: Array, *assigned: Array) -> None:
+        """Start to send rows (tokens, width), once to each node, and arrays of the assignments, ordered by node."""
+        copies = RowPart(rows[self._xp.asarray(self._plan.tokens)], *self._copies, self._codec)
+        self._exchange = RowExchange(self._axis, [copies, *(RowPart(one, *self._assigned) for one in assigned)])
+
+    def send(self, tokens: Array) -> None:
+        """Start to send tokens (tokens, width) to their relays, with their assignments there."""
+        copies = self._xp.asarray(self._plan.copies.astype(np.int32))
+        self._to_relays(tokens, copies, self._chosen.weights[self._xp.asarray(self._plan.order)])
+
+    def receive(self) -> Array:
+        """Rows that were sent to this rank's experts, by `send` or `send_gradients`: by relay, then by expert."""
+        rows, *assigned = self._exchange.finish()
+        if assigned:
+            copies, weights = assigned
+            order = self._xp.asarray(self._sorted)
+            tokens = (self._xp.asarray(self._starts) + copies)[order]
+            self._number = len(rows)
+            relayed = Assignments(tokens, self._at_relays[self._axis.rank].tolist(), weights[order])
+            self._inner = DirectRoute(self._axis, self._owners, relayed, counts=self._at_relays)
+            self._inner.send(rows)
+        else:
+            self._inner.send_gradients(kernels.widen(rows), self._results, rows.dtype)
+        return self._inner.receive()
+
+    def combine(self, results: Array, y: Array) -> Array:
+        """Send results to the relays, and their weighted sums to the sources; add these to y, in the order of relays.
+
+        Returns the results of the assignments that this rank relayed.
+        """
+        sums = self._xp.zeros((self._number, y.shape[1]), y.dtype)
+        mine = self._inner.combine(results, sums)
+        self._add(self._to_sources(kernels.narrow(sums, results.dtype))[0], y)
+        return mine
+
+    def _to_sources(self, rows: Array, *others: Array) -> list[Array]:
+        sends, receives = self._copies
+        parts = [RowPart(rows, receives, sends, self._codec)]
+        parts += [RowPart(one, self._assigned[1], self._assigned[0]) for one in others]
+        return RowExchange(self._axis, parts).finish()
+
+    def _add(self, rows: Array, y: Array) -> None:
+        kernels.add_rows(y, self._xp.asarray(self._plan.tokens), self._copies[0], kernels.widen(rows))
+
+    def send_gradients(self, upper: Array, results: Array, dtype: np.dtype) -> None:
+        """Start to send gradients of y, wide, to the relays, in the experts' dtype."""
+        self._results = results
+        self._to_relays(kernels.narrow(upper, dtype))
+
+    def combine_gradients(self, drows: Array, dx: Array) -> Array:
+        """As `combine`, of gradients; returns those of the assignments' weights."""
+        sums = self._xp.zeros((self._number, dx.shape[1]), dx.dtype)
+        sorted_weights = self._inner.combine_gradients(drows, sums)
+        arrived = self._xp.empty_like(sorted_weights)
+        arrived[self._xp.asarray(self._sorted)] = sorted_weights
+        rows, by_node = self._to_sources(kernels.narrow(sums, drows.dtype), arrived)
+        self._add(rows, dx)
+        dweights = self._xp.empty_like(by_node)
+        dweights[self._xp.asarray(self._plan.order)] = by_node
+        return dweights
