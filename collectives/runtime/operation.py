@@ -11,13 +11,14 @@ from typing import Any, Protocol
 from collectives.buffers.staging import DeviceMemory
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.program import Program
-from collectives.runtime.program_table import DONE, REFUSED, WAITING
+from collectives.runtime.program_table import DONE, HAS_THREAD, REFUSED, WAITING
 from collectives.runtime.progress import (
     active_requests,
     lone_requests,
     mpi_is_thread_safe,
     progress_lock,
     progress_thread,
+    progress_words,
 )
 
 acquire_progress, release_progress = progress_lock.acquire, progress_lock.release
@@ -110,7 +111,7 @@ class Operation:
         """Activate the request; the caller holds `progress_lock`."""
         self._active = True
         active_requests.append(self)
-        if progress_thread.thread is None:
+        if not progress_words[HAS_THREAD]:
             progress_thread.ensure()
         if self.program.deferred:
             progress_thread.wake()

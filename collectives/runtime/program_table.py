@@ -40,8 +40,8 @@ and ends, as the address of the object, or 0; and the address of the words of th
 header."""
 
 ACTIVE_REQUESTS, HAS_THREAD, ATTEMPTS, PROGRESS_WORDS = range(4)
-"""Words of the process: the list of active requests, as the address of the object; 1 if the progress thread exists; and
-how often the program has made progress itself. Then their number."""
+"""Words of the process: the list of active requests, as the address of the object; 1 if the progress thread is awake;
+and how often the program has made progress itself. Then their number."""
 
 # ------------------------------------------------------------------------------------------ the sections
 

@@ -34,8 +34,11 @@ SHORTEST_SLEEP = 2e-5
 NAPS = 10
 """Sleeps of the progress thread in one portion of a request, while it waits for other ranks: a millisecond in all."""
 
-IDLE_CHECKS = 500
-"""Consecutive checks without active requests, after which the progress thread ends."""
+IDLE_CHECKS = 20
+"""Consecutive checks without active requests, after which the progress thread rests until a request is started."""
+
+REST = 0.5
+"""Seconds of rest after which the progress thread ends."""
 
 active_requests: list[Operation] = []
 """Active requests of this process; changed only while holding `progress_lock`, or in one step by compiled code."""
@@ -105,11 +108,12 @@ def run_program(program: Program) -> None:
 class ProgressThread:
     """Thread that advances active requests while the program does not. Errors are kept for those who wait for them.
 
-    It is started with a request (`ensure`, while holding `progress_lock`), ends after half a second without active
-    requests, and sleeps longer the longer nothing advances. Compiled programs of long messages (`deferred`) run in
-    portions, without the interpreter's lock (GIL) and without `progress_lock`, so that other threads compute and call
-    other methods meanwhile; a portion ends when it has waited a millisecond for other ranks. If the MPI is not
-    thread-safe, the thread advances only requests that are within the node, and leaves their completion to the program.
+    It is started with a request (`ensure`, while holding `progress_lock`), and sleeps longer the longer nothing
+    advances. Without active requests it soon rests, since checks take time from the program, and later ends. Compiled
+    programs of long messages (`deferred`) run in portions, without the interpreter's lock (GIL) and without
+    `progress_lock`, so that other threads compute and call other methods meanwhile; a portion ends when it has waited a
+    millisecond for other ranks. If the MPI is not thread-safe, the thread advances only requests that are within the
+    node, and leaves their completion to the program.
     """
 
     def __init__(self) -> None:
@@ -122,11 +126,16 @@ class ProgressThread:
         self._ending = False
 
     def ensure(self) -> None:
-        """Start the thread unless it exists; the caller holds `progress_lock`."""
-        if self.thread is None and not self._ending:
+        """Start the thread unless it exists, or end its rest; the caller holds `progress_lock`."""
+        if self._ending or progress_words[HAS_THREAD]:
+            return
+        rests = self.thread is not None
+        if not rests:
             self.thread = threading.Thread(target=self._run, name="chorus-progress", daemon=True)
             self.thread.start()
-            progress_words[HAS_THREAD] = 1
+        progress_words[HAS_THREAD] = 1
+        if rests:
+            self.wake()
 
     def wake(self) -> None:
         """Let the thread check now, before a call that blocks in MPI or after the start of work that it is to do."""
@@ -143,24 +152,32 @@ class ProgressThread:
 
     def _run(self) -> None:
         pause, idle, seen = LONGEST_SLEEP, 0, progress_words[ATTEMPTS]
-        while not self._ending and not (idle >= IDLE_CHECKS and self._retired()):
+        while not self._ending:
             woken = self._alarm.acquire(timeout=pause)
             idle = 0 if active_requests else idle + 1
+            if idle >= IDLE_CHECKS:
+                if not self._rest():
+                    return
+                woken, idle = True, 0
             pause = SHORTEST_SLEEP if woken else min(2 * pause, LONGEST_SLEEP)
             if progress_words[ATTEMPTS] != seen and not woken:  # the program makes progress itself
                 seen, pause = progress_words[ATTEMPTS], LONGEST_SLEEP
             elif active_requests and not self._ending and _advance_active():
                 pause = SHORTEST_SLEEP
 
-    def _retired(self) -> bool:
-        """Forget the thread, which is to end, unless a request has become active."""
+    def _rest(self) -> bool:
+        """Sleep until a request is started; False if none is, and the thread is to end."""
         with progress_lock:
             progress_words[HAS_THREAD] = 0  # first: from here on compiled code starts no request
             if active_requests:
                 progress_words[HAS_THREAD] = 1
-            else:
+        end = time.monotonic() + REST
+        while not progress_words[HAS_THREAD] and (left := end - time.monotonic()) > 0 and not self._ending:
+            self._alarm.acquire(timeout=left)
+        with progress_lock:
+            if not progress_words[HAS_THREAD]:
                 self.thread = None
-            return self.thread is None
+            return self.thread is not None
 
 
 def _advance_active() -> bool:

@@ -11,7 +11,8 @@ from mpi4py import MPI
 from collectives import Communicator, Request, start_all
 from collectives.errors import InvalidArgument
 from collectives.runtime.native_requests import GeneralizedHandle, PendingHandle
-from collectives.runtime.progress import mpi_is_thread_safe
+from collectives.runtime.program_table import HAS_THREAD
+from collectives.runtime.progress import mpi_is_thread_safe, progress_words
 
 ALL = {
     "Waitall": MPI.Request.Waitall,
@@ -228,6 +229,17 @@ def test_the_helper_thread_ends_when_nothing_is_under_way(comm, monkeypatch):
     MPI.Request.Waitall([comm.Iallreduce(np.ones(2000), total, algorithm="ring")])
     assert (total == comm.Get_size()).all(), "there is another one when it is needed"
     assert len(helpers()) <= 1 and mpi_is_thread_safe()
+
+
+def test_a_request_ends_the_rest_of_the_helper_thread(comm):
+    total = np.zeros(2000)
+    for _ in range(3):
+        MPI.Request.Waitall([comm.Iallreduce(np.ones(2000), total, algorithm="ring")])
+        assert (total == comm.Get_size()).all()
+        deadline = time.monotonic() + 60
+        while progress_words[HAS_THREAD]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 def test_requests_that_ended_at_their_start():
