@@ -1,11 +1,12 @@
 """Compare models that are made small after training with models that are trained small, over several seeds.
 
-mpiexec -n 2 python scripts/compare_small_models.py --model convnet --specs int4_g32,int2_g32 --seeds 0:5
+mpiexec -n 2 python scripts/compare_small_models.py --model convnet --specs int4,int2_g32 --seeds 0:5 --tune 10
 mpiexec -n 2 python scripts/compare_small_models.py --prune 0.5,0.8,0.9 --pattern elements --plot out/pruned.png
 mpiexec -n 2 python scripts/compare_small_models.py --products fp8,mxfp8 --seeds 3 --methods trained
 
 Settings are those of `chorus train` for the data and model. Methods: plain training; after it, weights rounded to the
-nearest (rtn) or by gptq, or pruned by magnitude; and training with fake quantisation, products or pruning (trained).
+nearest (rtn) or by gptq, trained for their format (tuned), or pruned by magnitude; and training with fake quantisation,
+products or pruning (trained).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.arguments import numbers
-from collectives.cli.launcher import say
+from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine
 from parallel.benchmark.workload import add_recipe, recipe_settings
 from parallel.cli.train_arguments import picture_error
@@ -29,11 +30,14 @@ from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
+from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.quantize_model import quantise
+from parallel.ptq.tune_weights import tune_weights
 from parallel.trainer.records import EvalScore
 from parallel.trainer.task_setup import loss_of, measure_of
 from parallel.trainer.trainer import Training
 from parallel.transforms.apply import prune
+from parallel.transforms.quantizable_layers import layers_of
 from quant import parse
 
 BATCH, SAMPLES = 64, 512  # of calibration and test
@@ -54,7 +58,7 @@ PLAIN = Variant("stored", "plain")
 
 ROUNDING = ("rtn", "gptq")  # methods of rounding after training
 
-METHODS = ("plain", *ROUNDING, "magnitude", "trained")
+METHODS = ("plain", *ROUNDING, "tuned", "magnitude", "trained")
 
 
 def words(text: str) -> list[str]:
@@ -66,6 +70,7 @@ def variants(args: argparse.Namespace) -> dict[Variant, dict[str, Any]]:
     pruned = [(one, {"prune": one, "prune_pattern": args.pattern}) for one in args.prune]
     found: dict[Variant, dict[str, Any]] = {PLAIN: {}}
     found |= {Variant(spec, method): {} for spec in args.specs for method in ROUNDING}
+    found |= {Variant(spec, "tuned"): {} for spec in args.specs if args.tune}
     found |= {Variant(args.pattern, "magnitude", one): {} for one in args.prune}
     found |= {Variant(spec, "trained"): {"fake_quant": spec} for spec in args.specs}
     found |= {Variant(products, "trained"): {"products": products} for products in args.products}
@@ -74,13 +79,13 @@ def variants(args: argparse.Namespace) -> dict[Variant, dict[str, Any]]:
 
 
 def scores(
-    comm: Communicator, base: Settings, chosen: dict[Variant, dict[str, Any]]
+    comm: Communicator, base: Settings, chosen: dict[Variant, dict[str, Any]], tune: int
 ) -> Iterator[tuple[Variant, EvalScore]]:
-    """Train with one seed; yield the score of every variant as it is known. Collective."""
+    """Train with one seed; yield the score of every variant as it is known. `tune` is in epochs. Collective."""
     later = [variant for variant in chosen if variant.method != "trained"]
     if later:
         with Training(base, comm) as training:
-            plain, score = _trained(training), _scorer(training, comm)
+            plain, score = _trained(training), _scorer(training, comm, tune)
             for variant in later:
                 yield variant, plain if variant == PLAIN else score(variant)
     for variant, change in chosen.items():
@@ -95,7 +100,7 @@ def _trained(training: Training) -> EvalScore:
     return training.score()
 
 
-def _scorer(training: Training, comm: Communicator) -> Callable[[Variant], EvalScore]:
+def _scorer(training: Training, comm: Communicator, tune: int) -> Callable[[Variant], EvalScore]:
     """Function that tests a trained model made small after its training; leaves the model unchanged. Collective."""
     model, task = training.model, training.task
     samples = dealt(task.train, SAMPLES, BATCH, comm.rank, comm.size)
@@ -105,6 +110,10 @@ def _scorer(training: Training, comm: Communicator) -> Callable[[Variant], EvalS
         return EvalScore.of(evaluate(made, loss_of(task), test, comm, measure_of(task)), task)
 
     def small(variant: Variant) -> EvalScore:
+        if variant.method == "tuned":
+            specs = [parse(variant.group)] * len(layers_of(model))
+            tuning = FineTuning(tune, training.settings.batch, training.settings.seed)
+            return score(tune_weights(model, specs, task, comm, tuning))
         if variant.method in ROUNDING:
             return score(quantise(model, parse(variant.group), samples, comm, method=variant.method))
         before = {parameter: parameter.data for parameter in model.parameters()}
@@ -133,6 +142,7 @@ def arguments() -> argparse.Namespace:
     add("--seeds", type=numbers, default=[0], metavar="LIST", help="as in 3,4 or 0:5 (default 0)")
     add("--methods", type=words, default=list(METHODS), metavar="NAME,...", help=f"some of {', '.join(METHODS)}")
     add("--specs", type=words, default=[], metavar="SPEC,...", help="formats of weights")
+    add("--tune", type=at_least(1, int), default=0, metavar="N", help="epochs of training the rounded weights")
     add("--products", type=words, default=[], metavar="NAME,...", help="formats of products")
     add("--prune", type=lambda text: [float(word) for word in words(text)], default=[], metavar="S,...")
     add("--pattern", default="elements", metavar="P", help="pattern of pruned weights (default elements)")
@@ -140,6 +150,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.methods) - set(METHODS):
         parser.error(f"--methods: expected some of {', '.join(METHODS)}, found {', '.join(sorted(unknown))}")
+    if args.tune and not args.specs:
+        parser.error("--tune: expected --specs, the formats to train for")
     if args.plot and not (args.prune and {"plain", "magnitude", "trained"} <= set(args.methods)):
         parser.error("--plot: expected --prune, and the methods plain, magnitude and trained")
     if problem := picture_error("--plot", args.plot):
@@ -153,7 +165,7 @@ def main() -> int:
     comm = Communicator(MPI.COMM_WORLD)
     base, found = recipe_settings(args, comm), dict[Variant, list[EvalScore]]()
     for seed in args.seeds:
-        for variant, score in scores(comm, replace(base, seed=seed), variants(args)):
+        for variant, score in scores(comm, replace(base, seed=seed), variants(args), args.tune):
             found.setdefault(variant, []).append(score)
             right = "" if score.accuracy is None else f", {100 * score.accuracy:.2f} % right"
             say(f"seed {seed}, {variant} {variant.method}: test loss {score.loss:.4f}{right}")

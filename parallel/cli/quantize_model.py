@@ -27,16 +27,19 @@ from collectives.selection.timing_file import machine
 from parallel.benchmark.training_output import format_score
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.cli.train_arguments import picture_error
+from parallel.data.datasets import LearningTask
 from parallel.nn.operator import Operator
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt
 from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
+from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.load_model import TrainedModel
 from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.mixed_precision import SENSITIVITIES, WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantize_model import METHODS, check, quantise, with_inputs
 from parallel.ptq.tune_levels import tune_levels
+from parallel.ptq.tune_weights import tune_weights
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
 from parallel.transforms.quantizable_layers import layers_of
@@ -73,7 +76,7 @@ def parser() -> launcher.LauncherParser:
     add("--calibrate", metavar="DATA", help="calibration data, as for chorus train (default: those of the training)")
     add("--samples", type=at_least(1, int), default=512, metavar="N", help="calibration samples (default 512)")
 
-    tune = "epochs in which the levels of kmeans are trained on the training data, with fixed codes"
+    tune = "epochs of training with the weights rounded to their codes (kmeans: of the levels, with fixed codes)"
     add("--tune", type=at_least(1, int), metavar="N", help=tune)
 
     add = result.add_argument_group("a width for each layer").add_argument
@@ -96,8 +99,6 @@ def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             if getattr(args, name) != parser.get_default(name):
                 options = [f"--{one.replace('_', '-')}" for one in (name, *needed)]
                 return f"{options[0]} needs {' or '.join(options[1:])}, and would do nothing without it"
-    if args.tune is not None and args.mixed is not None:
-        return "--tune: levels are those of kmeans, and --mixed chooses among widths of linear codes"
     return picture_error("--pareto", args.pareto)
 
 
@@ -214,6 +215,15 @@ def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
     return mixed.chosen(choice), [mixed.specs[at] for at in choice]
 
 
+def tuned(job: QuantizeJob, made: Operator, specs: list[QuantSpec], data: LearningTask) -> Operator:
+    """Train a model for its format, by layer: levels of k-means with the codes of `made`, else weights. Collective."""
+    settings = job.trained.settings
+    tuning = FineTuning(job.args.tune, settings.batch, settings.seed)
+    if job.spec.code == "kmeans":
+        return tune_levels(job.trained.model, made, data, job.comm, tuning)
+    return tune_weights(job.trained.model, specs, data, job.comm, tuning)
+
+
 def round_inputs(job: QuantizeJob, made: Operator, spec: QuantSpec) -> Operator:
     """Quantise the inputs of all layers of a quantised model, in chosen widths if so asked for. Collective."""
     args = job.args
@@ -230,6 +240,10 @@ def round_inputs(job: QuantizeJob, made: Operator, spec: QuantSpec) -> Operator:
 def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     """Quantise a checkpoint's model, print test results, and write the model and plots as asked for. Collective."""
     spec = spec_of("--spec", args.spec)
+    if args.tune is not None and spec.code != "kmeans" and args.method != "rtn":
+        raise ValueError(
+            f"--tune: weights trained in codes {spec.code} are rounded by rtn, found --method {args.method}"
+        )
     activations = spec_of("--activations", args.activations) if args.activations else None
     trained = load_model.from_checkpoint(comm, args.checkpoint)
     for path in filter(None, (args.pareto, args.output)):
@@ -246,12 +260,11 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
         made, specs = quantise(trained.model, spec, mine, comm, method=args.method), [spec] * len(layers)
     else:
         made, specs = search_widths(job)
+    text = f"{args.spec if args.mixed is None else 'mixed'}, {args.method}"
     if args.tune is not None:
-        say(f"{args.spec}, {args.method}: {job.score_text(made)}")
-        batch, seed = trained.settings.batch, trained.settings.seed
-        made = tune_levels(trained.model, made, data, comm, args.tune, batch, seed)
+        say(f"{text}: {job.score_text(made)}")
+        made, text = tuned(job, made, specs, data), f"{text}, tuned"
     made = made if activations is None else round_inputs(job, made, activations)
-    text = f"{args.spec if args.mixed is None else 'mixed'}, {args.method}" + ", tuned" * (args.tune is not None)
     text += f", inputs in {args.activations if args.mixed_inputs is None else 'mixed'}" if args.activations else ""
     smaller = nbytes(trained.model) / nbytes(made)
     say(f"{text}: {job.score_text(made)}, {nbytes(made)} bytes ({smaller:.2f} times less)")

@@ -12,15 +12,9 @@ import numpy as np
 
 from collectives import Communicator
 from parallel.data.datasets import LearningTask
-from parallel.data.sampler import Sampler
-from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import Settings
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
-from parallel.optim.lr_schedules import LRSchedule
-from parallel.optim.optimizers import Adam
+from parallel.ptq.fine_tune import FineTuning, fine_tune, starting_at
 from parallel.ptq.packed_weights import FewBitWeight, PackedWeight, packed, weights_of
-from parallel.trainer.engine_checkpoint import state_dict
-from parallel.trainer.task_setup import loss_of
 from parallel.transforms.quantizable_layers import from_matrix
 from parallel.transforms.weight_transform import ComputedWeight
 from parallel.transforms.wrapper import WrappedOperator, rebuilt
@@ -86,9 +80,9 @@ def with_levels(model: Operator) -> Operator:
         if weight.quantized.codes.spec.code != "kmeans" or weight.quantized.divisor is not None:
             raise ValueError(f"spec: levels are trained of kmeans; {name} has codes {weight.quantized.codes.spec}")
         table = weight.quantized.codes.levels().reshape(-1)
-        levels[name] = Parameter(table.shape, _values(table), decay=False)
+        levels[name] = Parameter(table.shape, starting_at(table), decay=False)
     for parameter in made.parameters():
-        parameter.init, parameter.requires_grad = _values(parameter.data), False
+        parameter.init, parameter.requires_grad = starting_at(parameter.data), False
 
     def change(operator: Operator) -> Operator:
         weight = getattr(operator, "weight", None)
@@ -100,29 +94,16 @@ def with_levels(model: Operator) -> Operator:
     return rebuilt(made, change)
 
 
-def _values(array: np.ndarray) -> Callable[..., np.ndarray]:
-    """Initialiser of a parameter that has these values."""
-    return lambda random, shape: array.reshape(shape)
-
-
 def tune_levels(
-    model: Operator, quantised: Operator, task: LearningTask, comm: Communicator, epochs: int, batch: int, seed: int = 0
+    model: Operator, quantised: Operator, task: LearningTask, comm: Communicator, tuning: FineTuning
 ) -> Operator:
-    """Copy of `model` with the codes of the `quantised` model and levels trained for so many epochs. Collective.
+    """Copy of `model` with the codes of the `quantised` model and levels trained by `tuning`. Collective.
 
-    The training samples of the task, `batch` in a step, are divided among the ranks. ValueError if a weight is not
-    coded by k-means; StepFailed as in training.
+    ValueError if a weight is not coded by k-means; StepFailed as in training.
     """
     trainable, weights = with_levels(quantised), weights_of(quantised)
-    sampler = Sampler(len(task.train), batch, -(-batch // comm.Get_size()), seed)
-    schedule = LRSchedule("cosine", rate=RATE, steps=max(1, epochs * sampler.steps_per_epoch))
-    settings = Settings(layout="dp", seed=seed, batch=batch)
-    with DataParallelEngine(trainable, loss_of(task), comm, Adam(rate=schedule), settings) as engine:
-        paths = {operator.inner.weight.name: operator.levels.name for operator in _codebooks(trainable)}
-        for epoch in range(epochs):
-            for step in sampler.steps(epoch):
-                engine.step(step.batches(task.train, engine.share(len(step.parts))))
-        state = state_dict(engine)
+    state = fine_tune(trainable, task, comm, tuning, RATE)
+    paths = {operator.inner.weight.name: operator.levels.name for operator in _codebooks(trainable)}
     tuned = {
         name: FewBitWeight(weight.quantized.codes.with_levels(state[paths[name]])) for name, weight in weights.items()
     }

@@ -15,10 +15,12 @@ from parallel.nn.models import build
 from parallel.nn.operator import name_all
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
+from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.packed_weights import RoundedInput, weights_of
 from parallel.ptq.quantize_model import quantise
 from parallel.ptq.tune_levels import tune_levels, with_levels
+from parallel.ptq.tune_weights import tune_weights
 from parallel.transforms.quantizable_layers import layers_of
 from quant import parse, quantize
 
@@ -73,7 +75,7 @@ def test_tuned_levels_lose_less(name):
     with Communicator(MPI.COMM_SELF) as comm:
         batches = dealt(task.train, 64, 16, 0, 1)
         rounded = quantise(model, parse("kmeans2"), batches, comm)
-        tuned = tune_levels(model, rounded, task, comm, epochs=20, batch=16)
+        tuned = tune_levels(model, rounded, task, comm, FineTuning(epochs=20, batch=16))
         losses = [evaluate(one, loss, batches, comm).loss for one in (rounded, tuned)]
         assert losses[1] < losses[0] - 0.01
         codes, other = weights_of(rounded), weights_of(tuned)
@@ -83,7 +85,26 @@ def test_tuned_levels_lose_less(name):
             assert codes[one].quantized.nbytes == other[one].quantized.nbytes
         assert all((one.data == before[one.name]).all() for one in model.parameters())
         with pytest.raises(ValueError, match=r"spec: levels are trained of kmeans; .* has codes"):
-            tune_levels(model, quantise(model, parse("int4"), [], comm), task, comm, epochs=1, batch=16)
+            tune_levels(model, quantise(model, parse("int4"), [], comm), task, comm, FineTuning(1, 16))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tuned_weights_lose_less(name):
+    """Codes are those of the specs by layer; weights that were 0 stay 0; the given model is not changed."""
+    model, task, loss = untrained(name), problem(name), SoftmaxCrossEntropy()
+    layers = layers_of(model)
+    layers[-1].parameter.data[0, 1:] = 0
+    specs = [parse("int2")] * (len(layers) - 1) + [parse("int3")]
+    before = {one.name: one.data.copy() for one in model.parameters()}
+    with Communicator(MPI.COMM_SELF) as comm:
+        batches = dealt(task.train, 64, 16, 0, 1)
+        tuned = tune_weights(model, specs, task, comm, FineTuning(epochs=20, batch=16))
+        losses = [evaluate(one, loss, batches, comm).loss for one in (model, tuned)]
+    assert losses[1] < losses[0] - 0.01  # of untrained weights
+    weights = weights_of(tuned)
+    assert [weights[layer.name].quantized.codes.spec for layer in layers] == specs
+    assert not weights[layers[-1].name].data[0, 1:].any() and weights[layers[-1].name].data.any()
+    assert all((one.data == before[one.name]).all() for one in model.parameters())
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -82,6 +82,19 @@ def test_tuned_levels_and_widths_of_inputs(folders, capsys, tmp_path):
     assert f": {score}, {size} bytes" in run(capsys, "--load", file)
 
 
+@pytest.mark.parametrize("said", [["--spec", "int3"], ["--spec", "int3", "--mixed", 3, "--widths", "2,4"]], ids=len)
+def test_weights_trained_for_their_codes(folders, capsys, tmp_path, said):
+    """Their loss is smaller than that of rounding after the training, in the same bytes."""
+    file, name = tmp_path / "m.safetensors", "mixed" if "--mixed" in said else "int3"
+    output = run(capsys, "--checkpoint", folders["classes"], *said, "--tune", 4, "--samples", 64, "-o", file)
+    rounded, tuned = (
+        float(re.findall(rf"^{name}, rtn{how}: .*loss ([\d.]+)", output, re.MULTILINE)[0]) for how in ("", ", tuned")
+    )
+    assert tuned < rounded
+    ((score, size),) = re.findall(rf"{name}, rtn, tuned: (.*), (\d+) bytes", output)
+    assert f": {score}, {size} bytes" in run(capsys, "--load", file)
+
+
 def test_one_of_several_checkpoints(folders, capsys):
     (path,) = all_in(folders["classes"])
     assert "loss" in run(capsys, "--checkpoint", path)
@@ -110,8 +123,10 @@ WRONG = {
         "calibrate: data 'letters': neither a file",
     ),
     "other data": (lambda at, tmp: ["--checkpoint", at, "--calibrate", "digits"], "and digits has classes from (8, 8)"),
-    "levels": (lambda at, tmp: ["--checkpoint", at, "--tune", 1], "spec: levels are trained of kmeans"),
-    "levels of several": (lambda at, tmp: ["--checkpoint", at, "--tune", 1, "--mixed", 3], "--tune: levels are those"),
+    "tuned otherwise": (
+        lambda at, tmp: ["--checkpoint", at, "--tune", 1, "--method", "gptq"],
+        "--tune: weights trained in codes linear are rounded by rtn, found --method gptq",
+    ),
     "widths of inputs": (
         lambda at, tmp: ["--checkpoint", at, "--mixed-inputs", 4],
         "--mixed-inputs needs --activations",
