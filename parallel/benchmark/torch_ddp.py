@@ -142,7 +142,7 @@ class TorchTraining:
 
     def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int):
         torch.set_num_threads(threads)
-        _init_gloo(comm)
+        init_gloo(comm)
         self.model = TorchModel(model)
         self.orders: dict[str, Any] = {}
         self.module = self._distributed(model, comm)
@@ -188,7 +188,7 @@ class TorchTraining:
         dist.destroy_process_group()
 
 
-def _init_gloo(comm: MPI.Intracomm) -> None:
+def init_gloo(comm: MPI.Intracomm) -> None:
     rank, size = comm.Get_rank(), comm.Get_size()
     host, *others = comm.allgather(socket.getfqdn())
     if set(others) <= {host}:  # one node

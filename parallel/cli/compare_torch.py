@@ -2,6 +2,7 @@
 
 mpiexec -n 2 python scripts/compare_torch.py --model gpt:small
 mpiexec -n 2 python scripts/compare_torch.py --model gpt:small --tensor-parallel    # against parallelize_module
+mpiexec -n 2 python scripts/compare_torch.py --model gpt:small --experts 8,k=2      # one layer with all_to_all_single
 
 Same first weights, batches and threads, float32 and AdamW. First the gradients of step 1 are compared; then both train
 in turns of a few steps, never at the same time. Needs PyTorch (the extra "torch").
@@ -21,6 +22,7 @@ from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from parallel.benchmark import workload
+from parallel.benchmark.expert_race import mixture_of, race
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
@@ -40,8 +42,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     workload.add_options(parser, "gpt:small", turn=10)
     parser.add_argument("--steps", type=workload.COUNT, default=200, metavar="N", help="of each side (default 200)")
     cut = "cut the operators over the ranks, which then have the same batches, in place of replicas"
-    parser.add_argument("--tensor-parallel", action="store_true", help=cut)
+    kinds = parser.add_mutually_exclusive_group().add_argument
+    kinds("--tensor-parallel", action="store_true", help=cut)
+    kinds("--experts", metavar="HOW", help="only a mixture of the model's width, its experts divided over the ranks")
     options = parser.parse_args(argv)
+    if options.experts is not None:
+        try:
+            mixture_of(options)
+        except ValueError as error:
+            parser.error(str(error))
     workload.choose_data(parser, options)
     if find_spec("torch") is None:
         parser.error("PyTorch is not installed: pip install 'chorus-mpi[torch]'")
@@ -112,6 +121,8 @@ def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray
 def main(argv: list[str] | None = None) -> int:
     """Compare gradients and training speed with PyTorch; exit status 0 if the gradients agree."""
     options = parse(argv)
+    if options.experts is not None:
+        return race(options)
     from parallel.benchmark.torch_ddp import TorchTraining  # only now: `parse` refuses to go on without PyTorch
     from parallel.benchmark.torch_tensor_parallel import TorchTensorParallel
 

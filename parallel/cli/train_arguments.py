@@ -33,6 +33,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or with a size as in gpt:tiny ({sizes})")
     add("--experts", metavar="HOW", help=f"of gpt-moe, as in 8,k=2,capacity=1.25 (words: {', '.join(WORDS)})")
+    add(
+        "--depths",
+        metavar="HOW",
+        help="of gpt models: part of the tokens for every second block, as in 0.125 or 0.5,every=1",
+    )
     add("--length", type=int, metavar="N", help="length of sequences")
     add("--window", type=int, metavar="N", help="neighbouring samples shuffled among themselves (default: all)")
     add("--dropout", type=float, metavar="P", help="dropout probability")

@@ -47,6 +47,7 @@ class Settings:
     window : neighbouring samples that are shuffled among themselves; by default all, or those of some shards
     dropout : probability, from 0 to below 1
     experts : mixtures of experts of gpt-moe, such as ``8,k=2,every=2`` (`parallel.nn.expert_layers.ExpertLayers.parse`)
+    depths : blocks of gpt models for some tokens only, such as ``0.125`` (`parallel.nn.depth_layers.DepthLayers.parse`)
     recompute : recompute activations: none, selective (attention), full, or one of these for each block; True is full
     products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
     fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
@@ -108,6 +109,7 @@ class Settings:
     window: int | None = None
     dropout: float = 0.0
     experts: str | None = None
+    depths: str | None = None
     recompute: bool | str = False
     products: str = "stored"
     fake_quant: str = ""

@@ -50,6 +50,8 @@ class DirectRoute:
 
     Attributes
     ----------
+    sends : list of int
+        Rows that this rank sends to each, itself included.
     received : array of int64, of shape (ranks, experts of this rank)
         Rows from each rank for each expert.
     """
@@ -67,14 +69,14 @@ class DirectRoute:
         bounds = [0, *accumulate(owners)]
         per_rank = np.stack([every[:, start:stop].sum(axis=1) for start, stop in pairwise(bounds)], axis=1)
         self.received = every[:, bounds[axis.rank] : bounds[axis.rank + 1]]
-        self._sends: list[int] = per_rank[axis.rank].tolist()
+        self.sends: list[int] = per_rank[axis.rank].tolist()
         self._receives: list[int] = per_rank[:, axis.rank].tolist()
 
     def _to_experts(self, rows: Array) -> None:
-        self._exchange = RowExchange(self._axis, [RowPart(rows, self._sends, self._receives, self._codec)])
+        self._exchange = RowExchange(self._axis, [RowPart(rows, self.sends, self._receives, self._codec)])
 
     def _to_sources(self, rows: Array) -> Array:
-        return RowExchange(self._axis, [RowPart(rows, self._receives, self._sends, self._codec)]).finish()[0]
+        return RowExchange(self._axis, [RowPart(rows, self._receives, self.sends, self._codec)]).finish()[0]
 
     def send(self, tokens: Array) -> None:
         """Start to send tokens (tokens, width) to their experts."""

@@ -124,6 +124,11 @@ class HierarchicalRoute:
         return list(found.tolist())
 
     @property
+    def sends(self) -> list[int]:
+        """Rows that this rank sends to each relay, itself included."""
+        return self._copies[0]
+
+    @property
     def received(self) -> np.ndarray:
         """Rows from each rank for each expert of this rank: numbers from relays. Only after `receive`."""
         return self._inner.received

@@ -14,6 +14,7 @@ from parallel.nn.activation import ReLU
 from parallel.nn.attention import self_attention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import Conv2d, MaxPool2d
+from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.expert_layers import ExpertLayers
@@ -184,6 +185,7 @@ def build(
     dropout: float = 0.0,
     recompute: bool | str = False,
     experts: str | None = None,
+    depths: str | None = None,
 ) -> Sequential:
     """Build a model by name and optional size: ``"mlp"``, ``"gpt:tiny"``; the default size is ``small``.
 
@@ -200,6 +202,8 @@ def build(
         As `recompute_kinds`; "selective" for transformers only.
     experts : str, optional
         Mixtures of gpt-moe, as `ExpertLayers.parse`; ValueError with another model.
+    depths : str, optional
+        Blocks of a gpt or gpt-moe for some tokens only, as `DepthLayers.parse`; ValueError with another model.
 
     Examples
     --------
@@ -214,6 +218,8 @@ def build(
         raise ValueError(f"model {family}: expected a size of {', '.join(dimensions)}, found {size!r}")
     if experts is not None and family != "gpt-moe":
         raise ValueError(f"experts: expected the model gpt-moe, found {name}")
+    if depths is not None and not MODELS[family].is_text:
+        raise ValueError(f"depths: expected a model of tokens, found {name}")
     numbers = dimensions[size]
     if family == "mlp":
         return mlp([math.prod(shape), *numbers, classes], dropout=dropout, recompute=recompute)
@@ -224,4 +230,5 @@ def build(
         channels, height, width = shape
         return convnet((channels, height, width), classes, numbers, dropout=dropout, recompute=recompute)
     layers = ExpertLayers.parse(experts or "") if family == "gpt-moe" else None
-    return transformer(classes, *shape, *numbers, dropout=dropout, recompute=recompute, experts=layers)
+    model = transformer(classes, *shape, *numbers, dropout=dropout, recompute=recompute, experts=layers)
+    return model if depths is None else DepthLayers.parse(depths).of(model, numbers[-1])

@@ -4,7 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.operator import Operator, Parameter, PassMode, nbytes_of
+from parallel.nn.rewrite import operators_in
 from parallel.optim.precision import Precision
 from parallel.pipeline.schedule.stage_partition import LayerCost
 from parallel.runtime.vector_memory import namespace
@@ -40,7 +44,8 @@ def _layer(
     later: list[tuple[Parameter, Callable[[Array], object]]] = []
     found: dict[str, Any] = {}
     xp = namespace(device)
-    run = PassMode(training=False)
+    depths = any(isinstance(one, MixtureOfDepths) for one in operators_in(unit))  # differentiable in training only
+    run = PassMode(depths, samples=np.arange(len(x)))
 
     def forward() -> None:
         found["y"], found["saved"] = unit.forward(x, run)

@@ -18,7 +18,7 @@ OPTIONS = (
 )
 """Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
 
-OWNERS = dict.fromkeys(("dropout", "recompute", "experts"), "the model") | dict.fromkeys(
+OWNERS = dict.fromkeys(("dropout", "recompute", "experts", "depths"), "the model") | dict.fromkeys(
     ("optimizer", "rate", "decay", "momentum", "beta2", "warm_up", "lr", "weight_decay", "betas"), "the optimizer"
 )
 """Argument of `Engine` that has a value, by the name of a setting; those of no argument are the training program's."""

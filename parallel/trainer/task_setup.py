@@ -43,7 +43,7 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
         task = _map_inputs(task, lambda x: x.astype(np.float32, copy=False))
     if family == "convnet" and len(task.inputs) == 2:
         task = replace(_map_inputs(task, lambda x: x[:, None]), inputs=(1, *task.inputs))
-    options: dict[str, Any] = {name: getattr(settings, name) for name in ("dropout", "recompute", "experts")}
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("dropout", "recompute", "experts", "depths")}
     steps = steps_of(settings, task)
     model = transformed(build(settings.model, task.inputs, task.outputs, **options), settings, steps)
     return task, model, _optimizer(settings, steps)

@@ -1,0 +1,97 @@
+"""Draw how a few tokens travel to experts on other ranks: as text, or as a picture with -o.
+
+    chorus draw dispatch --ranks 4 --per-node 2 --choices 4
+    chorus draw dispatch --ranks 4 --per-node 2 --choices 4 --route hierarchical -o out/dispatch.png
+
+Numbers are tokens. Below the messages: copies of a token between nodes, and the predicted time of the exchange for many
+tokens of --row-bytes, on a network of 2 Gbit/s with shared memory within nodes. The schedule is proved first. Runs in
+one process; pictures need matplotlib (the extra "plot").
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+
+import numpy as np
+
+from collectives.analysis import draw
+from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
+from collectives.analysis.simulate import price
+from collectives.cli.arguments import picture_file
+from collectives.cli.draw import picture
+from collectives.cli.launcher import ProgramParser, at_least
+from collectives.schedule.chunks import ChunkLayout
+from collectives.schedule.topology import Nodes, regular
+from parallel.benchmark.token_choices import token_choices
+from parallel.expert.dispatch import ROUTES
+from parallel.expert.dispatch_schedule import DispatchSchedule, dispatch_schedule
+
+INSIDE, BETWEEN = LinearCost(1e-6, 1e-10), LinearCost(20e-6, 4e-9)
+"""Seconds of a message and of a byte: in shared memory, and over a network of 2 Gbit/s (TCP)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add, count = result.add_argument, at_least(1, int)
+    add("--ranks", type=count, default=4, metavar="P", help="default 4")
+    add("--per-node", type=count, metavar="N", help="ranks of a node (default: all)")
+    add("--tokens", type=count, default=1, metavar="T", help="tokens of each rank (default 1)")
+    add("--experts", type=count, default=2, metavar="E", help="experts of each rank (default 2)")
+    add("--choices", type=count, default=2, metavar="K", help="experts of a token (default 2)")
+    add("--token-nodes", type=count, metavar="M", help="nodes of a token's experts (default 2, if there are)")
+    add("--route", choices=ROUTES, default="direct", help="default direct")
+    add("--row-bytes", type=count, default=4 << 20, metavar="B", help="bytes of a token's row (default 4 MiB)")
+    add("--seed", type=at_least(0, int), default=0, metavar="S", help="of the choices (default 0)")
+    add("-o", "--output", type=picture_file, metavar="FILE", help="a picture")
+    return result
+
+
+def schedule_of(options: argparse.Namespace, nodes: Nodes) -> DispatchSchedule:
+    """Proved schedule of random choices; ValueError if tokens cannot have so many experts."""
+    owners = [options.experts] * options.ranks
+    limit = options.token_nodes or min(2, max(nodes) + 1)
+    of_expert = np.repeat(nodes, owners).tolist()
+    choices = [
+        token_choices(options.tokens, options.choices, of_expert, limit, seed=options.seed * options.ranks + rank)
+        for rank in range(options.ranks)
+    ]
+    schedule = dispatch_schedule(choices, owners, options.route, nodes)
+    schedule.prove()
+    return schedule
+
+
+def summary(schedule: DispatchSchedule, nodes: Nodes, row_bytes: int) -> str:
+    """Line on the copies between nodes and the predicted time."""
+    copies = schedule.crossings(nodes)
+    network = ClusteredNetwork(nodes, INSIDE, BETWEEN, LinearCost(0, 0))
+    seconds = price(schedule.schedules, ChunkLayout.packed((row_bytes,) * schedule.tokens), 1, network).seconds
+    return (
+        f"{copies} copies of {schedule.tokens} tokens between {max(nodes) + 1} nodes; predicted {1e3 * seconds:.3g} ms "
+        f"for rows of {row_bytes} bytes"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser()
+    options = command.parse_args(argv)
+    if options.route == "hierarchical" and options.per_node is None:
+        command.error("--route: hierarchical needs nodes, as of --per-node 2")
+    nodes = regular(options.ranks, min(options.per_node or options.ranks, options.ranks))
+    try:
+        schedule = schedule_of(options, nodes)
+    except ValueError as error:
+        command.error(str(error))
+    title = f"{options.route} dispatch of {schedule.tokens} tokens to {options.choices} experts each"
+    if options.output is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        print(f"{title}\n\n{draw.table(schedule.schedules, max(schedule.tokens, 1), width)}\n")
+    else:
+        try:
+            picture(options.output, title, schedule.schedules, schedule.tokens, nodes if max(nodes) else None)
+        except ImportError as error:
+            command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+        print(f"{options.output} written")
+    print(summary(schedule, nodes, options.row_bytes))
+    return 0

@@ -1,0 +1,60 @@
+"""Mixture-of-Depths in the blocks of a transformer, described by one value or a line of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel.nn.compose import Sequential
+from parallel.nn.depths import MixtureOfDepths
+
+
+@dataclass(frozen=True)
+class DepthLayers:
+    """Blocks of a transformer that compute for a part of the tokens only (`MixtureOfDepths`).
+
+    Attributes
+    ----------
+    fraction : float
+        Of the tokens of each sequence, above 0 up to 1.
+    every : int
+        Distance of these blocks: 2 for every second block, from the second on.
+    """
+
+    fraction: float = 0.125
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"depths: expected a fraction above 0 up to 1, found {self.fraction:g}")
+        if self.every < 1:
+            raise ValueError(f"depths: expected a distance of blocks from 1, found {self.every}")
+
+    @classmethod
+    def parse(cls, text: str) -> DepthLayers:
+        """Parse a fraction and perhaps a distance, such as ``"0.5,every=1"``; ValueError for other text.
+
+        >>> DepthLayers.parse("0.125"), DepthLayers.parse("0.5,every=1")
+        (DepthLayers(fraction=0.125, every=2), DepthLayers(fraction=0.5, every=1))
+        """
+        fraction, comma, rest = text.partition(",")
+        name, _, every = rest.partition("=")
+        try:
+            if comma and name.strip() != "every":
+                raise ValueError(name)
+            return cls(float(fraction), int(every) if comma else 2)
+        except ValueError as error:
+            if str(error).startswith("depths"):
+                raise
+            raise ValueError(f"depths: expected text such as 0.125 or 0.5,every=1, found {text!r}") from error
+
+    def of(self, model: Sequential, width: int) -> Sequential:
+        """Transformer of this width with `MixtureOfDepths` around some of its blocks; ValueError if there are none."""
+        last = len(model.items) - 1
+        numbers = range(self.every, last, self.every)
+        if not numbers:
+            raise ValueError(f"depths: expected a model of at least {self.every} blocks, found {last - 1}")
+        items = [
+            MixtureOfDepths(item, width, self.fraction) if number in numbers else item
+            for number, item in enumerate(model.items)
+        ]
+        return Sequential(items, model.cuts)
