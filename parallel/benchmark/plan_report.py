@@ -73,7 +73,8 @@ def _flops_lines(question: PlanQuestion) -> Iterator[str]:
 
 def _batch_lines(question: PlanQuestion, choice: PlanChoice) -> Iterator[str]:
     layout, sequences = choice.layout, question.sequences
-    yield f"global batch: {short(question.tokens)} tokens = {sequences} sequences of {question.model.context}"
+    each = f"{short(question.tokens)} tokens / {question.model.context} a sequence"
+    yield f"global batch: {each} = {sequences} sequences: dp is at most that"
     rounds = accumulation(layout, sequences)
     yield f"  {sequences} sequences = dp {layout.dp} x {rounds} micro-batches x {layout.micro_batch} sequences in each"
     yield f"  each of {layout.dp} replicas is {layout.ranks // layout.dp} devices; the gradient is of all sequences"

@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
     add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
     add("--recipe", choices=list(RECIPES), default="bf16", help="bytes of weights, gradients, optimizer (default bf16)")
+    add("--stack", default="megatron-core", metavar="NAME", help="software that times are of (default megatron-core)")
     add("--fix", type=fixed_fields, default={}, metavar="NAME=VALUE,...", help="fields of the layout that are given")
     add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
     add("--tokens", type=token_count, metavar="COUNT", help="tokens of the whole training, for its time: 15T")
@@ -106,7 +107,8 @@ def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion
     device.peak_of(arguments.precision)
     number, unit = arguments.batch
     sequences = -(-number // model.context) if unit == "tokens" else number
-    setup = Setup(cluster, device, arguments.precision, RECIPES[arguments.recipe])
+    stack = lookup("--stack", arguments.stack, presets.stacks)
+    setup = Setup(cluster, device, arguments.precision, RECIPES[arguments.recipe], stack)
     return PlanQuestion(arguments.model, model, name, setup, devices, sequences)
 
 

@@ -1,6 +1,6 @@
 """Devices and clusters as numbers: dense peaks, memory, bandwidths, and the links between devices."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from collectives.analysis.cost_functions import LinearCost
 from parallel.planner.checked import expect_above_zero, expect_at_least, lookup
@@ -52,17 +52,62 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of `per_node` devices each, and the links of a device within and between nodes."""
+    """Nodes of `per_node` devices each, and the links of a device within and between nodes.
+
+    `direct`: without a switch, the devices of the node that a device has links to, which share its rate; 0 with one.
+    """
 
     device: str
     per_node: int
     inside: Link
     between: Link
+    direct: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
         expect_at_least(self, 1, "per_node")
+        expect_at_least(self, 0, "direct")
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """Link that limits a mesh axis of `ranks` devices, neighbours of which are `stride` devices apart."""
-        return self.inside if ranks * stride <= self.per_node else self.between
+        if ranks * stride > self.per_node:
+            return self.between
+        used = min(ranks - 1, self.direct)  # links to other ranks of the axis
+        return replace(self.inside, rate=self.inside.rate * used / self.direct) if used else self.inside
+
+    def ranks_inside(self, ranks: int, stride: int) -> int:
+        """Ranks of such an axis that share a node; each has a link of its own to other nodes."""
+        return min(ranks, max(1, self.per_node // stride))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Software of a training: what it reaches of the hardware, and what it hides behind computation.
+
+    Attributes
+    ----------
+    products : float
+        Factor of the share of the peak that matrix products reach (`Device.attainable`); the one calibrated number.
+    inside, between : float
+        Shares of the rates of links that collectives reach.
+    fused_attention : bool
+        True if scores are never in memory, as in flash attention.
+    hides_replicas : bool
+        True if gradients and weights of replicas are exchanged beside computation.
+    hidden_tensor : float
+        Share of the exchanges along tp that products hide.
+    """
+
+    products: float = 1.0
+    inside: float = 0.65
+    between: float = 0.9
+    fused_attention: bool = True
+    hides_replicas: bool = True
+    hidden_tensor: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        expect_above_zero(self, "products", "inside", "between")
+        expect_at_least(self, 0, "hidden_tensor")
+        if max(self.inside, self.between, self.hidden_tensor) > 1:
+            raise ValueError("inside, between, hidden_tensor: expected shares up to 1")

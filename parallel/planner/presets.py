@@ -1,7 +1,7 @@
-"""Presets of models, devices and clusters, and files in which users add their own.
+"""Presets of models, devices, clusters and software, and files in which users add their own.
 
-A file is TOML with tables ``[models.NAME]``, ``[devices.NAME]`` and ``[clusters.NAME]``, whose keys are the fields of
-`Transformer`, `Device` and `Cluster`. The presets are such a file.
+A file is TOML with tables ``[models.NAME]``, ``[devices.NAME]``, ``[clusters.NAME]`` and ``[stacks.NAME]``, whose keys
+are the fields of `Transformer`, `Device`, `Cluster` and `Stack`. The presets are such a file.
 """
 
 import tomllib
@@ -12,23 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from parallel.planner.checked import from_table, lookup
-from parallel.planner.machines import Cluster, Device
+from parallel.planner.machines import Cluster, Device, Stack
 from parallel.planner.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class Presets:
-    """Models, devices and clusters by name."""
+    """Models, devices, clusters and stacks of software by name."""
 
     models: dict[str, Transformer] = field(default_factory=dict)
     devices: dict[str, Device] = field(default_factory=dict)
     clusters: dict[str, Cluster] = field(default_factory=dict)
+    stacks: dict[str, Stack] = field(default_factory=dict)
 
     def device_of(self, cluster: Cluster) -> Device:
         return lookup("device", cluster.device, self.devices)
 
 
-KINDS: dict[str, type] = {"models": Transformer, "devices": Device, "clusters": Cluster}
+KINDS: dict[str, type] = {"models": Transformer, "devices": Device, "clusters": Cluster, "stacks": Stack}
 
 
 def parse(text: str, where: str) -> Presets:
@@ -57,9 +58,7 @@ def load(paths: Iterable[Path] = ()) -> Presets:
     together = Presets()
     for text, where in texts:
         one = parse(text, where)
-        together = Presets(
-            together.models | one.models, together.devices | one.devices, together.clusters | one.clusters
-        )
+        together = Presets(**{kind: getattr(together, kind) | getattr(one, kind) for kind in KINDS})
     for name, cluster in together.clusters.items():
         lookup(f"clusters.{name}: device", cluster.device, together.devices)
     return together

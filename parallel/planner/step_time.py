@@ -1,9 +1,9 @@
-"""Estimated time of a training step: products, memory traffic, messages of every axis, and the pipeline's bubble.
+"""Predicted time of a training step: products, memory traffic, messages of every axis, and the pipeline's bubble.
 
-Products take their FLOPs over the attainable peak, with an efficiency that grows with their size; other operators the
-time to move the saved arrays. Messages are priced by the cost formulas of the algorithms in `collectives.algorithms`,
-on the link of their mesh axis. Overlapped: gradients of replicas with the last micro-batch's backward pass.
-Efficiencies are estimates and not fitted to measurements.
+Products take their FLOPs over the attainable peak, with an efficiency that grows with their size; operators that are
+bound by memory the time to move the arrays that are saved. Messages are priced by the cost formulas of the algorithms
+in `collectives.algorithms`, on the links of their mesh axis; the bubble by the schedule's formula, which equals the
+simulator's. What the software reaches and hides is a `Stack`, of which one number is calibrated.
 """
 
 from fractions import Fraction
@@ -18,24 +18,29 @@ from parallel.pipeline.schedule.stage_placement import Number
 from parallel.planner.activations import HALF, layer_bytes
 from parallel.planner.flops import OperatorCost, operators
 from parallel.planner.layout import ClusterLayout, accumulation
-from parallel.planner.machines import Cluster, Device, Link
+from parallel.planner.machines import Cluster, Device, Link, Stack
 from parallel.planner.states import StateRecipe, WeightCount, state_bytes
 from parallel.planner.transformer import Product, Transformer
 
 EFFICIENCY = ((0.0, 1e9, 16e9, 128e9), (0.1, 0.6, 0.9, 0.99))
 """FLOPs of a product, and the share of the attainable peak that it reaches; linear between (Gao et al., vTrain)."""
 
-TRAFFIC = 4
-"""Times that saved bytes are moved: written and read in the forward pass, and again in the backward pass."""
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2.5, 4.0
+"""Times that the saved bytes of operators between products are moved: each array is written and read by the next one,
+with its gradient; of the scores of 5 a s bytes a token (Korthikanti et al.), 13 a s forward and 19 a s backward."""
+
+LOGIT_TRAFFIC = 6
+"""Times that float32 logits are moved: written, read for maximum, sum and loss, and their gradient twice."""
 
 
 class Setup(NamedTuple):
-    """Cluster, its device, precision of products, and recipe of states."""
+    """Cluster, its device, precision of products, recipe of states, and software."""
 
     cluster: Cluster
     device: Device
     precision: str
     recipe: StateRecipe
+    stack: Stack = Stack()
 
 
 class StepTime(NamedTuple):
@@ -57,6 +62,24 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
+class BatchTime(NamedTuple):
+    """Seconds of a micro-batch on a stage by cause, as of `StepTime`; `head`: on the last stage, in addition."""
+
+    compute: float
+    recompute: float
+    memory: float
+    tensor: float
+    context: float
+    experts: float
+    stages: float
+    head: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds of a stage without the head."""
+        return sum(self) - self.head
+
+
 @lru_cache(maxsize=1 << 16)
 def message_seconds(collective: str, algorithm: str, ranks: int, nbytes: float, link: Link) -> float:
     """Seconds of a collective among `ranks` over a link, by the algorithm's formula in the catalogue."""
@@ -66,9 +89,27 @@ def message_seconds(collective: str, algorithm: str, ranks: int, nbytes: float, 
     return float(catalog.find(collective, algorithm).seconds(ranks, int(nbytes), alpha, beta, 0.0))
 
 
+def ring_seconds(collective: str, ranks: int, stride: int, nbytes: float, setup: Setup) -> float:
+    """Seconds of a ring allgather or reduce-scatter along an axis of `ranks`, `stride` devices apart.
+
+    Over nodes it has two levels: among the ranks of a node, and for each of these, with its part, between nodes.
+    """
+    cluster, stack = setup.cluster, setup.stack
+    near = cluster.ranks_inside(ranks, stride)
+    inside = _reached(cluster.link(near, stride), stack.inside)
+    seconds = message_seconds(collective, "ring", near, nbytes, inside)
+    between = _reached(cluster.between, stack.between)
+    return seconds + message_seconds(collective, "ring", -(-ranks // near), nbytes / near, between)
+
+
+@lru_cache(maxsize=256)
+def _reached(link: Link, share: float) -> Link:
+    return Link(link.alpha, link.rate * share)
+
+
 def product_seconds(cost: OperatorCost, setup: Setup) -> float:
     """Seconds of a product: at least those to move its operands."""
-    peak = setup.device.peak_of(setup.precision) * setup.device.attainable
+    peak = setup.device.peak_of(setup.precision) * setup.device.attainable * setup.stack.products
     share = float(np.interp(cost.flops / cost.repeats, *EFFICIENCY))
     return max(cost.flops / (peak * share), cost.nbytes() / setup.device.bandwidth)
 
@@ -107,22 +148,43 @@ def _of_rank(each: Product, cost: OperatorCost, tp: int, ep: int) -> OperatorCos
 def step_time(
     model: Transformer, layout: ClusterLayout, setup: Setup, sequences: int, weights: WeightCount
 ) -> StepTime:
-    """Estimated seconds of a step of `sequences`; `weights` are those of the stage that has most."""
-    rounds, stages = accumulation(layout, sequences), layout.pp
-    layers, scores, head = forward_seconds(model, setup, layout.tp, layout.cp, layout.ep, layout.micro_batch)
-    again = {"none": scores * (layout.cp > 1), "selective": scores, "full": layers + scores}[layout.recompute]
-    saved = sum(count * layer_bytes(model, layer, layout, "selective") for layer, count in model.kinds())
-    each = {"compute": 3 * (layers + scores + head), "recompute": again}
-    each |= {"memory": TRAFFIC * saved / setup.device.bandwidth, **_layer_messages(model, layout, setup)}
-    each = {name: seconds / stages for name, seconds in each.items()}
-    each["stages"] = 2 * layout.virtual * _boundary_seconds(model, layout, setup)
-    busy = sum(each.values())
+    """Predicted seconds of a step of `sequences`; `weights` are those of the stage that has most."""
+    rounds, each = accumulation(layout, sequences), batch_time(model, layout, setup)
+    parts = {name: rounds * seconds for name, seconds in each._asdict().items()}
+    parts["compute"] += parts.pop("head")
     return StepTime(
-        **{name: rounds * seconds for name, seconds in each.items()},
-        bubble=_idle(layout, rounds, busy),
-        replicas=_replica_seconds(layout, setup, weights, rounds, busy),
+        **parts,
+        bubble=_idle(layout, rounds, each.busy),
+        replicas=_replica_seconds(layout, setup, weights, rounds, each.busy + each.head),
         update=_update_seconds(layout, setup, weights),
     )
+
+
+def batch_time(model: Transformer, layout: ClusterLayout, setup: Setup) -> BatchTime:
+    """Predicted seconds of a micro-batch on each stage, forward and backward."""
+    layers, scores, head = forward_seconds(model, setup, layout.tp, layout.cp, layout.ep, layout.micro_batch)
+    again = {"none": scores * (layout.cp > 1), "selective": scores, "full": layers + scores}[layout.recompute]
+    logits = 4 * layout.micro_batch * model.context / layout.cp * model.vocabulary / layout.tp
+    messages = _layer_messages(model, layout, setup)
+    return BatchTime(
+        compute=3 * (layers + scores) / layout.pp,
+        recompute=again / layout.pp,
+        memory=_traffic(model, layout, setup) / setup.device.bandwidth / layout.pp,
+        **{name: seconds / layout.pp for name, seconds in messages.items()},
+        stages=2 * layout.virtual * _boundary_seconds(model, layout, setup),
+        head=3 * head + LOGIT_TRAFFIC * logits / setup.device.bandwidth,
+    )
+
+
+def _traffic(model: Transformer, layout: ClusterLayout, setup: Setup) -> float:
+    """Bytes that operators between products move for a micro-batch, in all layers."""
+    saved = sum(count * layer_bytes(model, layer, layout, "selective") for layer, count in model.kinds())
+    scores = 0
+    if not setup.stack.fused_attention:
+        whole = sum(count * layer_bytes(model, layer, layout, "none") for layer, count in model.kinds())
+        scores = whole - saved
+    again = {"none": 0, "selective": scores, "full": saved + scores}[layout.recompute]
+    return (FORWARD_TRAFFIC + BACKWARD_TRAFFIC) * (saved + scores) + FORWARD_TRAFFIC * again
 
 
 def _vector_bytes(model: Transformer, layout: ClusterLayout) -> float:
@@ -134,7 +196,9 @@ def _boundary_seconds(model: Transformer, layout: ClusterLayout, setup: Setup) -
     """Seconds of a message between two stages."""
     if layout.pp == 1:
         return 0.0
-    link = setup.cluster.link(layout.pp, layout.strides()["pp"])
+    inside = layout.ranks <= setup.cluster.per_node
+    share = setup.stack.inside if inside else setup.stack.between
+    link = _reached(setup.cluster.link(layout.pp, layout.strides()["pp"]), share)
     return float(link.cost(_vector_bytes(model, layout) / (layout.tp if layout.sequence else 1)))
 
 
@@ -143,11 +207,11 @@ def _layer_messages(model: Transformer, layout: ClusterLayout, setup: Setup) -> 
     tp, cp, ep, strides = layout.tp, layout.cp, layout.ep, layout.strides()
     vector = _vector_bytes(model, layout)
     passes = 3 if layout.recompute == "full" else 2  # each of two allreduces a layer
-    gather = message_seconds("allgather", "ring", tp, vector, setup.cluster.link(tp))
+    gather = ring_seconds("allgather", tp, 1, vector, setup) * (1 - setup.stack.hidden_tensor)
     # With sequence parallelism the two saved inputs of a layer are gathered once more for the gradients of weights.
     tensor = 2 * (2 * passes + layout.sequence) * gather
     keys = HALF * layout.micro_batch * model.context * 2 * -(-model.kv_heads // tp) * model.head_width
-    context = 3 * message_seconds("allgather", "ring", cp, keys, setup.cluster.link(cp, strides["cp"]))
+    context = 3 * ring_seconds("allgather", cp, strides["cp"], keys, setup)
     sparse = sum(count for layer, count in model.kinds() if model.is_sparse(layer))
     sent = vector * (model.experts.active if model.experts else 0) / tp
     exchange = message_seconds("alltoall", "pairwise", ep, sent, setup.cluster.link(ep, strides["cp"]))
@@ -168,18 +232,18 @@ def _idle(layout: ClusterLayout, rounds: int, busy: float) -> float:
 
 
 def _replica_seconds(layout: ClusterLayout, setup: Setup, weights: WeightCount, rounds: int, busy: float) -> float:
-    """Seconds of gradients and gathered weights of replicas that no backward pass hides."""
-    ranks, backward = layout.replicas, busy * 2 / 3
-    link = setup.cluster.link(ranks, layout.strides()["cp"])
+    """Seconds of gradients and gathered weights of replicas that no computation hides; `busy` in a micro-batch."""
+    stride = layout.strides()["cp"]
+    sent = setup.recipe.weights if layout.zero else setup.recipe.gradients
     scatter, gather = (
-        message_seconds(collective, "ring", ranks, sum(weights) * nbytes, link)
-        for collective, nbytes in (("reduce_scatter", setup.recipe.gradients), ("allgather", setup.recipe.weights))
+        ring_seconds(collective, layout.replicas, stride, sum(weights) * nbytes, setup)
+        for collective, nbytes in (("reduce_scatter", setup.recipe.gradients), ("allgather", sent))
     )
+    forward, backward = (busy / 3, busy * 2 / 3) if setup.stack.hides_replicas else (0.0, 0.0)
     if layout.zero == 3:  # weights of every layer for both passes, beside the layer before
-        return max(0.0, rounds * (2 * gather + scatter - busy))
-    if layout.zero == 2:  # gradients of every micro-batch
-        return max(0.0, rounds * (scatter - backward)) + gather
-    return max(0.0, scatter + gather - backward)
+        return max(0.0, rounds * (2 * gather + scatter - forward - backward))
+    scatters = rounds if layout.zero == 2 else 1  # gradients of every micro-batch, or of the last one
+    return scatters * max(0.0, scatter - backward) + max(0.0, gather - forward)
 
 
 def _update_seconds(layout: ClusterLayout, setup: Setup, weights: WeightCount) -> float:

@@ -86,7 +86,10 @@ def test_users_file(tmp_path):
             MINE + "experts = { count = 2, active = 4, width = 8 }",
             "f: models.mine.experts: active: expected at most the 2 experts that there are, found 4",
         ),
-        ("[model.mine]", r"f: table: expected one of models, devices, clusters; found 'model' \(perhaps models\)"),
+        (
+            "[model.mine]",
+            r"f: table: expected one of models, devices, clusters, stacks; found 'model' \(perhaps models\)",
+        ),
         ("models = 3", r"f: models: expected tables \[models.NAME\], found 3"),
         (
             "[devices.x]\nmemory = 0\nbandwidth = 1\npeak = { fp32 = 1 }",

@@ -11,11 +11,20 @@ from parallel.cli import plan_cluster
 from parallel.cli.main import find
 from parallel.planner.flops import CONVENTIONS
 from parallel.planner.layout import ClusterLayout, misfits
+from parallel.planner.machines import Stack
 from parallel.planner.memory import stage_memory
 from parallel.planner.presets import load, parse
 from parallel.planner.search import PlanChoice, Rejection, candidates, heaviest, judge, search
 from parallel.planner.states import RECIPES
-from parallel.planner.step_time import Setup, StepTime, forward_seconds, message_seconds, step_time
+from parallel.planner.step_time import (
+    Setup,
+    StepTime,
+    batch_time,
+    forward_seconds,
+    message_seconds,
+    ring_seconds,
+    step_time,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 PRESETS = load()
@@ -88,6 +97,25 @@ def test_messages_are_priced_by_the_catalogue():
     assert message_seconds("allgather", "ring", 1, 1 << 20, link) == 0.0
 
 
+def test_rings_over_nodes_have_two_levels():
+    """Each of the eight devices of a node sends its eighth between nodes; of an axis with stride 8 each sends all."""
+    inside = replace(H100.inside, rate=0.65 * H100.inside.rate)
+    between = replace(H100.between, rate=0.9 * H100.between.rate)
+    nbytes = 1 << 30
+    together = message_seconds("allgather", "ring", 8, nbytes, inside)
+    assert ring_seconds("allgather", 32, 1, nbytes, SETUP) == pytest.approx(
+        together + message_seconds("allgather", "ring", 4, nbytes / 8, between)
+    )
+    alone = message_seconds("allgather", "ring", 4, nbytes, between)
+    assert ring_seconds("allgather", 4, 8, nbytes, SETUP) == pytest.approx(alone)
+
+
+def test_links_without_a_switch():
+    cube = PRESETS.clusters["v100-16g"]
+    assert [cube.link(ranks).rate for ranks in (2, 4, 8)] == pytest.approx([37.5e9, 112.5e9, 150e9])
+    assert cube.link(16) == cube.between
+
+
 def time_of(sequences=64, **layout):
     layout = ClusterLayout(**layout)
     return step_time(SMALL, layout, SETUP, sequences, heaviest(SMALL, layout))
@@ -99,17 +127,20 @@ def test_parts_of_a_step():
     ideal = CONVENTIONS["exact"](SMALL, SMALL.context) * 64 * SMALL.context / SETUP.device.peak["bf16"]
     assert ideal < alone.compute < 2 * ideal
     layers, scores, head = forward_seconds(SMALL, SETUP, 1, 1, 1, 1)
-    assert alone.compute == pytest.approx(64 * 3 * (layers + scores + head))
+    logits = 6 * 4 * SMALL.context * SMALL.vocabulary / SETUP.device.bandwidth
+    assert alone.compute == pytest.approx(64 * (3 * (layers + scores + head) + logits))
     again = {level: time_of(recompute=level).recompute for level in ("none", "selective", "full")}
     assert again == pytest.approx({"none": 0, "selective": 64 * scores, "full": 64 * (layers + scores)})
     assert time_of(dp=4).compute == alone.compute / 4
     tp, sp = time_of(tp=4), time_of(tp=4, sequence=True)
     assert sp.tensor == pytest.approx(tp.tensor * 10 / 8) and sp.memory < tp.memory
     # Two passes of two allreduces for each of four layers, each an allgather and a reduce-scatter.
-    vector = 2 * SMALL.context * SMALL.width
-    assert tp.tensor == pytest.approx(64 * 4 * 8 * message_seconds("allgather", "ring", 4, vector, H100.inside))
+    vector, reached = 2 * SMALL.context * SMALL.width, replace(H100.inside, rate=0.65 * H100.inside.rate)
+    assert tp.tensor == pytest.approx(64 * 4 * 8 * message_seconds("allgather", "ring", 4, vector, reached))
+    hidden = SETUP._replace(stack=Stack(hidden_tensor=0.75))
+    assert batch_time(SMALL, ClusterLayout(tp=4), hidden).tensor == pytest.approx(tp.tensor / 64 / 4)
     pp = time_of(pp=4)
-    assert pp.bubble == pytest.approx(3 / 64 * (pp.compute + pp.memory + pp.stages))
+    assert pp.bubble == pytest.approx(3 * batch_time(SMALL, ClusterLayout(pp=4), SETUP).busy)
     assert time_of(pp=2, schedule="interleaved", virtual=2).bubble < time_of(pp=2).bubble
 
 

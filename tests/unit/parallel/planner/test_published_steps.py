@@ -1,0 +1,89 @@
+"""Predicted step times against published ones: at most a fifth of the rows calibrated the model."""
+
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from parallel.planner.flops import CONVENTIONS
+from parallel.planner.layout import ClusterLayout
+from parallel.planner.presets import load
+from parallel.planner.search import heaviest
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup, step_time
+from parallel.planner.transformer import Transformer
+
+SOURCES = tomllib.loads(Path(__file__).with_name("published_steps.toml").read_text())["sources"]
+PRESETS = load()
+ERROR = 0.08  # mean absolute error of the rows that check
+
+
+class PublishedStep(NamedTuple):
+    """Published step: its source, model and sequences (equal for layouts that compete), layout, seconds."""
+
+    source: str
+    question: tuple
+    layout: ClusterLayout
+    seconds: float
+    predicted: float
+    calibrates: bool
+
+    @property
+    def ratio(self):
+        return self.predicted / self.seconds
+
+
+def published(source, row):
+    width, heads, layers = row["model"]
+    model = Transformer(
+        layers, width, heads, positions=source["model"]["context"], bias=True, tied=True, **source["model"]
+    )
+    options = source.get("layout", {}) | row.get("layout", {})
+    options["sequence"] = options.get("tp", 1) > 1 and options["recompute"] == "selective"
+    options["schedule"] = "interleaved" if options.get("virtual", 1) > 1 else "1f1b"
+    layout, sequences = ClusterLayout(**options), row["sequences"]
+    cluster = PRESETS.clusters[row.get("cluster", source["cluster"])]
+    device, precision = PRESETS.device_of(cluster), source["precision"]
+    setup = Setup(cluster, device, precision, RECIPES[source["recipe"]], PRESETS.stacks[source["stack"]])
+    flops = CONVENTIONS["exact"](model, model.context) * sequences * model.context
+    seconds = row["seconds"] if "seconds" in row else flops / (row["tflops"] * 1e12 * layout.ranks)
+    predicted = step_time(model, layout, setup, sequences, heaviest(model, layout)).total
+    question = cluster.device, model, layout.ranks, sequences
+    return PublishedStep(source["name"], question, layout, seconds, predicted, row.get("calibrates", False))
+
+
+ROWS = [published(source, row) for source in SOURCES for row in source["rows"]]
+CHECKS = [row for row in ROWS if not row.calibrates]
+
+
+def test_few_rows_calibrate():
+    assert sum(row.calibrates for row in ROWS) <= len(ROWS) / 5
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.calibrates], ids=lambda row: row.source)
+def test_calibrated_rows_are_met(row):
+    assert row.ratio == pytest.approx(1, abs=0.01)
+
+
+def test_mean_error():
+    errors = {(row.source, str(row.layout)): row.ratio - 1 for row in CHECKS}
+    assert np.mean(np.abs([*errors.values()])) <= ERROR, errors
+    assert max(map(abs, errors.values())) <= 0.25, errors
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source["name"])
+def test_mean_error_of_a_source(source):
+    errors = [abs(row.ratio - 1) for row in CHECKS if row.source == source["name"]]
+    assert np.mean(errors) <= ERROR
+
+
+def test_order():
+    """Rank correlation of all rows, and cost of choosing the layout that is predicted to be fastest."""
+    measured, predicted = (np.argsort(np.argsort(values)) for values in zip(*((r.seconds, r.predicted) for r in ROWS)))
+    assert np.corrcoef(measured, predicted)[0, 1] >= 0.95
+    for question in {row.question for row in ROWS}:
+        same = [row for row in ROWS if row.question == question]
+        chosen = min(same, key=lambda row: row.predicted)
+        assert chosen.seconds <= 1.05 * min(row.seconds for row in same), chosen
