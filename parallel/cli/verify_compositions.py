@@ -3,11 +3,11 @@
     chorus verify --compositions 100 --seed 0
     chorus verify -n 4 --compositions 100 --seed 0
 
-A seed draws a model, a mesh (dp, cp, tp), a layout and settings. Losses, all gradients, norms, weights and optimizer
-state of some steps are compared with those of one rank: bit for bit if the composition is reproducible, to 1e-6
-otherwise. Half of them continue from a checkpoint on another mesh. A composition that fails is made as simple as
-possible. On one rank, --ranks threads take the place of the ranks; under mpiexec pipelines are drawn too. First come
-compositions in which other systems had published bugs. Exit status 1 if one fails.
+A seed draws a model, a mesh (pp, dp, cp, tp), a layout and settings. Losses, all gradients, norms, weights and
+optimizer state of some steps are compared with those of one rank: bit for bit if the composition is reproducible, to
+1e-6 otherwise. Half of them continue from a checkpoint on another mesh. A composition that fails is made as simple as
+possible. On one rank, --ranks threads take the place of the ranks. First come compositions in which other systems had
+published bugs. Exit status 1 if one fails.
 """
 
 import faulthandler
@@ -19,9 +19,10 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli.launcher import LauncherParser, at_least, say
-from parallel.conformance.composition import Composition, draw
+from parallel.conformance.composition import Composition
 from parallel.conformance.composition_run import Launch, difference, on_threads, shrink
 from parallel.conformance.published_bugs import CASES
+from parallel.conformance.random_composition import draw
 
 MOST_FAILURES = 5
 SECONDS = 120.0  # for one composition; then all stacks are shown and the program ends
@@ -41,12 +42,12 @@ def under_mpi(world: Communicator) -> Launch:
     return launch
 
 
-def cases(args: Any, ranks: int, pipelines: bool) -> Iterator[tuple[str, Composition]]:
+def cases(args: Any, ranks: int) -> Iterator[tuple[str, Composition]]:
     """Names and compositions to check."""
     if args.seed == 0:
         yield from ((name, one) for name, one in CASES.items() if one.ranks <= ranks)
     for seed in range(args.seed, args.seed + args.compositions):
-        yield f"seed {seed}", draw(seed, ranks, pipelines)
+        yield f"seed {seed}", draw(seed, ranks)
 
 
 def kind(text: str) -> str:
@@ -76,7 +77,7 @@ def main() -> int:
         return shrink(composition, lambda one: one.ranks <= ranks and kind(check(one)) == wanted)
 
     began, count, failures = time.perf_counter(), 0, 0
-    for name, composition in cases(args, ranks, mpi):
+    for name, composition in cases(args, ranks):
         count += 1
         if text := check(composition):
             failures += 1

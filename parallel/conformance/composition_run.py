@@ -81,7 +81,7 @@ def observed(comm: Any, composition: Composition, meshes: Any, folder: Path) -> 
 def engine_of(comm: Any, composition: Composition, mesh: str, layout: str) -> Engine:
     """Engine of a composition. Collective."""
     optimizer: Optimizer = SGD(rate=0.1, momentum=0.9) if composition.optimizer == "sgd" else AdamW(rate=0.01)
-    loss = SoftmaxCrossEntropy() if composition.family == "gpt" else MSE()
+    loss = MSE() if composition.family == "mlp" else SoftmaxCrossEntropy()
     return Engine(composition.model(), loss, comm, optimizer, composition.settings(mesh, layout))
 
 

@@ -26,7 +26,7 @@ CASES: dict[str, Composition] = {
     "an all-to-all of heads for batches of more than one": Composition(
         mesh=CP, heads=4, length=5, samples=3, context="ulysses"
     ),
-    "recomputed blocks with exchanges": Composition(mesh=BOTH, heads=2, layers=2, recompute=True, length=5),
+    "recomputed blocks with exchanges": Composition(mesh=BOTH, heads=2, layers=2, recompute="full", length=5),
     "fewer micro-batches than replicas": Composition(mesh="dp=3", microbatches=1, layout="zero2"),
     "sums in an order that depends on the rank": Composition(
         mesh=BOTH, heads=4, shards=4, parts=4, length=8, reproducible=True, precision="fp32", microbatches=3
@@ -37,6 +37,17 @@ CASES: dict[str, Composition] = {
     "checkpoints with the layout of the shards": Composition(
         mesh="tp=4", heads=4, shards=4, next_mesh="cp=2,dp=2", parts=2, next_layout="zero3", reproducible=True, length=5
     ),
+    "a tied table of two stages whose sequences are divided": Composition(
+        mesh="pp=2,cp=2",
+        layout="pp:zb-h1",
+        parts=4,
+        length=8,
+        heads=2,
+        reproducible=True,
+        precision="fp32",
+        microbatches=2,
+    ),
+    "more ranks than key/value heads": Composition(family="gated", mesh="tp=4", heads=4, kv_heads=2, layers=2, steps=2),
     "a tied table cut along tp and summed over cp": Composition(
         mesh=BOTH, heads=2, shards=2, parts=2, reproducible=True, precision="bf16", optimizer="adamw", length=6
     ),

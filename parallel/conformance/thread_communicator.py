@@ -1,14 +1,14 @@
 # mypy: disable-error-code="override"
 """Communicator whose ranks are threads of one process: to check engines on many ranks without starting them.
 
-Collectives exchange Python objects at a barrier. Non-blocking and persistent ones exchange where they are started,
-which is correct as long as all ranks start them in the same order.
+Blocking collectives exchange Python objects at a barrier. Non-blocking and persistent ones leave them where they are
+started, and take those of the other ranks when all are there: ranks start them in the same order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import accumulate
@@ -18,9 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-
-PATIENCE = 60.0
-"""Seconds after which a wait counts as a deadlock."""
+from parallel.conformance.thread_meeting import Meeting, Message, StartedCall
 
 OPERATIONS = ((MPI.SUM, np.add), (MPI.MAX, np.maximum), (MPI.MIN, np.minimum))
 
@@ -34,88 +32,6 @@ def combined(op: MPI.Op, terms: Sequence[Any], algorithm: str | None = None) -> 
     return reduce(function, terms)
 
 
-class Meeting:
-    """Meeting place of the ranks of one communicator; `all_meetings` are those of the whole run."""
-
-    def __init__(self, size: int, all_meetings: list[Meeting]):
-        self.size, self.all_meetings = size, all_meetings
-        self._values: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=PATIENCE)
-        self._lock = threading.Condition()
-        self._waiting: dict[Any, deque[Message]] = defaultdict(deque)
-        all_meetings.append(self)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Values of all ranks."""
-        self._values[rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-    def abort(self) -> None:
-        """Raise BrokenBarrierError in all waiting threads of the run."""
-        for meeting in self.all_meetings:
-            meeting._barrier.abort()
-            with meeting._lock:
-                meeting._lock.notify_all()
-
-    def start(self, key: Any, kind: str, array: np.ndarray) -> Message:
-        """Start a send or receive between two ranks; it is done when the other side has been started."""
-        message, other = Message(self, array), "receives" if kind == "sends" else "sends"
-        with self._lock:
-            if not self._waiting[key, other]:
-                self._waiting[key, kind].append(message)
-                return message
-            partner = self._waiting[key, other].popleft()
-            sent, received = (message, partner) if kind == "sends" else (partner, message)
-            if sent.array.nbytes != received.array.nbytes:
-                raise ValueError(f"{key}: expected {received.array.nbytes} bytes, found {sent.array.nbytes}")
-            received.array.reshape(-1).view(np.uint8)[...] = sent.array.reshape(-1).view(np.uint8)
-            message.done = partner.done = True
-            self._lock.notify_all()
-        return message
-
-    def wait(self, message: Message) -> None:
-        with self._lock:
-            ended = self._lock.wait_for(lambda: message.done or self._barrier.broken, PATIENCE)
-        if not (ended and message.done):
-            raise threading.BrokenBarrierError
-
-
-class Message:
-    """Request of a send or receive."""
-
-    def __init__(self, meeting: Meeting, array: np.ndarray):
-        self.meeting, self.array, self.done = meeting, array, False
-
-    def Test(self) -> bool:
-        return self.done
-
-    def Wait(self) -> None:
-        self.meeting.wait(self)
-
-
-class StartedCall:
-    """Request of a collective, which runs where it is started."""
-
-    def __init__(self, call: Callable[[], None]):
-        self._call = call
-
-    def Start(self) -> None:
-        self._call()
-
-    def Test(self) -> bool:
-        return True
-
-    Get_status = Test
-
-    def Wait(self, status: Any = None) -> None:
-        """No-op: the call has returned."""
-
-    Free = Wait
-
-
 class ThreadGroup:
     """Group of a communicator: the threads of its ranks, by their numbers in the whole run."""
 
@@ -124,6 +40,9 @@ class ThreadGroup:
 
     def Translate_ranks(self, ranks: Sequence[int], other: ThreadGroup) -> list[int]:
         return [other.members.index(self.members[rank]) for rank in ranks]
+
+    def Incl(self, ranks: Sequence[int]) -> ThreadGroup:
+        return ThreadGroup([self.members[rank] for rank in ranks])
 
 
 class ThreadCommunicator(Communicator):
@@ -138,25 +57,33 @@ class ThreadCommunicator(Communicator):
         return super().__new__(cls)
 
     def __init__(self, meeting: Meeting, rank: int, members: Sequence[int] = ()):
-        self._meeting, self._rank = meeting, rank
+        self.meeting, self._rank = meeting, rank
         self._members = members or range(meeting.size)
         self.calls: list[tuple[Any, ...]] = []
+        self._made: Counter[Any] = Counter()
 
     def Get_rank(self) -> int:
         return self._rank
 
     def Get_size(self) -> int:
-        return self._meeting.size
+        return self.meeting.size
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
         every = self.allgather((color, key, self._rank))
         members = [rank for other, _, rank in sorted(every, key=lambda one: one[1:]) if other == color]
-        made = Meeting(len(members), self._meeting.all_meetings) if members[0] == self._rank else None
+        made = Meeting(len(members), self.meeting.all_meetings) if members[0] == self._rank else None
         meeting = self.allgather(made)[members[0]]
         return ThreadCommunicator(meeting, members.index(self._rank), [self._members[rank] for rank in members])
 
     def Get_group(self) -> Any:
         return ThreadGroup(self._members)
+
+    def Create_group(self, group: Any, tag: int = 0) -> Any:
+        """Communicator of the threads of a group; collective over these only."""
+        key, members = (*group.members, tag), group.members
+        self._made[key] += 1
+        meeting = self.meeting.group((key, self._made[key]), len(members))
+        return ThreadCommunicator(meeting, members.index(self._members[self._rank]), members)
 
     def close(self) -> None:
         """No-op: threads share nothing but the meeting."""
@@ -169,7 +96,7 @@ class ThreadCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------ objects
 
     def allgather(self, value: Any) -> list[Any]:
-        return self._meeting.exchange(self._rank, value)
+        return self.meeting.exchange(self._rank, value)
 
     def gather(self, value: Any, root: int = 0) -> Any:
         every = self.allgather(value)
@@ -188,10 +115,16 @@ class ThreadCommunicator(Communicator):
 
     def _arrays(self, name: str, send: np.ndarray) -> list[np.ndarray]:
         """Flat copies of the arrays of all ranks, which must make the same call."""
-        every = self.allgather((name, send.dtype, send.reshape(-1).copy()))
+        return self._same(self.allgather(self._given(name, send)))
+
+    def _given(self, name: str, send: np.ndarray) -> tuple[str, np.dtype, np.ndarray]:
+        self.calls.append((name, send.nbytes))
+        return name, send.dtype, send.reshape(-1).copy()
+
+    @staticmethod
+    def _same(every: Sequence[tuple[str, np.dtype, np.ndarray]]) -> list[np.ndarray]:
         if len({one[:2] for one in every}) > 1:
             raise ValueError(f"ranks made different calls: {[one[:2] for one in every]}")
-        self.calls.append((name, send.nbytes))
         return [array for _, _, array in every]
 
     def Bcast(self, buf: np.ndarray, root: int = 0, **_: Any) -> None:
@@ -202,20 +135,31 @@ class ThreadCommunicator(Communicator):
         recv[...] = combined(op, every, algorithm).reshape(recv.shape)
 
     def Allreduce_init(self, send: Any, recv: np.ndarray) -> StartedCall:
-        return StartedCall(lambda: self.Allreduce(send, recv))
+        def take(every: list[Any]) -> None:
+            recv[...] = combined(MPI.SUM, self._same(every)).reshape(recv.shape)
+
+        return StartedCall(
+            self.meeting, self._rank, lambda: self._given("allreduce", recv if send is MPI.IN_PLACE else send), take
+        )
 
     def Allgather(self, send: np.ndarray, recv: np.ndarray) -> None:
         self.Allgatherv(send, [recv])
 
     def Allgatherv(self, send: Any, recv: Any) -> None:
-        whole = recv[0].reshape(-1)
-        if send is MPI.IN_PLACE:
-            ends = [*accumulate(recv[1], initial=0)]
-            send = whole[ends[self._rank] : ends[self._rank + 1]]
-        whole[...] = np.concatenate(self._arrays("allgather", send))
+        recv[0].reshape(-1)[...] = np.concatenate(self._arrays("allgather", self._block(send, recv)))
 
     def Allgatherv_init(self, send: Any, recv: Any) -> StartedCall:
-        return StartedCall(lambda: self.Allgatherv(send, recv))
+        def take(every: list[Any]) -> None:
+            recv[0].reshape(-1)[...] = np.concatenate(self._same(every))
+
+        return StartedCall(self.meeting, self._rank, lambda: self._given("allgather", self._block(send, recv)), take)
+
+    def _block(self, send: Any, recv: Any) -> np.ndarray:
+        """What this rank sends: of an exchange in place its part of the receive buffer."""
+        if send is not MPI.IN_PLACE:
+            return np.asarray(send)
+        ends = [*accumulate(recv[1], initial=0)]
+        return np.asarray(recv[0].reshape(-1)[ends[self._rank] : ends[self._rank + 1]])
 
     def Reduce_scatter(
         self, send: np.ndarray, recv: np.ndarray, counts: Sequence[int], op: MPI.Op = MPI.SUM, algorithm: Any = None
@@ -232,28 +176,36 @@ class ThreadCommunicator(Communicator):
 
     def Alltoallv(self, send: Any, recv: Any) -> None:
         """Exchange blocks; `calls` leaves out the one that stays here."""
-        (array, counts), starts = send[:2], _starts(send)
-        flat = array.reshape(-1)
-        blocks = [flat[start : start + count].copy() for start, count in zip(starts, counts)]
-        into = recv[0].reshape(-1)
-        arriving = [every[self._rank] for every in self.allgather(blocks)]
-        for start, count, block in zip(_starts(recv), recv[1], arriving, strict=True):
-            into[start : start + count] = block
-        self.calls.append(("alltoallv", (sum(counts) - counts[self._rank]) * array.itemsize))
+        self._take_blocks(recv, self.allgather(self._blocks(send)))
 
     def Ialltoallv(self, send: Any, recv: Any) -> StartedCall:
-        self.Alltoallv(send, recv)
-        return StartedCall(lambda: None)
+        return StartedCall(
+            self.meeting, self._rank, lambda: self._blocks(send), lambda every: self._take_blocks(recv, every)
+        ).Start()
+
+    def _blocks(self, send: Any) -> list[np.ndarray]:
+        (array, counts), starts = send[:2], _starts(send)
+        self.calls.append(("alltoallv", (sum(counts) - counts[self._rank]) * array.itemsize))
+        return [array.reshape(-1)[start : start + count].copy() for start, count in zip(starts, counts)]
+
+    def _take_blocks(self, recv: Any, every: Sequence[list[np.ndarray]]) -> None:
+        arriving, into = [blocks[self._rank] for blocks in every], recv[0].reshape(-1)
+        for start, count, block in zip(_starts(recv), recv[1], arriving, strict=True):
+            into[start : start + count] = block
 
     # ------------------------------------------------------------------------------------------ messages
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Message:
         array = buf[0] if isinstance(buf, list) else buf
         self.calls.append(("send", array.nbytes))
-        return self._meeting.start((self._rank, dest, tag), "sends", array.copy())
+        return self.meeting.start((self._rank, dest, tag), "sends", array.copy())
 
     def Irecv(self, buf: Any, source: int, tag: int = 0) -> Message:
-        return self._meeting.start((source, self._rank, tag), "receives", buf[0] if isinstance(buf, list) else buf)
+        return self.meeting.start((source, self._rank, tag), "receives", buf[0] if isinstance(buf, list) else buf)
+
+    def Iprobe(self, *_: Any) -> bool:
+        """False: messages need no progress."""
+        return False
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         self.Isend(buf, dest, tag)

@@ -20,7 +20,7 @@ from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
-from parallel.nn.operator import Operator, name_all
+from parallel.nn.operator import Operator, set_names
 from parallel.nn.placement import Shard
 from parallel.nn.rewrite import replaced
 
@@ -87,7 +87,7 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
     division : SequenceDivision
         Over the ranks of the axis. With `parts`, and "allgather", every number of ranks that leaves a power of two of
         parts per rank has the same bits (`parallel.context.sequence_parts`); batches and sums over ranks must be
-        reproducible too. All uses of a tied table must then be on this rank: not for pipelines.
+        reproducible too.
     algorithm : str
         Key of `ALGORITHMS`.
 
@@ -98,7 +98,7 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"context attention: expected one of {', '.join(ALGORITHMS)}; found {algorithm!r}")
-    name_all(model)
+    set_names(model)
     how, tied = ModelDivision(axis, division, ALGORITHMS[algorithm]), TiedTerms()
     places = division.part_slices(axis.rank)
 
@@ -110,6 +110,6 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
         return SequenceParts(operator, places, tied) if division.parts and alone else None
 
     ours = replaced(model, replacement)
-    name_all(ours)
+    set_names(ours)
     ours.place(axis.name, Shard(1), set())
     return ours

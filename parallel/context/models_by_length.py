@@ -43,6 +43,22 @@ class LengthModel(NamedTuple):
         return ArraySpec((x.shape[0], self.division.size(self.rank), *x.shape[2:]), x.dtype)
 
 
+class WholeSequences:
+    """Model and loss of samples of any shape, with the methods of `ModelsByLength`: nothing is divided."""
+
+    parts_per_rank = 1
+
+    def __init__(self, model: Operator, loss: Any):
+        self._whole = LengthModel(model, loss)
+
+    def expect(self, batch: Batch) -> None:
+        """No-op: any samples will do."""
+
+    def of_shape(self, shape: tuple[int, ...]) -> LengthModel:
+        """The model."""
+        return self._whole
+
+
 class ModelsByLength:
     """A model and loss as `LengthModel`, for any length; parameters are shared with `model`, which is not changed.
 
@@ -80,6 +96,10 @@ class ModelsByLength:
         self._algorithm, self._finish = algorithm, finish
         self.of = lru_cache(maxsize=64)(self._made)
 
+    @property
+    def parts_per_rank(self) -> int:
+        return self._parts // int(self._axis.size)
+
     def expect(self, batch: Batch) -> None:
         """Raise ValueError unless inputs and targets of a micro-batch are sequences of one length that can be divided.
 
@@ -90,6 +110,10 @@ class ModelsByLength:
             expected = f"sequences to divide over {self._axis.name}, axis 1 of inputs and targets"
             raise ValueError(f"micro-batch {batch.number}: expected {expected}; found shapes {x.shape} and {y.shape}")
         self.of(x.shape[1])
+
+    def of_shape(self, shape: tuple[int, ...]) -> LengthModel:
+        """Model for inputs of this shape, (batch, positions, ...)."""
+        return self.of(shape[1])
 
     def _made(self, length: int) -> LengthModel:
         axis, parts = self._axis, self._parts

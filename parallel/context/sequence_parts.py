@@ -2,7 +2,8 @@
 
 The parts (`SequenceDivision.parts`) are the same for every number of ranks, and so are the shapes of all products. The
 gradients of a parameter by all parts of a rank are added along a binary tree, of which a rank has a whole subtree; the
-reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes on from there.
+reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes on from there. Of a table that several
+stages of a pipeline share (`Parameter.terms`) each part's gradient is handed in apart, as the uses are summed first.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class SequenceParts(Wrapper):
         run, *by_part = saved
         dx = [self.inner.backward(part, values, collect) for part, values in zip(self._split(dy), by_part)]
         for parameter, computes in found.values():
-            grads(parameter, self._summed(run, parameter, computes))
+            apart = parameter.terms > 1
+            for compute in computes if apart else [self._summed(run, parameter, computes)]:
+                grads(parameter, compute)
         return None if dx[0] is None else self._joined(dx)
 
     def _summed(

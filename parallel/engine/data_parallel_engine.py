@@ -117,7 +117,7 @@ class DataParallelEngine(TrainEngine):
             mine = step if workload.drawn else [step[number] for number in shares[teams.places[rank][0]]]
             for samples in dict.fromkeys(mine):
                 x, y = workload.shapes(samples)
-                here = LengthModel(model, loss) if sequences is None else sequences.of(x.shape[1])
+                here = sequences.of_shape(x.shape)
                 specs = here.part_spec(x), here.part_spec(y)
                 ledger.expect(*predict_activations(units_of(here.model), here.loss, *specs))
         return ledger
@@ -141,9 +141,8 @@ class DataParallelEngine(TrainEngine):
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
     def _foresee(self, mine: list[Batch]) -> None:
-        if self._sequences is not None:
-            for batch in mine:
-                self._sequences.expect(batch)
+        for batch in mine:
+            self._sequences.expect(batch)
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         assignment = self._teams.leaves(assignment)
@@ -179,8 +178,9 @@ class DataParallelEngine(TrainEngine):
             if not next_one:
                 break
             (batch,) = next_one
-            pass_ = self._microbatch_pass(self._model, batch, training=True)
-            self._pass(len(mine), self._model, batch, pass_, scale)
+            here = self._sequences.of_shape(batch.x.shape)
+            pass_ = self._microbatch_pass(here, batch, training=True)
+            self._pass(len(mine), here, batch, pass_, scale)
             gradients.end_backward()
             mine.append(batch)
             losses += _terms(batch, pass_)
@@ -195,7 +195,7 @@ class DataParallelEngine(TrainEngine):
         """Model for the micro-batch of a turn, and this rank's part of it (None if it has none in this turn)."""
         if turn >= len(mine):
             return self._model, None
-        here = self._model if self._sequences is None else self._sequences.of(mine[turn].x.shape[1])
+        here = self._sequences.of_shape(mine[turn].x.shape)
         return here, here.part(mine[turn])
 
     def _pass(self, turn: int, here: LengthModel, batch: Batch | None, pass_: MicrobatchPass, scale: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from parallel.context.models_by_length import AUTO, ModelsByLength
+from parallel.context.models_by_length import AUTO, ModelsByLength, WholeSequences
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.operator import Operator
@@ -21,6 +21,8 @@ INPUTS: dict[str, Placement] = {REPLICAS: Shard(0), TENSOR: Replicate(), CONTEXT
 """Placement of a model's input along each axis."""
 
 Finish = Callable[[Operator, Any], tuple[Operator, Any]]
+
+SequenceModels = ModelsByLength | WholeSequences
 
 
 def parts_of(settings: Settings, ranks: int) -> int:
@@ -52,14 +54,14 @@ def check_sequences(settings: Settings, mesh: Mesh) -> None:
 
 def sequence_models(
     model: Operator, loss: Any, axis: Any, settings: Settings, finish: Finish = lambda *both: both
-) -> ModelsByLength | None:
-    """Models for this rank's tokens, with all placements checked; None if sequences are whole.
+) -> SequenceModels:
+    """Models for this rank's tokens, with all placements checked; `finish` is applied to each that is made.
 
     Raises PlacementError or ValueError for a model whose sequences cannot be divided.
     """
     parts = parts_of(settings, axis.size)
     if parts == 1:
-        return None
+        return WholeSequences(*finish(model, loss))
     algorithm = INVARIANT if settings.reproducible else settings.context
     models = ModelsByLength(model, loss, axis, parts, algorithm, finish)
     check_placements(*models.of(1)[:2], INPUTS, {REPLICAS, CONTEXT})

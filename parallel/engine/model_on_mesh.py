@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from collectives import Communicator
-from parallel.context.models_by_length import ModelsByLength
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
-from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, sequence_models
+from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
@@ -69,8 +68,8 @@ class ModelOnMesh(NamedTuple):
     Attributes
     ----------
     model, loss : cut for this rank
-    sequences : ModelsByLength or None
-        Of `model`, for this rank's tokens; None if sequences are whole.
+    sequences : ModelsByLength or WholeSequences
+        Of `model`, for this rank's tokens; with errors raised on all ranks of an exchange.
     errors : PassErrors
         Of operators beside exchanges.
     comm, replicas : Communicator
@@ -83,7 +82,7 @@ class ModelOnMesh(NamedTuple):
 
     model: Operator
     loss: Any
-    sequences: ModelsByLength | None
+    sequences: SequenceModels
     errors: PassErrors
     comm: Communicator
     replicas: Communicator
@@ -108,11 +107,10 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     blocks = _logical_blocks(model, loss, axis, settings)
     model, loss = cut_for(model, loss, axis, settings)
     context = mesh.axis(CONTEXT)
+    finish = (errors.guard,) if axis.size * context.size > 1 else ()
     sequences = collective_call(  # shards differ in their heads
-        mesh.comm, lambda: sequence_models(model, loss, context, settings, errors.guard), "mesh", PlacementError
+        mesh.comm, lambda: sequence_models(model, loss, context, settings, *finish), "mesh", PlacementError
     )
-    if axis.size > 1 and sequences is None:
-        model, loss = errors.guard(model, loss)
     return ModelOnMesh(model, loss, sequences, errors, mesh.comm, replicas, axis, blocks)
 
 

@@ -55,6 +55,8 @@ class Parameter:
         Set by `name_all`: path of attributes and numbers from the model, such as ``"3.mlp.0.weight"``.
     uses : int
         Occurrences in the model's tree, normally gradients per backward pass; 2 for tied embeddings.
+    terms : int
+        Gradients per use in a backward pass: with more than one, those of the parts of a sequence are handed in apart.
     cut : TensorCut or None
         If this is a part of a logical tensor (`parallel.tensor`): which.
     dtype : dtype
@@ -69,6 +71,7 @@ class Parameter:
     requires_grad: bool = True
     name: str = field(default="", init=False)
     uses: int = field(default=0, init=False)
+    terms: int = field(default=1, init=False)
     cut: TensorCut | None = field(default=None, init=False)
     dtype: np.dtype = field(default=np.dtype(np.float32), init=False)
     hooks: list[GradientHook] = field(default_factory=list, init=False, repr=False)
@@ -270,7 +273,18 @@ class Operator:
 
 
 def name_all(model: Operator) -> list[Parameter]:
-    """Set `name` of every operator and parameter to its first path in the model, count uses; return the parameters.
+    """As `set_names`; also count the uses of every parameter."""
+    parameters = set_names(model)
+    for parameter in parameters:
+        parameter.uses, parameter.terms = 0, 1
+    for _, value in model.walk():
+        if isinstance(value, Parameter):
+            value.uses += 1
+    return parameters
+
+
+def set_names(model: Operator) -> list[Parameter]:
+    """Set `name` of every operator and parameter to its first path in the model; return the parameters.
 
     ValueError if an operator holds others, or parameters, outside of the tree, as in a set, or if two parameters would
     have the same name.
@@ -278,12 +292,8 @@ def name_all(model: Operator) -> list[Parameter]:
     _expect_in_tree(model)
     for _, value in model.walk():
         value.name = ""
-        if isinstance(value, Parameter):
-            value.uses = 0
     for path, value in model.walk():
         value.name = value.name or path
-        if isinstance(value, Parameter):
-            value.uses += 1
     parameters = model.parameters()
     names = Counter(parameter.name for parameter in parameters)
     if double := [name for name, count in names.items() if count > 1]:

@@ -179,7 +179,6 @@ class AsynchronousPipeline(Pipeline):
         work = WeightStashing(
             self._chunks,
             here,
-            self._loss,
             self._runner.progress,
             scale=step_scale.scale,
             note=self._noting(here, assignment),

@@ -10,7 +10,7 @@ from collectives.compressed.compression_model import fitted
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.compression import check_compression, choose_compression
-from parallel.engine.divided_sequences import TENSOR
+from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences
 from parallel.engine.model_on_mesh import check_cut
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
@@ -67,8 +67,8 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
 
 
 def workers(settings: Settings, ranks: int) -> int:
-    """Number of replicas of the pipeline, which share the samples of a step."""
-    return mesh_of(settings, ranks).without(AXIS, TENSOR).size
+    """Number of replicas of the pipeline, which share the samples of a step; ranks along ``cp`` are of one."""
+    return mesh_of(settings, ranks).without(AXIS, CONTEXT, TENSOR).size
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
@@ -96,6 +96,7 @@ def check(settings: Settings, ranks: int) -> None:
         check_ranks(name, stages, turns or ())
     check_compression(settings, replicas_of(mesh_of(settings, ranks), ranks))
     check_cut(settings, mesh_of(settings, ranks))
+    check_sequences(settings, mesh_of(settings, ranks))
     cuts_of(settings.cuts)
     if name == AUTO and (settings.virtual, settings.cuts) != (None, None):
         raise ValueError(f"virtual, cuts: {AUTO} finds them, found {settings.virtual}, {settings.cuts}")

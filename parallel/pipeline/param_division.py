@@ -6,7 +6,8 @@ as in data parallelism.
 
 In canonical order the gradient of a tied parameter from one micro-batch is the sum over its uses, which are the leaves
 of the tree: with k parts, micro-batch n has leaves k n to k n + k - 1, the last part's (first in a backward) leftmost.
-With two parts of one use each this is bitwise the sum that a single rank computes.
+With two parts of one use each this is bitwise the sum that a single rank computes. Where a rank has several parts of a
+sequence, each has the leaves of a micro-batch of its own.
 """
 
 from collections import Counter
@@ -25,25 +26,27 @@ from parallel.pipeline.schedule.stage_placement import StagePlacement
 class SharedParamGroup:
     """Contiguous run of parameters that the same parts of the model use; `number` in order of the parameter vector.
 
-    `parts` are the parts of the model that use them, ascending.
+    `parts` are the parts of the model that use them, ascending; `terms` are the gradients of each part from a backward.
     """
 
     number: int
     tensors: tuple[Tensor, ...]
     parts: tuple[int, ...]
+    terms: int = 1
 
-    def leaf(self, number: int, part: int) -> int:
-        """Leaf number, in the tree of the gradient sum, for the gradient from `part` and micro-batch `number`."""
-        return (number + 1) * len(self.parts) - 1 - self.parts.index(part)
+    def leaf(self, number: int, part: int, term: int = 0) -> int:
+        """Leaf number, in the tree of the gradient sum, of a term from `part` and micro-batch `number`."""
+        return (number * self.terms + term + 1) * len(self.parts) - 1 - self.parts.index(part)
 
     def leaves(self, placement: StagePlacement, stage: int, numbers: Sequence[int]) -> tuple[int, ...]:
         """Leaf numbers, ascending, of the gradients from a stage and its pipeline's micro-batches `numbers`."""
         return tuple(
             sorted(
-                self.leaf(number, part)
+                self.leaf(number, part, term)
                 for turn, number in enumerate(numbers)
                 for part in self.parts
                 if placement.route(turn)[part].stage == stage
+                for term in range(self.terms)
             )
         )
 
@@ -62,9 +65,11 @@ def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, .
 
 
 def divide(
-    flat: FlatParams, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool
+    flat: FlatParams, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool, terms: int = 1
 ) -> list[SharedParamGroup]:
     """Divide a parameter vector into groups by the parts that use them; sets `Parameter.uses` to the most in one part.
+
+    If `reproducible`, gradients of groups with several parts come in so many `terms` (`Parameter.terms`).
 
     Raises ValueError if `reproducible` and a parameter with several parts has more than two uses: the order would
     matter.
@@ -83,5 +88,9 @@ def divide(
                 "model; in one order for any layout there can be two"
             )
         parameter.uses = max(of_parts.values())
-    runs = groupby(flat.places, lambda tensor: tuple(sorted(uses[id(tensor.parameter)])))
-    return [SharedParamGroup(number, tuple(run), parts) for number, (parts, run) in enumerate(runs)]
+        parameter.terms = terms if reproducible and len(of_parts) > 1 else 1
+    groups: list[SharedParamGroup] = []
+    for parts, run in groupby(flat.places, lambda tensor: tuple(sorted(uses[id(tensor.parameter)]))):
+        tensors = tuple(run)
+        groups.append(SharedParamGroup(len(groups), tensors, parts, tensors[0].parameter.terms))
+    return groups

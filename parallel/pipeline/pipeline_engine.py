@@ -7,6 +7,7 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives import Communicator
+from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch, contiguous
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
@@ -16,7 +17,7 @@ from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
 from parallel.engine.compression import check_compression, compressor_of
-from parallel.engine.divided_sequences import TENSOR
+from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_on_mesh import check_cut, cut_for, forecast_axis, place_model
@@ -48,8 +49,9 @@ class Pipeline(TrainEngine):
     model : a `Sequential` with at least one item per part; its operators have outlines, which give message sizes
     loss, comm, optimizer : as of `parallel.engine.data_parallel_engine.DataParallelEngine`
     settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp``, perhaps one named after the layout of the stages'
-        replicas (`REPLICAS`), and perhaps ``tp``, along which operators are cut; by default it is one pipeline of
-        `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
+        replicas (`REPLICAS`), and perhaps ``cp`` and ``tp``, along which sequences are divided and operators cut; by
+        default it is one pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have
+        fewer.
     schedule : plan without messages, in place of the layout's schedule
 
     Attributes
@@ -78,6 +80,7 @@ class Pipeline(TrainEngine):
         self.mesh = config.mesh_of(settings, comm.Get_size())
         check_compression(settings, replicas_of(self.mesh, comm.Get_size()))
         check_cut(settings, self.mesh)
+        check_sequences(settings, self.mesh)
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
         units = units_of(model)
         facts = [("schedule", plan.name), ("placement", plan.placement.routes), ("number of units", len(units))]
@@ -91,9 +94,11 @@ class Pipeline(TrainEngine):
         self._mesh = DeviceMesh(comm, self.mesh, self.mesh.sizes)
         self.remarks = (*remarks, *self._mesh.remarks)
         here = place_model(model, loss, self._mesh, settings)
-        comm, units = here.replicas, units_of(here.model)
+        comm = here.replicas
         whole = plan_of(here.model, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
-        self._portion = portion = Portion.make(whole, self.mesh.without(TENSOR), plan, self.cuts)
+        self._sequences, self._model = here.sequences, LengthModel(here.model, here.loss)
+        stages, each = self.mesh.without(TENSOR), here.sequences.parts_per_rank
+        self._portion = portion = Portion.make(whole, stages, plan, self.cuts, each)
         self.plan = portion.plan
         simulate(self.plan)
         if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
@@ -103,16 +108,16 @@ class Pipeline(TrainEngine):
         self._shares = [(group, self._share(context, group, division)) for group, division in portion.held]
         self._chunks = {}
         for chunk, part in portion.parts.items():
-            inside = {number: units[number] for number in range(*self.cuts[part : part + 2])}
             shares = [(group, share) for group, share in self._shares if part in group.parts]
-            self._chunks[chunk] = StageChunk(part, plan.placement.parts, inside, shares)
-        self._line = MPI.Intracomm(comm).Split(portion.replica(), portion.stage())
-        self._runner = ScheduleRunner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
+            self._chunks[chunk] = StageChunk(part, plan.placement.parts, range(*self.cuts[part : part + 2]), shares)
+        plain: Any = MPI.Intracomm(comm) or comm  # threads as ranks have no MPI communicator
+        self._line = plain.Split(portion.replica(), portion.stage())
+        self._runner = ScheduleRunner(self._line, context.recorder, context.memory.xp)
         self.sent = self._runner.sent
         self._bound = cache(self._actions)
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
-        teams = sorted(self.mesh.groups([AXIS, TENSOR]))
+        teams = sorted(self.mesh.groups([AXIS, CONTEXT, TENSOR]))
         super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self.ledger = MemoryLedger(context.memory.allocated)
         portion.expect(self.ledger, len(optimizer.states()), [()] * portion.replicas)
@@ -126,17 +131,21 @@ class Pipeline(TrainEngine):
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         shards = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
         compress = compressor_of(settings.compress)
         whole = plan_of(model, len(shards), shards.index(workload.rank), settings, compress)
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
-        portion = Portion.make(whole, mesh.without(TENSOR), plan, cuts)
+        portion = Portion.make(whole, mesh.without(TENSOR), plan, cuts, sequences.parts_per_rank)
         portion.expect(ledger, states, [()] * portion.replicas)
+        teams, (team, _) = portion.teams, portion.teams.places[portion.replica()]
         for step in workload.steps:
-            assignment = [tuple(contiguous(len(step), at, portion.replicas)) for at in range(portion.replicas)]
-            portion.expect(ledger, states, assignment)
-            forms = [workload.shapes(step[number]) for number in assignment[portion.replica()]]
-            ledger.expect(*portion.activations(forms, loss))
+            shares = [tuple(contiguous(len(step), at, teams.number)) for at in range(teams.number)]
+            portion.expect(ledger, states, teams.leaves(shares))
+            specs = [workload.shapes(step[number]) for number in shares[team]]
+            models = [sequences.of_shape(x.shape) for x, _ in specs]
+            forms = [(model, model.part_spec(x), model.part_spec(y)) for model, (x, y) in zip(models, specs)]
+            ledger.expect(*portion.activations(forms))
         return ledger
 
     @classmethod
@@ -154,7 +163,8 @@ class Pipeline(TrainEngine):
         return None if plan.versions is None else f"schedule: {plan.name} updates on the way; it is for Asynchronous"
 
     def share(self, micro_batches: int) -> range:
-        return contiguous(micro_batches, self._portion.replica(), self._portion.replicas)
+        teams = self._portion.teams
+        return contiguous(micro_batches, teams.places[self._portion.replica()][0], teams.number)
 
     def close(self) -> None:
         super().close()
@@ -179,17 +189,21 @@ class Pipeline(TrainEngine):
     def _foresee(self, mine: list[Batch]) -> None:
         """Compute message sizes of the micro-batches before the step; raises an error if one does not fit the model."""
         for batch in mine:
-            self._portion.outlines(self._form(batch))
+            self._sequences.expect(batch)
+            self._outputs(self._sequences.of_shape(batch.x.shape), batch)
 
-    def _form(self, batch: Batch) -> ArraySpec:
-        return ArraySpec(batch.x.shape, type_of(batch.x, self.context.storage))
+    def _outputs(self, model: LengthModel, batch: Batch) -> list[ArraySpec]:
+        """Specs of the outputs of the model's parts."""
+        x = model.part_spec(ArraySpec(batch.x.shape, type_of(batch.x, self.context.storage)))
+        return [outline.y for outline in self._portion.outlines(model, x)]
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         self._expect_at_most(assignment)
+        assignment = self._portion.teams.leaves(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
         note = self._noting(here, assignment)
         here, line = self._begin(here, assignment, training=True)
-        work = StageTrainer(self._chunks, here, self._loss, self._runner.progress, scale=step_scale.scale, note=note)
+        work = StageTrainer(self._chunks, here, self._runner.progress, scale=step_scale.scale, note=note)
         for group, part in self._shares:
             part.gradients.begin(self._portion.leaves(group, assignment), step_scale)
         self._runner.run(line, work)
@@ -205,7 +219,8 @@ class Pipeline(TrainEngine):
         line = self._bound(rounds, training)
         for at, chunk in self._chunks.items():
             chunk.begin(bound.action.kind for bound in line if bound.action.chunk == at)
-        return here + [empty_microbatch(self.plan.placement.parts)] * (rounds - len(here)), line
+        empty = empty_microbatch(self._model, self.plan.placement.parts)
+        return here + [empty] * (rounds - len(here)), line
 
     def _expect_at_most(self, assignment: Assignment) -> None:
         most, found = self.plan.microbatches, max(map(len, assignment))
@@ -214,8 +229,8 @@ class Pipeline(TrainEngine):
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         here = [self._microbatch(batch, training=False) for batch in mine]
-        here, line = self._begin(here, assignment, training=False)
-        work = StageEvaluator(self._chunks, here, self._loss, self._runner.progress, measure)
+        here, line = self._begin(here, self._portion.teams.leaves(assignment), training=False)
+        work = StageEvaluator(self._chunks, here, self._runner.progress, measure)
         self._runner.run(line, work)
         return PassResult(work.losses, work.problem, work.measured)
 
@@ -225,19 +240,22 @@ class Pipeline(TrainEngine):
         return bind_actions(lower(forward_only(self.plan, microbatches)), self._portion.stage(), "evaluate ")
 
     def _microbatch(self, batch: Batch, training: bool) -> Microbatch:
-        x, y = self._typed(batch)
-        specs = [outline.y for outline in self._portion.outlines(self._form(batch))]
-        return Microbatch(batch.number, x, y, self._run(batch, training), specs)
+        model = self._sequences.of_shape(batch.x.shape)
+        x, y = self._typed(model.part(batch))
+        leaf = self._portion.teams.leaf(batch.number, self._portion.replica())
+        run = self._run(batch, training)
+        return Microbatch(batch.number, leaf, model, x, y, run, self._outputs(model, batch))
 
     def _noting(self, here: list[Microbatch], assignment: Assignment) -> Callable[[int], None] | None:
         """Add a forecast to the ledger if micro-batch shapes or counts are new; returns a callback then, else None.
 
         The callback records the bytes of activations.
         """
-        kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *map(len, assignment))
+        divisions = (one.model.division for one in here)
+        kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *divisions, *map(len, assignment))
         if not self._is_new(kind):
             return None
         self._portion.expect(self.ledger, len(self._optimizer.states()), assignment)
-        forms = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
-        self.ledger.expect(*self._portion.activations(forms, self._loss))
+        specs = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
+        self.ledger.expect(*self._portion.activations([(one.model, *both) for one, both in zip(here, specs)]))
         return lambda alive: self.context.memory.record_peak("activations", alive)

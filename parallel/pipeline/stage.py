@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from parallel.context.models_by_length import LengthModel
 from parallel.data_parallel.grad_bucket import of
+from parallel.data_parallel.partition_spec import units_of
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.step_sync import Losses
@@ -22,19 +24,15 @@ Compute = Callable[[Array], object]
 class StageChunk:
     """Part of the model on this stage; also the sink for the gradients of its parameters.
 
-    `number` is that of the part; `units` are by number in the model, ascending; `shares` are this rank's shards of its
-    weights.
+    `number` is that of the part; `units` are numbers of units in the model, ascending; `shares` are this rank's shards
+    of its weights.
     """
 
-    def __init__(
-        self, number: int, parts: int, units: dict[int, Operator], shares: Sequence[tuple[SharedParamGroup, ParamShard]]
-    ):
+    def __init__(self, number: int, parts: int, units: range, shares: Sequence[tuple[SharedParamGroup, ParamShard]]):
         self.number, self.units, self.shares = number, units, shares
         self.first, self.last = number == 0, number == parts - 1
-        self._sinks = {id(tensor.parameter): part.gradients for group, part in shares for tensor in group.tensors}
-        ordered = [group for group, part in shares if part.context.plan.reproducible and len(group.parts) > 1]
-        self._once = {id(tensor.parameter) for group in ordered for tensor in group.tensors}
-        self._come: set[int] = set()
+        self._groups = [_sink_of(group, number, part) for group, part in shares]
+        self._sinks = {id(tensor.parameter): sink for sink in self._groups for tensor in sink.group.tensors}
 
     def begin(self, kinds: Iterable[Kind]) -> None:
         """Announce the kinds of the chunk's actions to come, whose order is that in which sharded weights are used."""
@@ -55,31 +53,79 @@ class StageChunk:
             part.weights.reshard()
 
     def begin_backward(self, turn: int, number: int | None) -> None:
-        self._come.clear()
-        for group, part in self.shares:
-            part.gradients.begin_backward(turn, None if number is None else group.leaf(number, self.number))
+        for sink in self._groups:
+            sink.begin_backward(turn, number)
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
-        """Accumulate the gradient of a parameter, which ``compute(array)`` writes.
-
-        Raises ValueError if a shared parameter of a reproducible training gets two gradients in one backward: the order
-        of additions would differ from that of a single rank (`parallel.pipeline.param_division`).
-        """
-        if id(parameter) in self._once & self._come:
-            raise ValueError(
-                f"reproducible: {parameter.name} belongs to several parts of the model, and its gradient came twice in "
-                "one backward; in one order for any layout each part has it once"
-            )
-        self._come.add(id(parameter))
+        """Accumulate the gradient of a parameter, which ``compute(array)`` writes."""
         of(self._sinks, parameter)(parameter, compute)
 
     def left(self, unit: int) -> None:
-        for _, part in self.shares:
-            part.gradients.left(unit)
+        for sink in self._groups:
+            sink.left(unit)
 
-    def end_backward(self) -> None:
-        for _, part in self.shares:
-            part.gradients.end_backward()
+    def end_backward(self, pass_: MicrobatchPass) -> None:
+        for sink in self._groups:
+            sink.end_backward(pass_)
+
+
+class GroupGradients:
+    """Gradient sink of a parameter group, for the part `number` of the model."""
+
+    def __init__(self, group: SharedParamGroup, number: int, gradients: Any):
+        self.group, self._part, self._gradients = group, number, gradients
+
+    def begin_backward(self, turn: int, number: int | None) -> None:
+        """Begin the backward of micro-batch `number`, None for an empty one."""
+        self._gradients.begin_backward(turn, None if number is None else self.group.leaf(number, self._part))
+
+    def __call__(self, parameter: Parameter, compute: Compute) -> None:
+        self._gradients(parameter, compute)
+
+    def left(self, unit: int) -> None:
+        self._gradients.left(unit)
+
+    def end_backward(self, pass_: MicrobatchPass) -> None:
+        self._gradients.end_backward()
+
+
+class OrderedGroupGradients(GroupGradients):
+    """Sink of a group with several parts in reproducible training: every term is a leaf of the sum, in a fixed order.
+
+    The functions of all terms are kept until the end of a backward, and then called as if each had a backward of its
+    own (`parallel.pipeline.param_division`).
+    """
+
+    def begin_backward(self, turn: int, number: int | None) -> None:
+        self._turn, self._number = turn, number
+        self._terms: dict[int, list[tuple[Parameter, Compute]]] = {}
+
+    def __call__(self, parameter: Parameter, compute: Compute) -> None:
+        """Keep a term; ValueError if it is one too many: single ranks add them in another order."""
+        terms = self._terms.setdefault(id(parameter), [])
+        if len(terms) == self.group.terms:
+            raise ValueError(
+                f"reproducible: {parameter.name} belongs to several parts of the model, and its gradient came "
+                f"{len(terms) + 1} times in one backward; in one order for any layout expected {len(terms)}"
+            )
+        terms.append((parameter, compute))
+
+    def left(self, unit: int) -> None:
+        """No-op: the terms come at the end."""
+
+    def end_backward(self, pass_: MicrobatchPass) -> None:
+        for term in range(1 if self._number is None else self.group.terms):
+            leaf = None if self._number is None else self.group.leaf(self._number, self._part, term)
+            self._gradients.begin_backward(self._turn, leaf)
+            here = [terms[term] for terms in self._terms.values() if term < len(terms)]
+            pass_.compute_deferred(here, self._gradients)
+            self._gradients.end_backward()
+        self._terms.clear()
+
+
+def _sink_of(group: SharedParamGroup, number: int, part: ParamShard) -> GroupGradients:
+    ordered = part.context.plan.reproducible and len(group.parts) > 1
+    return (OrderedGroupGradients if ordered else GroupGradients)(group, number, part.gradients)
 
 
 class DeferredGradients:
@@ -104,18 +150,26 @@ class DeferredGradients:
 class Microbatch:
     """Micro-batch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes.
 
-    Without a number it is empty: one that other replicas have, of whose exchanges this rank makes its part.
+    Of sequences that ranks share they are this rank's part, for which `model` is made; its term of the gradient is
+    number `leaf`. Without a number it is empty: one that other replicas have, of whose exchanges this rank makes its
+    part.
     """
 
     number: int | None
+    leaf: int | None
+    model: LengthModel
     x: Array
     y: Array
     run: PassMode
     output_specs: Sequence[ArraySpec]  # of each part of the model
 
+    @property
+    def units(self) -> tuple[Operator, ...]:
+        return units_of(self.model.model)
 
-def empty_microbatch(parts: int) -> Microbatch:
-    return Microbatch(None, None, None, PassMode(), [ArraySpec((0,), np.dtype(np.uint8))] * parts)
+
+def empty_microbatch(model: LengthModel, parts: int) -> Microbatch:
+    return Microbatch(None, None, model, None, None, PassMode(), [ArraySpec((0,), np.dtype(np.uint8))] * parts)
 
 
 class StageEvaluator:
@@ -129,11 +183,10 @@ class StageEvaluator:
         self,
         chunks: Mapping[int, StageChunk],
         microbatches: Sequence[Microbatch],
-        loss: Any,
         progress: Callable[[], None],
         measure: Measure | None = None,
     ):
-        self._chunks, self._microbatches, self._loss = chunks, microbatches, loss
+        self._chunks, self._microbatches = chunks, microbatches
         self._progress, self._measure = progress, measure
         self.losses: Losses = []
         self.measured = 0.0
@@ -161,10 +214,10 @@ class StageEvaluator:
         """
         one = self._microbatches[microbatch]
         x, y = one.x if chunk.first else x, one.y if chunk.last else None
-        pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, self._loss)
-        for unit in chunk.units.values():
+        pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, one.model.loss)
+        for number in chunk.units:
             chunk.unshard()
-            pass_.forward(unit)
+            pass_.forward(one.units[number])
             chunk.reshard()
             if not keep:
                 pass_.saved.clear()
@@ -172,7 +225,7 @@ class StageEvaluator:
         if chunk.last and one.number is not None:
             pass_.score(self._measure)
             self.measured += pass_.measured
-            self.losses.append((one.number, pass_.total))
+            self.losses += [(one.number, loss) for loss in pass_.losses]
         self.problem = self.problem or pass_.problem
         output = None if chunk.last else self._fitting(pass_.give(), chunk.number, microbatch)
         return pass_, output
@@ -218,28 +271,29 @@ class StageTrainer(StageEvaluator):
         else:
             pass_.take(dy)
         if whole:
-            here.begin_backward(microbatch, self._microbatches[microbatch].number)
-            self._back(here, pass_, here)
+            here.begin_backward(microbatch, self._microbatches[microbatch].leaf)
+            self._back(here, key, here)
             self._end(here, key)
         else:
             deferred = self._deferred[key] = DeferredGradients()
-            self._back(here, pass_, deferred)
+            self._back(here, key, deferred)
         dx = pass_.give_back()
         return None if here.first else self._fitting(dx, here.number - 1, microbatch)
 
     def weights(self, chunk: int, microbatch: int) -> None:
         here, key = self._chunks[chunk], (chunk, microbatch)
-        here.begin_backward(microbatch, self._microbatches[microbatch].number)
+        here.begin_backward(microbatch, self._microbatches[microbatch].leaf)
         pass_ = self._passes[key]
         for number, gradients in self._deferred.pop(key).units:
             pass_.compute_deferred(gradients, here)
             here.left(number)
         self._end(here, key)
 
-    def _back(self, chunk: StageChunk, pass_: MicrobatchPass, sink: StageChunk | DeferredGradients) -> None:
+    def _back(self, chunk: StageChunk, key: tuple[int, int], sink: StageChunk | DeferredGradients) -> None:
+        pass_, units = self._passes[key], self._microbatches[key[1]].units
         for number in reversed(chunk.units):
             chunk.unshard()
-            pass_.backward(chunk.units[number], sink)
+            pass_.backward(units[number], sink)
             chunk.reshard()
             sink.left(number)
             self._progress()
@@ -247,6 +301,6 @@ class StageTrainer(StageEvaluator):
 
     def _end(self, chunk: StageChunk, key: tuple[int, int]) -> None:
         pass_ = self._passes.pop(key)
+        chunk.end_backward(pass_)
         self.problem = self.problem or pass_.problem
         self._alive.pop(key, None)
-        chunk.end_backward()

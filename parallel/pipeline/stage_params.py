@@ -9,10 +9,12 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
+from parallel.context.models_by_length import LengthModel
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
+from parallel.data_parallel.partition_spec import units_of
 from parallel.data_parallel.reducers import Assignment
-from parallel.engine.divided_sequences import TENSOR
+from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
@@ -35,21 +37,36 @@ class Portion:
     """Share of a rank in a pipelined model: its stage and replica, parameter groups, and bytes in a step."""
 
     division: Division  # of the whole vector, among all ranks
-    mesh: Mesh  # of stages and their replicas
+    mesh: Mesh  # of stages and their replicas, which may share sequences
     plan: PipelinePlan  # with messages
     cuts: tuple[int, ...]  # first unit of every part, and the number of units
     groups: tuple[SharedParamGroup, ...]  # of the whole vector
     layout: str  # of the replicas of a stage, one of `REPLICAS`
 
     @classmethod
-    def make(cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...]) -> Portion:
-        """Share of rank ``division.rank``, from a plan without messages; sets `uses` of all parameters (`divide`)."""
-        groups = divide(division.flat, division.units, cuts, reproducible=division.reproducible)
+    def make(
+        cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...], parts_per_rank: int = 1
+    ) -> Portion:
+        """Share of rank ``division.rank``, from a plan without messages; sets `uses` of all parameters (`divide`).
+
+        `parts_per_rank` are the parts of a sequence that a rank computes one by one.
+        """
+        options: dict[str, Any] = {"reproducible": division.reproducible, "terms": parts_per_rank}
+        groups = divide(division.flat, division.units, cuts, **options)
         return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks))
 
     @property
     def replicas(self) -> int:
         return len(self.mesh.lines(AXIS))
+
+    @cached_property
+    def teams(self) -> Teams:
+        """Pipelines by replica: those of a team share the sequences of the same micro-batches."""
+        return Teams.of(self.mesh.without(AXIS))
+
+    @cached_property
+    def _replica_of(self) -> dict[int, int]:
+        return {rank: number for number, line in enumerate(self.mesh.lines(AXIS)) for rank in line}
 
     def stage(self, rank: int | None = None) -> int:
         return self.mesh.coordinates(self.division.rank if rank is None else rank)[AXIS]
@@ -67,7 +84,7 @@ class Portion:
         return int(LAYOUTS[self.layout].gradients.rounds(assignment, self.replica()))
 
     def replica(self, rank: int | None = None) -> int:
-        return self.mesh.coordinates(self.division.rank if rank is None else rank).get(self.layout, 0)
+        return self._replica_of[self.division.rank if rank is None else rank]
 
     @cached_property
     def holders(self) -> list[tuple[int, ...]]:
@@ -114,19 +131,19 @@ class Portion:
                 kept["parameters"] += older * division.flat.length * division.precision.storage.itemsize
                 ledger.expect(kept, part=group.number)
 
-    def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[Counter[str], int]:
-        """Predicted peak bytes of activations, and of temporaries; `forms` are specs of (x, y) by micro-batch."""
+    def activations(self, forms: Sequence[tuple[LengthModel, ArraySpec, ArraySpec]]) -> tuple[Counter[str], int]:
+        """Predicted peak bytes of activations, and of temporaries; `forms`: model and specs of x, y by micro-batch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
         for action in self._line(len(forms)):
             key = action.chunk, action.microbatch
             if action.kind == "F":
-                (x, y), part = forms[action.microbatch], self.parts[action.chunk]
-                outline = self.outlines(x)[part]
+                (model, x, y), part = forms[action.microbatch], self.parts[action.chunk]
+                outline = self.outlines(model, x)[part]
                 kept, work = [outline.y, outline.saved], max(work, outline.work)
                 if part == self.plan.placement.parts - 1:
                     y = ArraySpec(*y)
-                    end = loss_outline(loss, outline.y, y)
+                    end = loss_outline(model.loss, outline.y, y)
                     kept, work = [*kept, y, end.saved], max(work, end.work)
                 held[key] = nbytes_of(kept)
                 most = max(most, sum(held.values()))
@@ -135,14 +152,14 @@ class Portion:
         return Counter(activations=most), work
 
     @cached_property
-    def outlines(self) -> Callable[[ArraySpec], list[OperatorOutline]]:
-        """Cached function from the model's input spec to outlines of its parts: output, saved arrays, temporaries."""
+    def outlines(self) -> Callable[[LengthModel, ArraySpec], list[OperatorOutline]]:
+        """Cached function from model and input spec to outlines of the parts: output, saved arrays, temporaries."""
         return cache(self._outlines)
 
-    def _outlines(self, x: ArraySpec) -> list[OperatorOutline]:
-        outlines: list[OperatorOutline] = []
+    def _outlines(self, model: LengthModel, x: ArraySpec) -> list[OperatorOutline]:
+        units, outlines = units_of(model.model), list[OperatorOutline]()
         for start, stop in pairwise(self.cuts):
-            part = Sequential(self.division.units[start:stop])
+            part = Sequential(units[start:stop])
             outlines.append(part.outline(outlines[-1].y if outlines else x))
         return outlines
 
@@ -169,7 +186,10 @@ class Portion:
             return [[tuple(here[turn] for turn in turns for here in leaves if turn < len(here))]]
         numbers = assignment[self.replica()]
         leaves[division.rank] = tuple(
-            group.leaf(numbers[turn], part) for turn, part in done if part in group.parts and turn < len(numbers)
+            group.leaf(numbers[turn], part, term)
+            for turn, part in done
+            if part in group.parts and turn < len(numbers)
+            for term in range(group.terms)
         )
         return [leaves]
 
@@ -184,8 +204,8 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
-    mesh.expect(ranks, (AXIS, *REPLICAS, TENSOR))
-    others = list(mesh.without(AXIS, TENSOR).sizes)
+    mesh.expect(ranks, (AXIS, *REPLICAS, CONTEXT, TENSOR))
+    others = list(mesh.without(AXIS, CONTEXT, TENSOR).sizes)
     if AXIS not in mesh.sizes or len(others) > 1:
         raise ValueError(
             f"mesh: expected {AXIS}, and one of {', '.join(REPLICAS)} if stages have replicas; found {mesh}"

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parallel.conformance.composition import SIMPLEST, Composition, draw, simpler
+from parallel.conformance.composition import SIMPLEST, Composition, simpler
 from parallel.conformance.composition_run import difference, shrink
 from parallel.conformance.published_bugs import CASES
+from parallel.conformance.random_composition import draw
 from parallel.context.messages import RingShift
 from parallel.context.positions import DividedPositionEmbedding
 from parallel.data_parallel.logical_blocks import LogicalBlocks

@@ -63,8 +63,8 @@ def test_ranks_and_micro_batches(settings, ranks, mesh, each):
         ({"layout": "pp:gpipe", "stage_ranks": "auto"}, "stages have replicas in 1f1b, pipedream, pipedream-2bw"),
         ({"stage_ranks": "auto", "cuts": "0,1,2"}, "cuts: stage_ranks auto finds them"),
         (
-            {"mesh": "cp=2,pp=2"},
-            "mesh: expected axes of pp, dp-naive, dp, zero1, zero2, zero3, tp, found cp in cp=2,pp=2",
+            {"mesh": "sp=2,pp=2"},
+            "mesh: expected axes of pp, dp-naive, dp, zero1, zero2, zero3, cp, tp, found sp in sp=2,pp=2",
         ),
         ({"mesh": "zero2=2,pp=2", "compress": "int8"}, "every rank has the whole sum"),
     ],
@@ -140,6 +140,19 @@ def test_groups_of_a_tied_model():
     assert tied.leaves(plan.placement, 0, (4, 5, 6)) == (8, 9, 10, 11, 12, 13)
     plan = build("dualpipe", 2, 4)
     assert tied.leaves(plan.placement, 0, (0, 1)) == (1, 2) and tied.leaves(plan.placement, 1, (0, 1)) == (0, 3)
+
+
+def test_terms_of_the_parts_of_a_sequence():
+    """Each part of a rank's sequence has leaves as a micro-batch of its own; only where two stages have a tensor."""
+    model = tiny_models.model(depth=2)
+    groups = divide(FlatParams(model), model.items, (0, 2, 4), reproducible=True, terms=2)
+    assert [group.terms for group in groups] == [2, 1, 1]
+    tied, number = groups[0], 3
+    assert [tied.leaf(number, part, term) for term in (0, 1) for part in (1, 0)] == [12, 13, 14, 15]
+    assert tied.leaves(build("zb-v", 1, 2).placement, 0, (3,)) == (12, 13, 14, 15)
+    assert [
+        group.terms for group in divide(FlatParams(model), model.items, (0, 2, 4), reproducible=False, terms=2)
+    ] == [*(1, 1, 1)]
 
 
 def test_a_tensor_with_three_uses_in_two_parts():

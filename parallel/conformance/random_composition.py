@@ -1,0 +1,160 @@
+"""Random compositions of model, mesh and settings."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import NamedTuple
+
+from parallel.conformance.composition import Composition
+from parallel.context.ulysses_attention import refusal
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+
+LAYOUTS = ("dp", "dp-naive", "dp-bucket", "zero1", "zero2", "zero3")
+REPLICAS = ("dp", "dp", "zero1", "zero2", "zero3")
+PIPELINES = tuple(name for name, entry in SCHEDULES.items() if entry.version is None)
+CONTEXTS = ("auto", "ring", "ring", "allgather", "ulysses")
+SIZES = (1, 1, 1, 2, 2, 3, 4)
+"""Sizes of an axis; those that come up more often stand here more often, as in the other tables."""
+
+
+class Logical(NamedTuple):
+    """What all meshes of a composition have in common: logical shards, parts of sequences, and what they divide."""
+
+    shards: int
+    parts: int
+    units: int
+    microbatches: int
+    reproducible: bool
+
+
+def draw(seed: int, most_ranks: int) -> Composition:
+    """Composition number `seed`, of at most so many ranks; four of ten are pipelines."""
+    random = Random(seed)
+    sizes = _sizes(random, most_ranks, pipelines=random.random() < 0.4)
+    family = random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 2 * (sizes["cp"] == 1))
+    reproducible = random.random() < 0.6 and not any(size & (size - 1) for size in (sizes["cp"], sizes["tp"]))
+    shards, parts = (size * random.choice([1, 2]) * reproducible or size for size in (sizes["tp"], sizes["cp"]))
+    parts = 1 if family == "mlp" else parts
+    layout = f"pp:{random.choice(PIPELINES)}" if "pp" in sizes else random.choice(LAYOUTS)
+    layers = max(random.choice([1, 2, 3]), parts_of(layout, sizes.get("pp", 1)) - (1 if family == "mlp" else 2))
+    sequence = family != "mlp" and parts == 1 and shards > 1 and random.random() < 0.5
+    microbatches = random.choice([1, 2, 3, 5]) * (sizes["dp"] if "pp" in sizes else 1)  # as many in each pipeline
+    logical = Logical(shards, parts, layers + (1 if family == "mlp" else 2), microbatches, reproducible)
+    next_mesh, next_layout = (
+        ("", "dp") if random.random() < 0.5 else _second(random, math.prod(sizes.values()), logical)
+    )
+    length = shards * random.choice([1, 2]) if sequence else random.choice([parts, 3, 5, 8, 13])
+    heads = max(1, shards * random.choice([1, 1, 2]) + random.choice([0, 0, 1, -1]))
+    kv_heads = random.choice([one for one in range(1, heads + 1) if heads % one == 0]) if family == "gated" else 0
+    return Composition(
+        family=family,
+        vocabulary=max(shards, 2) + random.randrange(20),
+        length=length,
+        layers=layers,
+        heads=heads,
+        head_width=random.choice([1, 2, 3]) + (family == "mlp"),
+        kv_heads=kv_heads,
+        dropout=random.random() < 0.4,
+        recompute=_recompute(random, family, layers),
+        mesh=_mesh(random, sizes, layout),
+        layout=layout,
+        cuts=_cuts(random, logical.units, parts_of(layout, sizes["pp"])) if "pp" in sizes else "",
+        next_mesh=next_mesh,
+        next_layout=next_layout,
+        shards=shards,
+        parts=parts,
+        sequence=sequence,
+        precision=random.choice(["fp32", "bf16", "fp16", "fp64"]) if reproducible else "fp64",
+        optimizer=random.choice(["sgd", "adamw"]),
+        clip=random.random() < 0.5,
+        reproducible=reproducible,
+        context=_context(random, sizes, heads, kv_heads, reproducible),
+        bucket_bytes=random.choice([1, 1000, 1 << 22]),
+        microbatches=microbatches,
+        samples=random.choice([1, 2, 3]),
+        ignored=random.random() < 0.5,
+        steps=random.choice([1, 2]),
+        seed=seed,
+    )
+
+
+def _sizes(random: Random, most: int, pipelines: bool) -> dict[str, int]:
+    """Sizes of the axes, whose product is at most `most`, and above 1 if possible."""
+    axes = ["dp", "cp", "tp"] + ["pp"] * pipelines
+    while most > 1:
+        sizes = {name: random.choice(SIZES) for name in axes}
+        if 1 < math.prod(sizes.values()) <= most:
+            return sizes
+    return dict.fromkeys(axes, 1)
+
+
+def parts_of(layout: str, stages: int) -> int:
+    """Parts of the model in a pipeline of so many stages; 1 for other layouts.
+
+    >>> parts_of("pp:zb-v", 3), parts_of("zero1", 1)
+    (6, 1)
+    """
+    name = layout.partition(":")[2]
+    return build(name, stages, 1).placement.parts if name else 1
+
+
+def _cuts(random: Random, units: int, parts: int) -> str:
+    """Cuts of the units in parts of any lengths from 1 on."""
+    if random.random() < 0.5:
+        return ""
+    return ",".join(map(str, [0, *sorted(random.sample(range(1, units), parts - 1)), units]))
+
+
+def _recompute(random: Random, family: str, layers: int) -> str:
+    """Recomputation of all blocks alike, or of each by itself."""
+    kinds = ["none", "full"] if family == "mlp" else ["none", "selective", "full"]
+    if family == "mlp" or random.random() < 0.7:
+        return random.choice(["none", *kinds])
+    return ",".join(random.choice(kinds) for _ in range(layers))
+
+
+def _context(random: Random, sizes: dict[str, int], heads: int, kv_heads: int, reproducible: bool) -> str:
+    """Attention over divided sequences; that by heads needs heads that the ranks divide."""
+    context, ranks = random.choice(CONTEXTS), sizes["cp"]
+    if reproducible or ranks == 1:
+        return "auto"
+    groups = kv_heads or heads
+    cut = groups % sizes["tp"] or refusal(heads // sizes["tp"], groups // sizes["tp"], ranks)
+    return "auto" if context == "ulysses" and cut else context
+
+
+def _mesh(random: Random, sizes: dict[str, int], layout: str) -> str:
+    """Mesh of axes in any order; those of one rank may be left out."""
+    kept = [name for name, size in sizes.items() if size > 1 or name == "pp" or random.random() < 0.3] or ["dp"]
+    random.shuffle(kept)
+    names = {name: name for name in kept}
+    if layout.startswith("pp") and "dp" in names:
+        names["dp"] = random.choice(REPLICAS)
+    return ",".join(f"{names[name]}={sizes[name]}" for name in kept)
+
+
+def _second(random: Random, ranks: int, logical: Logical) -> tuple[str, str]:
+    """Another mesh of as many ranks, and a layout: for the second half of a training."""
+    shards = logical.shards if logical.reproducible else min(logical.shards, ranks)
+    fits: list[dict[str, int]] = []
+    for tensor, context, stages in _products(ranks, shards, logical.parts):
+        replicas = ranks // (tensor * context * stages)
+        if stages > 1 and (logical.microbatches % replicas or stages > logical.units):
+            continue
+        fits.append({"dp": replicas, "cp": context, "tp": tensor} | ({"pp": stages} if stages > 1 else {}))
+    chosen = random.choice(fits)
+    names = [name for name in PIPELINES if parts_of(f"pp:{name}", chosen.get("pp", 1)) <= logical.units]
+    layout = f"pp:{random.choice(names)}" if "pp" in chosen else random.choice(LAYOUTS)
+    return _mesh(random, chosen, layout), layout
+
+
+def _products(ranks: int, shards: int, parts: int) -> list[tuple[int, int, int]]:
+    """Sizes of tp, cp and pp, whose product divides the ranks."""
+    every = [(tp, cp, pp) for tp in _divisors(shards) for cp in _divisors(parts) for pp in (1, 2, 3)]
+    return [sizes for sizes in every if ranks % math.prod(sizes) == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
