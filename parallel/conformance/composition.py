@@ -10,6 +10,7 @@ from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.gated import gated_transformer
+from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
 
 FAMILIES = ("gpt", "gated", "mlp")
@@ -33,6 +34,7 @@ class Composition:
     precision, optimizer, clip, reproducible, context, bucket_bytes : as of `Settings`
     microbatches, samples : of a step; samples of a micro-batch
     ignored : leave out some targets, unevenly
+    smoothing : of labels, in the loss of transformers
     steps : before a checkpoint, and again after it
     seed : of data and initial values
     """
@@ -63,6 +65,7 @@ class Composition:
     microbatches: int = 1
     samples: int = 1
     ignored: bool = False
+    smoothing: bool = False
     steps: int = 1
     seed: int = 0
 
@@ -85,6 +88,9 @@ class Composition:
             kv_heads = self.kv_heads or None
             return gated_transformer(*size, kv_heads=kv_heads, dropout=rate, recompute=self.recompute)
         return transformer(*size, dropout=rate, recompute=self.recompute)
+
+    def loss(self) -> MSE | SoftmaxCrossEntropy:
+        return MSE() if self.family == "mlp" else SoftmaxCrossEntropy(0.1 * self.smoothing)
 
     def settings(self, mesh: str, layout: str) -> Settings:
         """Settings of an engine on this mesh."""

@@ -13,7 +13,6 @@ import numpy as np
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.conformance.composition import Composition, simpler
 from parallel.conformance.thread_communicator import run_threads
-from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import SGD, AdamW
 from parallel.trainer.engine import Engine
@@ -81,8 +80,7 @@ def observed(comm: Any, composition: Composition, meshes: Any, folder: Path) -> 
 def engine_of(comm: Any, composition: Composition, mesh: str, layout: str) -> Engine:
     """Engine of a composition. Collective."""
     optimizer: Optimizer = SGD(rate=0.1, momentum=0.9) if composition.optimizer == "sgd" else AdamW(rate=0.01)
-    loss = MSE() if composition.family == "mlp" else SoftmaxCrossEntropy()
-    return Engine(composition.model(), loss, comm, optimizer, composition.settings(mesh, layout))
+    return Engine(composition.model(), composition.loss(), comm, optimizer, composition.settings(mesh, layout))
 
 
 def trained(engine: Engine, composition: Composition, steps: range) -> list[Observation]:

@@ -11,6 +11,7 @@ CASES: dict[str, Composition] = {
     "token counts multiplied by the ranks that share sequences": Composition(mesh=CP, length=6, microbatches=2),
     "unequal numbers of targets on the ranks": Composition(mesh="cp=4", length=9, ignored=True, samples=2),
     "a vocabulary that the ranks do not divide": Composition(mesh="tp=3", heads=3, vocabulary=7),
+    "labels smoothed over the classes of one rank": Composition(mesh="tp=3", heads=3, vocabulary=7, smoothing=True),
     "heads that the ranks do not divide": Composition(mesh=TP, heads=3),
     "queries, keys and values cut as one block": Composition(mesh=TP, heads=4, layers=2),
     "sharded parameters left out of the norm": Composition(mesh=TP, heads=2, clip=True, layout="zero1"),

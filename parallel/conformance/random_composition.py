@@ -75,6 +75,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
         microbatches=microbatches,
         samples=random.choice([1, 2, 3]),
         ignored=random.random() < 0.5,
+        smoothing=family != "mlp" and random.random() < 0.3,
         steps=random.choice([1, 2]),
         seed=seed,
     )

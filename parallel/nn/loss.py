@@ -33,19 +33,43 @@ class SoftmaxCrossEntropy:
     """Cross-entropy loss: sum of -log softmax(scores)[target] over all targets that are not negative.
 
     Scores have shape (..., classes) and targets, integers, the same without the last axis.
+
+    Parameters
+    ----------
+    smoothing : float
+        From 0 to below 1: probability that is taken from the target and spread over all classes alike (Szegedy et al.,
+        "Rethinking the Inception architecture for computer vision", CVPR 2016, section 7).
     """
+
+    def __init__(self, smoothing: float = 0.0):
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing: expected 0 to below 1, found {smoothing}")
+        self.smoothing = smoothing
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         expect(targets.dtype.kind in "iu", self, "targets that are integers", targets)
         expect(y.shape[:-1] == targets.shape, self, f"targets of shape {y.shape[:-1]}", targets)
         expect_range(self, targets, y.shape[-1], "target")
-        loss, log_sum = kernels.softmax_cross_entropy(y.reshape(-1, y.shape[-1]), targets.reshape(-1))
+        rows, flat = y.reshape(-1, y.shape[-1]), targets.reshape(-1)
+        loss, log_sum = kernels.softmax_cross_entropy(rows, flat)
+        if self.smoothing:
+            xp = kernels.array_namespace(y)
+            (here,) = xp.nonzero(flat >= 0)
+            wide = kernels.widen(rows[here])
+            above = wide[xp.arange(len(here)), flat[here]] - wide.mean(axis=-1)
+            loss += self.smoothing * float(above.sum(dtype=np.float64))
         return loss, (y, targets, log_sum)
 
     def backward(self, scale: float, saved: Any) -> Array:
         y, targets, log_sum = saved
-        rows = y.reshape(-1, y.shape[-1])
-        return kernels.softmax_cross_entropy_backward(scale, rows, targets.reshape(-1), log_sum).reshape(y.shape)
+        rows, flat = y.reshape(-1, y.shape[-1]), targets.reshape(-1)
+        if not self.smoothing:
+            return kernels.softmax_cross_entropy_backward(scale, rows, flat, log_sum).reshape(y.shape)
+        gradient = kernels.softmax_cross_entropy_backward(scale, kernels.widen(rows), flat, log_sum)
+        (here,) = kernels.array_namespace(y).nonzero(flat >= 0)
+        gradient[here] -= self.smoothing * scale / y.shape[-1]
+        gradient[here, flat[here]] += self.smoothing * scale
+        return kernels.narrow(gradient, y.dtype).reshape(y.shape)
 
     def count(self, targets: Array) -> int:
         return int((targets >= 0).sum())
@@ -56,7 +80,8 @@ class SoftmaxCrossEntropy:
 
     def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
         log_sum = ArraySpec((elements(targets),), kernels.wide(y.dtype))
-        return OperatorOutline(NO_RESULT, (y, targets, log_sum), 0, 3 * elements(y) * log_sum.dtype.itemsize)
+        work = (5 if self.smoothing else 3) * elements(y) * log_sum.dtype.itemsize
+        return OperatorOutline(NO_RESULT, (y, targets, log_sum), 0, work)
 
 
 class MSE:

@@ -96,7 +96,7 @@ def cut(
     y = ours.place(axis.name, Replicate(), set())
     if isinstance(y, Shard) and type(loss) is SoftmaxCrossEntropy:
         assert y.units is not None
-        loss = VocabularyCrossEntropy(axis, y.units, algorithm)
+        loss = VocabularyCrossEntropy(axis, y.units, algorithm, loss.smoothing)
     return ours, loss
 
 

@@ -62,9 +62,12 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         Classes of every logical shard; a rank holds as many shards as any other.
     algorithm : str
         Of the sums.
+    smoothing : float
+        Over all classes, of all ranks.
     """
 
-    def __init__(self, axis: Any, units: Sequence[int], algorithm: str = "auto"):
+    def __init__(self, axis: Any, units: Sequence[int], algorithm: str = "auto", smoothing: float = 0.0):
+        super().__init__(smoothing)
         self.axis, self.units, self.algorithm = axis, tuple(units), algorithm
         each = len(units) // axis.size
         self.lengths = [sum(units[rank * each : (rank + 1) * each]) for rank in range(axis.size)]
@@ -80,10 +83,7 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         expect_range(self, targets, sum(self.units), "target")
         xp, scores, flat = kernels.array_namespace(y), widen(as_matrix(y)), targets.reshape(-1)
         top = allreduce(self.axis, scores.max(axis=-1, initial=-np.inf), op=MPI.MAX)
-        rows, columns = self._here(flat)
-        score = xp.zeros(len(flat), scores.dtype)
-        score[rows] = scores[rows, columns]
-        score = allreduce(self.axis, score, self.algorithm)
+        score = allreduce(self.axis, tree_sum(self._expected_scores(scores, flat)), self.algorithm)
         exponentials = xp.exp(scores - top[:, None])
         sums = [xp.ascontiguousarray(exponentials[:, start:stop]).sum(axis=-1) for start, stop in self._bounds]
         log_sum = xp.log(allreduce(self.axis, tree_sum(sums), self.algorithm)) + top
@@ -95,7 +95,9 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         xp, flat = kernels.array_namespace(y), targets.reshape(-1)
         gradient = xp.exp(widen(as_matrix(y)) - log_sum[:, None])
         rows, columns = self._here(flat)
-        gradient[rows, columns] -= 1
+        gradient[rows, columns] -= 1 - self.smoothing
+        if self.smoothing:
+            gradient -= self.smoothing / sum(self.units)
         gradient *= xp.where(flat < 0, 0, scale).astype(gradient.dtype)[:, None]
         return narrow(gradient, y.dtype).reshape(y.shape)
 
@@ -113,6 +115,20 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         log_sum = ArraySpec((elements(targets),), kernels.wide(y.dtype))
         work = (3 * elements(y) + 6 * elements(targets)) * log_sum.dtype.itemsize
         return OperatorOutline(NO_RESULT, (y, targets, log_sum), 0, work)
+
+    def _expected_scores(self, scores: Array, targets: Array) -> list[Array]:
+        """Terms, by logical shard, of the scores' mean over the distribution of the target."""
+        rows, columns = self._here(targets)
+        terms = []
+        for start, stop in self._bounds:
+            term = kernels.array_namespace(scores).zeros(len(targets), scores.dtype)
+            if self.smoothing:
+                term += kernels.array_namespace(scores).ascontiguousarray(scores[:, start:stop]).sum(axis=-1)
+                term *= self.smoothing / sum(self.units)
+            inside = (columns >= start) & (columns < stop)
+            term[rows[inside]] += (1 - self.smoothing) * scores[rows[inside], columns[inside]]
+            terms.append(term)
+        return terms
 
     def _here(self, targets: Array) -> tuple[Array, Array]:
         """Rows whose target is a class of this rank, and its number there."""

@@ -20,6 +20,7 @@ from parallel.nn.placement import Features
 from parallel.tensor import vocabulary
 from parallel.tensor.redistribute import CopyToShards
 from parallel.tensor.shards import DropoutShard
+from parallel.tensor.vocabulary import VocabularyCrossEntropy
 
 RANKS, TRIALS = 4, 200
 
@@ -81,7 +82,7 @@ def one_block(patch):
 
 def unsummed_copies(patch):
     """Gradients of a norm before operators that are cut are those of one rank's shards."""
-    patch.setattr(CopyToShards, "backward", lambda self, dy, saved, grads: None if dy is None else self._rounded(dy))
+    patch.setattr(CopyToShards, "start_backward", lambda self, dy: lambda: None if dy is None else self._rounded(dy))
 
 
 def copies_in_the_norm(patch):
@@ -119,6 +120,26 @@ def local_maximum(patch):
     patch.setattr(vocabulary, "allreduce", lambda axis, x, *how, **op: widen(x) if op else allreduce(axis, x, *how))
 
 
+def classes_of_one_rank(patch):
+    """Labels are smoothed over the rank's own part of the vocabulary."""
+    expected_scores = VocabularyCrossEntropy._expected_scores
+
+    def wrong(self, scores, targets):
+        every, self.units = self.units, scores.shape[-1:]
+        try:
+            return expected_scores(self, scores, targets)
+        finally:
+            self.units = every
+
+    patch.setattr(VocabularyCrossEntropy, "_expected_scores", wrong)
+
+
+def norm_of_all_ranks(patch):
+    """The norm is too large by the square root of the number of ranks that share the operators."""
+    gather = LogicalBlocks.gather
+    patch.setattr(LogicalBlocks, "gather", lambda self, sums: gather(self, sums) * self._axis.size)
+
+
 def masks_of_shards(patch):
     """Dropout draws a mask for the shard instead of a part of the whole mask."""
     patch.setattr(DropoutShard, "_mask", Dropout._mask)
@@ -134,9 +155,10 @@ def positions_of_parts(patch):
 
 
 MISTAKES = [
-    *(local_count, one_block, copies_in_the_norm),
+    *(local_count, one_block, copies_in_the_norm, norm_of_all_ranks),
     *(pytest.param(one, marks=pytest.mark.full) for one in (count_of_all_copies, unsummed_copies, first_keys_again)),
     *(pytest.param(one, marks=pytest.mark.full) for one in (local_maximum, masks_of_shards, positions_of_parts)),
+    pytest.param(classes_of_one_rank, marks=pytest.mark.full),
 ]
 
 

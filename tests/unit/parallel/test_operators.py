@@ -15,7 +15,9 @@ from parallel.nn.conv import MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding
 from parallel.nn.flat_params import FlatParams
+from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.linear import Linear
+from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import ArraySpec, ParameterNotGathered, PassMode, name_all, nbytes_of
 
 SHAPES = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
@@ -269,3 +271,25 @@ def test_a_shared_operator_has_its_first_path_and_its_parameters_are_counted():
     assert [operator.name for operator in model.items[:2]] == ["0", "1"]
     assert [name.rpartition(".")[0] for name in names] == ["0", "0", "1", "1"]
     assert [parameter.uses for parameter in model.parameters()] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BFLOAT16])
+def test_label_smoothing_is_the_mean_over_a_distribution(dtype):
+    """Of -log softmax: 0.9 at the target and 0.1 spread over all seven classes; ignored targets have no part."""
+    random = np.random.default_rng(0)
+    scores, targets = random.normal(size=(3, 4, 7)).astype(dtype), random.integers(-2, 7, (3, 4))
+    loss = SoftmaxCrossEntropy(0.1)
+    total, saved = loss.forward(scores, targets)
+    wide = scores.astype(np.float64)
+    probabilities = np.exp(wide) / np.exp(wide).sum(axis=-1, keepdims=True)
+    wanted = (0.1 / 7 + 0.9 * np.eye(7)[targets]) * (targets >= 0)[..., None]
+    exact = dtype == np.float64
+    assert total == pytest.approx(-(wanted * np.log(probabilities)).sum(), rel=1e-13 if exact else 1e-5)
+    gradient = 0.25 * (probabilities * (targets >= 0)[..., None] - wanted)
+    tolerance = {np.float64: 1e-15, np.float32: 1e-6}.get(dtype, 2e-3)
+    found = loss.backward(0.25, saved)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(np.float64), gradient, atol=tolerance)
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="smoothing: expected 0 to below 1, found"):
+            SoftmaxCrossEntropy(wrong)

@@ -107,19 +107,20 @@ def test_the_same_bits_on_any_number_of_ranks(case, dtype):
                 assert gradient.tobytes() == gradients[name].tobytes(), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("extreme", [-1e4, 0.0, 1e4])
-def test_cross_entropy_of_extreme_scores(ranks, extreme):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_extreme_scores(ranks, extreme, smoothing):
     random = np.random.default_rng(1)
     scores, targets = random.normal(size=(2, 5, 7)), random.integers(-2, 7, (2, 5))
     scores[..., 3] += extreme
-    whole = SoftmaxCrossEntropy()
+    whole = SoftmaxCrossEntropy(smoothing)
     total, saved = whole.forward(scores, targets)
     gradient = whole.backward(0.25, saved)
 
     def rank_main(axis):
         units = [7 // ranks + (rank < 7 % ranks) for rank in range(ranks)]
-        loss = VocabularyCrossEntropy(axis, units)
+        loss = VocabularyCrossEntropy(axis, units, smoothing=smoothing)
         part = slice(sum(units[: axis.rank]), sum(units[: axis.rank + 1]))
         found, saved = loss.forward(np.ascontiguousarray(scores[..., part]), targets)
         assert found == pytest.approx(total, rel=1e-12)
