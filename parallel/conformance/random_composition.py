@@ -20,7 +20,7 @@ SIZES = (1, 1, 1, 2, 2, 3, 4)
 
 
 class Logical(NamedTuple):
-    """What all meshes of a composition have in common: logical shards, parts of sequences, and what they divide."""
+    """Numbers that all meshes of a composition share: logical shards, parts of sequences, units and micro-batches."""
 
     shards: int
     parts: int

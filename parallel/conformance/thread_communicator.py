@@ -155,7 +155,7 @@ class ThreadCommunicator(Communicator):
         return StartedCall(self.meeting, self._rank, lambda: self._given("allgather", self._block(send, recv)), take)
 
     def _block(self, send: Any, recv: Any) -> np.ndarray:
-        """What this rank sends: of an exchange in place its part of the receive buffer."""
+        """Array that this rank sends: of an exchange in place its part of the receive buffer."""
         if send is not MPI.IN_PLACE:
             return np.asarray(send)
         ends = [*accumulate(recv[1], initial=0)]
