@@ -44,7 +44,7 @@ class ExpertLoad(NamedTuple):
 
     def mean_of(self, parts: int) -> ExpertLoad:
         """Sums over at most `parts` runs of neighbouring steps, each with the number of its last step."""
-        ends = np.unique(np.linspace(0, len(self.steps), min(parts, len(self.steps)) + 1).astype(int))
+        ends = _cuts(len(self.steps), parts)
         chosen, dropped = (np.add.reduceat(counts, ends[:-1], axis=0) for counts in (self.chosen, self.dropped))
         return ExpertLoad(self.router, self.steps[ends[1:] - 1], chosen, dropped)
 
@@ -59,3 +59,48 @@ def expert_loads(lines: Iterable[Mapping[str, Any]]) -> list[ExpertLoad]:
             if word == "chosen":
                 rows.setdefault(router, []).append((line["step"], chosen, counts[f"{router} dropped"]))
     return [ExpertLoad(router, *map(np.array, zip(*found))) for router, found in rows.items()]
+
+
+class ExpertTraffic(NamedTuple):
+    """Exchange of tokens between the ranks that have the experts of a mixture.
+
+    Attributes
+    ----------
+    experts : str
+        Name of the operator.
+    steps : array of int64, of shape (n,)
+    copies, between_nodes : arrays of float64, of shape (n,)
+        Copies of tokens to experts on other ranks; those of them that leave a node.
+    share : array of float64, of shape (n,)
+        Part of the step's time in the exchange, the mean over ranks.
+    """
+
+    experts: str
+    steps: np.ndarray
+    copies: np.ndarray
+    between_nodes: np.ndarray
+    share: np.ndarray
+
+    def mean_of(self, parts: int) -> ExpertTraffic:
+        """Means over at most `parts` runs of neighbouring steps, each with the number of its last step."""
+        ends = _cuts(len(self.steps), parts)
+        means = [np.add.reduceat(one, ends[:-1]) / np.diff(ends) for one in self[2:]]
+        return ExpertTraffic(self.experts, self.steps[ends[1:] - 1], *means)
+
+
+def expert_traffic(lines: Iterable[Mapping[str, Any]]) -> list[ExpertTraffic]:
+    """Traffic of all mixtures in the lines of a metrics file; empty if no rank exchanges tokens."""
+    rows: dict[str, list[tuple[int, float, float, float]]] = {}
+    for line in lines:
+        traffic = line.get("traffic", {})
+        for name, copies in traffic.items():
+            experts, _, word = name.rpartition(" ")
+            if word == "copies":
+                share = traffic[f"{experts} seconds"] / max(line["seconds"], 1e-300)
+                rows.setdefault(experts, []).append((line["step"], copies, traffic[f"{experts} between nodes"], share))
+    return [ExpertTraffic(experts, *map(np.array, zip(*found))) for experts, found in rows.items()]
+
+
+def _cuts(count: int, parts: int) -> np.ndarray:
+    """First number of each of at most `parts` runs of `count` numbers, and `count`."""
+    return np.unique(np.linspace(0, count, min(parts, count) + 1).astype(int))

@@ -4,14 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.benchmark.expert_load import ExpertLoad
+import numpy as np
+
+from parallel.benchmark.expert_load import ExpertLoad, ExpertTraffic
 
 CELLS = 200
 """Most columns of a plot."""
 
 
-def plot_expert_loads(path: Path, loads: Sequence[ExpertLoad], title: str) -> None:
-    """Plot the load of each expert relative to the mean by step, a row per router; beside it entropy and drop rate."""
+def plot_expert_loads(path: Path, loads: Sequence[ExpertLoad], traffic: Sequence[ExpertTraffic], title: str) -> None:
+    """Plot the load of each expert relative to the mean by step, a row per router; beside it entropy and drop rate.
+
+    Where experts are on different ranks, also the copies between nodes relative to all choices, and the part of the
+    step's time in the exchange.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,6 +37,10 @@ def plot_expert_loads(path: Path, loads: Sequence[ExpertLoad], title: str) -> No
         right.plot(load.steps, load.entropy, color="#0b6fbf", label="entropy (1: equal loads)")
         right.plot(load.steps, load.drop_rate, color="#c4453b", label="dropped")
         right.plot(load.steps, load.share.max(axis=1) / experts, color="#888888", lw=0.8, label="largest share")
+        for mean in (one.mean_of(CELLS) for one in traffic if one.experts == whole.router.replace("router", "experts")):
+            between = mean.between_nodes / np.maximum(load.chosen.sum(axis=1) / np.diff([0, *load.steps]), 1)
+            right.plot(mean.steps, between, color="#3a8f4d", label="copies between nodes")
+            right.plot(mean.steps, mean.share, color="#e07b00", label="time in the exchange")
         right.set(ylim=(-0.03, 1.03))
         right.spines[["top", "right"]].set_visible(False)
     figure.colorbar(image, ax=axes[:, 0], location="left", fraction=0.03, label="load / mean", ticks=[0, 1, 2])

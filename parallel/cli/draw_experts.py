@@ -5,7 +5,9 @@
     chorus draw experts out/moe.jsonl -o out/moe.png
 
 For each router: the largest load relative to the mean, the entropy of the choices relative to that of equal loads, and
-the fraction of the choices that were dropped. Runs in one process; pictures need matplotlib (the extra "plot").
+the fraction of the choices that were dropped. If experts are on different ranks, also the copies of tokens to other
+ranks in a step, those of them between nodes, and the part of the step's time in the exchange. Runs in one process;
+pictures need matplotlib (the extra "plot").
 """
 
 import argparse
@@ -15,7 +17,7 @@ from pathlib import Path
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser
 from parallel.benchmark import metrics
-from parallel.benchmark.expert_load import ExpertLoad, expert_loads
+from parallel.benchmark.expert_load import ExpertLoad, ExpertTraffic, expert_loads, expert_traffic
 from parallel.benchmark.expert_plots import plot_expert_loads
 
 
@@ -28,14 +30,20 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def as_text(loads: Sequence[ExpertLoad], rows: int) -> str:
-    """Table of the loads, in `rows` parts of the training."""
+def as_text(loads: Sequence[ExpertLoad], traffic: Sequence[ExpertTraffic], rows: int) -> str:
+    """Tables of loads and exchanges, in `rows` parts of the training."""
     blocks = []
     for load in loads:
         short = load.mean_of(rows)
         lines = [load.router, f"{'step':>8}{'largest load':>14}{'entropy':>10}{'dropped':>10}"]
         for step, share, entropy, dropped in zip(short.steps, short.share, short.entropy, short.drop_rate):
             lines.append(f"{step:>8}{share.max():>14.2f}{entropy:>10.3f}{dropped:>10.1%}")
+        blocks.append("\n".join(lines))
+    for whole in traffic:
+        mean = whole.mean_of(rows)
+        lines = [whole.experts, f"{'step':>8}{'copies':>14}{'between nodes':>15}{'exchange':>10}"]
+        for step, copies, between, share in zip(mean.steps, mean.copies, mean.between_nodes, mean.share):
+            lines.append(f"{step:>8}{copies:>14.0f}{between:>15.0f}{share:>10.1%}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -50,10 +58,11 @@ def main() -> int:
     loads = expert_loads(metrics.read(arguments.metrics))
     if not loads:
         command.error(f"{arguments.metrics}: expected the metrics of a model with mixtures of experts, as gpt-moe")
+    traffic = expert_traffic(metrics.read(arguments.metrics))
     if arguments.output is None:
-        print(as_text(loads, arguments.rows))
+        print(as_text(loads, traffic, arguments.rows))
         return 0
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    plot_expert_loads(arguments.output, loads, f"load of experts: {arguments.metrics.name}")
+    plot_expert_loads(arguments.output, loads, traffic, f"load of experts: {arguments.metrics.name}")
     print(f"{arguments.output} written")
     return 0

@@ -53,6 +53,7 @@ PROGRAMS = {
     "draw attention": CommandEntry("parallel.cli.draw_attention", "work of ring attention, text or picture", mpi=False),
     "draw experts": CommandEntry("parallel.cli.draw_experts", "load of experts, text or picture", mpi=False),
     "draw dispatch": CommandEntry("parallel.cli.draw_dispatch", "tokens on their way to experts", mpi=False),
+    "draw placements": CommandEntry("parallel.cli.draw_placements", "experts on ranks, and bytes sent", mpi=False),
     "draw mesh": CommandEntry("parallel.cli.draw_mesh", "parts of a model on the ranks of a mesh", mpi=False),
     "prove collectives": CommandEntry("collectives.cli.prove", "prove every algorithm of the catalogue", mpi=False),
     "prove pipelines": CommandEntry("parallel.cli.prove_pipeline", "prove every pipeline schedule", mpi=False),

@@ -20,10 +20,14 @@ from parallel.runtime.vector_memory import to_host
 
 
 class StepRecords(NamedTuple):
-    """Records of a step over all ranks: loss terms per target, and sums of counts by operator and word."""
+    """Records of a step over all ranks: loss terms per target, sums of counts and of traffic, by operator and word.
+
+    Traffic in "seconds" is a mean over the ranks.
+    """
 
     terms: dict[str, float]
     counts: dict[str, list[int]]
+    traffic: dict[str, float]
 
 
 class OperatorRecords:
@@ -60,21 +64,26 @@ class OperatorRecords:
         of the step.
         """
         if not self._exists:
-            return StepRecords({}, {})
+            return StepRecords({}, {}, {})
         runs, self._runs = self._runs, []
         every = comm.allgather(_collected(runs if contributes else []))
         terms: dict[str, list[float]] = {}
         sums: dict[str, Any] = {}
-        for some_terms, some_counts in every:
+        traffic: dict[str, float] = {}
+        for some_terms, some_counts, some_traffic in every:
             for name, values in some_terms.items():
                 terms.setdefault(name, []).extend(values)
             for name, numbers in some_counts.items():
                 sums[name] = sums.get(name, 0) + numbers
+            for name, number in some_traffic.items():
+                traffic[name] = traffic.get(name, 0) + number
         for name, bias in self.biases.items():
             if updated and f"{name} chosen" in sums:
                 bias.update(sums[f"{name} chosen"])
+        for name in traffic:
+            traffic[name] /= len(every) if name.endswith(" seconds") else 1
         means = {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())}
-        return StepRecords(means, {name: sums[name].tolist() for name in sorted(sums)})
+        return StepRecords(means, {name: sums[name].tolist() for name in sorted(sums)}, dict(sorted(traffic.items())))
 
     def state(self) -> dict[str, list[float]]:
         return {name: bias.state() for name, bias in self.biases.items()}
@@ -104,13 +113,18 @@ def refuse_biases(model: Operator, layout: str) -> None:
         raise ValueError(f"layout {layout}: expected routers without selection biases, which it does not update")
 
 
-def _collected(runs: Sequence[PassMode]) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
-    """Loss terms of every sequence, and sums of counts, of micro-batches, by operator and word."""
+def _collected(
+    runs: Sequence[PassMode],
+) -> tuple[dict[str, list[float]], dict[str, np.ndarray], dict[str, float]]:
+    """Loss terms of every sequence, and sums of counts and of traffic, of micro-batches, by operator and word."""
     terms: dict[str, list[float]] = {}
     sums: dict[str, Any] = {}
+    traffic: dict[str, float] = {}
     for run in runs:
         for (name, word), values in run.terms.items():
             terms.setdefault(f"{name} {word}", []).extend(map(float, to_host(values)))
         for (name, word), numbers in run.records.items():
             sums[f"{name} {word}"] = sums.get(f"{name} {word}", 0) + to_host(numbers)
-    return terms, sums
+        for (name, word), number in run.traffic.items():
+            traffic[f"{name} {word}"] = traffic.get(f"{name} {word}", 0) + number
+    return terms, sums, traffic

@@ -11,10 +11,12 @@ import numpy as np
 from collectives.schedule.chunks import even
 from parallel.expert.direct_route import DirectRoute
 from parallel.expert.dispatch import Dispatch
+from parallel.expert.exchange_traffic import ExchangeTraffic
 from parallel.expert.hierarchical_route import HierarchicalRoute
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode
+from parallel.nn.placement import logical_name
 from quant.types import Array
 
 
@@ -63,14 +65,23 @@ class ExpertRanks(ExpertGroup):
         return route
 
     def forward_sent(self, sent: DirectRoute | HierarchicalRoute, y: Array, run: PassMode) -> Any:
-        """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide."""
-        arrived = sent.receive()
+        """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide.
+
+        Notes in `PassMode.traffic`: "copies" of tokens to experts on other ranks, those "between nodes", and "seconds"
+        of waiting for exchanges and putting rows in place, in both passes.
+        """
+        traffic = ExchangeTraffic(run.traffic, logical_name(self.name))
+        traffic.add_copies(sent.sends, self.axis)
+        with traffic:
+            arrived = sent.receive()
         xp, saved = kernels.array_namespace(arrived), []
         batches, results = self._batches(sent.received, xp), xp.empty(arrived.shape, arrived.dtype)
         for positions, of_experts in batches:
             results[positions], values = self.forward_segments(arrived[positions], of_experts, run)
             saved.append(values)
-        return sent, sent.combine(results, y), batches, saved
+        with traffic:
+            mine = sent.combine(results, y)
+        return sent, mine, batches, saved, traffic
 
     def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> DirectRoute | HierarchicalRoute:
         """Start to send gradients of y along the routes of the forward pass."""
@@ -80,11 +91,14 @@ class ExpertRanks(ExpertGroup):
 
     def backward_sent(self, sent: DirectRoute | HierarchicalRoute, saved: Any, dx: Array, grads: GradientSink) -> Array:
         """Gradients of this rank's experts by the rows that arrive; exchange those of the rows, and add them to dx."""
-        arrived, (_, _, batches, values) = sent.receive(), saved
+        _, _, batches, values, traffic = saved
+        with traffic:
+            arrived = sent.receive()
         drows = kernels.array_namespace(arrived).empty(arrived.shape, arrived.dtype)
         for (positions, _), own in zip(batches, values):
             drows[positions] = self.backward_segments(arrived[positions], own, grads)
-        return sent.combine_gradients(drows, dx)
+        with traffic:
+            return sent.combine_gradients(drows, dx)
 
     def _batches(self, received: np.ndarray, xp: Any) -> list[RowBatch]:
         """Batches of the rows that arrived, ordered by source and expert, from their numbers (sources, experts)."""

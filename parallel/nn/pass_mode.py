@@ -17,7 +17,8 @@ class PassMode:
 
     Operators may have loss terms of their own: they put their values by sequence into `terms`, by operator name and
     term, and add their gradients times `scale`, the loss scale, in the backward pass. `records` has other arrays that
-    are worth reporting, in the same way. A forward pass that is repeated writes the same again.
+    are worth reporting, in the same way. A forward pass that is repeated writes the same again. `traffic` has numbers
+    that depend on ranks and time: what operators exchange, in both passes.
     """
 
     training: bool = True
@@ -27,3 +28,4 @@ class PassMode:
     scale: float = 1.0
     terms: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
     records: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
+    traffic: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)

@@ -20,6 +20,8 @@ class StepReport:
     seconds, communication : time of the step, and this rank's part of it in communication, waiting included
     terms : loss terms of operators beside `loss`, as ``"2.1.inner.1 balance"``: sums divided by `count`
     counts : what operators counted in the step, such as choices by expert
+    traffic : what operators exchanged, summed over ranks, such as ``"2.1.inner.1.experts copies"`` of tokens; in
+        "seconds" the mean over ranks
     """
 
     step: int
@@ -34,6 +36,7 @@ class StepReport:
     communication: float
     terms: dict[str, float] = field(default_factory=dict)
     counts: dict[str, list[int]] = field(default_factory=dict)
+    traffic: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.program_runs import call
 
-from parallel.benchmark.expert_load import expert_loads
+from parallel.benchmark.expert_load import expert_loads, expert_traffic
 from parallel.cli import draw_experts
 
 LINES = [
@@ -70,3 +70,38 @@ def test_wrong_requests(tmp_path):
     ):
         done = script(*arguments)
         assert done.returncode == 2 and message in done.stderr
+
+
+TRAFFIC = [
+    {
+        **LINES[0],
+        "seconds": 2.0,
+        "traffic": {"1.experts copies": 6, "1.experts between nodes": 2, "1.experts seconds": 0.5},
+    },
+    {
+        "step": 2,
+        "counts": LINES[2]["counts"],
+        "seconds": 1.0,
+        "traffic": {"1.experts copies": 2, "1.experts between nodes": 0, "1.experts seconds": 0.75},
+    },
+]
+
+
+def test_traffic():
+    (traffic,) = expert_traffic(TRAFFIC)
+    assert traffic.experts == "1.experts"
+    for found, expected in zip(traffic[1:], ([1, 2], [6, 2], [2, 0], [0.25, 0.75])):
+        np.testing.assert_array_equal(found, expected)
+    for found, expected in zip(traffic.mean_of(1)[1:], ([2], [4], [1], [0.5])):
+        np.testing.assert_array_equal(found, expected)
+    assert expert_traffic(LINES) == []
+
+
+def test_table_and_picture_of_traffic(tmp_path):
+    found = script(written(tmp_path, TRAFFIC), "--rows", 2)
+    assert found.stdout.split("\n\n")[1].split() == (
+        ["1.experts", "step", "copies", "between", "nodes", "exchange", "1", "6", "2", "25.0%", "2", "2", "0", "75.0%"]
+    )
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "traffic.svg"
+    assert script(written(tmp_path, TRAFFIC), "-o", path).returncode == 0 and "<svg" in path.read_text()

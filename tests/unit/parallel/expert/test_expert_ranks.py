@@ -144,6 +144,24 @@ def test_bytes_of_the_hierarchical_route():
     assert sent_by(nodes, RouterSettings(choices=EXPERTS), "hierarchical") == [expected] * 4
 
 
+@pytest.mark.parametrize("dispatch, between", [("direct", 40), ("hierarchical", 10)])
+def test_traffic(dispatch, between):
+    """Ten tokens of each of four ranks on two nodes, each to all experts; direct: also to the neighbour's two."""
+
+    def one(axis):
+        operator = divided(axis, RouterSettings(choices=EXPERTS), False, dispatch, (0, 0, 1, 1))
+        for parameter in name_all(operator):
+            parameter.data = parameter.first(0)
+        x, run = np.ones((2, 5, WIDTH)), PassMode(samples=np.arange(2))
+        y, saved = operator.forward(x, run)
+        forward = run.traffic["experts", "seconds"]
+        operator.backward(y, saved, lambda parameter, compute: None)
+        assert 0 < forward < run.traffic["experts", "seconds"]
+        return run.traffic["experts", "copies"], run.traffic["experts", "between nodes"]
+
+    assert thread_ranks.run(4, one, "ep") == [(between + 20 * (dispatch == "direct"), between)] * 4
+
+
 @pytest.mark.parametrize("code", SPECS)
 def test_bytes_of_encoded_rows(code):
     """A byte an element, and a scale of 4 bytes for every 128 elements that go to a rank."""
