@@ -57,9 +57,9 @@ def picture(path: Path, every: Sequence[ExpertPlacement], ranks: int, size: Mixt
     for axis, placement in zip(axes, every):
         for rank in range(ranks):
             for expert in placement.experts_of(rank, size.experts):
-                corner = expert - 0.45 + 0.9 * (rank % placement.tp) / placement.tp
+                left = expert - 0.45 + 0.9 * (rank % placement.tp) / placement.tp
                 color = f"C{rank // placement.tp % placement.ep % 10}"
-                axis.add_patch(plt.Rectangle((corner, rank - 0.4), 0.9 / placement.tp, 0.8, color=color, lw=0))
+                axis.barh(rank, 0.9 / placement.tp, left=left, color=color)
         sent = placement.sent(size)
         label = "\n".join(f"{name}: {nbytes / 1e6:.1f} MB" for name, nbytes in sent.items())
         axis.set(xlim=(-0.6, size.experts - 0.4), ylim=(ranks - 0.4, -0.6), yticks=range(ranks), ylabel="rank")
