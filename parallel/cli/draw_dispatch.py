@@ -88,10 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         print(f"{title}\n\n{draw.table(schedule.schedules, max(schedule.tokens, 1), width)}\n")
     else:
-        try:
-            picture(options.output, title, schedule.schedules, schedule.tokens, nodes if max(nodes) else None)
-        except ImportError as error:
-            command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+        picture(options.output, title, schedule.schedules, schedule.tokens, nodes if max(nodes) else None)
         print(f"{options.output} written")
     print(summary(schedule, nodes, options.row_bytes))
     return 0

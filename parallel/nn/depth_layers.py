@@ -38,14 +38,14 @@ class DepthLayers:
         """
         fraction, comma, rest = text.partition(",")
         name, _, every = rest.partition("=")
+        expected = f"depths: expected text such as 0.125 or 0.5,every=1, found {text!r}"
+        if comma and name.strip() != "every":
+            raise ValueError(expected)
         try:
-            if comma and name.strip() != "every":
-                raise ValueError(name)
-            return cls(float(fraction), int(every) if comma else 2)
+            values = float(fraction), int(every) if comma else cls.every
         except ValueError as error:
-            if str(error).startswith("depths"):
-                raise
-            raise ValueError(f"depths: expected text such as 0.125 or 0.5,every=1, found {text!r}") from error
+            raise ValueError(expected) from error
+        return cls(*values)
 
     def of(self, model: Sequential, width: int) -> Sequential:
         """Transformer of this width with `MixtureOfDepths` around some of its blocks; ValueError if there are none."""
