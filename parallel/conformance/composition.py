@@ -9,11 +9,25 @@ from typing import Any
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
+from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
+from parallel.nn.operator import normal
+from parallel.nn.router import Router, RouterSettings
 
 FAMILIES = ("gpt", "gated", "mlp")
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "losses": {"balance_loss": 0.1, "z_loss": 0.01, "noise": True},
+    "biases": {"scores": "sigmoid", "bias_rate": 0.1},
+    "capacity": {"capacity": 0.6, "balance_loss": 0.1},
+    "scores": {"capacity": 1.0, "priority": "score", "jitter": 0.1, "normalize": False},
+    "one expert": {"balance_loss": 0.1},
+}
+"""Settings of routers, beside the number of choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +40,9 @@ class Composition:
     vocabulary, length, layers, heads, head_width : of the model; for mlp classes, inputs, and widths heads x head_width
     kv_heads : of the family gated; 0: as many as heads
     dropout, recompute : of the model
+    experts, choices, every : mixtures of gpt: number of experts (0: there is no mixture), of those of a token, and
+        distance of blocks with a mixture
+    router : name in `ROUTERS`
     mesh, layout : as of `Settings`; for pipelines pp:SCHEDULE
     cuts : first unit of each part of a pipeline on `mesh`, and the number of units; "": nearly equal parts
     next_mesh, next_layout : of the second half of the training, which loads a checkpoint; "": there is none
@@ -48,6 +65,10 @@ class Composition:
     kv_heads: int = 0
     dropout: bool = False
     recompute: str = "none"
+    experts: int = 0
+    choices: int = 1
+    every: int = 1
+    router: str = "plain"
     mesh: str = "dp=1"
     layout: str = "dp"
     cuts: str = ""
@@ -87,7 +108,13 @@ class Composition:
         if self.family == "gated":
             kv_heads = self.kv_heads or None
             return gated_transformer(*size, kv_heads=kv_heads, dropout=rate, recompute=self.recompute)
-        return transformer(*size, dropout=rate, recompute=self.recompute)
+        router = RouterSettings(choices=self.choices, **ROUTERS[self.router])
+        layers = ExpertLayers(self.experts, router, self.every, shared=self.experts % 2 == 1) if self.experts else None
+        made = transformer(*size, dropout=rate, recompute=self.recompute, experts=layers)
+        for _, operator in made.walk():
+            if self.router == "one expert" and isinstance(operator, Router):
+                operator.weight.init = normal(0.0)  # at first all tokens choose the same experts
+        return made
 
     def loss(self) -> MSE | SoftmaxCrossEntropy:
         return MSE() if self.family == "mlp" else SoftmaxCrossEntropy(0.1 * self.smoothing)
@@ -145,3 +172,5 @@ def _smaller(mesh: str) -> Iterator[str]:
             yield str(Mesh(others))
         if size > 2:
             yield str(Mesh({**sizes, name: 2}))
+    if mesh and Mesh.parse(mesh).ep > 1:
+        yield str(Mesh(sizes))

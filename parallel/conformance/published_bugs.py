@@ -2,7 +2,7 @@
 
 from parallel.conformance.composition import Composition
 
-FOUR, CP, TP, BOTH = "dp=2,tp=2", "cp=2", "tp=2", "cp=2,tp=2"
+FOUR, CP, TP, BOTH, EP = "dp=2,tp=2", "cp=2", "tp=2", "cp=2,tp=2", "dp=2,ep=2"
 
 CASES: dict[str, Composition] = {
     "losses divided by the tokens of one rank": Composition(
@@ -51,6 +51,42 @@ CASES: dict[str, Composition] = {
     "more ranks than key/value heads": Composition(family="gated", mesh="tp=4", heads=4, kv_heads=2, layers=2, steps=2),
     "a tied table cut along tp and summed over cp": Composition(
         mesh=BOTH, heads=2, shards=2, parts=2, reproducible=True, precision="bf16", optimizer="adamw", length=6
+    ),
+    "gradients of experts divided by the ranks that share them": Composition(
+        mesh=EP, experts=4, choices=2, head_width=4, microbatches=2
+    ),
+    "gradients of routers summed over some of their copies": Composition(
+        mesh="dp=4,ep=2", experts=3, choices=2, router="losses", head_width=4, microbatches=4
+    ),
+    "experts left out of the norm": Composition(
+        mesh="dp=4,ep=2", layout="zero1", experts=4, choices=2, head_width=4, microbatches=4, clip=True
+    ),
+    "tokens returned in the order of another micro-batch": Composition(
+        mesh=EP, experts=4, choices=2, head_width=4, length=8, microbatches=4
+    ),
+    "capacity for the tokens of a rank": Composition(
+        mesh="dp=3,ep=3", experts=2, choices=1, router="capacity", length=5, microbatches=4, samples=2, layout="zero3"
+    ),
+    "biases of experts from the tokens of a rank": Composition(
+        mesh="dp=2,tp=2,ep=2",
+        heads=2,
+        shards=2,
+        experts=5,
+        choices=2,
+        router="biases",
+        length=8,
+        microbatches=3,
+        reproducible=True,
+        precision="bf16",
+        steps=2,
+        next_mesh="dp=4,ep=4",
+        next_layout="zero1",
+    ),
+    "a stage without experts": Composition(
+        mesh="pp=2,dp=2,ep=2", layout="pp:1f1b", layers=2, every=2, experts=4, choices=2, microbatches=4, length=5
+    ),
+    "all tokens for one expert": Composition(
+        mesh="dp=2,ep=2", experts=4, router="one expert", length=8, microbatches=1, steps=2, reproducible=True
     ),
 }
 """By the mistake that each would show (issues of Megatron-LM, torchtitan, DeepSpeed, diffusers, fairseq2)."""

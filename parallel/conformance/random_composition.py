@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from parallel.conformance.composition import Composition
+from parallel.conformance.composition import ROUTERS, Composition
 from parallel.context.ulysses_attention import refusal
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
@@ -32,21 +32,23 @@ class Logical(NamedTuple):
 def draw(seed: int, most_ranks: int) -> Composition:
     """Composition number `seed`, of at most so many ranks; four of ten are pipelines."""
     random = Random(seed)
-    sizes = _sizes(random, most_ranks, pipelines=random.random() < 0.4)
-    family = random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 2 * (sizes["cp"] == 1))
+    sizes, mixed = _sizes(random, most_ranks, pipelines=random.random() < 0.4), random.random() < 0.3
+    mixed &= sizes["cp"] == 1
+    family = "gpt" if mixed else random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 2 * (sizes["cp"] == 1))
     reproducible = random.random() < 0.6 and not any(size & (size - 1) for size in (sizes["cp"], sizes["tp"]))
     shards, parts = (size * random.choice([1, 2]) * reproducible or size for size in (sizes["tp"], sizes["cp"]))
-    parts = 1 if family == "mlp" else parts
+    parts = 1 if family == "mlp" or mixed else parts
     layout = f"pp:{random.choice(PIPELINES)}" if "pp" in sizes else random.choice(LAYOUTS)
     layers = max(random.choice([1, 2, 3]), parts_of(layout, sizes.get("pp", 1)) - (1 if family == "mlp" else 2))
-    sequence = family != "mlp" and parts == 1 and shards > 1 and random.random() < 0.5
+    sequence = family != "mlp" and not mixed and parts == 1 and shards > 1 and random.random() < 0.5
     microbatches = random.choice([1, 2, 3, 5]) * (sizes["dp"] if "pp" in sizes else 1)  # as many in each pipeline
     logical = Logical(shards, parts, layers + (1 if family == "mlp" else 2), microbatches, reproducible)
     next_mesh, next_layout = (
-        ("", "dp") if random.random() < 0.5 else _second(random, math.prod(sizes.values()), logical)
+        ("", "dp") if random.random() < 0.5 else _second(random, math.prod(sizes.values()), logical, mixed)
     )
     length = shards * random.choice([1, 2]) if sequence else random.choice([parts, 3, 5, 8, 13])
     heads = max(1, shards * random.choice([1, 1, 2]) + random.choice([0, 0, 1, -1]))
+    mixtures = _mixtures(random, layers, reproducible) if mixed else {}
     kv_heads = random.choice([one for one in range(1, heads + 1) if heads % one == 0]) if family == "gated" else 0
     return Composition(
         family=family,
@@ -58,7 +60,8 @@ def draw(seed: int, most_ranks: int) -> Composition:
         kv_heads=kv_heads,
         dropout=random.random() < 0.4,
         recompute=_recompute(random, family, layers),
-        mesh=_mesh(random, sizes, layout),
+        **mixtures,
+        mesh=_mesh(random, sizes, layout, mixed),
         layout=layout,
         cuts=_cuts(random, logical.units, parts_of(layout, sizes["pp"])) if "pp" in sizes else "",
         next_mesh=next_mesh,
@@ -126,17 +129,30 @@ def _context(random: Random, sizes: dict[str, int], heads: int, kv_heads: int, r
     return "auto" if context == "ulysses" and cut else context
 
 
-def _mesh(random: Random, sizes: dict[str, int], layout: str) -> str:
-    """Mesh of axes in any order; those of one rank may be left out."""
+def _mesh(random: Random, sizes: dict[str, int], layout: str, mixed: bool) -> str:
+    """Mesh of axes in any order; those of one rank may be left out. If `mixed`, replicas perhaps share experts."""
     kept = [name for name, size in sizes.items() if size > 1 or name == "pp" or random.random() < 0.3] or ["dp"]
     random.shuffle(kept)
     names = {name: name for name in kept}
     if layout.startswith("pp") and "dp" in names:
         names["dp"] = random.choice(REPLICAS)
-    return ",".join(f"{names[name]}={sizes[name]}" for name in kept)
+    mesh = ",".join(f"{names[name]}={sizes[name]}" for name in kept)
+    ep = random.choice(_divisors(sizes["dp"])) if mixed and "dp" in kept else 1
+    return mesh if ep == 1 else f"{mesh},ep={ep}"
 
 
-def _second(random: Random, ranks: int, logical: Logical) -> tuple[str, str]:
+def _mixtures(random: Random, layers: int, reproducible: bool) -> dict[str, Any]:
+    """Mixtures of experts, some with fewer experts than ranks; choices between equal scores are reproducible only."""
+    experts = random.choice([1, 2, 3, 4, 5, 8])
+    return {
+        "experts": experts,
+        "choices": random.randint(1, min(experts, 3)),
+        "every": random.choice([1, 1, min(2, layers)]),
+        "router": random.choice([name for name in ROUTERS if reproducible or name != "one expert"]),
+    }
+
+
+def _second(random: Random, ranks: int, logical: Logical, mixed: bool) -> tuple[str, str]:
     """Another mesh of as many ranks, and a layout: for the second half of a training."""
     shards = logical.shards if logical.reproducible else min(logical.shards, ranks)
     fits: list[dict[str, int]] = []
@@ -148,7 +164,7 @@ def _second(random: Random, ranks: int, logical: Logical) -> tuple[str, str]:
     chosen = random.choice(fits)
     names = [name for name in PIPELINES if parts_of(f"pp:{name}", chosen.get("pp", 1)) <= logical.units]
     layout = f"pp:{random.choice(names)}" if "pp" in chosen else random.choice(LAYOUTS)
-    return _mesh(random, chosen, layout), layout
+    return _mesh(random, chosen, layout, mixed), layout
 
 
 def _products(ranks: int, shards: int, parts: int) -> list[tuple[int, int, int]]:

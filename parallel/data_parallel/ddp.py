@@ -13,7 +13,7 @@ from typing import Any
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.grad_bucket import buckets_of, of, users_of
 from parallel.data_parallel.partition_spec import PartitionSpec
-from parallel.data_parallel.reducers import START, Assignment, CanonicalReducer, PlainReducer, StepScale
+from parallel.data_parallel.reducers import START, CanonicalReducer, PlainReducer, StepScale, Turns
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import ParamSpan, Span
 from parallel.nn.operator import Parameter
@@ -45,6 +45,7 @@ class NaiveDDP:
         self._next = 0
         self._remaining = 0
         self._number: int | None = None
+        self._empty: set[int] = set()
 
     # ------------------------------------------------------------------------------------ overridden by layouts
 
@@ -70,29 +71,35 @@ class NaiveDDP:
     # ------------------------------------------------------------------------------------ a step
 
     @staticmethod
-    def rounds(assignment: Assignment, rank: int) -> int:
+    def rounds(assignment: Turns, rank: int) -> int:
         return len(assignment[rank])
 
-    def begin(self, assignment: Assignment | None, step_scale: StepScale = START) -> None:
+    def begin(self, assignment: Turns | None, step_scale: StepScale = START) -> None:
         """Begin a step; `assignment` lists micro-batches by rank, None if ranks draw them (`assign` then follows)."""
         self._next = 0
-        self._remaining = -1 if assignment is None else len(assignment[self._context.plan.rank])
+        mine = () if assignment is None else assignment[self._context.plan.rank]
+        self._remaining = -1 if assignment is None else len(mine)
+        self._empty = {turn for turn, number in enumerate(mine) if number is None}
         for reducer in self.reducers:
             reducer.begin()
         if assignment is not None:
             self.assign(assignment, step_scale)
 
-    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
+    def assign(self, assignment: Turns, step_scale: StepScale = START) -> None:
         for reducer in self.reducers:
             reducer.assign(assignment, step_scale)
 
     def begin_backward(self, turn: int, number: int | None) -> None:
-        """Begin the backward of micro-batch `number`; with None, a turn without a micro-batch, nothing changes."""
-        self._open = set() if number is None else set(range(len(self.reducers)))
-        if number is None:
+        """Begin the backward of micro-batch `number`; with None, a turn without a micro-batch, nothing changes.
+
+        If the assignment has None for the turn, buckets are complete and exchanged at the same time as on other ranks.
+        """
+        takes_part = number is not None or turn in self._empty
+        self._open = set(range(len(self.reducers))) if takes_part else set()
+        if not takes_part:
             return
         self._number, self._remaining = number, self._remaining - 1
-        for reducer in self.reducers:
+        for reducer in self.reducers if number is not None else ():
             reducer.begin_backward(number)
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
@@ -119,9 +126,9 @@ class NaiveDDP:
             reducer.close()
 
     def _complete(self, reducer: PlainReducer) -> None:
-        assert self._number is not None
         self._open.remove(reducer.bucket.number)
-        reducer.end_backward(self._number)
+        if self._number is not None:
+            reducer.end_backward(self._number)
         while not self._remaining and self._next < len(self.reducers) and self._next not in self._open:
             self._next += 1
             self.ready(self.reducers[self._next - 1])

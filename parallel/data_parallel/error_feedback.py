@@ -11,7 +11,7 @@ from collectives.runtime.request_lists import wait_all
 from collectives.runtime.requests import Request
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data_parallel.grad_bucket import GradBucket
-from parallel.data_parallel.reducers import START, Assignment, PlainReducer, StepScale
+from parallel.data_parallel.reducers import START, PlainReducer, StepScale, Turns
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
 from quant.types import Array
@@ -47,7 +47,7 @@ class ErrorFeedbackReducer(PlainReducer):
         self._rounds: Motion = iter(())
         self._waiting: list[Request] = []
 
-    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
+    def assign(self, assignment: Turns, step_scale: StepScale = START) -> None:
         self._step_scale = step_scale
 
     def begin(self) -> None:

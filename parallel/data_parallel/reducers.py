@@ -24,6 +24,9 @@ from quant.types import Array
 Assignment = Sequence[tuple[int, ...]]
 """Numbers of the micro-batches of each rank, by rank."""
 
+Turns = Sequence[tuple[int | None, ...]]
+"""As `Assignment`, but None is a turn without a micro-batch, in whose exchanges the rank takes part."""
+
 
 class StepScale(NamedTuple):
     """Scale of a step's gradient sums: step number, number of targets over all ranks, and loss scale."""
@@ -60,7 +63,7 @@ class PlainReducer:
     def begin(self) -> None:
         self.bucket.reset(self.vector)
 
-    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
+    def assign(self, assignment: Turns, step_scale: StepScale = START) -> None:
         """No-op: the sum does not depend on which rank has which micro-batch."""
 
     def begin_backward(self, number: int) -> None:
@@ -117,7 +120,7 @@ class CanonicalReducer(PlainReducer):
     def begin(self) -> None:
         self._counter.clear()
 
-    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
+    def assign(self, assignment: Turns, step_scale: StepScale = START) -> None:
         self._nodes = [tree_forecast(numbers).nodes for numbers in assignment]
 
     def begin_backward(self, number: int) -> None:
@@ -201,7 +204,7 @@ class ShardedPlainReducer:
         bucket.use_scratch(scratch)
         self._empty = True
 
-    def begin(self, assignment: Assignment) -> None:
+    def begin(self, assignment: Turns) -> None:
         self._empty = True
 
     def begin_backward(self) -> None:
@@ -231,9 +234,9 @@ class ShardedCanonicalReducer(ShardedPlainReducer):
         super().__init__(context, bucket, memory, own, scratch, arriving)
         self._rank = context.plan.rank
         self._counter = TreeSum(VectorPool(lambda: context.memory.private("gradients", bucket.own.size, context.wide)))
-        self._assignment: Assignment = ()
+        self._assignment: Turns = ()
 
-    def begin(self, assignment: Assignment) -> None:
+    def begin(self, assignment: Turns) -> None:
         self._assignment = assignment
 
     def exchange(self, turn: int) -> None:

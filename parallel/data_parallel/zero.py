@@ -13,10 +13,10 @@ from parallel.data_parallel.param_store import resident_slots, slot_sizes
 from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.data_parallel.reducers import (
     START,
-    Assignment,
     ShardedCanonicalReducer,
     ShardedPlainReducer,
     StepScale,
+    Turns,
 )
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import ParamSpan, Span
@@ -81,11 +81,11 @@ class Zero2:
         return [plan.flat.length]
 
     @staticmethod
-    def rounds(assignment: Assignment, rank: int) -> int:
+    def rounds(assignment: Turns, rank: int) -> int:
         """Number of backward passes per step, equal on all ranks: the most micro-batches of any rank."""
         return max(map(len, assignment))
 
-    def begin(self, assignment: Assignment, step_scale: StepScale = START) -> None:
+    def begin(self, assignment: Turns, step_scale: StepScale = START) -> None:
         for reducer in self.reducers:
             reducer.begin(assignment)
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from collectives import Communicator
 from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch
+from parallel.data_parallel.expert_shards import JoinedGradients, JoinedWeights, RankGroups
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.data_parallel.reducers import Assignment, StepScale
@@ -16,14 +18,16 @@ from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
 from parallel.engine.compression import check_compression, choose_compression, compressor_of
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
-from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
-from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
-from parallel.engine.model_on_mesh import check_cut, cut_for, forecast_axis, mesh_of, place_model
+from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
+from parallel.engine.microbatch_pass import Measure, MicrobatchPass, batch_without_samples, empty_pass
+from parallel.engine.model_on_mesh import check_cut, cut_for, expert_division, forecast_axis, mesh_of, place_model
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import Losses
 from parallel.mesh.device_mesh import DeviceMesh
+from parallel.mesh.mesh import EXPERT_REPLICAS
+from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import ArraySpec, Operator
+from parallel.nn.operator import ArraySpec, Operator, PassMode
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
@@ -73,23 +77,43 @@ class DataParallelEngine(TrainEngine):
         self._mesh = DeviceMesh(comm, mesh_of(settings, comm.Get_size()))
         here = place_model(model, loss, self._mesh, settings)
         self._layout, replicas = LAYOUTS[settings.layout], here.replicas
-        plan = plan_of(here.model, replicas.Get_size(), replicas.Get_rank(), settings)
+        plan = plan_of(here.whole, replicas.Get_size(), replicas.Get_rank(), settings)
         compress, remarks = choose_compression(replicas, settings.compress, plan.flat.length)
         self.remarks = (*remarks, *self._mesh.remarks)
         self._plan = replace(plan, compress=compressor_of(compress))
         self._units = plan.units
         self._memory = memory or VectorAllocator(replicas, settings.device)
         context = RunContext(self._plan, replicas, self._memory, Profiler(settings.trace))
-        part = ParamShard.make(context, self._layout)
-        self._gradients, self._weights = part.gradients, part.weights
+        self._groups = RankGroups.of(self._plan, here.experts)
+        parts = self._shards(context)
         self._teams = Teams.of(self._mesh.mesh.without(TENSOR))
-        self._model, self._sequences = LengthModel(here.model, here.loss), here.sequences
+        self._sequences = here.sequences
+        self._model = LengthModel(here.model, here.loss) if here.experts is None else here.sequences.of_shape(())
         teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
-        super().__init__(context, [part], part.spans, here.loss, optimizer, settings, teams, here)
+        spans = parts[0].spans if len(parts) == 1 else replicas.allgather([span for one in parts for span in one.mine])
+        super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self._workers = self._plan.ranks
         self.ledger = MemoryLedger(self._memory.allocated)
+        self._outlined = cache(lambda shape, dtype: Sequential(self._units).outline(ArraySpec(shape, dtype)))
         self._expect([()] * self._plan.ranks)
         self.refresh()
+
+    def _shards(self, context: RunContext) -> list[ParamShard]:
+        """Shards of this rank's parameter groups; sets the gradient sink and the parameter store of all."""
+        groups = self._groups
+        self._weights: Any
+        if groups.teams is None:
+            part = ParamShard.make(context, self._layout)
+            self._gradients, self._weights = part.gradients, part.weights
+            return [part]
+        comm = self._mesh.axis(EXPERT_REPLICAS).comm
+        of_experts = replace(context, comm=comm, memory=context.memory.with_comm(comm))
+        parts = [
+            group.shard(context if group.unit is None else of_experts, self._layout, groups.teams)
+            for group in groups.held
+        ]
+        self._gradients, self._weights = JoinedGradients(groups, parts), JoinedWeights(parts)
+        return parts
 
     def close(self) -> None:
         super().close()
@@ -108,12 +132,14 @@ class DataParallelEngine(TrainEngine):
         replicas = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
         rank, ranks, teams = replicas.index(workload.rank), len(replicas), Teams.of(mesh.without(TENSOR))
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        experts = expert_division(model, mesh, settings)
         sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
-        ledger.expect(predict(plan, layout, states, [()] * ranks))
+        groups = RankGroups.of(plan, experts)
+        ledger.expect_step(groups, layout, states, [()] * ranks)
         for step in workload.steps:
             shares = [tuple(LAYOUTS[layout].share(len(step), team, teams.number)) for team in range(teams.number)]
-            ledger.expect(predict(plan, layout, states, teams.leaves(shares)))
+            ledger.expect_step(groups, layout, states, teams.leaves(shares))
             mine = step if workload.drawn else [step[number] for number in shares[teams.places[rank][0]]]
             for samples in dict.fromkeys(mine):
                 x, y = workload.shapes(samples)
@@ -135,6 +161,8 @@ class DataParallelEngine(TrainEngine):
         """
         if not drawn:
             return super().step(batches, stop=stop)
+        if self._groups.teams is not None:
+            raise ValueError("drawn: ranks that share experts need their micro-batches before the step; found drawn")
         if not self._layout.drawn:
             can, found = ", ".join(name for name, layout in LAYOUTS.items() if layout.drawn), self.settings.layout
             raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {found}")
@@ -143,12 +171,14 @@ class DataParallelEngine(TrainEngine):
     def _foresee(self, mine: list[Batch]) -> None:
         for batch in mine:
             self._sequences.expect(batch)
+            if self._groups.teams is not None:
+                self._outlined(batch.x.shape, type_of(batch.x, self._plan.precision.storage))
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         assignment = self._teams.leaves(assignment)
         self._expect(assignment)
         gradients = self._gradients
-        turns = gradients.rounds(assignment, self._plan.rank)
+        turns = self._begin_turns(mine, assignment)
         units = range(len(self._units))
         self._weights.begin([*units, *reversed(units)] * turns)
         gradients.begin(assignment, step_scale)
@@ -163,6 +193,14 @@ class DataParallelEngine(TrainEngine):
             gradients.end_backward()
         gradients.finish()
         return PassResult(losses, problem)
+
+    def _begin_turns(self, mine: list[Batch], assignment: Assignment) -> int:
+        """Number of this rank's turns; if experts exchange tokens in them, sets the batch of turns without samples."""
+        turns: int = self._gradients.rounds(assignment, self._plan.rank)
+        if self._groups.teams is not None and turns:
+            lengths = [len(numbers) for numbers in assignment]
+            self._no_samples = batch_without_samples(mine, lengths, self.context.comm, self._memory.xp)
+        return turns
 
     def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
         """Run passes of micro-batches drawn one by one from a shared queue, then synchronise; results as `_assigned`.
@@ -217,12 +255,15 @@ class DataParallelEngine(TrainEngine):
                 gradients.left(number)
 
     def _microbatch_pass(self, here: LengthModel, batch: Batch | None, training: bool) -> MicrobatchPass:
-        if batch is None:
+        if batch is not None:
+            return MicrobatchPass(*self._typed(batch), self._run(batch, training), here.loss)
+        if self._groups.teams is None:
             return empty_pass()
-        return MicrobatchPass(*self._typed(batch), self._run(batch, training), here.loss)
+        run = PassMode(training, self.settings.seed, self.steps, self._no_samples.samples)
+        return MicrobatchPass(*self._typed(self._no_samples), run, here.loss)
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
-        turns = self._gradients.rounds(self._teams.leaves(assignment), self._plan.rank)
+        turns = self._begin_turns(mine, self._teams.leaves(assignment))
         self._weights.begin([*range(len(self._units))] * turns)
         losses: Losses = []
         measured, problem = 0.0, None
@@ -234,7 +275,7 @@ class DataParallelEngine(TrainEngine):
                 pass_.forward(unit)
                 pass_.saved.clear()
                 self._weights.reshard()
-            pass_.score(measure)
+            pass_.score(measure if batch is not None else None)
             measured += pass_.measured
             problem = problem or pass_.problem
             losses += _terms(batch, pass_)
@@ -250,11 +291,12 @@ class DataParallelEngine(TrainEngine):
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
-        self.ledger.expect(*predict_activations(units_of(here.model), here.loss, x, y))
+        units = self._units if here.division is None else units_of(here.model)
+        self.ledger.expect(*predict_activations(units, here.loss, x, y))
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):
-            self.ledger.expect(predict(self._plan, self.settings.layout, len(self._optimizer.states()), assignment))
+            self.ledger.expect_step(self._groups, self.settings.layout, len(self._optimizer.states()), assignment)
 
 
 def check_settings(settings: Settings, ranks: int) -> None:

@@ -60,7 +60,16 @@ class _Failed:
 FAILED = _Failed()
 
 
-class GuardedOperator(Wrapper):
+class _LikeInner:
+    """Object whose other attributes are those of the object `inner` in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class GuardedOperator(_LikeInner, Wrapper):
     """Operator without exchanges; an error of a pass is noted in `errors`, and zeros take the place of its result."""
 
     def __init__(self, inner: Operator, errors: PassErrors):
@@ -119,7 +128,7 @@ def _write_zeros(out: Array) -> None:
     out[...] = 0
 
 
-class GuardedLoss:
+class GuardedLoss(_LikeInner):
     """Loss; an error of a pass is noted in `errors`, and the gradient is zero.
 
     A loss with exchanges must find errors of its arguments before these.
@@ -127,12 +136,6 @@ class GuardedLoss:
 
     def __init__(self, inner: Any, errors: PassErrors):
         self.inner, self._errors = inner, errors
-
-    def __getattr__(self, name: str) -> Any:
-        """All other methods are those of the inner loss."""
-        if name == "inner":  # not there yet, as in a copy
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def forward(self, y: Array, targets: Array) -> tuple[Any, Any]:
         try:

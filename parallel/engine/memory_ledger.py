@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from parallel.data_parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
+from parallel.data_parallel.expert_shards import RankGroups
 from parallel.data_parallel.grad_bucket import buckets_of, users_of
 from parallel.data_parallel.param_store import resident_slots, slot_sizes
 from parallel.data_parallel.partition_spec import PartitionSpec
-from parallel.data_parallel.reducers import Assignment
+from parallel.data_parallel.reducers import Assignment, Turns
 from parallel.data_parallel.zero import Zero1, Zero2, Zero3, slots
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
@@ -65,17 +66,19 @@ class MemoryLedger:
         self._most[part] = self._most.get(part, Counter()) | predicted
         self.work = max(self.work, work)
 
+    def expect_step(self, groups: RankGroups, layout: str, states: int, assignment: Assignment) -> None:
+        """Add the prediction for a step of data-parallel ranks, without activations (`predict_part`)."""
+        self.expect(Counter(buffers=groups.plan.flat.length // BLOCK * 8))
+        for number, (group, numbers) in enumerate(zip(groups.held, groups.numbers(assignment))):
+            self.expect(predict_part(group.division, layout, states, numbers), part=number)
 
-def predict(plan: PartitionSpec, layout: str, states: int, assignment: Assignment) -> Counter[str]:
+
+def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Turns) -> Counter[str]:
     """Predicted bytes by kind on the plan's rank, without activations, if the optimizer has `states` state vectors.
 
-    The assignment of micro-batches counts in reproducible training only.
+    Without the buffer of gradient norms, which all parts of the vector share. The assignment of micro-batches counts in
+    reproducible training only.
     """
-    return predict_part(plan, layout, states, assignment) + Counter(buffers=plan.flat.length // BLOCK * 8)
-
-
-def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Assignment) -> Counter[str]:
-    """As `predict`, for one part of the parameter vector, without the gradient-norm buffer that all parts share."""
     wide, master = plan.precision.wide.itemsize, plan.precision.master
     bytes_, own = FORMULAS[layout](plan, assignment)
     bytes_["optimizer"] = own * wide * (states + master)
@@ -94,7 +97,7 @@ def predict_activations(units: Sequence[Operator], loss: Any, x: ArraySpec, y: A
 
 
 def _whole_gradients(
-    cut: Callable[[PartitionSpec], Any], divided: bool, plan: PartitionSpec, assignment: Assignment
+    cut: Callable[[PartitionSpec], Any], divided: bool, plan: PartitionSpec, assignment: Turns
 ) -> tuple[Counter[str], int]:
     length, wide = plan.flat.length, plan.precision.wide.itemsize
     buckets = buckets_of(cut(plan), plan)
@@ -111,7 +114,7 @@ def _whole_gradients(
 
 
 def _sharded_gradients(
-    cut: Callable[[PartitionSpec], Any], resident: bool, plan: PartitionSpec, assignment: Assignment
+    cut: Callable[[PartitionSpec], Any], resident: bool, plan: PartitionSpec, assignment: Turns
 ) -> tuple[Counter[str], int]:
     """Predicted bytes by kind, and elements updated by the rank, for ZeRO-2, or ZeRO-3 if `resident`."""
     storage, wide = plan.precision.storage.itemsize, plan.precision.wide.itemsize
@@ -130,7 +133,7 @@ def _sharded_gradients(
     return Counter({"parameters": parameters, "gradients": gradients * wide, "buffers": buffers}), own
 
 
-FORMULAS: dict[str, Callable[[PartitionSpec, Assignment], tuple[Counter[str], int]]] = {
+FORMULAS: dict[str, Callable[[PartitionSpec, Turns], tuple[Counter[str], int]]] = {
     "dp-naive": partial(_whole_gradients, NaiveDDP.cut, False),
     "dp-bucket": partial(_whole_gradients, BucketedDDP.cut, False),
     "dp": partial(_whole_gradients, OverlappedDDP.cut, False),

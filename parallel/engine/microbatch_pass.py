@@ -11,10 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
+from parallel.data.sampler import Batch
 from parallel.nn.array_checks import checked, expect_type, named, type_after
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of
 from quant.types import Array
@@ -158,3 +160,16 @@ def hooked(sink: GradientSink) -> GradientSink:
 
 def empty_pass() -> MicrobatchPass:
     return MicrobatchPass(None, None, PassMode(), None)
+
+
+def batch_without_samples(mine: Sequence[Batch], lengths: Sequence[int], comm: Any, xp: ModuleType) -> Batch:
+    """Batch of no samples like those of the step, for turns in which a rank takes part without a micro-batch.
+
+    `lengths` are the numbers of micro-batches of all ranks, not all 0; `mine` are this rank's. Collective if some rank
+    has none.
+    """
+    like = [(one.shape[1:], one.dtype) for one in (mine[0].x, mine[0].y)] if mine else None
+    if not min(lengths):
+        like = comm.bcast(like, lengths.index(max(lengths)))
+    x, y = (xp.empty((0, *shape), dtype) for shape, dtype in like or ())
+    return Batch(-1, x, y, np.empty(0, np.int64))

@@ -1,16 +1,18 @@
-"""Model and loss of a rank of a mesh: cut along ``tp``, divided along ``cp``, checked; and the logical parameters."""
+"""Model and loss of a rank of a mesh: cut along ``tp``, divided along ``cp`` and ``ep``; and logical parameters."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from parallel.data_parallel.expert_shards import ExpertDivision, ExpertTeams
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
 from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
+from parallel.expert.divide_experts import divide_experts, holders_of
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.mesh import EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
 from parallel.nn.placement import PlacementError
@@ -26,27 +28,33 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
     ('tp=2', 'dp=3')
     """
     mesh = Mesh({REPLICAS: ranks}) if settings.mesh is None else Mesh.parse(settings.mesh)
-    mesh.expect(ranks, (REPLICAS, CONTEXT, TENSOR))
+    mesh.expect(ranks, (REPLICAS, CONTEXT, TENSOR, EXPERTS))
     return mesh
 
 
 def check_cut(settings: Settings, mesh: Mesh) -> None:
-    """Raise ValueError if settings do not go with operators that are cut on this mesh."""
+    """Raise ValueError if settings do not go with operators that are cut on this mesh, or with divided experts."""
     tensor = mesh.sizes.get(TENSOR, 1)
     shards = settings.tensor_shards or tensor
     if shards % tensor:
         raise ValueError(f"tensor_shards: expected a multiple of tp, in {mesh}; found {shards}")
+    if mesh.ep > 1:
+        _refuse(settings, f"experts on different ranks; found {mesh}")
     if shards == 1:
         return
-    for name in NOT_CUT:
-        if (found := getattr(settings, name)) != getattr(DEFAULTS, name):
-            raise ValueError(f"{name}: {found} is not for operators that are cut into {shards} shards")
+    _refuse(settings, f"operators that are cut into {shards} shards")
     if settings.optimizer == "lamb":
         raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
 
 
+def _refuse(settings: Settings, what: str) -> None:
+    for name in NOT_CUT:
+        if (found := getattr(settings, name)) != getattr(DEFAULTS, name):
+            raise ValueError(f"{name}: {found} is not for {what}")
+
+
 NOT_CUT = ("compress", "pool", "products", "fake_quant", "fake_quant_inputs", "prune")
-"""Settings that must have their defaults if operators are cut."""
+"""Settings that must have their defaults if operators are cut, or experts on different ranks."""
 
 
 def shards_of(settings: Settings, axis: Any) -> int:
@@ -67,7 +75,11 @@ class ModelOnMesh(NamedTuple):
 
     Attributes
     ----------
-    model, loss : cut for this rank
+    model, loss : cut for this rank, with its experts
+    whole : Operator
+        Model with the experts of all ranks, cut for this rank.
+    experts : ExpertDivision or None
+        None if every rank has all experts.
     sequences : ModelsByLength or WholeSequences
         Of `model`, for this rank's tokens; with errors raised on all ranks of an exchange.
     errors : PassErrors
@@ -82,6 +94,8 @@ class ModelOnMesh(NamedTuple):
 
     model: Operator
     loss: Any
+    whole: Operator
+    experts: ExpertDivision | None
     sequences: SequenceModels
     errors: PassErrors
     comm: Communicator
@@ -106,12 +120,22 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
     blocks = _logical_blocks(model, loss, axis, settings)
     model, loss = cut_for(model, loss, axis, settings)
+    whole, experts = model, expert_division(model, mesh.mesh, settings)
+    if experts is not None:
+        model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source)
     context = mesh.axis(CONTEXT)
-    finish = (errors.guard,) if axis.size * context.size > 1 else ()
+    finish = (errors.guard,) if axis.size * context.size * mesh.mesh.ep > 1 else ()
     sequences = collective_call(  # shards differ in their heads
         mesh.comm, lambda: sequence_models(model, loss, context, settings, *finish), "mesh", PlacementError
     )
-    return ModelOnMesh(model, loss, sequences, errors, mesh.comm, replicas, axis, blocks)
+    return ModelOnMesh(model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks)
+
+
+def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDivision | None:
+    """Division of a model's experts on a mesh; None if every rank has all. ValueError if it cannot be divided."""
+    if mesh.ep == 1:
+        return None
+    return ExpertDivision(ExpertTeams(mesh.ep, settings.reproducible), holders_of(model, mesh.ep))
 
 
 def _logical_blocks(model: Operator, loss: Any, axis: MeshAxis, settings: Settings) -> LogicalBlocks | None:

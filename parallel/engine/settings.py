@@ -62,7 +62,8 @@ class Settings:
     device : "cpu" or "cuda" (the current device)
     trace : record profiler events
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
-    mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has neighbours
+    mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has
+        neighbours. In ``dp=4,ep=2`` every two neighbouring replicas share the experts of mixtures
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
     sequence_parts : parts of every sequence that is divided along ``cp``, a multiple of its ranks; by default as many

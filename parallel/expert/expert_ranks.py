@@ -15,7 +15,7 @@ from parallel.expert.exchange_traffic import ExchangeTraffic
 from parallel.expert.hierarchical_route import HierarchicalRoute
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
-from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import logical_name
 from quant.types import Array
 
@@ -44,6 +44,8 @@ class ExpertRanks(ExpertGroup):
         As `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
     """
 
+    exchanges = True
+
     def __init__(self, axis: Any, experts: Sequence[Operator], by_source: bool = False, dispatch: str = "direct"):
         self.axis, self.by_source, self.dispatch = axis, by_source, Dispatch.parse(dispatch)
         if by_source and not self.dispatch.is_exact:
@@ -54,6 +56,13 @@ class ExpertRanks(ExpertGroup):
 
     def __len__(self) -> int:
         return sum(self.owners)
+
+    def outline_rows(self, x: ArraySpec) -> OperatorOutline:
+        """Outline for as many rows as this rank's experts get if tokens are divided evenly."""
+        rows = x.shape[0] * self.axis.size * len(self.experts) // len(self)
+        if not self.experts:
+            return OperatorOutline(ArraySpec(*x), ())
+        return super().outline_rows(ArraySpec((rows, *x.shape[1:]), x.dtype))._replace(y=ArraySpec(*x))
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         yield from ((str(self.first + number), expert) for number, expert in enumerate(self.experts))

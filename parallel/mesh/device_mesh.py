@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 from collectives import Communicator
-from parallel.mesh.mesh import AXES, Mesh
+from parallel.mesh.mesh import AXES, EXPERT_REPLICAS, EXPERTS, Mesh
 
 
 class MeshAxis(NamedTuple):
@@ -54,7 +54,7 @@ class DeviceMesh:
         If the mesh has an unknown axis or another number of ranks; the message has meshes that would fit.
     """
 
-    def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = tuple(AXES)):
+    def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = (*AXES, EXPERTS)):
         mesh.expect(comm.Get_size(), known)
         self.mesh, self.comm = mesh, comm
         self.coordinates = mesh.coordinates(comm.Get_rank())
@@ -63,11 +63,13 @@ class DeviceMesh:
     def axis(self, *names: str) -> MeshAxis:
         """Ranks that differ from this one only on these axes, in ascending order. Collective the first time.
 
-        An axis that the mesh lacks has one rank. Communicators are made once, and freed by `close`.
+        An axis that the mesh lacks has one rank; ``ep`` and ``edp`` are those of `Mesh.for_experts`. Communicators are
+        made once, and freed by `close`.
         """
-        key = tuple(name for name in self.mesh.sizes if name in names)
+        mesh = self.mesh.for_experts() if {EXPERTS, EXPERT_REPLICAS}.intersection(names) else self.mesh
+        key = tuple(name for name in mesh.sizes if name in names)
         if key not in self._axes:
-            groups = self.mesh.groups(key)
+            groups = mesh.groups(key)
             color = next(number for number, group in enumerate(groups) if self.comm.Get_rank() in group)
             comm = self.comm.Split(color, self.comm.Get_rank())
             self._axes[key] = MeshAxis(",".join(key), comm.Get_rank(), comm.Get_size(), comm)

@@ -9,6 +9,12 @@
 The last axis varies fastest, as in an array: its ranks are neighbours, and share a node where nodes have enough ranks.
 The axis with most traffic comes last. In the usual order (Narayanan et al., "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM", SC 2021, section 3) these are ``pp,dp,cp,tp``.
+
+The axis ``ep`` is no factor of the number of ranks: neighbouring replicas share the experts of a mixture, and hold the
+rest of the model each.
+
+>>> Mesh.parse("dp=4,ep=2").size
+4
 """
 
 from __future__ import annotations
@@ -23,12 +29,23 @@ import numpy as np
 AXES = {"pp": "pipeline stages", "dp": "replicas", "cp": "parts of the sequence", "tp": "shards of the operators"}
 """Usual axes, and what their ranks hold; from the least to the most traffic."""
 
+EXPERTS, EXPERT_REPLICAS = "ep", "edp"
+"""Axes of `Mesh.for_experts`: ranks with different experts, and ranks with the same."""
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """Mesh of ranks: the number of ranks along each named axis; the last axis varies fastest, as in an array."""
+    """Mesh of ranks: the number of ranks along each named axis; the last axis varies fastest, as in an array.
+
+    Attributes
+    ----------
+    sizes : dict of str to int
+    ep : int
+        Replicas that share the experts: ranks along ``ep``, which is folded over the axis of the replicas.
+    """
 
     sizes: dict[str, int]
+    ep: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -43,10 +60,12 @@ class Mesh:
             if not int(size):
                 raise ValueError(f"mesh: expected at least one rank along {name}, found {text}")
             sizes[name] = int(size)
-        return cls(sizes)
+        ep = sizes.pop(EXPERTS, 1)
+        return cls(sizes or {"dp": 1}, ep)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
+        folded = {EXPERTS: self.ep} if self.ep > 1 else {}
+        return ",".join(f"{name}={size}" for name, size in (self.sizes | folded).items())
 
     @property
     def size(self) -> int:
@@ -59,7 +78,23 @@ class Mesh:
         >>> str(Mesh.parse("pp=2,dp=3,tp=2").without("tp"))
         'pp=2,dp=3'
         """
-        return Mesh({name: size for name, size in self.sizes.items() if name not in names})
+        return Mesh({name: size for name, size in self.sizes.items() if name not in names}, self.ep)
+
+    @property
+    def replicas(self) -> str:
+        """Name of the axis of replicas: ``"dp"``, or in pipelines the layout of their gradients, as ``"zero1"``."""
+        return next((name for name in self.sizes if name == "dp" or name not in AXES), "dp")
+
+    def for_experts(self) -> Mesh:
+        """Mesh of the same ranks by their experts: the axis of replicas is cut into ``edp`` and ``ep``.
+
+        >>> Mesh.parse("dp=4,tp=2,ep=2").for_experts().sizes
+        {'edp': 2, 'ep': 2, 'tp': 2}
+        """
+        sizes: dict[str, int] = {}
+        for name, size in self.sizes.items():
+            sizes |= {EXPERT_REPLICAS: size // self.ep, EXPERTS: self.ep} if name == self.replicas else {name: size}
+        return Mesh(sizes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank by axis name; ValueError if the mesh has no such rank."""
@@ -102,24 +137,31 @@ class Mesh:
         advice = f"; at most {last}={fewest} stays within a node" if over[last] > 1 else ""
         return f"mesh {self}: {', '.join(parts)}{advice}"
 
-    def expect(self, ranks: int, known: Collection[str] = tuple(AXES)) -> None:
+    def expect(self, ranks: int, known: Collection[str] = (*AXES, EXPERTS)) -> None:
         """Raise ValueError, with the meshes that would fit, unless all axes are `known` and the mesh has `ranks` ranks.
 
         >>> Mesh.parse("dp=2,tp=2").expect(6)
         Traceback (most recent call last):
         ValueError: mesh: dp=2,tp=2 is for 4 ranks, found 6; dp=3,tp=2 or dp=2,tp=3 would fit
         """
-        for name in self.sizes:
-            if name == "ep" and name not in known:
-                fold = ", ".join(axis for axis in ("dp", "cp", "tp") if axis in known)
-                raise ValueError(f"mesh: ep is no factor of the number of ranks but folded over {fold}; found {self}")
+        names = [*self.sizes, *([EXPERTS] if self.ep > 1 else [])]
+        for name in names:
             if name not in known:
                 raise ValueError(f"mesh: expected axes of {', '.join(known)}, found {name} in {self}")
         if self.size != ranks:
             fits = " or ".join(map(str, self._fitting(ranks))) or f"a product of {ranks}"
             raise ValueError(f"mesh: {self} is for {self.size} ranks, found {ranks}; {fits} would fit")
+        replicas = self.sizes.get(self.replicas, 1)
+        if replicas % self.ep:
+            divisors = [f"{EXPERTS}={size}" for size in range(2, replicas + 1) if replicas % size == 0]
+            fits = " or ".join(divisors) or f"{self.replicas}={self.ep},{EXPERTS}={self.ep}"
+            expected = f"a divisor of the {replicas} replicas along {self.replicas}"
+            raise ValueError(f"mesh: expected {EXPERTS} to be {expected}, found {self}; {fits} would fit")
 
     def _fitting(self, ranks: int) -> list[Mesh]:
         """Meshes of `ranks` ranks that differ from this one in the size of one axis."""
         others = {name: self.size // size for name, size in self.sizes.items()}
-        return [Mesh({**self.sizes, name: ranks // rest}) for name, rest in others.items() if ranks % rest == 0]
+        fits = [
+            Mesh({**self.sizes, name: ranks // rest}, self.ep) for name, rest in others.items() if ranks % rest == 0
+        ]
+        return [mesh for mesh in fits if mesh.sizes.get(mesh.replicas, 1) % mesh.ep == 0]

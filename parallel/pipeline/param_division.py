@@ -11,7 +11,7 @@ sequence, each has the leaves of a micro-batch of its own.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
@@ -27,12 +27,16 @@ class SharedParamGroup:
     """Contiguous run of parameters that the same parts of the model use; `number` in order of the parameter vector.
 
     `parts` are the parts of the model that use them, ascending; `terms` are the gradients of each part from a backward.
+    Of experts that replicas share, `holder` is the position in a team of the replicas that have them
+    (`parallel.data_parallel.expert_shards`), and `unit` that of the model.
     """
 
     number: int
     tensors: tuple[Tensor, ...]
     parts: tuple[int, ...]
     terms: int = 1
+    holder: int | None = None
+    unit: int | None = None
 
     def leaf(self, number: int, part: int, term: int = 0) -> int:
         """Leaf number, in the tree of the gradient sum, of a term from `part` and micro-batch `number`."""
@@ -65,21 +69,30 @@ def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, .
 
 
 def divide(
-    flat: FlatParams, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool, terms: int = 1
+    flat: FlatParams,
+    units: Sequence[Operator],
+    cuts: Sequence[int],
+    *,
+    reproducible: bool,
+    terms: int = 1,
+    holders: Mapping[int, int] | None = None,
 ) -> list[SharedParamGroup]:
     """Divide a parameter vector into groups by the parts that use them; sets `Parameter.uses` to the most in one part.
 
-    If `reproducible`, gradients of groups with several parts come in so many `terms` (`Parameter.terms`).
+    If `reproducible`, gradients of groups with several parts come in so many `terms` (`Parameter.terms`). `holders` are
+    the positions in a team of the replicas that have an expert's parameter, by id(parameter).
 
     Raises ValueError if `reproducible` and a parameter with several parts has more than two uses: the order would
     matter.
     """
     uses: dict[int, Counter[int]] = {id(tensor.parameter): Counter() for tensor in flat.places}
+    unit_of: dict[int, int] = {}
     for part, (start, stop) in enumerate(pairwise(cuts)):
-        for unit in units[start:stop]:
-            for _, value in unit.walk():
+        for number in range(start, stop):
+            for _, value in units[number].walk():
                 if isinstance(value, Parameter):
                     uses[id(value)][part] += 1
+                    unit_of[id(value)] = number
     for parameter, _ in flat.places:
         of_parts = uses[id(parameter)]
         if reproducible and len(of_parts) > 1 and of_parts.total() > 2:
@@ -89,8 +102,13 @@ def divide(
             )
         parameter.uses = max(of_parts.values())
         parameter.terms = terms if reproducible and len(of_parts) > 1 else 1
+
+    def key(tensor: Tensor) -> tuple[tuple[int, ...], int | None, int | None]:
+        of, holder = id(tensor.parameter), (holders or {}).get(id(tensor.parameter))
+        return tuple(sorted(uses[of])), holder, None if holder is None else unit_of[of]
+
     groups: list[SharedParamGroup] = []
-    for parts, run in groupby(flat.places, lambda tensor: tuple(sorted(uses[id(tensor.parameter)]))):
+    for (parts, holder, unit), run in groupby(flat.places, key):
         tensors = tuple(run)
-        groups.append(SharedParamGroup(len(groups), tensors, parts, tensors[0].parameter.terms))
+        groups.append(SharedParamGroup(len(groups), tensors, parts, tensors[0].parameter.terms, holder, unit))
     return groups

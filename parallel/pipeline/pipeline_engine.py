@@ -9,6 +9,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch, contiguous
+from parallel.data_parallel.expert_shards import HeldGroup
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.partition_spec import plan_of, units_of
@@ -19,13 +20,13 @@ from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_
 from parallel.engine.compression import check_compression, compressor_of
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload
-from parallel.engine.microbatch_pass import Measure
-from parallel.engine.model_on_mesh import check_cut, cut_for, forecast_axis, place_model
+from parallel.engine.microbatch_pass import Measure, batch_without_samples
+from parallel.engine.model_on_mesh import check_cut, cut_for, expert_division, forecast_axis, place_model
 from parallel.engine.settings import Settings
 from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.mesh import EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import ArraySpec, Operator
+from parallel.nn.operator import ArraySpec, Operator, PassMode
 from parallel.optim.optimizer import Optimizer
 from parallel.pipeline import config
 from parallel.pipeline.param_division import SharedParamGroup, cuts_for
@@ -91,14 +92,14 @@ class Pipeline(TrainEngine):
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
         settings, remarks = config.resolve_compression(settings, comm, FlatParams(model).length)
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
-        self._mesh = DeviceMesh(comm, self.mesh, self.mesh.sizes)
+        self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS))
         self.remarks = (*remarks, *self._mesh.remarks)
         here = place_model(model, loss, self._mesh, settings)
         comm = here.replicas
-        whole = plan_of(here.model, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
+        whole = plan_of(here.whole, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
         self._sequences, self._model = here.sequences, LengthModel(here.model, here.loss)
         stages, each = self.mesh.without(TENSOR), here.sequences.parts_per_rank
-        self._portion = portion = Portion.make(whole, stages, plan, self.cuts, each)
+        self._portion = portion = Portion.make(whole, stages, plan, self.cuts, each, here.experts)
         self.plan = portion.plan
         simulate(self.plan)
         if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
@@ -131,12 +132,13 @@ class Pipeline(TrainEngine):
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        experts = expert_division(model, mesh, settings)
         sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         shards = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
         compress = compressor_of(settings.compress)
         whole = plan_of(model, len(shards), shards.index(workload.rank), settings, compress)
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
-        portion = Portion.make(whole, mesh.without(TENSOR), plan, cuts, sequences.parts_per_rank)
+        portion = Portion.make(whole, mesh.without(TENSOR), plan, cuts, sequences.parts_per_rank, experts)
         portion.expect(ledger, states, [()] * portion.replicas)
         teams, (team, _) = portion.teams, portion.teams.places[portion.replica()]
         for step in workload.steps:
@@ -182,7 +184,8 @@ class Pipeline(TrainEngine):
         comm = context.comm.Create_group(holders, tag=group.number)
         self._group_comms.append(comm)
         own = RunContext(division, comm, context.memory.with_comm(comm), context.recorder)
-        share = ParamShard.make(own, LAYOUTS[self._portion.layout_of(group)])
+        held = HeldGroup(division, group.unit)
+        share = held.shard(own, LAYOUTS[self._portion.layout_of(group)], self._portion.sharing)
         share.gradients.bind()
         return share
 
@@ -202,7 +205,7 @@ class Pipeline(TrainEngine):
         assignment = self._portion.teams.leaves(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
         note = self._noting(here, assignment)
-        here, line = self._begin(here, assignment, training=True)
+        here, line = self._begin(mine, here, assignment, training=True)
         work = StageTrainer(self._chunks, here, self._runner.progress, scale=step_scale.scale, note=note)
         for group, part in self._shares:
             part.gradients.begin(self._portion.leaves(group, assignment), step_scale)
@@ -212,7 +215,7 @@ class Pipeline(TrainEngine):
         return PassResult(work.losses, work.problem)
 
     def _begin(
-        self, here: list[Microbatch], assignment: Assignment, training: bool
+        self, mine: list[Batch], here: list[Microbatch], assignment: Assignment, training: bool
     ) -> tuple[list[Microbatch], list[BoundAction]]:
         """Micro-batches, with empty ones for those that only other replicas have, and actions of this rank's line."""
         rounds = self._portion.rounds(assignment)
@@ -220,6 +223,12 @@ class Pipeline(TrainEngine):
         for at, chunk in self._chunks.items():
             chunk.begin(bound.action.kind for bound in line if bound.action.chunk == at)
         empty = empty_microbatch(self._model, self.plan.placement.parts)
+        if self._portion.sharing is not None and rounds:
+            lengths = [len(assignment[self._portion.replica(rank)]) for rank in range(self.context.plan.ranks)]
+            batch = batch_without_samples(mine, lengths, self.context.comm, self.context.memory.xp)
+            run = PassMode(training, self.settings.seed, self.steps, batch.samples)
+            model = self._sequences.of_shape(batch.x.shape)
+            empty = Microbatch(None, None, model, *self._typed(batch), run, self._outputs(model, batch))
         return here + [empty] * (rounds - len(here)), line
 
     def _expect_at_most(self, assignment: Assignment) -> None:
@@ -229,7 +238,7 @@ class Pipeline(TrainEngine):
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         here = [self._microbatch(batch, training=False) for batch in mine]
-        here, line = self._begin(here, self._portion.teams.leaves(assignment), training=False)
+        here, line = self._begin(mine, here, self._portion.teams.leaves(assignment), training=False)
         work = StageEvaluator(self._chunks, here, self._runner.progress, measure)
         self._runner.run(line, work)
         return PassResult(work.losses, work.problem, work.measured)

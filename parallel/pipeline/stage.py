@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from parallel.context.models_by_length import LengthModel
 from parallel.data_parallel.grad_bucket import of
@@ -77,10 +78,12 @@ class GroupGradients:
 
     def begin_backward(self, turn: int, number: int | None) -> None:
         """Begin the backward of micro-batch `number`, None for an empty one."""
+        self._counts = number is not None or self.group.holder is not None  # experts have other ranks' tokens
         self._gradients.begin_backward(turn, None if number is None else self.group.leaf(number, self._part))
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
-        self._gradients(parameter, compute)
+        if self._counts:
+            self._gradients(parameter, compute)
 
     def left(self, unit: int) -> None:
         self._gradients.left(unit)
@@ -102,6 +105,8 @@ class OrderedGroupGradients(GroupGradients):
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
         """Keep a term; ValueError if it is one too many: single ranks add them in another order."""
+        if self._number is None:
+            return
         terms = self._terms.setdefault(id(parameter), [])
         if len(terms) == self.group.terms:
             raise ValueError(
@@ -152,7 +157,7 @@ class Microbatch:
 
     Of sequences that ranks share they are this rank's part, for which `model` is made; its term of the gradient is
     number `leaf`. Without a number it is empty: one that other replicas have, of whose exchanges this rank makes its
-    part.
+    part. If replicas share experts, x and y then have no samples and pass through the model; else they are None.
     """
 
     number: int | None
@@ -213,7 +218,7 @@ class StageEvaluator:
         The output is None on the last part of the model and after an error.
         """
         one = self._microbatches[microbatch]
-        x, y = one.x if chunk.first else x, one.y if chunk.last else None
+        x, y = one.x if chunk.first else self._given(x, chunk.number - 1, one), one.y if chunk.last else None
         pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, one.model.loss)
         for number in chunk.units:
             chunk.unshard()
@@ -222,13 +227,21 @@ class StageEvaluator:
             if not keep:
                 pass_.saved.clear()
             self._progress()
+        if chunk.last:
+            pass_.score(None if one.number is None else self._measure)
         if chunk.last and one.number is not None:
-            pass_.score(self._measure)
             self.measured += pass_.measured
             self.losses += [(one.number, loss) for loss in pass_.losses]
         self.problem = self.problem or pass_.problem
         output = None if chunk.last else self._fitting(pass_.give(), chunk.number, microbatch)
         return pass_, output
+
+    def _given(self, array: Array, part: int, one: Microbatch) -> Array:
+        """Array that came from another stage, of a part's output or its gradient; without samples none comes."""
+        spec = one.output_specs[part]
+        if array is not None or one.x is None or spec.nbytes:
+            return array
+        return array_namespace(one.x).empty(spec.shape, dtype=spec.dtype)
 
     def _fitting(self, array: Array, part: int, microbatch: int) -> Array:
         """The array if it has the shape and dtype of the part's outline; else None, and `problem` is set."""
@@ -269,7 +282,7 @@ class StageTrainer(StageEvaluator):
         if here.last:
             pass_.loss_backward(self._scale)
         else:
-            pass_.take(dy)
+            pass_.take(self._given(dy, here.number, self._microbatches[microbatch]))
         if whole:
             here.begin_backward(microbatch, self._microbatches[microbatch].leaf)
             self._back(here, key, here)

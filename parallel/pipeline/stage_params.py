@@ -10,13 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 from parallel.context.models_by_length import LengthModel
+from parallel.data_parallel.expert_shards import ExpertDivision, ExpertTeams
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.partition_spec import units_of
-from parallel.data_parallel.reducers import Assignment
+from parallel.data_parallel.reducers import Assignment, Turns
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.mesh import EXPERTS, Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
@@ -42,18 +43,26 @@ class Portion:
     cuts: tuple[int, ...]  # first unit of every part, and the number of units
     groups: tuple[SharedParamGroup, ...]  # of the whole vector
     layout: str  # of the replicas of a stage, one of `REPLICAS`
+    sharing: ExpertTeams | None = None  # of replicas that share experts
 
     @classmethod
     def make(
-        cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...], parts_per_rank: int = 1
+        cls,
+        division: Division,
+        mesh: Mesh,
+        plan: PipelinePlan,
+        cuts: tuple[int, ...],
+        parts_per_rank: int = 1,
+        experts: ExpertDivision | None = None,
     ) -> Portion:
         """Share of rank ``division.rank``, from a plan without messages; sets `uses` of all parameters (`divide`).
 
         `parts_per_rank` are the parts of a sequence that a rank computes one by one.
         """
         options: dict[str, Any] = {"reproducible": division.reproducible, "terms": parts_per_rank}
-        groups = divide(division.flat, division.units, cuts, **options)
-        return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks))
+        holders, sharing = (experts.holders, experts.teams) if experts else (None, None)
+        groups = divide(division.flat, division.units, cuts, holders=holders, **options)
+        return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks), sharing)
 
     @property
     def replicas(self) -> int:
@@ -81,6 +90,8 @@ class Portion:
 
     def rounds(self, assignment: Assignment) -> int:
         """Number of micro-batches in this rank's actions of a step; those beyond its assignment are empty."""
+        if self.sharing is not None:
+            return max(map(len, assignment))
         return int(LAYOUTS[self.layout].gradients.rounds(assignment, self.replica()))
 
     def replica(self, rank: int | None = None) -> int:
@@ -89,10 +100,13 @@ class Portion:
     @cached_property
     def holders(self) -> list[tuple[int, ...]]:
         """Ranks that hold each parameter group, by number of the group."""
-        stages = [self.stage(rank) for rank in range(self.mesh.size)]
-        owners = self.plan.placement.owners
-        held = ({place.stage for part in group.parts for place in owners(part)} for group in self.groups)
-        return [tuple(rank for rank, stage in enumerate(stages) if stage in some) for some in held]
+        return [tuple(rank for rank in range(self.mesh.size) if self._holds(rank, group)) for group in self.groups]
+
+    def _holds(self, rank: int, group: SharedParamGroup) -> bool:
+        """True if a rank's stage has a part with the group, and its replica those experts."""
+        owners = [place.stage for part in group.parts for place in self.plan.placement.owners(part)]
+        has = self.sharing is None or group.holder in (None, self.replica(rank) % self.sharing.size)
+        return has and self.stage(rank) in owners
 
     @cached_property
     def held(self) -> list[tuple[SharedParamGroup, Division]]:
@@ -111,12 +125,22 @@ class Portion:
         here = self.stage()
         return {chunk: part for (stage, chunk), part in self.plan.placement.part.items() if stage == here}
 
-    def leaves(self, group: SharedParamGroup, assignment: Assignment) -> list[tuple[int, ...]]:
+    def leaves(self, group: SharedParamGroup, assignment: Assignment) -> list[tuple[int | None, ...]]:
         """Leaf numbers (`SharedParamGroup.leaf`) of the gradients that each rank holding a group contributes."""
+        if group.holder is not None:
+            return [self._expert_leaves(rank, group.parts[0], assignment) for rank in self.holders[group.number]]
         return [
             group.leaves(self.plan.placement, self.stage(rank), assignment[self.replica(rank)])
             for rank in self.holders[group.number]
         ]
+
+    def _expert_leaves(self, rank: int, part: int, assignment: Assignment) -> tuple[int | None, ...]:
+        """Numbers of the gradients of a rank's experts in a part of the model, in the turns that its stage computes."""
+        assert self.sharing is not None
+        stage, route = self.stage(rank), self.plan.placement.route
+        turns = [turn for turn in range(self.rounds(assignment)) if route(turn)[part].stage == stage]
+        mine = [tuple(numbers[turn] for turn in turns) for numbers in self.sharing.padded(assignment)]
+        return self.sharing.leaves(mine)[self.replica(rank) // self.sharing.size]
 
     def expect(self, ledger: MemoryLedger, states: int, assignment: Assignment) -> None:
         """Enter predicted bytes of a step, except activations, in the ledger; each group's maximum over steps counts.
@@ -171,15 +195,17 @@ class Portion:
     def _line(self, microbatches: int) -> tuple[Action, ...]:
         return truncate(self.plan, microbatches).actions[self.stage()]
 
-    def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[Assignment]:
+    def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[Turns]:
         """Leaf numbers by holder, for each gradient sum of a group in a step; this rank's are in order of arrival.
 
         Where ranks sum after every micro-batch, there is one list of all leaves in order of arrival.
         """
         if self.plan.versions is not None:  # a sum for every update
-            return self.updates(group, len(assignment[0])) or [[()] * division.ranks]
+            return [*self.updates(group, len(assignment[0]))] or [[()] * division.ranks]
         line = self._line(self.rounds(assignment))
         leaves = self.leaves(group, assignment)
+        if group.holder is not None:
+            return [leaves]
         done = [(action.microbatch, self.parts[action.chunk]) for action in line if action.kind in ("W", "BW")]
         if not LAYOUTS[self.layout_of(group)].drawn:
             turns = [turn for turn, part in done if part in group.parts]
@@ -204,7 +230,7 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
-    mesh.expect(ranks, (AXIS, *REPLICAS, CONTEXT, TENSOR))
+    mesh.expect(ranks, (AXIS, *REPLICAS, CONTEXT, TENSOR, EXPERTS))
     others = list(mesh.without(AXIS, CONTEXT, TENSOR).sizes)
     if AXIS not in mesh.sizes or len(others) > 1:
         raise ValueError(

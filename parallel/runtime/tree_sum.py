@@ -79,15 +79,17 @@ class TreeSumForecast(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tree_forecast(numbers: tuple[int, ...]) -> TreeSumForecast:
+def tree_forecast(numbers: tuple[int | None, ...]) -> TreeSumForecast:
     """Predict nodes and vectors of a `TreeSum` to which the micro-batches `numbers` are pushed in this order.
+
+    None counts for nothing.
 
     >>> tree_forecast((2, 3, 4))
     TreeSumForecast(nodes=(TreeNode(level=1, place=1), TreeNode(level=0, place=4)), kept=2, taken=2)
     """
     nodes: set[TreeNode] = set()
     kept = taken = 0
-    for number in numbers:
+    for number in (one for one in numbers if one is not None):
         taken = max(taken, len(nodes) + 1)
         node = TreeNode(0, number)
         while (sibling := TreeNode(node.level, node.place ^ 1)) in nodes:

@@ -40,18 +40,18 @@ MODELS = {
 }
 
 
-def batch(step):
-    tokens = np.random.default_rng(step).integers(0, TOKENS, (12, LENGTH + 1))
+def batch(step, samples=12):
+    tokens = np.random.default_rng(step).integers(0, TOKENS, (samples, LENGTH + 1))
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def trained(comm, model, save=None, load=None, steps=range(STEPS), rate=0.01, **options):
+def trained(comm, model, save=None, load=None, steps=range(STEPS), rate=0.01, samples=12, **options):
     """Reports and weights after some steps."""
     options = {"reproducible": True, "clip": 1.0, "batch": 12, "micro_batch": 2, **options}
     with Engine(MODELS[model](), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=rate), **options) as engine:
         if load:
             engine.load(load)
-        reports = [engine.step(*batch(step)) for step in steps]
+        reports = [engine.step(*batch(step, samples)) for step in steps]
         if save:
             engine.save(save)
         return reports, engine.state_dict()
@@ -77,6 +77,12 @@ def test_same_bits_as_one_rank(comm, model, layout):
     last = expected[0][-1]
     assert [name.rpartition(" ")[2] for name in last.terms] == terms
     assert all(value > 0 for value in last.terms.values())
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3"])
+def test_experts_on_different_ranks(comm, layout):
+    size = comm.Get_size()
+    expect_same(trained(comm, "bias", mesh=f"dp={size},ep={size}", layout=layout), trained(MPI.COMM_SELF, "bias"))
 
 
 def test_loss_scale_of_fp16(comm):

@@ -11,11 +11,16 @@ from parallel.conformance.published_bugs import CASES
 from parallel.conformance.random_composition import draw
 from parallel.context.messages import RingShift
 from parallel.context.positions import DividedPositionEmbedding
+from parallel.data_parallel.expert_shards import ExpertGradients, JoinedGradients
 from parallel.data_parallel.logical_blocks import LogicalBlocks
+from parallel.data_parallel.sharded_optimizer import ShardedOptimizer
 from parallel.engine.step_sync import StepSync
+from parallel.expert.expert_ranks import ExpertRanks
 from parallel.mesh.mesh import Mesh
 from parallel.nn.dropout import Dropout
+from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.storage import widen
+from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.placement import Features
 from parallel.tensor import vocabulary
 from parallel.tensor.redistribute import CopyToShards
@@ -152,6 +157,68 @@ def positions_of_parts(patch):
         "_indices",
         lambda self, x: np.arange(len(self.positions)),
     )
+
+
+def experts_by_their_ranks(patch):
+    """Gradients of experts are divided by the number of ranks that share them."""
+    accumulate = ExpertGradients.__call__
+
+    def wrong(self, parameter, compute):
+        def divided(out):
+            compute(out)
+            out /= 2
+
+        accumulate(self, parameter, divided)
+
+    patch.setattr(ExpertGradients, "__call__", wrong)
+
+
+def routers_of_first_ranks(patch):
+    """Gradients of routers are summed over the first ranks of the teams that share experts."""
+    accumulate = JoinedGradients.__call__
+
+    def wrong(self, parameter, compute):
+        if ".router." not in parameter.name or self._groups.plan.rank % self._groups.teams.size == 0:
+            accumulate(self, parameter, compute)
+
+    patch.setattr(JoinedGradients, "__call__", wrong)
+
+
+def norm_without_experts(patch):
+    """Norms leave out parameters that not all replicas have."""
+    squares = ShardedOptimizer._squares
+
+    def wrong(self):
+        sizes = [(part, sum(span.size for span in part.mine) // BLOCK) for part in self._parts]
+        counted = [np.full(size, not isinstance(part.gradients, ExpertGradients)) for part, size in sizes]
+        return squares(self) * np.concatenate(counted)
+
+    patch.setattr(ShardedOptimizer, "_squares", wrong)
+
+
+def stale_permutation(patch):
+    """Gradients of tokens travel by the permutation of the micro-batch before."""
+    backward = MixtureOfExperts.backward
+
+    def wrong(self, dy, saved, grads):
+        stale, self.stale = getattr(self, "stale", saved), saved
+        return backward(self, dy, stale if isinstance(self.experts, ExpertRanks) else saved, grads)
+
+    patch.setattr(MixtureOfExperts, "backward", wrong)
+
+
+EXPERT_MISTAKES = {
+    experts_by_their_ranks: "gradients of experts divided by the ranks that share them",
+    routers_of_first_ranks: "gradients of routers summed over some of their copies",
+    norm_without_experts: "experts left out of the norm",
+    stale_permutation: "tokens returned in the order of another micro-batch",
+}
+
+
+@pytest.mark.parametrize("mistake", EXPERT_MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_with_experts_are_found(mistake, monkeypatch):
+    mistake(monkeypatch)
+    assert "differs from one rank" in difference(CASES[EXPERT_MISTAKES[mistake]])
 
 
 MISTAKES = [

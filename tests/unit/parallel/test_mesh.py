@@ -86,14 +86,28 @@ def test_groups_of_any_axes_divide_the_ranks(text):
         ("dp=2,tp=2", 6, "is for 4 ranks, found 6; dp=3,tp=2 or dp=2,tp=3 would fit"),
         ("pp=3,tp=2", 8, "is for 6 ranks, found 8; pp=4,tp=2 would fit"),
         ("dp=2,tp=2", 7, "is for 4 ranks, found 7; a product of 7 would fit"),
-        ("dp=2,xp=2", 4, "expected axes of pp, dp, cp, tp, found xp in dp=2,xp=2"),
-        ("dp=2,ep=2", 4, "ep is no factor of the number of ranks but folded over dp, cp, tp; found dp=2,ep=2"),
+        ("dp=2,xp=2", 4, "expected axes of pp, dp, cp, tp, ep, found xp in dp=2,xp=2"),
+        ("dp=2,ep=2", 4, "dp=2,ep=2 is for 2 ranks, found 4; dp=4,ep=2 would fit"),
+        ("ep=2", 2, "dp=1,ep=2 is for 1 ranks, found 2; dp=2,ep=2 would fit"),
+        ("dp=4,ep=3", 4, "expected ep to be a divisor of the 4 replicas along dp, found dp=4,ep=3; ep=2 or ep=4 would"),
+        ("tp=2,ep=2", 2, "a divisor of the 1 replicas along dp, found tp=2,ep=2; dp=2,ep=2 would fit"),
     ],
 )
 def test_refused_meshes(text, ranks, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Mesh.parse(text).expect(ranks)
     Mesh.parse("pp=2,dp=2,tp=2").expect(8)
+
+
+def test_experts_are_folded_over_replicas():
+    mesh = Mesh.parse("pp=2,zero1=4,tp=2,ep=2")
+    assert (mesh.size, mesh.replicas, str(mesh)) == (16, "zero1", "pp=2,zero1=4,tp=2,ep=2")
+    experts = mesh.for_experts()
+    assert experts.sizes == {"pp": 2, "edp": 2, "ep": 2, "tp": 2}
+    assert experts.lines("ep")[:3] == [[0, 2], [1, 3], [4, 6]] and experts.lines("edp")[0] == [0, 4]
+    assert str(mesh.without("tp")) == "pp=2,zero1=4,ep=2" and str(Mesh.parse("ep=1")) == "dp=1"
+    with pytest.raises(ValueError, match="expected axes of dp, found ep in dp=2,ep=2"):
+        Mesh.parse("dp=2,ep=2").expect(2, ["dp"])
 
 
 def test_nodes_of_the_axes():

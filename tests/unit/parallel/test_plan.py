@@ -12,7 +12,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.param_store import resident_slots
 from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.data_parallel.zero import Zero3, slots, users_of
-from parallel.engine.memory_ledger import FORMULAS, predict
+from parallel.engine.memory_ledger import FORMULAS, predict_part
 from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams, ParamSpan, Span
@@ -106,7 +106,7 @@ def test_every_stage_takes_less(ranks, precision):
     of = {}
     for layout in FORMULAS:
         here = plan(ranks, model=tiny_models.model(200, 6), precision=PRECISIONS[precision])
-        of[layout] = predict(here, layout, 2, [()] * ranks)
+        of[layout] = predict_part(here, layout, 2, [()] * ranks)
     kinds = PRECISIONS[precision].bytes_per_parameter(2)
     length = here.flat.length
     assert of["dp"]["parameters"] == length * kinds["weights"] and of["dp"]["gradients"] == length * kinds["gradients"]

@@ -1,0 +1,258 @@
+"""Experts on different replicas: trainings are those of one rank; errors and refusals. Ranks are threads."""
+
+import numpy as np
+import pytest
+
+from parallel import SGD, AdamW, Engine, nn
+from parallel.conformance.thread_communicator import run_threads
+from parallel.mesh.mesh import Mesh
+from parallel.nn.expert_layers import ExpertLayers
+from parallel.nn.linear import Linear
+from parallel.nn.mixture import MixtureOfExperts
+from parallel.nn.models import transformer
+from parallel.nn.router import Router, RouterSettings
+from parallel.runtime.consistency_check import StepFailed
+
+TOKENS, LENGTH, WIDTH = 32, 8, 8
+ROUTERS = {
+    "loss": RouterSettings(balance_loss=0.1, z_loss=0.01, noise=True),
+    "bias": RouterSettings(scores="sigmoid", bias_rate=0.1, capacity=1.0, priority="score"),
+}
+MESHES = ("dp=2,ep=2", "dp=3,ep=3", "dp=4,ep=2", "dp=4,ep=4")
+
+
+LAYOUTS = ("dp", "dp-bucket", "zero1", "zero2", "zero3")
+DEFAULT = {("bias", "dp=4,ep=2")}
+"""Router and mesh that are tested in all layouts by default."""
+
+
+def model(router="loss", recompute=False):
+    """Two blocks, the second with five experts, which no mesh divides equally."""
+    layers = ExpertLayers(5, ROUTERS[router], every=2, shared=True)
+    return transformer(TOKENS, LENGTH, 2, 2, WIDTH, dropout=0.1, recompute=recompute, experts=layers)
+
+
+def batch(step, samples=7, length=LENGTH):
+    tokens = np.random.default_rng(step).integers(0, TOKENS, (samples, length + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def options(**changed):
+    return {"reproducible": True, "clip": 1.0, "batch": 7, "micro_batch": 2, "check_every": 1, **changed}
+
+
+def trained(comm, router, steps=range(2), save=None, load=None, **changed):
+    """Reports, an evaluation, weights, and the memory ledger, of a training whose steps have four micro-batches."""
+    loss, recompute = nn.SoftmaxCrossEntropy(), changed.pop("recompute", False)
+    with Engine(model(router, recompute), loss, comm, AdamW(lr=0.01), **options(**changed)) as engine:
+        if load:
+            engine.load(load)
+        reports = [engine.step(*batch(step)) for step in steps]
+        evaluation = engine.evaluate(*batch(9, 3), loss.correct)
+        if save:
+            engine.save(save)
+        seen = [(one.loss, one.norm, one.terms, one.counts) for one in reports]
+        return seen, evaluation, engine.state_dict(), engine.inner.ledger
+
+
+def expect_same(found, expected):
+    assert found[:2] == expected[:2]
+    weights, others = found[2], expected[2]
+    assert weights.keys() == others.keys()
+    assert not [name for name in weights if np.asarray(weights[name]).tobytes() != np.asarray(others[name]).tobytes()]
+
+
+ALONE = {}
+
+
+def alone(router, **changed):
+    key = router, *changed.items()
+    if key not in ALONE:
+        ALONE[key] = run_threads(1, lambda comm: trained(comm, router, **changed))[0]
+    return ALONE[key]
+
+
+CASES = [
+    *(
+        pytest.param(
+            router, mesh, layout, marks=() if (router, mesh) in DEFAULT or layout == "zero1" else pytest.mark.full
+        )
+        for router in ROUTERS
+        for mesh in MESHES
+        for layout in LAYOUTS
+    )
+]
+
+
+@pytest.mark.parametrize(("router", "mesh", "layout"), CASES)
+def test_same_bits_as_one_rank(router, mesh, layout):
+    """Some ranks have no micro-batch in the last turn; the ledger predicts what is allocated."""
+    for found in run_threads(int(mesh[3]), lambda comm: trained(comm, router, mesh=mesh, layout=layout)):
+        expect_same(found, alone(router))
+        ledger = found[3]
+        kinds = ("parameters", "gradients", "optimizer", "buffers")
+        assert [ledger.predicted[kind] for kind in kinds] == [ledger.allocated[kind] for kind in kinds]
+
+
+def in_pipelines(comm, router, mesh, layout, **changed):
+    """Training on a mesh; in pipelines too a step has four micro-batches."""
+    if layout.startswith("pp"):
+        changed |= {"micro_batch": None, "microbatches": 4 // Mesh.parse(mesh).sizes["dp"], "batch": 8}
+    return trained(comm, router, mesh=mesh, layout=layout, **changed)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        ("pp=2,dp=2,ep=2", "1f1b"),
+        pytest.param("dp=2,pp=2,ep=2", "dualpipe", marks=pytest.mark.full),
+        pytest.param("pp=2,dp=2,tp=2,ep=2", "zb-h1", marks=pytest.mark.full),
+        pytest.param("pp=2,dp=4,ep=2", "zb-v", marks=pytest.mark.full),
+    ],
+)
+def test_pipelines(mesh, schedule):
+    changed = {"tensor_shards": 2} if "tp" in mesh else {}
+    ranks = Mesh.parse(mesh).size
+    found = run_threads(ranks, lambda comm: in_pipelines(comm, "bias", mesh, f"pp:{schedule}", **changed))
+    expect_same(found[0], alone("bias", **changed))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [("dp=2,ep=2", "dp"), ("dp=4,ep=4", "zero1"), ("tp=2,dp=2,ep=2", "zero3"), ("pp=2,dp=2,ep=2", "pp:1f1b")],
+)
+def test_twenty_steps(router, mesh, layout):
+    changed = {"tensor_shards": 2, "steps": range(20)}
+    ranks = Mesh.parse(mesh).size
+    found = run_threads(ranks, lambda comm: in_pipelines(comm, router, mesh, layout, **changed))
+    expect_same(found[0], alone(router, **changed))
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3"])
+@pytest.mark.parametrize("mesh", ["dp=3,ep=3", "dp=4,ep=2"])
+def test_plain_sums(mesh, layout):
+    changed = {"reproducible": False, "precision": "fp64"}
+    expected = alone("loss", **changed)
+    for found in run_threads(int(mesh[3]), lambda comm: trained(comm, "loss", mesh=mesh, layout=layout, **changed)):
+        for (loss, norm, terms, counts), (other_loss, other_norm, other_terms, other_counts) in zip(
+            found[0], expected[0], strict=True
+        ):
+            assert (loss, norm) == pytest.approx((other_loss, other_norm), rel=1e-12)
+            assert terms == pytest.approx(other_terms, rel=1e-12) and counts == other_counts
+        for name, weights in expected[2].items():
+            np.testing.assert_allclose(found[2][name], weights, rtol=0, atol=1e-10, err_msg=name)
+
+
+def test_recomputed_blocks_send_tokens_again():
+    found = run_threads(2, lambda comm: trained(comm, "bias", mesh="dp=2,ep=2", recompute=True))
+    expect_same(found[0], alone("bias"))
+
+
+def test_checkpoints_have_no_mesh(tmp_path):
+    """One step each on four meshes."""
+    for step, mesh in enumerate(["dp=4,ep=4", "dp=4,ep=2", "dp=4", "dp=4,ep=4"]):
+        changed = {"mesh": mesh, "layout": ["zero1", "zero3"][step % 2], "steps": range(step, step + 1)}
+        found = run_threads(
+            4,
+            lambda comm, changed=changed, step=step: trained(
+                comm, "bias", save=tmp_path, load=step and tmp_path, **changed
+            ),
+        )
+    expected = run_threads(1, lambda comm: trained(comm, "bias", steps=range(4)))[0]
+    expect_same((found[0][0], *found[0][1:3]), (expected[0][3:], *expected[1:3]))
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+class Faulty(Linear):
+    """Expert that raises an error in the pass named by `fault`, on the rank that has it."""
+
+    fault: str = ""
+
+    def forward(self, x, run):
+        if self.fault == "forward":
+            raise ValueError("it is broken")
+        return super().forward(x, run)
+
+    def backward(self, dy, saved, grads):
+        if self.fault == "backward":
+            raise ValueError("it is broken")
+        return super().backward(dy, saved, grads)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "token", "length", "target"])
+def test_an_error_on_one_rank_is_raised_on_all(what):
+    """Nothing is updated, and the training goes on."""
+
+    def main(comm):
+        made, loss = model(), nn.SoftmaxCrossEntropy()
+        made.items[2].items[1].inner.items[1].experts.experts[4] = faulty = Faulty(WIDTH, WIDTH)
+        with Engine(made, loss, comm, SGD(lr=0.1), **options(mesh="dp=3,ep=3", layout="zero1")) as engine:
+            before = engine.state_dict()
+            x, y = (one.copy() for one in batch(0))
+            if what == "length":
+                mine = [(0, *batch(0, 1, LENGTH + 1), [0])] if comm.Get_rank() == 1 else []
+                arguments = (mine,)
+            else:
+                faulty.fault = what
+                arguments = x, y
+                x[6, 0], y[6, 0] = (TOKENS if what == "token" else 0), (TOKENS if what == "target" else 0)
+            with pytest.raises(StepFailed, match="nothing was updated; rank"):
+                engine.step(*arguments)
+            faulty.fault = ""
+            after = engine.state_dict()
+            assert all(np.array_equal(before[name], after[name]) for name in before)
+            return engine.step(*batch(1)).loss
+
+    losses = run_threads(3, main)
+    assert len(set(losses)) == 1 and np.isfinite(losses[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"compress": "int8"}, "compress: int8 is not for experts on different ranks; found dp=2,ep=2"),
+        ({"pool": True}, "pool: True is not for experts on different ranks"),
+        ({"prune": 0.5, "steps": 10}, "prune: 0.5 is not for experts on different ranks"),
+        (
+            {"mesh": "dp=2,ep=3"},
+            "expected ep to be a divisor of the 2 replicas along dp, found dp=2,ep=3; ep=2 would fit",
+        ),
+        ({"layout": "local", "tau": 2}, "mesh: it belongs to dp-naive"),
+        ({"layout": "ps"}, "mesh: it belongs to dp-naive"),
+    ],
+)
+def test_refused_settings(changed, message):
+    def main(comm):
+        with pytest.raises(ValueError, match=message):
+            Engine(model(), nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), **{"mesh": "dp=2,ep=2", **changed})
+
+    run_threads(2, main)
+
+
+def shared_weight():
+    experts = [Linear(WIDTH, WIDTH) for _ in range(2)]
+    experts[1].weight = experts[0].weight
+    return nn.Sequential([MixtureOfExperts(Router(WIDTH, 2), experts)])
+
+
+REFUSED_MODELS = {
+    "ep=2 divides the experts of a model, and this one has none": lambda: nn.mlp([WIDTH, WIDTH]),
+    "0.experts.0.weight is used 2 times": shared_weight,
+    r"maps \(1, 8\) to the same shape, found \(1, 9\)": lambda: nn.Sequential(
+        [MixtureOfExperts(Router(WIDTH, 2), [Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH + 1)])]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_MODELS)
+def test_refused_models(message):
+    def main(comm):
+        with pytest.raises(ValueError, match=message):
+            Engine(REFUSED_MODELS[message](), nn.MSE(), comm, SGD(lr=0.1), mesh="dp=2,ep=2")
+
+    run_threads(2, main)
