@@ -30,7 +30,7 @@ from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
 from collectives.runtime.progress import progress_thread, progress_until
 from collectives.runtime.requests import Request
-from collectives.selection.cost_model import measured_costs
+from collectives.selection.cost_model import Costs, measured_costs
 from collectives.selection.select import Selection, Selector
 from collectives.selection.timing_file import broadcast_table
 from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
@@ -271,6 +271,12 @@ class Communicator(CollectiveMethods):
         """
         node = self._open_planner().node
         return MessageSpeed() if node is None else node.speed
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of messages within and between nodes that ``algorithm="auto"`` assumes; equal on all ranks."""
+        self._open_planner()
+        return self._chooser.selector.costs
 
     def choice(
         self,

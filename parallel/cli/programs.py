@@ -45,6 +45,10 @@ PROGRAMS = {
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
     "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
+    "plan --search": CommandEntry("parallel.cli.plan_layout", "fastest layout of a training here", blas_threads=True),
+    "plan --run": CommandEntry(
+        "parallel.cli.plan_layout", "train with the fastest layout", guarded=True, blas_threads=True
+    ),
     "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),

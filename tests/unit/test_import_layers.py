@@ -55,6 +55,7 @@ LAYERS = [
     "parallel.planner",
     "parallel.pipeline",
     "parallel.trainer",
+    "parallel.forecast",
     "parallel.conformance",
     "parallel.ptq",
     "collectives.conformance",

@@ -7,6 +7,7 @@ from support.tiers import default
 
 pytest.importorskip("safetensors")
 
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized.styles import STYLES
 from parallel.engine.settings import complete
 from parallel.optim.precision import PRECISIONS
@@ -15,6 +16,16 @@ from parallel.trainer.trainer import Training
 SEEDS = 200
 STRATEGIES = ("dp-naive", "dp-bucket", "dp", "zero1", "zero2", "zero3", "pp", "ps", "local", "group", "sgp", "hogwild")
 STRATEGIES += ("federated",)
+
+
+def meshes(ranks):
+    """Settings with operators, sequences or both divided over the ranks."""
+    replicas = ranks // 2
+    yield {"mesh": f"dp={replicas},tp=2", "sequence_parallel": False}
+    yield {"mesh": f"dp={replicas},tp=2", "sequence_parallel": True}
+    yield {"mesh": f"dp={replicas},cp=2"}
+    if replicas % 2 == 0:
+        yield {"mesh": f"dp={replicas // 2},cp=2,tp=2"}
 
 
 def configuration(seed, ranks):
@@ -27,7 +38,7 @@ def configuration(seed, ranks):
     layout = STRATEGIES[seed % len(STRATEGIES)]
     if layout == "ps" and ranks < 2:
         layout = "zero3"
-    text = random.random() < 0.3 and not (layout == "pp" and ranks > 4)
+    text = random.random() < 0.4 and not (layout == "pp" and ranks > 4)
     chosen = {"layout": layout, "data": "copy" if text else "teacher_classes", "steps": 2, "warm_up": 0}
     chosen |= {"model": "gpt:tiny" if text else one("mlp:tiny", "mlp:small")} | ({"length": 16} if text else {})
     chosen |= {"batch": one(8, 13, 24), "optimizer": one("sgd", "adam", "adamw"), "clip": one(0.0, 0.5)}
@@ -41,6 +52,8 @@ def configuration(seed, ranks):
     if layout == "ps":
         chosen |= {"precision": one("fp32", "fp64", "bf16"), "servers": ranks - 1, "consistency": one("bsp", "async")}
         chosen["reproducible"] &= chosen["consistency"] == "bsp"
+    if layout in LAYOUTS and text and ranks % 2 == 0 and random.random() < 0.7:
+        chosen |= one(*meshes(ranks))
     if layout == "pp":
         chosen["layout"] = one("pp:1f1b", "pp:gpipe", "pp:zb-h1")
         chosen["model"] = "gpt:tiny" if text else "mlp:small"

@@ -1,0 +1,131 @@
+"""Find the fastest layout of a training on the ranks that there are, and run it: DDP, ZeRO, tp, pipelines, servers.
+
+chorus plan --search -n 4 --data pydoc --model gpt:small --batch 16
+chorus plan --run -n 4 --data pydoc --model gpt:small --batch 16 --steps 1000 --checkpoint out/gpt
+
+Options are those of `chorus train`; its layout and micro-batches are searched for. The units of the model are measured
+here, for some seconds; memory is the engines' own forecast. With --run the first layout is trained.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.benchmark.reports import check_writable
+from collectives.cli import launcher
+from collectives.cli.launcher import at_least, say
+from parallel.cli import train
+from parallel.cli.train_arguments import add_files, add_settings, argument_error
+from parallel.engine import settings
+from parallel.engine.settings import Settings
+from parallel.forecast.layout_choice import LayoutChoice, LayoutForecast, Refusal
+from parallel.runtime import resources
+from parallel.runtime.collective_errors import collective_call
+
+FOUND = {"layout": "parallel", "mesh": "mesh", "accumulate": "accumulate", "microbatches": "microbatches"}
+FOUND |= {"virtual": "virtual", "cuts": "cuts", "recompute": "recompute"}
+"""Options of `chorus train` by the settings that are searched for."""
+
+
+def add_own(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("plan").add_argument
+    add("--search", action="store_true", help="print the layouts")
+    add("--run", action="store_true", help="print the layouts, and train with the fastest")
+    add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
+    add("--limit", type=at_least(1, float), metavar="BYTES", help="memory of a rank (default: its share of the node's)")
+    add("--plan-json", type=Path, metavar="FILE", help="all layouts, with seconds, bytes and reasons, for programs")
+
+
+def words_of(found: Settings) -> list[str]:
+    """Options of `chorus train` for a layout.
+
+    >>> words_of(Settings(layout="dp", mesh="dp=2,tp=2", accumulate=2, recompute="none"))
+    ['--parallel', 'dp', '--mesh', 'dp=2,tp=2', '--accumulate', '2']
+    """
+    values = {option: getattr(found, name) for name, option in FOUND.items()}
+    return [word for name, value in values.items() if value not in (None, "none") for word in (f"--{name}", str(value))]
+
+
+def report(fitting: list[LayoutForecast], refused: list[Refusal], top: int) -> Iterator[str]:
+    """Lines: the fastest layouts with their parts, and how many were rejected for which reason."""
+    yield f"{len(fitting) + len(refused)} layouts, of which {len(fitting)} fit"
+    if fitting:
+        yield f"{'MB':>9}{'ms':>9}{'slower':>8}  options; parts of the step, predicted"
+    for each in fitting[:top]:
+        seconds = each.step.seconds
+        slower = f"{seconds / fitting[0].step.seconds - 1:.0%}"
+        yield f"{each.nbytes / 1e6:9.1f}{1e3 * seconds:9.2f}{slower:>8}  {shlex.join(words_of(each.settings))}"
+        parts = sorted(each.step.parts.items(), key=lambda item: -item[1])
+        yield f"{'':28}{', '.join(f'{cause} {share / seconds:.0%}' for cause, share in parts if share > seconds / 200)}"
+    for reason, count in Counter(each.reason for each in refused).most_common(top):
+        first = next(each for each in refused if each.reason == reason)
+        yield f"{count} rejected, as {shlex.join(words_of(first.settings))}: {reason}"
+
+
+def as_dict(fitting: list[LayoutForecast], refused: list[Refusal]) -> dict[str, Any]:
+    """All layouts for programs."""
+    return {
+        "choices": [
+            {
+                "settings": asdict(each.settings),
+                "seconds": each.step.seconds,
+                "parts": dict(each.step.parts),
+                "memory": each.memory,
+            }
+            for each in fitting
+        ],
+        "rejected": [{"settings": asdict(each.settings), "reason": each.reason} for each in refused],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the layouts, and train with --run; exit status 1 if none fits, 2 if the settings are invalid."""
+    parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
+    add_own(parser)
+    add_settings(parser)
+    add_files(parser)
+    args = parser.parse_args(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    given = {name: getattr(args, name, None) for name in settings.NAMES}
+    try:
+        if problem := argument_error(args) or _searched_for(args):
+            raise ValueError(problem)
+        if args.plan_json:
+            collective_call(comm, lambda: check_writable(args.plan_json), "--plan-json", root=0)
+        chosen = settings.complete(given)
+        train.limit_threads(comm, args, chosen)
+        limit = args.limit or (resources.node_memory() or float("inf")) / comm.Get_size()
+        fitting, refused = LayoutChoice(comm, comm.bcast(limit)).search(chosen)
+    except ValueError as error:
+        parser.error(str(error))
+    for line in report(fitting, refused, args.top):
+        say(line)
+    if args.plan_json and comm.Get_rank() == 0:
+        args.plan_json.write_text(json.dumps(as_dict(fitting, refused), indent=1) + "\n")
+    if not fitting or not args.run:
+        return 0 if fitting else 1
+    words = [*_words_for_training(sys.argv[1:] if argv is None else argv), *words_of(fitting[0].settings)]
+    say(f"chorus train -n {comm.Get_size()} {shlex.join(words)}")
+    return train.main(words)
+
+
+def _searched_for(args: argparse.Namespace) -> str | None:
+    """Text if an option is given whose value the search finds; else None."""
+    given = [name for name in FOUND if getattr(args, name, None) is not None]
+    return f"{given[0]}: the search finds it, found {getattr(args, given[0])}" if given else None
+
+
+def _words_for_training(words: list[str]) -> list[str]:
+    """Words of the command line without the options of `add_own`."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_own(own)
+    return own.parse_known_args(words)[1]

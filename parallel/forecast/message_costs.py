@@ -1,0 +1,43 @@
+"""Seconds of messages and collectives among any ranks, by the selection and the cost model of `collectives`."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from collectives.analysis.cost_functions import LinearCost
+from collectives.selection.cost_model import Costs
+from collectives.selection.select import CallTraits, Selector, catalog_name, has_local_counts
+from collectives.selection.timing_table import BLOCKING
+
+
+class MessageCosts(NamedTuple):
+    """Costs of messages, node of every rank, and cores of a node."""
+
+    costs: Costs
+    nodes: tuple[int, ...]
+    cores: int
+
+    def over_network(self, ranks: Sequence[int]) -> bool:
+        """True if these ranks are on several nodes."""
+        return len({self.nodes[rank] for rank in ranks}) > 1
+
+    def collective(self, name: str, ranks: Sequence[int], nbytes: int, form: str = BLOCKING) -> float:
+        """Seconds of a collective among these ranks, of a vector, or of all blocks together, of `nbytes`."""
+        if len(ranks) < 2 or not nbytes:
+            return 0.0
+        base, nodes = catalog_name(name), [self.nodes[rank] for rank in ranks]
+        selector = _selector(self.costs, tuple(map(sorted(set(nodes)).index, nodes)), self.cores)
+        traits = CallTraits(base, nbytes, form=form, v_form=base != name, local_counts=has_local_counts(name))
+        return selector.decide(traits).seconds
+
+    def message(self, source: int, target: int, nbytes: float) -> float:
+        """Seconds of a message between two ranks."""
+        wire = self.costs.network if self.over_network((source, target)) else self.costs.shared
+        return float(LinearCost(wire.alpha, wire.beta)(nbytes))
+
+
+@lru_cache(maxsize=64)
+def _selector(costs: Costs, nodes: tuple[int, ...], cores: int) -> Selector:
+    crowded = len(set(nodes)) == 1 and len(nodes) > cores
+    several = nodes if len(set(nodes)) > 1 else None
+    return Selector(len(nodes), several, cores=cores if crowded else None, costs=costs)

@@ -1,0 +1,91 @@
+"""Predicted step of a pipeline: its schedule simulated with the stages' times, then gradients and update of a stage."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.forecast.core_sharing import CoreSharing
+from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork
+from parallel.forecast.message_costs import MessageCosts
+from parallel.forecast.step_timeline import COMPUTE, IDLE, UPDATE, StepTimeline, TimeSpan
+from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
+from parallel.pipeline.stage_params import Portion
+
+
+class PipelineWork(NamedTuple):
+    """Work of all stages of a pipeline.
+
+    Attributes
+    ----------
+    units, outputs : work, and bytes of the output, of each unit for a micro-batch
+    portions : shares of the ranks of one pipeline, by stage
+    ranks : numbers of the ranks of `Portion.mesh` among all
+    """
+
+    units: Sequence[UnitWork]
+    outputs: Sequence[int]
+    portions: Sequence[Portion]
+    ranks: Sequence[int]
+
+
+def pipeline_step(
+    work: PipelineWork, messages: MessageCosts, sharing: CoreSharing, update: Callable[[int], float]
+) -> StepTimeline:
+    """Step of a pipeline; ``update(n)`` is the time to update n weights.
+
+    Where there are more ranks than cores, the schedule takes at least the work of all stages divided by the cores.
+    """
+    timeline = simulate(work.portions[0].plan, _times(work, messages))
+    busy = [float(each) for each in timeline.busy]
+    whole = max(float(timeline.makespan), sum(busy) / len(busy) * sharing.crowd)
+    step = StepTimeline(spans=_spans(timeline), now=whole)
+    step.parts.update({COMPUTE: max(busy), IDLE: whole - max(busy)})
+    stages = [_after(portion, work.ranks, messages) for portion in work.portions]
+    sums = [sum(seconds for _, seconds in each) for each, _ in stages]
+    slowest = sums.index(max(sums))
+    for cause, seconds in stages[slowest][0]:
+        step.spend("gradients", cause, seconds, f"stage {slowest}")
+    step.spend("update", UPDATE, max(update(weights) for _, weights in stages) * sharing.crowd, "stage 0")
+    return step
+
+
+def _times(work: PipelineWork, messages: MessageCosts) -> ActionTimes:
+    """Seconds of the parts' actions; the exchanges of a unit are halved between F and B."""
+    first, parts = work.portions[0], list(pairwise(work.portions[0].cuts))
+    units = [work.units[start:stop] for start, stop in parts]
+    here = [first.plan.placement.owners(part)[0].stage for part in range(len(parts))]
+    at = [next(rank for rank in range(first.mesh.size) if first.stage(rank) == stage) for stage in here]
+    flying = [
+        messages.message(work.ranks[one], work.ranks[other], work.outputs[stop - 1]) if one != other else 0.0
+        for (_, stop), one, other in zip(parts, at, [*at[1:], at[0]])
+    ]
+    return ActionTimes(
+        [sum(unit.forward + unit.exchanges / 2 for unit in some) for some in units],
+        [sum(unit.backward + unit.exchanges / 2 for unit in some) for some in units],
+        [sum(unit.weights for unit in some) for some in units],
+        flying,
+    )
+
+
+def _after(portion: Portion, ranks: Sequence[int], messages: MessageCosts) -> tuple[list[tuple[str, float]], int]:
+    """Seconds of the gradient sums of a stage's parameter groups by cause, and elements that a rank updates."""
+    sums, own = [], 0
+    for group, plan in portion.held:
+        layout = portion.layout_of(group)
+        exchange, kind = EXCHANGES[layout], LAYOUTS[layout]
+        members = RankGroup(plan, [ranks[rank] for rank in portion.holders[group.number]], messages)
+        length = plan.flat.length
+        sums.append((members.cause, members.seconds(exchange.collective, length)))
+        if exchange.gathers_updates or exchange.gathers_units:
+            sums.append((members.cause, members.seconds("allgatherv", length, weights=True)))
+        own += -(-length // plan.ranks) if kind.divided else length
+    return sums, own
+
+
+def _spans(timeline: Timeline) -> list[TimeSpan]:
+    return [
+        TimeSpan(f"stage {stage}", f"{event.action.kind}{event.action.microbatch}", COMPUTE, *map(float, event[1:]))
+        for stage, line in enumerate(timeline.computed)
+        for event in line
+    ]

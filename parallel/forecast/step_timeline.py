@@ -1,0 +1,49 @@
+"""Predicted training step: seconds by cause, and spans of time of each lane (a stage, or a rank and its messages)."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+COMPUTE, SHARED, NETWORK, IDLE, UPDATE, STEP = "compute", "shared memory", "network", "idle", "update", "step"
+CAUSES = (COMPUTE, SHARED, NETWORK, IDLE, UPDATE, STEP)
+"""Causes of time: passes of the model; messages within and between nodes that the rank waits for; waiting for other
+stages or servers; norm and update of the weights; and each step's own."""
+
+
+class TimeSpan(NamedTuple):
+    """Time from `start` to `end`, in seconds from the step's begin, that a lane spends on something."""
+
+    lane: str
+    label: str
+    cause: str
+    start: float
+    end: float
+
+
+@dataclass
+class StepTimeline:
+    """Step of the rank that takes longest: `parts` are its seconds by cause, `spans` what is drawn."""
+
+    parts: Counter[str] = field(default_factory=Counter)
+    spans: list[TimeSpan] = field(default_factory=list)
+    now: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return float(self.parts.total())
+
+    def spend(self, label: str, cause: str, seconds: float, lane: str = "rank") -> None:
+        """Add time of a rank that does nothing else meanwhile."""
+        if seconds > 0:
+            self.spans.append(TimeSpan(lane, label, cause, self.now, self.now + seconds))
+            self.parts[cause] += seconds  # type: ignore[assignment]
+            self.now += seconds
+
+    def beside(self, label: str, cause: str, start: float, seconds: float, lane: str = "messages") -> float:
+        """Draw messages that go on beside the computation, from `start`; returns their end."""
+        self.spans.append(TimeSpan(lane, label, cause, start, start + seconds))
+        return start + seconds
+
+    def wait(self, until: float, cause: str) -> None:
+        """Wait for messages that end at `until`, if that is later than now."""
+        self.spend("wait", cause, until - self.now)

@@ -1,0 +1,102 @@
+"""Predicted steps of small models by hand: order of exchanges, sums by cause, and equality with the simulator."""
+
+import numpy as np
+import pytest
+
+from collectives.selection.cost_model import BUILT_IN
+from parallel.data_parallel.partition_spec import plan_of
+from parallel.engine.settings import Settings
+from parallel.forecast.core_sharing import CoreSharing
+from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork, data_parallel_step
+from parallel.forecast.message_costs import MessageCosts
+from parallel.forecast.pipeline_step import PipelineWork, pipeline_step
+from parallel.forecast.recording_comm import RecordingComm, TensorExchange
+from parallel.forecast.server_step import server_step
+from parallel.forecast.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
+from parallel.mesh.mesh import Mesh
+from parallel.nn.models import mlp
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.simulator import ActionTimes, simulate
+from parallel.pipeline.stage_params import Portion
+
+UNITS = [UnitWork(1.0, 1.5, 0.5)] * 3
+ONE_NODE, TWO_NODES = (MessageCosts(BUILT_IN, nodes, 8) for nodes in ((0, 0), (0, 1)))
+
+
+def group(messages, overlaps=False):
+    settings = Settings(bucket_bytes=1, first_bytes=1)
+    return RankGroup(plan_of(mlp([8, 8, 8, 4]), 2, 0, settings), (0, 1), messages, overlaps)
+
+
+@pytest.mark.parametrize("layout", EXCHANGES)
+def test_every_layout_computes_alike(layout):
+    step = data_parallel_step(layout, UNITS, 2, group(ONE_NODE), 0.25)
+    assert step.parts[COMPUTE] == 2 * 3 * 3 and step.parts[UPDATE] == 0.25 and step.parts[NETWORK] == 0
+    assert step.seconds == pytest.approx(step.now) and step.parts[SHARED] > 0
+    ends = [0.0, *(span.end for span in step.spans)]
+    assert [span.start for span in step.spans] == pytest.approx(ends[:-1])
+
+
+@pytest.mark.parametrize(
+    ("layout", "reduced", "gathered"),
+    [("dp-naive", 1, 0), ("dp", 6, 0), ("zero1", 6, 6), ("zero2", 12, 6), ("zero3", 6, 6)],
+)
+def test_number_of_exchanges(layout, reduced, gathered):
+    """Of two micro-batches and three units of two tensors each, in buckets of one tensor.
+
+    ZeRO-3 has a bucket for each unit, and two slots: units that a pass used last are there when the next one begins.
+    """
+    labels = [span.label for span in data_parallel_step(layout, UNITS, 2, group(ONE_NODE), 0.0).spans]
+    counts = [sum(label.startswith(word) for label in labels) for word in (EXCHANGES[layout].collective, "gather")]
+    assert counts == [reduced, gathered]
+
+
+def test_overlap_needs_a_core():
+    """Between nodes the allreduce goes on beside the backward pass if a core is left; only the first unit's shows."""
+    alone = data_parallel_step("dp", UNITS, 1, group(TWO_NODES), 0.0)
+    beside = data_parallel_step("dp", UNITS, 1, group(TWO_NODES, overlaps=True), 0.0)
+    last = [span for span in beside.spans if span.lane == "messages"][-2:]
+    assert alone.parts[NETWORK] > beside.parts[NETWORK] == pytest.approx(sum(s.end - s.start for s in last))
+    assert CoreSharing(2, 4).has_idle_cores and not CoreSharing(4, 4).has_idle_cores and CoreSharing(6, 4).crowd == 1.5
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_pipeline_is_the_simulators(schedule):
+    mesh, plan = Mesh({"pp": 2, "dp": 1}), build(schedule, 2, 4)
+    model = mlp([8, 8, 8, 4])
+    portions = [Portion.make(plan_of(model, 2, rank, Settings()), mesh, plan, (0, 1, 3)) for rank in (0, 1)]
+    work = PipelineWork(UNITS, [64, 64, 32], portions, (0, 1))
+    step = pipeline_step(work, ONE_NODE, CoreSharing(2, 2), lambda elements: 1e-3 * elements)
+    message = ONE_NODE.message(0, 1, 64)
+    line = simulate(portions[0].plan, ActionTimes([1, 2], [1.5, 3], [0.5, 1], [message, 0]))
+    assert step.parts[COMPUTE] + step.parts[IDLE] == pytest.approx(float(line.makespan))
+    held = [sum(part.flat.length for _, part in each.held) for each in portions]
+    assert step.parts[UPDATE] == pytest.approx(1e-3 * max(held))
+    crowded = pipeline_step(work, ONE_NODE, CoreSharing(2, 1), lambda elements: 0.0)
+    assert crowded.parts[COMPUTE] + crowded.parts[IDLE] == pytest.approx(max(float(line.makespan), 4 * 9.0))
+
+
+def test_servers_send_one_message_after_another():
+    messages = MessageCosts(BUILT_IN, (0, 0, 0), 8)
+    step = server_step(UNITS, 4, (1 << 20, 1 << 20), 1, messages, (0.125, 0.25))
+    assert step.parts[COMPUTE] == 2 * 9 and step.parts[IDLE] == 4 * 0.125 + 0.25
+    whole, empty = messages.message(0, 1, 1 << 20), messages.message(0, 1, 0)
+    assert step.parts[SHARED] == pytest.approx(2 * whole + 2 * (2 * whole + 2 * empty))
+
+
+def test_messages_cost_what_the_selection_says():
+    nbytes = 1 << 20
+    assert ONE_NODE.collective("allreduce", (0, 1), nbytes) < TWO_NODES.collective("allreduce", (0, 1), nbytes)
+    assert ONE_NODE.collective("allreduce", (0,), nbytes) == ONE_NODE.collective("allreduce", (0, 1), 0) == 0
+    assert TWO_NODES.over_network((0, 1)) and not TWO_NODES.over_network((1,))
+
+
+def test_recorded_exchanges_have_finite_results():
+    comm, whole, part = RecordingComm(), np.full(4, np.nan, np.float32), np.full(2, np.nan, np.float32)
+    comm.Allreduce(np.ones(4, np.float32), whole)
+    assert whole.tolist() == [1] * 4
+    comm.Allgatherv(np.ones(2, np.float32), [whole, [2, 2]])
+    comm.Reduce_scatter(np.ones(4, np.float32), part, [2, 2])
+    assert np.isfinite(whole).all() and part.tolist() == [1, 1]
+    assert comm.take() == [TensorExchange(name, 16) for name in ("allreduce", "allgatherv", "reduce_scatter")]
+    assert comm.take() == []
