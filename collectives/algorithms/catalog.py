@@ -56,6 +56,7 @@ class Algorithm(NamedTuple):
     blocks: str = "p"  # number of blocks that a vector is cut in: a formula
     cuts: bool = False  # the generator pipelines the data itself
     placed: bool = False  # the schedule depends on which ranks share a node
+    strided: bool = False  # messages are of a block from each of many nodes, if these have several ranks
     exact: bool = True  # the formulas are exact for every number of ranks, else upper bounds
     symmetry: str = ""  # of the ranks, or if `placed` of the nodes, with root 0 and one segment: see `rank_symmetry`
 
@@ -162,15 +163,19 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", depth="1", private=True),
         "mst": Algorithm(mst.scatter, "q", "(p-1)/p", symmetry="binomial tree"),
         "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", depth="1", private=True),
-        "hierarchical": Algorithm(hierarchical.scatter, "qN+qM", "(p-1)/p", placed=True),
-        "leaders": Algorithm(leaders.scatter, "qN+qM", "(p-1)/p", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.scatter, "qN+qM", "(p-1)/p", placed=True, strided=True, symmetry="binomial tree"
+        ),
+        "leaders": Algorithm(leaders.scatter, "qN+qM", "(p-1)/p", placed=True, symmetry="binomial tree"),
     },
     "gather": {
         "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", depth="1", private=True),
         "mst": Algorithm(mst.gather, "q", "(p-1)/p", symmetry="binomial tree"),
         "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", depth="1", private=True),
-        "hierarchical": Algorithm(hierarchical.gather, "qN+qM", "(p-1)/p", placed=True),
-        "leaders": Algorithm(leaders.gather, "qN+qM", "(p-1)/p", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.gather, "qN+qM", "(p-1)/p", placed=True, strided=True, symmetry="binomial tree"
+        ),
+        "leaders": Algorithm(leaders.gather, "qN+qM", "(p-1)/p", placed=True, symmetry="binomial tree"),
     },
     "allgather": {
         "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1", depth="2"),
@@ -181,8 +186,12 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p", symmetry="rotation"),
         "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p", depth="1"),
-        "hierarchical": Algorithm(hierarchical.allgather, "qN+qM", "(p-1)/p", placed=True),
-        "leaders": Algorithm(leaders.allgather, "qN+2*qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.allgather, "qN+qM", "(p-1)/p", placed=True, strided=True, symmetry="rotation"
+        ),
+        "leaders": Algorithm(
+            leaders.allgather, "qN+2*qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True, symmetry="rotation"
+        ),
     },
     "reduce_scatter": {
         "linear": Algorithm(
@@ -202,9 +211,17 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p", symmetry="rotation"),
         "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
         "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
-        "hierarchical": Algorithm(hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True),
+        "hierarchical": Algorithm(
+            hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True, strided=True, symmetry="rotation"
+        ),
         "leaders": Algorithm(
-            leaders.reduce_scatter, "qN+2*qM", "(p-M)/p+qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True
+            leaders.reduce_scatter,
+            "qN+2*qM",
+            "(p-M)/p+qM",
+            "(p-M)/p+qM",
+            beta="(p-1)/p+qM",
+            placed=True,
+            symmetry="rotation",
         ),
     },
     "allreduce": {
@@ -399,7 +416,8 @@ def symmetry_of(collective: str, name: str, size: int, nodes: Nodes | None = Non
         return None
     if groups != size and nodes != regular(groups * (size // groups), size // groups):
         return None
-    return RankSymmetry(entry.symmetry, groups, size // groups, blocks(collective, name, size) == size)
+    owned = 1 if MEANINGS[collective].vector else size // groups  # blocks of a node: of a rail, or of all its ranks
+    return RankSymmetry(entry.symmetry, groups, size // groups, owned if blocks(collective, name, size) == size else 0)
 
 
 def build_all(

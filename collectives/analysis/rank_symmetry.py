@@ -80,11 +80,12 @@ SYMMETRIES: dict[str, SymmetryRule] = {
 class RankSymmetry:
     """Symmetry of a schedule of `groups` nodes of `per_node` consecutive ranks, by the rule `SYMMETRIES[name]`.
 
-    With `chunks_move`, chunk c of each `groups` consecutive ones belongs to node c and moves with it; else all stay.
+    Of each `groups` * `chunks` chunks, the first `chunks` belong to node 0, the next to node 1 ... and move with it; with
+    0 all stay.
     """
 
-    def __init__(self, name: str, groups: int, per_node: int, chunks_move: bool) -> None:
-        self.rule, self.groups, self.per_node, self.chunks_move = SYMMETRIES[name], groups, per_node, chunks_move
+    def __init__(self, name: str, groups: int, per_node: int, chunks: int) -> None:
+        self.rule, self.groups, self.per_node, self.chunks = SYMMETRIES[name], groups, per_node, chunks
 
     @property
     def size(self) -> int:
@@ -102,8 +103,9 @@ class RankSymmetry:
         """Ranks whose steps are those of all ranks: of the first node of each kind."""
         return [node * self.per_node + place for node in self.classes for place in range(self.per_node)]
 
-    def _moved(self, number: int, origin: int) -> Integers:
-        return self.rule.move(number, origin, self.classes[origin], self.groups)
+    def _moved(self, number: int, origin: int, each: int = 1) -> Integers:
+        """Numbers to which one is moved, of which every node has `each`."""
+        return self.rule.move(number, origin * each, self.classes[origin] * each, self.groups * each)
 
     def moved_rank(self, rank: int, origin: int) -> Integers:
         """Ranks to which a rank is moved where node `origin` is moved to every node of its kind."""
@@ -112,14 +114,15 @@ class RankSymmetry:
 
     def moved_chunks(self, part: range, origin: int) -> Iterator[tuple[Integers, Integers]]:
         """Yield, for each of one or two ranges to which a range of chunks is moved, its (starts, stops)."""
-        first, count = part.start // self.groups * self.groups, len(part)
-        if not self.chunks_move or (part.start == first and count % self.groups == 0):
+        lap, count = self.groups * self.chunks, len(part)
+        first = part.start // lap * lap if lap else part.start
+        if not lap or (part.start == first and count % lap == 0):
             same = np.ones_like(self.classes[origin])
             yield part.start * same, part.stop * same
             return
-        if part.stop > first + self.groups:
-            raise ValueError(f"chunks {part.start} to {part.stop - 1} are of several laps of {self.groups}")
-        starts = self._moved(part.start - first, origin)
+        if part.stop > first + lap:
+            raise ValueError(f"chunks {part.start} to {part.stop - 1} are of several laps of {lap}")
+        starts = self._moved(part.start - first, origin, self.chunks)
         if self.rule.move is _exclusive_or:
             if count & (count - 1) or part.start % count:
                 raise ValueError(f"chunks {part.start} to {part.stop - 1} stay no range under an exclusive or")
@@ -127,5 +130,5 @@ class RankSymmetry:
             yield starts, starts + count
             return
         stops = starts + count
-        yield first + starts, first + np.minimum(stops, self.groups)
-        yield np.full_like(starts, first), first + np.maximum(stops - self.groups, 0)
+        yield first + starts, first + np.minimum(stops, lap)
+        yield np.full_like(starts, first), first + np.maximum(stops - lap, 0)

@@ -19,6 +19,9 @@ MESSAGES = 1 << 17
 CHUNKS = 1 << 18
 """Chunks of all ranks together up to which a schedule is simulated: an alltoall has p^2."""
 
+RANGES = 1 << 22
+"""Ranges of blocks of all messages up to which a strided schedule is simulated: there are ranks times nodes."""
+
 SAMPLE = 64
 """Least number of ranks in the simulation that calibrates a formula for nodes."""
 
@@ -57,8 +60,11 @@ def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int 
 
 def is_quick_to_simulate(collective: str, name: str, size: int, nodes: int = 1) -> bool:
     """True if an algorithm on `size` ranks of `nodes` nodes can be simulated in a few seconds, by estimate."""
-    rounds = catalog.evaluate(catalog.find(collective, name).rounds, size, 1, nodes)
+    entry = catalog.find(collective, name)
+    rounds = catalog.evaluate(entry.rounds, size, 1, nodes)
     if catalog.blocks(collective, name, size) > max(size, CHUNKS):
+        return False
+    if entry.strided and 1 < nodes < size and nodes * size > RANGES:
         return False
     return rounds * size <= MESSAGES or (size <= LARGEST and rounds <= FEW_ROUNDS * size.bit_length())
 

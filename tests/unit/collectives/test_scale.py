@@ -157,4 +157,4 @@ def test_symmetric_schedules(collective, name):
 def test_ranges_that_a_move_would_tear():
     for move, part in (("exclusive or", range(1, 3)), ("exclusive or", range(0, 3)), ("rotation", range(3, 6))):
         with pytest.raises(ValueError, match="chunks "):
-            list(RankSymmetry(move, 4, 1, True).moved_chunks(part, 0))
+            list(RankSymmetry(move, 4, 1, 1).moved_chunks(part, 0))
