@@ -80,8 +80,8 @@ SYMMETRIES: dict[str, SymmetryRule] = {
 class RankSymmetry:
     """Symmetry of a schedule of `groups` nodes of `per_node` consecutive ranks, by the rule `SYMMETRIES[name]`.
 
-    Of each `groups` * `chunks` chunks, the first `chunks` belong to node 0, the next to node 1 ... and move with it; with
-    0 all stay.
+    Of each `groups` * `chunks` chunks, the first `chunks` belong to node 0, the next to node 1 ..., and move with it;
+    with 0 all stay.
     """
 
     def __init__(self, name: str, groups: int, per_node: int, chunks: int) -> None:

@@ -36,8 +36,8 @@ class UsageError(Exception):
 def find(words: list[str]) -> tuple[str, list[str]]:
     """Split command-line words into the name of a program in `PROGRAMS` and its arguments; UsageError if unknown."""
     options = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
-    for option in options:  # a word, and an option that selects another program
-        if (name := f"{words[0]} {option}") in PROGRAMS:
+    for name in PROGRAMS:  # a word, and an option that selects another program; the first in the table
+        if options and name.startswith(f"{words[0]} --") and name.split()[1] in options:
             return name, words[1:]
     for length in (2, 1):  # a group and a name, or one word
         name = " ".join(words[:length])

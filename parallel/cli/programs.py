@@ -44,6 +44,7 @@ PROGRAMS = {
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
+    "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),
     "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
     "plan --search": CommandEntry("parallel.cli.plan_layout", "fastest layout of a training here", blas_threads=True),
     "plan --run": CommandEntry(

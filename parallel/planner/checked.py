@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -63,6 +63,10 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
         hint = next(one for one in get_args(hint) if one is not type(None))
     if is_dataclass(hint) and isinstance(hint, type):
         return from_table(hint, value, where)
+    if get_origin(hint) is tuple:  # tuple[str, ...]
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected a list, found {value!r}")
+        return tuple(_converted(get_args(hint)[0], each, where) for each in value)
     if arguments := get_args(hint):  # dict[str, float]
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}: expected a table of numbers, found {value!r}")

@@ -19,7 +19,7 @@ LONG_FILES = 12
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 DOCSTRING_SHARE = 0.20
-PROSE_LINES = 3_462
+PROSE_LINES = 3_711
 
 LONG_FUNCTIONS: dict[str, str] = {}
 """Functions above `LONGEST_FUNCTION` lines, with the reason."""

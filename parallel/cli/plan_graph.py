@@ -1,0 +1,158 @@
+"""Place a model's operators on the devices of a mesh: cheapest rule for each, without MPI.
+
+    chorus plan --graph two-layers --cluster a100:2 --batch 64 --fix A=column,B=row --fix A=row,B=column
+    chorus plan --graph gpt-3 --cluster a100:8 --mesh 2x4 --batch 8
+    chorus plan --graph mine.toml --cluster h100:16 --stages --microbatches 8
+    chorus plan --graph gpt-3 --cluster a100:8 --mesh 2x4 --resharding 1M
+
+GRAPH is a preset model, whose transformer block is placed; two-layers: products with matrices A and B and an activation
+between; or a TOML file. Placements are found by integer programming (scipy), stages by dynamic programming.
+"""
+
+import argparse
+import json
+from math import prod
+from pathlib import Path
+
+from collectives.benchmark.reports import check_writable
+from collectives.benchmark.size_arguments import parse_size
+from collectives.cli.arguments import picture_file
+from collectives.cli.launcher import ProgramParser, at_least
+from parallel.benchmark.graph_report import as_dict, plan_lines, resharding_lines, stage_lines
+from parallel.cli.plan_cluster import cluster_size
+from parallel.planner.checked import lookup
+from parallel.planner.graph_costs import GraphCosts, GraphPlan
+from parallel.planner.graph_presets import read_graph, transformer_block, two_layers
+from parallel.planner.graph_stages import StagePlanner, mesh_of
+from parallel.planner.operator_graph import OperatorGraph
+from parallel.planner.presets import Presets, load
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup
+
+WIDTH, HIDDEN = 8192, 32768
+"""Widths of the graph two-layers."""
+
+
+def mesh_sizes(text: str) -> tuple[int, ...]:
+    """Argument type: sizes of one or two axes, as in 8 or 2x4."""
+    sizes = text.split("x")
+    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"expected a mesh of one or two axes, as 8 or 2x4; found {text!r}")
+    return tuple(map(int, sizes))
+
+
+def fixed_rules(text: str) -> dict[str, tuple[str, ...]]:
+    """Argument type: rules of operators, as in A=column,B=row, with a slash between axes: A=batch/column."""
+    pairs = [word.partition("=") for word in text.split(",")]
+    if not all(name and rules for name, _, rules in pairs):
+        raise argparse.ArgumentTypeError(f"expected OPERATOR=RULE,...; found {text!r}")
+    return {name: tuple(rules.split("/")) for name, _, rules in pairs}
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    add("--graph", required=True, metavar="GRAPH", help="two-layers, a preset model, or a TOML file")
+    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="as in a100:8")
+    add("--mesh", type=mesh_sizes, metavar="SIZES", help="one or two axes, as 2x4 (default: one of all devices)")
+    add(
+        "--batch",
+        type=at_least(1, int),
+        metavar="N",
+        help="sequences, or rows, of a micro-batch (default 1; the file's)",
+    )
+    add("--microbatches", type=at_least(1, int), default=1, metavar="N", help="of a step (default 1)")
+    add("--memory", type=parse_size, metavar="SIZE", help="bytes of a device, as 40G (default: the device's)")
+    add(
+        "--fix",
+        type=fixed_rules,
+        action="append",
+        default=[],
+        metavar="OPERATOR=RULE,...",
+        help="also plan with these rules given; may be repeated",
+    )
+    add(
+        "--stages",
+        type=at_least(1, int),
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="also divide the operators into pipeline stages: N, or the best number",
+    )
+    add("--resharding", type=parse_size, metavar="SIZE", help="print what changes of a value's placement cost instead")
+    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
+    add("--recipe", choices=list(RECIPES), default="bf16", help="bytes of weights, gradients, optimizer (default bf16)")
+    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
+    add("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
+    add("--plot", type=picture_file, metavar="FILE", help="draw the plans (PNG, SVG, PDF)")
+    return result
+
+
+def graph_of(arguments: argparse.Namespace, presets: Presets) -> OperatorGraph:
+    """Graph that the arguments name; ValueError if there is none."""
+    name, batch = arguments.graph, arguments.batch
+    if name == "two-layers":
+        return two_layers(batch or 1, WIDTH, HIDDEN)
+    if name.endswith(".toml"):
+        return read_graph(Path(name), batch)
+    return transformer_block(lookup("--graph", name, presets.models), batch or 1)
+
+
+def plans_of(arguments: argparse.Namespace, graph: OperatorGraph, setup: Setup, limit: float) -> dict[str, GraphPlan]:
+    """Best plan, and those with rules given, by name; ValueError if a plan exceeds the memory."""
+    sizes = arguments.mesh or (arguments.cluster[1],)
+    found = {}
+    for fixed in ({}, *arguments.fix):
+        name = ",".join(f"{name}={'/'.join(rules)}" for name, rules in fixed.items()) or "best"
+        costs = GraphCosts(graph, mesh_of(sizes, setup.cluster), setup, arguments.microbatches, fixed=fixed)
+        plan = costs.best(limit)
+        if plan is None:
+            raise ValueError(f"{name}: expected placements within {limit / 1e9:g} GB of a device, found none")
+        found[name] = plan
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plans; exit status 2 for wrong arguments, or if nothing fits."""
+    command = parser()
+    arguments = command.parse_args(argv)
+    name, devices = arguments.cluster
+    try:
+        presets = load(arguments.presets)
+        cluster = lookup("--cluster", name, presets.clusters)
+        setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES[arguments.recipe])
+        setup.device.peak_of(arguments.precision)
+        sizes = arguments.mesh or (devices,)
+        if prod(sizes) != devices:
+            raise ValueError(f"--mesh: expected axes of {devices} devices, found {'x'.join(map(str, sizes))}")
+        graph = graph_of(arguments, presets)
+        for path in (arguments.plot, arguments.json and arguments.json != "-" and Path(arguments.json)):
+            if path:
+                check_writable(path)
+        if arguments.resharding is not None:
+            print("\n".join(resharding_lines(mesh_of(sizes, cluster), arguments.resharding)))
+            return 0
+        limit = setup.device.memory if arguments.memory is None else arguments.memory
+        plans = plans_of(arguments, graph, setup, limit)
+        staged = None
+        if arguments.stages is not None:
+            staged = StagePlanner(graph, setup, arguments.microbatches, limit).best(devices, arguments.stages)
+            if staged is None:
+                wanted = f"{arguments.stages} stages" if arguments.stages else "stages"
+                raise ValueError(f"--stages: expected {wanted} on {devices} devices within their memory, found none")
+    except (ValueError, OSError, ImportError) as error:
+        command.error(str(error))
+    if arguments.json != "-":
+        print(f"{arguments.graph}, {devices} x {name}, mesh {'x'.join(map(str, sizes))}; of a micro-batch, per device:")
+        print("\n".join([*plan_lines(plans), *(["", *stage_lines(staged)] if staged else [])]))
+    if arguments.json:
+        text = json.dumps(as_dict(plans, staged), indent=1)
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n")
+    if arguments.plot:
+        from parallel.benchmark.graph_plots import draw_plans
+
+        draw_plans(arguments.plot, graph, sizes, plans, staged)
+    return 0
