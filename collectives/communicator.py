@@ -23,6 +23,7 @@ from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
+from collectives.runtime.communicator_transports import Transports
 from collectives.runtime.compiled_calls import NONE_COMPILED
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
 from collectives.runtime.planner import Planner
@@ -30,8 +31,8 @@ from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
 from collectives.runtime.progress import progress_thread, progress_until
 from collectives.runtime.requests import Request
-from collectives.selection.cost_model import Costs, measured_costs
-from collectives.selection.select import Selection, Selector
+from collectives.selection.cost_model import Costs
+from collectives.selection.select import Selection
 from collectives.selection.timing_file import broadcast_table
 from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
 from collectives.transport.copy_speed import MessageSpeed
@@ -152,22 +153,24 @@ class Communicator(CollectiveMethods):
         self._threads, self._async_progress = bool(bits & 1), not bits & 2
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
         given_nodes = agree_on_nodes(plain, nodes)
-        self._planner = Planner(plain.Dup(), cuda_aware, shared, given_nodes, self._async_progress)
-        self._refuse_async_progress()
         self._cuda_aware, self._shared, self._given_nodes = cuda_aware, shared, given_nodes
+        transports = Transports(plain.Dup(), cuda_aware, shared, given_nodes)
+        if self._async_progress and transports.nodes is not None and not self._threads:
+            transports.free()
+            transports.comm.Free()
+            raise InvalidArgument(
+                MPI.ERR_ARG, "async_progress: expected MPI.THREAD_MULTIPLE between several nodes, found less on a rank"
+            )
         self._checker = DesyncChecker(plain) if checks else None
+        self._rank, self._size = plain.Get_rank(), plain.Get_size()
+        self._tuning = broadcast_table(transports.comm, tuning)
+        chooser = AlgorithmChooser(transports, self._tuning, self._threads)
+        self._planner = Planner(transports, chooser, self._checker, self._async_progress)
         if self._checker is None:
             self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
             self._compiled = self._planner.cache.compiled_calls.run
         else:
             self._report_refusals(self._checker)
-        self._rank, self._size = plain.Get_rank(), plain.Get_size()
-        table = broadcast_table(self._planner.comm, tuning)
-        native = table is not None and not self._planner.transports.aware and self._threads
-        node, nodes = self._planner.node, self._planner.nodes
-        cores = node.cores if node is not None and node.shares_cores and nodes is None else None
-        costs = measured_costs(self.message_speed, self._planner.transports.network_speed)
-        self._chooser = AlgorithmChooser(Selector(self._size, nodes, table, cores, costs), native)
         self._number = next(_numbers)
         open_communicators[self._number] = self
 
@@ -179,44 +182,6 @@ class Communicator(CollectiveMethods):
                 MPI.ERR_COMM, "this communicator was freed, or never made by collectives.Communicator(comm)"
             )
         return self._planner
-
-    def _run(self, call: Call, algorithm: Any, segments: Any, key: CallKey = UNCACHEABLE) -> None:
-        """Run a blocking collective; cache it, where possible, under `key`."""
-        planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
-        if self._checker is not None:
-            planner.cache.check_in_step()
-            agreed = self._checker.check("blocking", call, choice)
-            planner.transports.consume_tag()
-            progress_until(agreed)
-        planner.run(call, choice, key)
-
-    def _begin(self, call: Call, algorithm: str, segments: int | None, key: CallKey = UNCACHEABLE) -> Request:
-        """Start a non-blocking collective and return its request."""
-        planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "nonblocking")
-        gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
-        return planner.begin(call, choice, gate, key)
-
-    def _bind(self, call: Call, algorithm: str, segments: int | None) -> Request:
-        """Create the persistent request of a collective."""
-        planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "persistent")
-        if self._checker is not None:
-            agreed = self._checker.check("persistent", call, choice)
-            planner.transports.consume_tag()
-            progress_until(agreed)
-        memory = planner.visibility(call)
-        if memory.shared:
-            choice = self._chooser.choose(call, algorithm, segments, "persistent", memory)
-        return planner.init(call, choice, memory.shared)
-
-    def _refuse_async_progress(self) -> None:
-        """Raise on all ranks if the progress thread would have to call an MPI that is not for several threads."""
-        planner = self._open_planner()
-        if self._async_progress and planner.nodes is not None and not self._threads:
-            planner.free()
-            self._planner = None
-            raise InvalidArgument(
-                MPI.ERR_ARG, "async_progress: expected MPI.THREAD_MULTIPLE between several nodes, found less on a rank"
-            )
 
     def _report_refusals(self, checker: DesyncChecker) -> None:
         """Wrap every collective so that invalid arguments on this rank are reported to the other ranks (debug mode).
@@ -269,14 +234,12 @@ class Communicator(CollectiveMethods):
 
         Zeros if a node has no shared memory, or fewer cores than ranks.
         """
-        node = self._open_planner().node
-        return MessageSpeed() if node is None else node.speed
+        return self._open_planner().transports.message_speed
 
     @property
     def costs(self) -> Costs:
         """Costs of messages within and between nodes that ``algorithm="auto"`` assumes; equal on all ranks."""
-        self._open_planner()
-        return self._chooser.selector.costs
+        return self._open_planner().chooser.selector.costs
 
     def choice(
         self,
@@ -313,9 +276,9 @@ class Communicator(CollectiveMethods):
         >>> alone.choice("barrier", 0)
         Selection(algorithm='linear', segments=1, seconds=0.0, source='model')
         """
-        node = self._open_planner().node
-        shared = symmetric and form == "persistent" and node is not None and node.reads
-        return self._chooser.select(collective, nbytes, op, form, shared, in_place)
+        planner = self._open_planner()
+        shared = symmetric and form == "persistent" and planner.node is not None and planner.node.reads
+        return planner.chooser.select(collective, nbytes, op, form, shared, in_place)
 
     # -------------------------------------------------------------------------------- shared-memory arrays
 
@@ -380,7 +343,7 @@ class Communicator(CollectiveMethods):
             cuda_aware=self._cuda_aware,
             shared=self._shared,
             nodes=nodes,
-            tuning=self._chooser.selector.table,
+            tuning=self._tuning,
             async_progress=self._async_progress,
         )
 

@@ -27,7 +27,6 @@ from collectives.algorithms import (
     tree,
     two_tree,
 )
-from collectives.algorithms.hierarchical import ceil_log
 from collectives.analysis.rank_symmetry import SYMMETRIES, RankSymmetry
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Rounds, Schedule, freeze
@@ -303,24 +302,20 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
 _NAMES: dict[str, Callable[[int, int, int], Fraction | int]] = {
     "p": lambda p, k, N: Fraction(p),
     "k": lambda p, k, N: Fraction(k),
-    "q": lambda p, k, N: ceil_log(p),
+    "q": lambda p, k, N: (p - 1).bit_length(),
     "f": lambda p, k, N: p.bit_length() - 1,
-    "P": lambda p, k, N: Fraction(_power(p)),
-    "odd": lambda p, k, N: int(_power(p) != p),
+    "P": lambda p, k, N: Fraction(1 << (p.bit_length() - 1)),
+    "odd": lambda p, k, N: int(p & (p - 1) != 0),
     "ones": lambda p, k, N: (p - 1).bit_count(),
     "hops": lambda p, k, N: sum(distance.bit_count() for distance in range(p)),
-    "folds": lambda p, k, N: sum(min(1 << i, p - _power(p)) for i in range(p.bit_length() - 1)),
+    "folds": lambda p, k, N: sum(min(1 << i, p - (1 << (p.bit_length() - 1))) for i in range(p.bit_length() - 1)),
     "N": lambda p, k, N: Fraction(N),
     "M": lambda p, k, N: Fraction(-(-p // N)),
-    "qN": lambda p, k, N: ceil_log(N),
-    "qM": lambda p, k, N: ceil_log(-(-p // N)),
-    "oddN": lambda p, k, N: int(_power(N) != N),
+    "qN": lambda p, k, N: (N - 1).bit_length(),
+    "qM": lambda p, k, N: (-(-p // N) - 1).bit_length(),
+    "oddN": lambda p, k, N: int(N & (N - 1) != 0),
 }
 """Values of the names in formulas, for p ranks on N nodes and k segments."""
-
-
-def _power(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -412,7 +407,7 @@ def symmetry_of(collective: str, name: str, size: int, nodes: Nodes | None = Non
     if not entry.symmetry or (entry.placed and nodes is None):
         return None
     groups = 1 + max(nodes) if entry.placed and nodes else size
-    if SYMMETRIES[entry.symmetry].powers and _power(groups) != groups:
+    if SYMMETRIES[entry.symmetry].powers and groups & (groups - 1):
         return None
     if groups != size and nodes != regular(groups * (size // groups), size // groups):
         return None

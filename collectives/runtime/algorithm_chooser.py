@@ -9,18 +9,28 @@ from collectives.errors import InvalidArgument, InvalidType
 from collectives.runtime import native
 from collectives.runtime.agreement import UNKNOWN, MemoryVisibility
 from collectives.runtime.call import Call
+from collectives.runtime.communicator_transports import Transports
 from collectives.runtime.ops import is_commutative
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection import select
+from collectives.selection.cost_model import measured_costs
 from collectives.selection.select import CallTraits, Selection, Selector, catalog_name, has_local_counts
-from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form, TimingTable
 
 
 class AlgorithmChooser:
-    """Chooses algorithm and segments of each call on a communicator; `native`: ``"auto"`` may select MPI's own."""
+    """Chooses algorithm and segments of each call on a communicator, by a table of times or the speed of messages.
 
-    def __init__(self, selector: Selector, native: bool) -> None:
-        self.selector, self._native = selector, native
+    `threads`: all ranks may call MPI from several threads. Only then, and by a table, ``"auto"`` selects MPI's own
+    collectives.
+    """
+
+    def __init__(self, transports: Transports, table: TimingTable | None, threads: bool) -> None:
+        node, nodes = transports.node, transports.nodes
+        cores = node.cores if node is not None and node.shares_cores and nodes is None else None
+        costs = measured_costs(transports.message_speed, transports.network_speed)
+        self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs)
+        self._native = table is not None and not transports.aware and threads
 
     def choose(
         self, call: Call, algorithm: Any, segments: Any, form: Form, memory: MemoryVisibility = UNKNOWN
@@ -31,7 +41,7 @@ class AlgorithmChooser:
             traits = CallTraits(
                 call.collective, call.nbytes, call.ordered, call.local_counts, may_native, form, call.v_form, *memory
             )
-            choice = self.selector.choose(traits)
+            choice = self.selector.decide(traits).choice
         elif not isinstance(algorithm, str):
             raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
         elif algorithm == NATIVE:
@@ -58,5 +68,5 @@ class AlgorithmChooser:
         ordered, v_form = MEANINGS[base].reduces and not is_commutative(op), base != collective
         may_native = self._native and native.unsound(native.METHODS[base][v_form], form) is None
         local = has_local_counts(collective)
-        traits = CallTraits(base, select.size_class(nbytes), ordered, local, may_native, form, v_form, shared, in_place)
+        traits = CallTraits(base, nbytes, ordered, local, may_native, form, v_form, shared, in_place)
         return self.selector.decide(traits)

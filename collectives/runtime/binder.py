@@ -4,6 +4,7 @@ Binding walks the schedule once and resolves the location of every chunk at ever
 reads the user's send buffer, results go to the receive buffer, and to scratch memory where a chunk is only forwarded.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -41,13 +42,20 @@ def bind(
     `source` and `target` are the same for a call in place. Scratch memory and local work are on `stream`, by default
     NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging.
     """
-    binder = _ProgramBinder(task, [source, target], wire, reduce_kernel, stream)
+    chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
+    binder = _ProgramBinder(task, chunks, [source, target], wire, reduce_kernel, stream)
     if stream is None:
         binder.emit_all(first)
     else:
         binder.steps += first  # on the caller's stream
-    binder.rounds()
-    binder.emit_all(last)
+    unchanged = chunks.unchanged()  # copied while the first messages are in flight
+    copies = binder.copies([task.source[c] for c in unchanged], [task.target[c] for c in unchanged])
+    for index, (steps, shape) in enumerate(zip(task.schedule, chunks.shapes, strict=True)):
+        if steps:
+            binder.begins.append((index, len(binder.steps)))
+            (binder.windowed_round if chunks.is_windowed(steps) else binder.round)(steps, shape, copies)
+            copies = []
+    binder.emit_all([*copies, *last])
     binder.wait_for_stream()
     program = Program(binder.steps, wire, binder.nbytes, binder.memories, stream)
     program.begins = tuple(binder.begins)
@@ -72,13 +80,14 @@ class _ProgramBinder:
     def __init__(
         self,
         task: Task,
+        chunks: ChunkLocations,
         memories: list[ElementArray],
         wire: Wire,
         reduce_kernel: Combiner | None,
         stream: DeviceMemory | None,
     ) -> None:
-        self.task, self.wire, self.reduce_kernel, self.stream = task, wire, reduce_kernel, stream
-        self.chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
+        self.task, self.chunks, self.wire = task, chunks, wire
+        self.reduce_kernel, self.stream = reduce_kernel, stream
         self.working = stream is not None  # earlier work on the stream must end before messages start
         self.steps: list[Callable[[], object] | Wait] = []
         self.exchanges: list[Exchange] = []
@@ -139,18 +148,7 @@ class _ProgramBinder:
         self.exchanges.append(exchange)
         self.steps.append(Wait(exchange.wait, exchange.test))
 
-    def rounds(self) -> None:
-        """Append all rounds; chunks that no step changes are copied while the first messages are in flight."""
-        unchanged = self.chunks.unchanged()
-        copies = self._copies([self.task.source[c] for c in unchanged], [self.task.target[c] for c in unchanged])
-        for index, (steps, shape) in enumerate(zip(self.task.schedule, self.chunks.shapes, strict=True)):
-            if steps:
-                self.begins.append((index, len(self.steps)))
-                (self._windowed_round if self.chunks.is_windowed(steps) else self._round)(steps, shape, copies)
-                copies = []
-        self.emit_all(copies)
-
-    def _round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
+    def round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
         """Append a round that starts all messages (as far as there are receive slots), then waits and reduces."""
         sends = [sent for step in steps if isinstance(step, Send) for sent in self._sends(step, shape.changing)]
         receives = [
@@ -210,7 +208,7 @@ class _ProgramBinder:
                 round_.act(action)
         self._emit_exchange(round_.streams.values())
 
-    def _windowed_round(
+    def windowed_round(
         self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
     ) -> None:
         """Append a round of segmented messages, each with a few segments in flight: as one completes, the next starts.
@@ -273,7 +271,7 @@ class _ProgramBinder:
                 actions.append(_Action(index, None, [self._reduction(row, step.side) for row in rows], destinations))
             elif isinstance(step, Copy):
                 sources, destinations = self.chunks.locations(step.source), self.chunks.write(step.target)
-                actions.append(_Action(index, None, self._copies(sources, destinations), destinations))
+                actions.append(_Action(index, None, self.copies(sources, destinations), destinations))
         return actions
 
     def _arrivals(self, number: int, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
@@ -314,7 +312,7 @@ class _ProgramBinder:
     def _reduction(self, row: tuple[MemorySpan, ...], side: Side) -> Callable[[], object]:
         return self._combine(side)(*map(self._array, row))
 
-    def _copies(self, sources: Iterable[MemorySpan], destinations: Iterable[MemorySpan]) -> list[Callable[[], object]]:
+    def copies(self, sources: Iterable[MemorySpan], destinations: Iterable[MemorySpan]) -> list[Callable[[], object]]:
         return [
             partial(copy_array, self._array(destination), self._array(source))
             for source, destination in aligned(sources, destinations)
@@ -327,32 +325,29 @@ class _ExchangeBuilder:
 
     def __init__(self, wire: Wire, later: set[int]) -> None:
         self._wire, self._later = wire, later
-        self.streams: dict[Any, Stream] = {}
-        self.local = self._stream("local")
+        self.streams: defaultdict[Any, Stream] = defaultdict(Stream)
+        self.local = self.streams["local"]
         self._ends: dict[int, list[Any]] = {}  # by the id of a message: operations that wait for its end
         self._sent: list[tuple[Any, list[MemorySpan]]] = []
         self._reduced: list[tuple[Any, list[MemorySpan]]] = []
-
-    def _stream(self, key: Any) -> Stream:
-        return self.streams.setdefault(key, Stream())
 
     def _add(self, message: Any, stream: Stream | None = None) -> None:
         """Append a message to its stream; a network message gets one of its own, after its start in `stream`."""
         key = self._wire.stream_key(message)
         if key is not None:
-            ended = self._stream(key).add(message)
+            ended = self.streams[key].add(message)
             self._ends[id(message)] = [ended]
             if isinstance(message, RendezvousSend):
                 read = Acknowledgement(message, ended)
-                self._stream(("read", *key)).add(read)
+                self.streams["read", *key].add(read)
                 self._ends[id(message)] = [read]
             return
         if id(message) in self._later and stream is None:
             return
-        starts = stream or self._stream("network")
+        starts = stream or self.streams["network"]
         for call in self._wire.start_calls([message]):
             begun = starts.add(call)
-        own = self._stream(id(message))
+        own = self.streams[id(message)]
         own.add(begun)
         for wait in self._wire.wait_calls([message]):
             ended = own.add(wait.test)
@@ -368,7 +363,7 @@ class _ExchangeBuilder:
         for other, places in (*self._sent, *self._reduced) if onto else ():
             if overlap(places, onto) and self._wire.stream_key(other) != key:
                 for ended in self._ends[id(other)]:
-                    self._stream(key).add(ended)
+                    self.streams[key].add(ended)
         self._add(message)
         if onto:
             self._reduced.append((message, onto))

@@ -170,9 +170,10 @@ def _source(declaration: Declaration, form: str) -> str:
     names = _arguments(declaration)
     values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form)}
     parameters = inspect.signature(declaration.describe).parameters
+    planner = "self._open_planner()"
     call = f"describe({', '.join(values.get(name, name) for name in parameters)})"
     if form == "persistent":
-        body = f"return self._bind({call}, algorithm, segments)"
+        body = f"return {planner}.init({call}, algorithm, segments)"
     else:
         send = next((name for name in ("sendbuf", "buf") if name in names), None)
         recv = next((name for name in ("recvbuf", "buf") if name in names), None)
@@ -185,12 +186,12 @@ def _source(declaration: Declaration, form: str) -> str:
             body = (
                 f"number = self._compiled[{declaration.name!r}]({arguments})\n"
                 f"if number & {RESULT} and (key := self._run_cached(number, {key})):\n"
-                f"    self._run({call}, algorithm, segments, key)"
+                f"    {planner}.run({call}, algorithm, segments, key)"
             )
         else:
             body = (
                 f"key = self._start_cached({key})\n"
-                f"return key if isinstance(key, Request) else self._begin({call}, algorithm, segments, key)"
+                f"return key if isinstance(key, Request) else {planner}.begin({call}, algorithm, segments, key)"
             )
     returns = "None" if form == "blocking" else "Request"
     heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"

@@ -3,7 +3,6 @@
 Messages of different communicators cannot match: each has a duplicate of its MPI communicator and mailboxes of its own.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -14,6 +13,7 @@ from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
 from collectives.transport import network_speed
+from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.device import cuda_aware
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
@@ -39,7 +39,7 @@ class Transports:
     """
 
     def __init__(self, comm: MPI.Intracomm, aware: bool | None, shared: bool, nodes: Sequence[int] | None) -> None:
-        self._comm = comm
+        self.comm = comm
         named = None if nodes is None else numbered(nodes)
         neighbours = _neighbours(comm, named)
         self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
@@ -55,7 +55,7 @@ class Transports:
         self.network_speed = network_speed.NetworkSpeed()
         if self.nodes is not None:
             self.network_speed = network_speed.measure(comm, self.nodes)
-        self.edges: dict[int, dict[int, MailboxEdge]] = defaultdict(dict)
+        self.edges: dict[int, dict[int, MailboxEdge]] = {}  # by channel and rank
         self.nonblocking_calls = 0
         """Non-blocking calls so far."""
 
@@ -71,6 +71,11 @@ class Transports:
                 for edge in edges.values():
                     edge.update_segments()
         return array
+
+    @property
+    def message_speed(self) -> MessageSpeed:
+        """Speed of messages on the slowest node; zeros without shared memory, or cores enough."""
+        return MessageSpeed() if self.node is None else self.node.speed
 
     def consume_tag(self) -> int:
         """Return a new MPI tag for the next non-blocking call; the same on all ranks, which count these calls."""
@@ -96,9 +101,13 @@ class Transports:
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
         nonblocking = form == "nonblocking"
-        network = ImmediateTransport(self._comm) if nonblocking else PersistentTransport(self._comm, tag)
+        network = ImmediateTransport(self.comm) if nonblocking else PersistentTransport(self.comm, tag)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return network
+        if channel not in self.edges:
+            self.edges[channel] = {
+                rank: MailboxEdge(self.node, channel, place) for rank, place in self.node.places.items()
+            }
         return NodeAwareTransport(self.node, channel, self.edges[channel], network, shared, mark)
 
     def free(self) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.compiled_program import CompiledProgram
-from collectives.runtime.operation import ProgramOwner
 from collectives.runtime.progress import mpi_is_thread_safe
 from collectives.runtime.requests import Request, clear_status
 
@@ -38,10 +37,8 @@ def new_request(*arguments: Any) -> Request:
     return request
 
 
-def ended_request(name: str, program: CompiledProgram, owner: ProgramOwner) -> Request:
-    """Create the request of a non-blocking collective that has ended already."""
-    if not mpi_is_thread_safe():
-        return Request(name, program, owner, None)
+def ended_request(name: str) -> Request:
+    """Create the request of a non-blocking collective that has ended already, if MPI is thread-safe."""
     request: EndedRequest = MPI.Request.__new__(EndedRequest, _isend(_NO_DATA, MPI.PROC_NULL))
     request.name = name
     return request

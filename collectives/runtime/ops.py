@@ -121,7 +121,9 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
         return Combiner(partial(_locate, better), True)
     if handle in _RULES:
         ufunc = _ufunc(_RULES[handle], dtype, datatype)
-        return Combiner(partial(_bind, ufunc), True, ufunc)
+        # NumPy 2.4 deprecates the third position of maximum and minimum; elsewhere it saves 0.2 us a call.
+        bind = _bind_by_keyword if ufunc in (np.maximum, np.minimum) else partial
+        return Combiner(partial(bind, ufunc), True, ufunc)
     return Combiner(_local(op, dtype, datatype), is_commutative(op))
 
 
@@ -138,10 +140,8 @@ def _ufunc(rule: _OpRule, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | 
     return rule.ufunc
 
 
-def _bind(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -> Callable[[], object]:
-    if ufunc is np.maximum or ufunc is np.minimum:  # NumPy 2.4 deprecates their third position
-        return partial(ufunc, left, right, out=out)
-    return partial(ufunc, left, right, out)  # 0.2 us less a call
+def _bind_by_keyword(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -> Callable[[], object]:
+    return partial(ufunc, left, right, out=out)
 
 
 def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> Combiner | None:

@@ -1,13 +1,12 @@
-"""Planner: binds collective calls to programs and runs them, for blocking, non-blocking and persistent calls.
+"""Planner: chooses the algorithm of a call, binds it to a program and runs it, for calls of all forms.
 
 Small blocking calls are copied through eager buffers; larger ones are bound to the user's memory without extra copies.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from mpi4py import MPI
@@ -15,59 +14,64 @@ from mpi4py import MPI
 from collectives.errors import RanksDisagree
 from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
+from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
-from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program, load_compiler
 from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
+from collectives.runtime.desync_check import DesyncChecker
 from collectives.runtime.native_requests import ended_request, new_request
+from collectives.runtime.nonblocking_programs import NonblockingPrograms
 from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_builder import ProgramBuilder
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
-from collectives.runtime.program_table import DONE, REFUSED
-from collectives.runtime.progress import active_requests, lone_requests, progress_lock, run_program
+from collectives.runtime.program_table import DONE, REFUSED, RESULT
+from collectives.runtime.progress import (
+    active_requests,
+    lone_requests,
+    mpi_is_thread_safe,
+    progress_lock,
+    progress_until,
+    run_program,
+)
 from collectives.runtime.requests import Request
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.mailbox import NONBLOCKING
 
 
 class Planner:
-    """Runs the collective calls of one communicator over `comm`, a private duplicate of it that the planner owns.
+    """Runs the collective calls of one communicator over `transports`, which it owns, and their private communicator.
 
-    The duplicate is used for nothing else, so that its messages never match the user's. `transports` is created from
-    the other arguments; `cache` holds the programs of blocking calls. With `async_progress`, programs of long messages
+    That is used for nothing else, so that its messages never match the user's. `cache` holds the programs of blocking
+    calls. In debug mode `checker` compares the calls of all ranks. With `async_progress`, programs of long messages
     within the node are begun and advanced by the progress thread; they are compiled at once, where that is possible.
     """
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
-        aware: bool | None,
-        shared: bool,
-        nodes: Sequence[int] | None,
+        transports: Transports,
+        chooser: AlgorithmChooser,
+        checker: DesyncChecker | None = None,
         async_progress: bool = False,
     ) -> None:
-        self.comm = comm
         if async_progress:
             load_compiler()
-        self.transports = Transports(comm, aware, shared, nodes)
-        self.node, self.nodes = self.transports.node, self.transports.nodes
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._builder = ProgramBuilder(comm, self.transports, async_progress)
+        self.transports, self.chooser, self._checker = transports, chooser, checker
+        self.comm, self.node, self.nodes = transports.comm, transports.node, transports.nodes
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self._builder = ProgramBuilder(transports, async_progress)
         self.cache = ProgramCache(self.rank)
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
-        self._programs: dict[Hashable, Program] = {}  # of non-blocking calls
-        self._compiled = [dict[Hashable, CompiledProgram]() for _ in range(NONBLOCKING)]  # by channel and arguments
-        self._calls = [CompiledCallTable() for _ in range(NONBLOCKING)]  # the same programs, searched first
+        self._nonblocking = NonblockingPrograms(self.cache)
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
         self._broken: str | None = None
         self._count_exchanges: dict[Hashable, CountExchange] = {}
         self._persistent: weakref.WeakSet[Request] = weakref.WeakSet()
         # Appended by finalizers at any moment.
         self._finalized: deque[tuple[Program | CompiledProgram, int | None]] = deque()
-        self._channels = ChannelAllocator(comm)
+        self._channels = ChannelAllocator(self.comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
         """Raise if this rank's buffers overlap; else return the call's memory properties on all ranks. Collective."""
@@ -76,14 +80,18 @@ class Planner:
 
     # -------------------------------------------------------------------------------- the three forms
 
-    def run(
-        self,
-        call: Call,
-        choice: AlgorithmChoice,
-        cache_key: CallKey = UNCACHEABLE,
-    ) -> None:
+    def _compare(self, form: str, call: Call, choice: AlgorithmChoice) -> None:
+        """Wait, in debug mode, until all ranks have made this call; raise if they differ."""
+        if self._checker is not None:
+            agreed = self._checker.check(form, call, choice)
+            self.transports.consume_tag()
+            progress_until(agreed)
+
+    def run(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> None:
         """Run a blocking call and cache its program, unless data is staged; later calls can find it by `cache_key`."""
         self.cache.check_in_step()
+        choice = self.chooser.choose(call, algorithm, segments, "blocking")
+        self._compare("blocking", call, choice)
         binding.check_no_overlap(call)
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
@@ -129,15 +137,18 @@ class Planner:
     ) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`."""
         turn = self.transports.nonblocking_calls % NONBLOCKING
-        before, calls = self._latest[turn], self._calls[turn]
+        before, calls = self._latest[turn], self._nonblocking.calls[turn]
         may_start = (before is None or not before.holds_program) and not self._broken
-        result = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
-        if result != REFUSED:
-            program, result = calls.started(name, result)
+        number = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
+        if number & RESULT == DONE and mpi_is_thread_safe():
+            self.transports.nonblocking_calls += 1
+            return ended_request(name)
+        if number != REFUSED:
+            program, result = calls.started(name, number)
         else:
             try:
                 arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
-                known = self._compiled[turn].get(arguments)
+                known = self._nonblocking.compiled[turn].get(arguments)
             except TypeError:  # arguments that are not hashable, or buffers of other kinds
                 return UNCACHEABLE
             if known is None or not may_start:
@@ -149,7 +160,7 @@ class Planner:
             self._fail(name, program, result)
         self.transports.nonblocking_calls += 1
         if result == DONE:
-            return ended_request(name, program, self)
+            return ended_request(name) if mpi_is_thread_safe() else Request(name, program, self, None)
         request = self._latest[turn] = new_request(name, program, self, (sendbuf, recvbuf))
         request.resume(program)
         return request
@@ -160,13 +171,14 @@ class Planner:
         self._break_off(name, program)
         program.note(result)
 
-    def begin(
-        self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None, cache_key: CallKey = UNCACHEABLE
-    ) -> Request:
-        """Start a non-blocking call and return its request; no message leaves before `gate`, if given, returns True.
+    def begin(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> Request:
+        """Start a non-blocking call and return its request.
 
-        Calls take the mailbox channels in turn. A call waits for the one before on its channel to end.
+        Calls take the mailbox channels in turn. A call waits for the one before on its channel to end, and in debug
+        mode until all ranks have made it, before its first message leaves.
         """
+        choice = self.chooser.choose(call, algorithm, segments, "nonblocking")
+        gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
         with progress_lock:  # a thread that progresses active requests may change programs at any moment
             self._free_finalized()
             if self._broken:
@@ -175,17 +187,19 @@ class Planner:
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             turn = self.transports.nonblocking_calls % NONBLOCKING
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
-            program = self._programs.get(key)
+            program = self._nonblocking.bound.get(key)
             if program is None:
                 binding.check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
-                self._add_program(key, program)
-            else:
-                self._compile(program, cache_key, turn, call)
+                if reusable:
+                    self._nonblocking.bound[key] = program
+                    self._free_surplus(program)
+            if reusable:
+                self._nonblocking.compile(program, cache_key, turn, call)
             if program.stream is not None:
                 program.stream.follow(*(buffer.owner for buffer in call.buffers))
             tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
-            request = new_request(call.collective, self._in_portions(program, key, turn), self, call)
+            request = new_request(call.collective, self._nonblocking.in_portions(program, key, turn), self, call)
             request.owns_program, request.device = not reusable, call_device(call)
             if program.wire.node is not None:
                 before, self._latest[turn] = self._latest[turn], request
@@ -195,9 +209,13 @@ class Planner:
             request.begin(gate)
             return request
 
-    def init(self, call: Call, choice: AlgorithmChoice, shared: bool = False) -> Request:
-        """Create the persistent request of a call; `shared`: all ranks send from shared memory. Collective."""
-        binding.check_no_overlap(call)
+    def init(self, call: Call, algorithm: Any, segments: Any) -> Request:
+        """Create the persistent request of a call. Collective."""
+        choice = self.chooser.choose(call, algorithm, segments, "persistent")
+        self._compare("persistent", call, choice)
+        memory = self.visibility(call)
+        if memory.shared:
+            choice = self.chooser.choose(call, algorithm, segments, "persistent", memory)
         self.transports.consume_persistent_tag()
         call, device = self._builder.on_device(call, choice)
         first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
@@ -205,7 +223,7 @@ class Planner:
         if self.node is not None and choice.algorithm != NATIVE:
             self._free_finalized()
             channel = self._channels.take()
-        bound = self._builder.bind(call, choice, "persistent", device, first, channel, shared)
+        bound = self._builder.bind(call, choice, "persistent", device, first, channel, memory.shared)
         program = (compile_program(bound) or bound) if bound.deferred else bound
         request = Request(call.collective, program, self, call, persistent=True)
         request.channel, request.device = channel, call_device(call)
@@ -243,12 +261,7 @@ class Planner:
     def free(self) -> None:
         """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank."""
         self.cache.free()
-        for program in self._programs.values():
-            program.free()
-        self._programs.clear()
-        for compiled, calls in zip(self._compiled, self._calls):
-            compiled.clear()
-            calls.clear()
+        self._nonblocking.free()
         for exchange in self._count_exchanges.values():
             exchange.program.free()
         with progress_lock:
@@ -287,42 +300,8 @@ class Planner:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
         return exchange.with_counts(call)
 
-    def _add_program(self, key: Hashable, program: Program) -> None:
-        """Keep a program of non-blocking calls for those with the same key."""
-        if key is not None:
-            self._programs[key] = program
-            if len(self._programs) > MAX_PROGRAMS:
-                self._free_surplus(program)
-
-    def _free_surplus(self, needed: Program | CompiledProgram) -> None:
-        """Free the oldest programs of non-blocking calls beyond `MAX_PROGRAMS`, but not `needed` and those active."""
-        surplus = max(0, len(self._programs) - MAX_PROGRAMS)
-        running = [needed, *(request.program for request in self._active())]
-        busy = {id(one.program if isinstance(one, CompiledProgram) else one) for one in running}
-        for old in list(islice((old for old, program in self._programs.items() if id(program) not in busy), surplus)):
-            freed = self._programs.pop(old)
-            for turn, compiled in enumerate(self._compiled):
-                self._compiled[turn] = {known: one for known, one in compiled.items() if one.program is not freed}
-                self._calls[turn].discard(freed)
-            freed.free()
-
-    def _in_portions(self, program: Program, key: Hashable, turn: int) -> Program | CompiledProgram:
-        """The compiled form of a `deferred` program with this key, which the progress thread runs; else `program`."""
-        if not program.deferred or key is None:
-            return program
-        compiled = self._compiled[turn].get(key) or compile_program(program)
-        if compiled is not None:
-            self._compiled[turn][key] = compiled
-        return compiled or program
-
-    def _compile(self, program: Program, key: CallKey, turn: int, call: Call) -> None:
-        """Compile a repeated non-blocking call if calls are frequent, for `start_cached`."""
-        self.cache.count_repeat()
-        if key is not UNCACHEABLE and len(self._compiled[turn]) < MAX_PROGRAMS and key.is_lasting:
-            compiled = self.cache.compile(program, key, call)
-            if compiled is not None:
-                self._compiled[turn][key.arguments] = compiled
-                self._calls[turn].add(key.arguments[0], compiled, key.given, compiled.start_spins)
+    def _free_surplus(self, *needed: Program | CompiledProgram) -> None:
+        self._nonblocking.free_surplus([*needed, *(request.program for request in self._active())])
 
     def release(self, request: Request) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
@@ -335,7 +314,7 @@ class Planner:
             self._break_off(request.name, request)
         elif request.owns_program:
             program.free()
-        elif len(self._programs) > MAX_PROGRAMS:
+        elif len(self._nonblocking.bound) > MAX_PROGRAMS:
             self._free_surplus(program)
 
     def _break_off(self, name: str, kept: object) -> None:

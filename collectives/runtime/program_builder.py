@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-from mpi4py import MPI
+from functools import partial
 
 from collectives.buffers.staging import DeviceMemory
 from collectives.runtime import binding, native
@@ -24,9 +23,9 @@ DEFERRED_BYTES = 1 << 17
 class ProgramBuilder:
     """Builds the programs of calls over `transports`; with `async_progress`, those of long messages are `deferred`."""
 
-    def __init__(self, comm: MPI.Intracomm, transports: Transports, async_progress: bool) -> None:
-        self._comm, self._transports, self._async_progress = comm, transports, async_progress
-        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+    def __init__(self, transports: Transports, async_progress: bool) -> None:
+        self._comm, self._transports, self._async_progress = transports.comm, transports, async_progress
+        self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
 
     def on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
         """(call to bind, its device); the device is None if the data is on the host or must be staged there."""
@@ -52,17 +51,17 @@ class ProgramBuilder:
             source, target, loading, storing = binding.buffer_ends(call, None)
             return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
         exchanges = needs_counts(call, choice)
-        place = choice, self._rank, self._size, self.wire(call, choice, form, channel, shared and not exchanges)
-
-        def bind_known(call: Call) -> Program:
-            return binding.bind_call(call, *place, device, first, self._transports.nodes)
-
+        wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges), self._transports.nodes
+        rank, size = self._rank, self._size
+        bind_known = partial(
+            binding.bind_call, choice=choice, rank=rank, size=size, wire=wire, device=device, first=first, nodes=nodes
+        )
         if not exchanges:
             program = bind_known(call)
             is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
             program.deferred = self._async_progress and is_long and program.exchanges is not None
             return program
-        return bind_after_exchange(call, bind_count_exchange(call, *place, self._transports.nodes), bind_known, device)
+        return bind_after_exchange(call, bind_count_exchange(call, choice, rank, size, wire, nodes), bind_known, device)
 
     def bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
         """Build the program of a short blocking call, with buffers of its own."""

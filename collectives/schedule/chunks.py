@@ -65,9 +65,10 @@ def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
     return runs
 
 
-def aligned(*columns: Iterable[MemorySpan]) -> Iterator[tuple[MemorySpan, ...]]:
-    """Cut lists of spans of equal total length at the same places; yield rows of equally long pieces, one per list."""
+def aligned(*columns: Iterable[MemorySpan]) -> list[tuple[MemorySpan, ...]]:
+    """Cut lists of spans of equal total length at the same places: rows of equally long pieces, one per list."""
     stacks = [joined(column)[::-1] for column in columns]
+    rows: list[tuple[MemorySpan, ...]] = []
     while stacks[0]:
         length = min(stack[-1].stop - stack[-1].start for stack in stacks)
         row = []
@@ -76,12 +77,13 @@ def aligned(*columns: Iterable[MemorySpan]) -> Iterator[tuple[MemorySpan, ...]]:
             row.append(MemorySpan(memory, start, start + length))
             if start + length < stop:
                 stack.append(MemorySpan(memory, start + length, stop))
-        yield tuple(row)
+        rows.append(tuple(row))
+    return rows
 
 
-def split(rows: Iterable[tuple[MemorySpan, ...]], lengths: Iterable[int]) -> Iterator[list[tuple[MemorySpan, ...]]]:
+def split(rows: Sequence[tuple[MemorySpan, ...]], lengths: Iterable[int]) -> Iterator[list[tuple[MemorySpan, ...]]]:
     """Cut rows of equally long spans into consecutive groups of the given total lengths in elements."""
-    queue = list(rows)[::-1]
+    queue = [*rows[::-1]]
     for length in lengths:
         portion = []
         while length:

@@ -9,7 +9,8 @@ A chunk is a number, never bytes: chunk ``c`` of ``C`` is the c-th part of the v
 scratch: chunk ``k * C + c`` lies in the k-th spare copy of the vector and is as long as chunk ``c``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 Chunks: TypeAlias = tuple[range, ...]
@@ -97,10 +98,8 @@ def scattered(chunks: Iterable[int]) -> Chunks:
     return tuple(ranges)
 
 
-def numbers(chunks: Chunks) -> Iterator[int]:
-    """The chunk numbers one by one."""
-    for part in chunks:
-        yield from part
+numbers: Callable[[Chunks], Iterator[int]] = chain.from_iterable
+"""The chunk numbers one by one."""
 
 
 def freeze(rounds: Iterable[Iterable[Step]]) -> Schedule:

@@ -46,6 +46,11 @@ class Selection(NamedTuple):
     seconds: float
     source: str
 
+    @property
+    def choice(self) -> AlgorithmChoice:
+        """Algorithm and segments."""
+        return AlgorithmChoice(self.algorithm, self.segments)
+
 
 class CallTraits(NamedTuple):
     """Properties of a call that decide its algorithm, equal on all ranks."""
@@ -84,29 +89,25 @@ class Selector:
         self.cores = cores if size <= SIMULATED_RANKS else None
         self.costs = costs if table is None else table.costs
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
-        self._chosen: dict[CallTraits, AlgorithmChoice] = {}
-
-    def choose(self, traits: CallTraits) -> AlgorithmChoice:
-        """Algorithm and segments that `decide` selects for the size class of the call, from a cache."""
-        nbytes = size_class(traits.nbytes)
-        if nbytes != traits.nbytes:
-            traits = traits._replace(nbytes=nbytes)
-        choice = self._chosen.get(traits)
-        if choice is None:
-            choice = self._chosen[traits] = AlgorithmChoice(*self.decide(traits)[:2])
-        return choice
+        self._decided: dict[CallTraits, Selection] = {}
 
     def decide(self, traits: CallTraits) -> Selection:
-        """Fastest suitable algorithm for a call, by measured times where any apply, else by the model.
+        """Fastest suitable algorithm for the size class of a call, by measured times if any apply, else by the model.
 
         The model decides calls on large shared buffers, unless ranks forward data. All but native algorithms give equal
         bits on all ranks.
         """
-        if traits.local_counts:
-            traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
-        elif traits.shared and traits.nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
-            return self._from_model(traits, lambda costs: costs.with_shared_buffers(traits.in_place))
-        return self._from_table(traits) or self._from_model(traits)
+        nbytes = TYPICAL_BLOCK * self.size if traits.local_counts else size_class(traits.nbytes)
+        if nbytes != traits.nbytes:
+            traits = traits._replace(nbytes=nbytes)
+        decided = self._decided.get(traits)
+        if decided is None:
+            adapt = None
+            if traits.shared and nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
+                adapt = partial(Costs.with_shared_buffers, in_place=traits.in_place)
+            from_table = self._from_table(traits) if adapt is None else None
+            decided = self._decided[traits] = from_table or self._from_model(traits, adapt)
+        return decided
 
     def _deciding_costs(self, traits: CallTraits) -> Costs:
         """Costs that decide in the model: not those measured at creation where the choice could change the bits.
@@ -145,12 +146,14 @@ class Selector:
             return False
         return choice.segments <= MOST_SEGMENTS and entry.alike and _fits(entry, traits.ordered, self.nodes)
 
-    def _from_model(self, traits: CallTraits, adapt: Callable[[Costs], Costs] = lambda costs: costs) -> Selection:
+    def _from_model(self, traits: CallTraits, adapt: Callable[[Costs], Costs] | None) -> Selection:
         """Fastest suitable algorithm and segment count by the cost model; with local counts, of least latency.
 
-        `adapt` changes the costs for the buffers of the call. The expected time is that at all measured costs.
+        `adapt`, if any, changes the costs for the buffers of the call. The expected time is that at all measured costs.
         """
-        deciding, measured = adapt(self._deciding_costs(traits)), adapt(self.costs)
+        deciding, measured = self._deciding_costs(traits), self.costs
+        if adapt is not None:
+            deciding, measured = adapt(deciding), adapt(measured)
         entries = catalog.CATALOG[traits.collective].items()
         able = {name: entry for name, entry in entries if entry.alike and _fits(entry, traits.ordered, self.nodes)}
         if traits.local_counts or self._mixed is None:

@@ -15,7 +15,9 @@ found set, and before it is acknowledged.
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -98,14 +100,36 @@ def usable_cores() -> set[int]:
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def label(nbytes: int, mark: int) -> int:
-    """Flag label of an eager message: mark of the call, and length (`IN_CELL` if over `INLINE` bytes)."""
-    return mark * LENGTHS + (nbytes if nbytes <= INLINE else IN_CELL)
+class SlotMemory(NamedTuple):
+    """Memory for the data of eager messages in one direction: a rank's mailboxes, and byte offsets in them.
 
+    `inline` is that of the data beside the first flag, `short` that of the first buffer of `short_bytes`, and `cells`
+    are those of buffers of `cell_bytes`.
+    """
 
-def address_label(addresses: int, mark: int) -> int:
-    """Flag label of a rendezvous message, whose slot holds this many (address, bytes) pairs."""
-    return mark * LENGTHS + IN_CELL + addresses
+    memory: np.ndarray
+    inline: int
+    short: int
+    short_bytes: int
+    cells: list[int]
+    cell_bytes: int
+
+    def parts(self, lengths: Sequence[int]) -> list[list[np.ndarray]]:
+        """Memory of a message in each slot that it may take in turn, cut into parts of these lengths.
+
+        One slot without memory for a message longer than a cell.
+        """
+        nbytes = sum(lengths)
+        if nbytes <= INLINE:
+            starts = [self.inline + slot * LINE for slot in range(SLOTS)]
+        elif nbytes <= self.short_bytes:
+            starts = [self.short + slot * self.short_bytes for slot in range(SLOTS)]
+        elif nbytes <= self.cell_bytes:
+            starts = self.cells
+        else:
+            return [[]]
+        bounds = list(pairwise(accumulate(lengths, initial=0)))
+        return [[self.memory[start + low : start + high] for low, high in bounds] for start in starts]
 
 
 class NodeMemory:
@@ -173,10 +197,6 @@ class NodeMemory:
         self.comm.Iprobe()
         pause(turn)
 
-    def reaches(self, rank: int) -> bool:
-        """True if the rank is on this node."""
-        return rank in self.places
-
     def free(self) -> None:
         """Free the mailboxes and the node's communicator without synchronising with other ranks."""
         for words in self.words:
@@ -192,8 +212,8 @@ class MailboxEdge:
     """Link to the rank with node rank `peer` on one channel: mailbox offsets and message counts of both directions."""
 
     __slots__ = (
-        "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox", "place",
-        "short", "short_in", "short_out", "their_ack", "theirs",
+        "counts", "inbox", "incoming", "mine", "my_ack", "node", "numbers", "outbox", "outgoing", "place", "their_ack",
+        "theirs",
     )  # fmt: skip
 
     def __init__(self, node: NodeMemory, channel: int, peer: int) -> None:
@@ -203,11 +223,13 @@ class MailboxEdge:
         self.mine, self.theirs = node.words[place], node.words[peer]
         self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
-        self.cells_out, self.cells_in = (
+        cells_out, cells_in = (
             [cells + (rank * CELLS + turn) * cell for turn in range(CELLS)] for rank in (peer, place)
         )
-        self.short, shorts = node.short[channel], cells + node.size * CELLS * cell
-        self.short_out, self.short_in = (shorts + rank * SLOTS * self.short for rank in (peer, place))
+        short, shorts = node.short[channel], cells + node.size * CELLS * cell
+        short_out, short_in = (shorts + rank * SLOTS * short for rank in (peer, place))
+        self.outgoing = SlotMemory(node.bytes[place], self.outbox * 8 + 8, short_out, short, cells_out, cell)
+        self.incoming = SlotMemory(node.bytes[peer], self.inbox * 8 + 8, short_in, short, cells_in, cell)
         self.place = peer
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
@@ -220,12 +242,12 @@ class MailboxEdge:
             there + self.their_ack * 8,
             cell,
             node.copied[channel],
-            self.short,
-            here + self.short_out,
-            there + self.short_in,
+            short,
+            here + short_out,
+            there + short_in,
         )
-        self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out]
-        self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in self.cells_in]
+        self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in cells_out]
+        self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in cells_in]
         self.update_segments()
 
     def update_segments(self) -> None:
@@ -261,19 +283,3 @@ class MailboxEdge:
         if counts[ACKED] < number:
             counts[ACKED] = self.theirs[self.their_ack]
         return counts[ACKED] >= number
-
-    def room(self, nbytes: int) -> int:
-        """Number of eager messages of `nbytes` that may be under way: further ones would use the same memory."""
-        return SLOTS if nbytes <= max(INLINE, self.short) else CELLS
-
-    def slot_out(self, slot: int, nbytes: int) -> int:
-        """Byte offset, in this rank's mailbox memory, of the data of an outgoing message of `nbytes` in `slot`."""
-        if nbytes <= INLINE:
-            return (self.outbox + slot * WORDS + 1) * 8
-        return self.short_out + slot * self.short if nbytes <= self.short else self.cells_out[slot % CELLS]
-
-    def slot_in(self, slot: int, nbytes: int) -> int:
-        """Byte offset, in the peer's mailbox memory, of the data of an incoming message of `nbytes` in `slot`."""
-        if nbytes <= INLINE:
-            return (self.inbox + slot * WORDS + 1) * 8
-        return self.short_in + slot * self.short if nbytes <= self.short else self.cells_in[slot % CELLS]

@@ -40,7 +40,7 @@ STREAMED = 1 << 19
 class NodeAwareTransport:
     """Transport: one channel of the mailboxes in shared memory within a node; MPI (`network`) between nodes.
 
-    `edges` of the channel, by peer, are created on first use. `shared`: nearly all send buffers are in memory that the
+    `edges` are those of the channel, by rank of the node. `shared`: nearly all send buffers are in memory that the
     receiver has mapped, so that no message is cut; equal at both ends of every edge. `mark` is a number below `MARKS`
     that both ends of every edge compute from the call: a message with another mark raises.
     """
@@ -58,16 +58,10 @@ class NodeAwareTransport:
         self.mark = mark
         self._streamed = 0 if shared else STREAMED
 
-    def _edge(self, peer: int) -> MailboxEdge:
-        edge = self._edges.get(peer)
-        if edge is None:
-            edge = self._edges[peer] = MailboxEdge(self.node, self._channel, self.node.places[peer])
-        return edge
-
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        if not self.node.reaches(peer):
+        if peer not in self._edges:
             return self._network.send(peer, pieces, stable)
-        edge = self._edge(peer)
+        edge = self._edges[peer]
         nbytes = sum(piece.nbytes for piece in pieces)
         may_go_by_address = nbytes >= RENDEZVOUS_BYTES and stable and len(pieces) <= ADDRESSES
         is_shared = may_go_by_address and all(self.node.heap.is_shared(*piece) for piece in pieces)
@@ -76,43 +70,30 @@ class NodeAwareTransport:
         return EagerSend(edge, pieces, self.mark, may_go_by_address)
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
-        if not self.node.reaches(peer):
+        if peer not in self._edges:
             return self._network.receive(peer, pieces)
-        edge = self._edge(peer)
+        edge = self._edges[peer]
         targets = [view(*piece, BYTE) for piece in pieces]
-        takes = self._takes(edge, targets, lambda index, source: partial(np.copyto, *as_words(targets[index], source)))
+        slots = edge.incoming.parts([piece.nbytes for piece in pieces])
+        takes = [[partial(np.copyto, *as_words(*pair)) for pair in zip(targets, slot)] for slot in slots]
         return Receive(edge, takes, RendezvousRead(edge, targets, None), self.mark)
 
     def combine(self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Reduction) -> Receive:
-        edge, dtype = self._edge(peer), rows[0][0].dtype
+        edge, dtype = self._edges[peer], rows[0][0].dtype
         outs = [out for _, out in rows]
-        takes = self._takes(edge, outs, lambda index, source: bind(source.view(dtype), *rows[index]))
+        slots = edge.incoming.parts([out.nbytes for out in outs])
+        takes = [[bind(part.view(dtype), *row) for part, row in zip(slot, rows)] for slot in slots]
         return Receive(edge, takes, RendezvousRead(edge, outs, Combination(rows, bind)), self.mark)
 
-    def _takes(
-        self, edge: MailboxEdge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]
-    ) -> list[list[Callable[[], object]]]:
-        """Receiving functions of each slot, ``take(index, data)`` per target; none for messages longer than a cell."""
-        nbytes = sum(target.nbytes for target in targets)
-        takes: list[list[Callable[[], object]]] = [[] for _ in range(edge.room(nbytes))]
-        if nbytes <= self.node.cells[self._channel]:  # the sender decides whether it copies
-            memory = self.node.bytes[edge.place]
-            for slot, calls in enumerate(takes):
-                start = edge.slot_in(slot, nbytes)
-                for index, target in enumerate(targets):
-                    calls.append(take(index, memory[start : start + target.nbytes]))
-                    start += target.nbytes
-        return takes
-
     def split_size(self, peer: int, nbytes: int) -> int | None:
-        if not self.node.reaches(peer):
+        if peer not in self._edges:
             return None
         cell = self.node.cells[self._channel]
         whole = nbytes <= cell or (nbytes > self._streamed and self.node.reads)
         return 0 if whole else cell
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        return self.node.reaches(peer) and nbytes <= self.node.copied[self._channel] and before < CELLS
+        return peer in self._edges and nbytes <= self.node.copied[self._channel] and before < CELLS
 
     def stream_key(self, message: Any) -> tuple[str, int] | None:
         """Direction and node rank of a message through a mailbox, whose order matters; None for the network's."""

@@ -19,16 +19,16 @@ from collectives.transport.exchange import After
 from collectives.transport.mailbox import (
     ACKED,
     ADDRESSES,
+    IN_CELL,
     INLINE,
     KIND,
+    LENGTHS,
     MASK,
     RECEIVED,
     SENT,
     SLOTS,
     WORDS,
     MailboxEdge,
-    address_label,
-    label,
 )
 from collectives.transport.wire import Iovec, Reduction
 
@@ -55,14 +55,12 @@ class EagerSend:
         self.may_go_by_address = may_go_by_address
         self.edge, self.pieces, self._fence = edge, list(pieces), edge.node.fence
         self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.label, self._room = label(self.nbytes, mark), edge.room(self.nbytes)
+        self.label = mark * LENGTHS + min(self.nbytes, IN_CELL)
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
-        memory = edge.node.bytes[edge.node.place]
-        self._copies = []
-        for slot in range(self._room):
-            start = edge.slot_out(slot, self.nbytes)
-            slot_memory = memory[start : start + self.nbytes]
-            self._copies.append([as_words(target, source) for target, source in _pair_up(slot_memory, pieces)])
+        sources = [view(*piece, BYTE) for piece in pieces]
+        slots = edge.outgoing.parts([piece.nbytes for piece in pieces])
+        self._copies = [[as_words(target, source) for target, source in zip(slot, sources)] for slot in slots]
+        self._room = len(slots)  # further messages would use the same memory
 
     def attempt(self) -> bool:
         """Copy the data into the next slot; False if none is free."""
@@ -96,10 +94,12 @@ class RendezvousSend:
         self.edge, self.nbytes = edge, sum(piece.nbytes for piece in pieces)
         self.packs: list[tuple[np.ndarray, np.ndarray]] = []
         if len(pieces) > ADDRESSES:
-            packed = np.empty(self.nbytes, np.uint8)
-            self.packs = list(_pair_up(packed, pieces))
+            packed, ends = np.empty(self.nbytes, np.uint8), accumulate(piece.nbytes for piece in pieces)
+            self.packs = [
+                (packed[end - piece.nbytes : end], view(*piece, BYTE)) for end, piece in zip(ends, pieces, strict=True)
+            ]
             pieces = [Iovec(MPI.Get_address(packed), self.nbytes)]
-        self.pieces, self.label = list(pieces), address_label(len(pieces), mark)
+        self.pieces, self.label = list(pieces), mark * LENGTHS + IN_CELL + len(pieces)
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         self.number = 0
 
@@ -133,14 +133,6 @@ class Acknowledgement(NamedTuple):
         return self.sent.attempt() and self.send.edge.is_acknowledged(self.send.number)
 
 
-def _pair_up(memory: np.ndarray, pieces: Sequence[Iovec]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pair pieces with consecutive ranges of the memory: yields (range, piece)."""
-    start = 0
-    for address, length in pieces:
-        yield memory[start : start + length], view(address, length, BYTE)
-        start += length
-
-
 class Receive:
     """Receive of an eager or a rendezvous message through a mailbox.
 
@@ -155,7 +147,7 @@ class Receive:
     ) -> None:
         self.edge, self._takes, self.read, self._fence = edge, takes, read, edge.node.fence
         self.nbytes = read.nbytes
-        self.label, self._address_label = label(self.nbytes, mark), address_label(0, mark)
+        self.label, self._address_label = mark * LENGTHS + min(self.nbytes, IN_CELL), mark * LENGTHS + IN_CELL
         self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
     def attempt(self) -> bool:

@@ -14,6 +14,7 @@ from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument
 from collectives.runtime import program_cache, requests
 from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime.native_requests import EndedRequest
 from collectives.runtime.progress import active_requests
 
 pytest.importorskip("numba")
@@ -169,6 +170,15 @@ def test_non_blocking_calls(quick):
                 pass
         assert (total == factor * quick.Get_size()).all() and request == MPI.REQUEST_NULL
         assert request.Wait() and request.Test() and request not in active_requests
+
+
+def test_non_blocking_calls_on_new_arrays(quick):
+    for factor in range(40):
+        total = np.zeros(3000)
+        request = quick.Iallreduce(np.full(3000, float(factor)), total)
+        request.Wait()
+        assert (total == factor * quick.Get_size()).all()
+    assert isinstance(request, EndedRequest) or isinstance(request.program, CompiledProgram)
 
 
 def test_an_ended_call_is_freed_once(quick):

@@ -38,7 +38,7 @@ def test_ranks_of_different_nodes_share_no_memory(world, kind, shared):
         node = comm._planner.node
         assert (node is not None) == shared
         if shared:
-            reached = [rank for rank in range(world.size) if node.reaches(rank)]
+            reached = [rank for rank in range(world.size) if rank in node.places]
             assert reached == [rank for rank in on_this_machine(world) if named[rank] == named[world.rank]]
         sums(comm)
 

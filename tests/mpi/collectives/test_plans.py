@@ -65,7 +65,7 @@ def test_programs_of_non_blocking_calls_are_bounded(own):
         for request in requests:
             request.Wait()
         assert all((total == size).all() for total in totals)
-    assert len(own._planner._programs) <= kept.MAX_PROGRAMS
+    assert len(own._planner._nonblocking.bound) <= kept.MAX_PROGRAMS
     assert not own._planner._active()
 
 

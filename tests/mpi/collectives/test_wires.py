@@ -9,7 +9,7 @@ from support.transport_contract import CONTRACT
 
 from collectives.buffers.memory import view
 from collectives.transport import shm
-from collectives.transport.mailbox import NodeMemory
+from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shm import NodeAwareTransport
@@ -18,15 +18,16 @@ from collectives.transport.wire import Iovec
 WIRES = {
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),
-    "shared": lambda comm, node: NodeAwareTransport(node, 1, {}, PersistentTransport(comm, 3)),
-    "weakly ordered": lambda comm, node: NodeAwareTransport(fenced(node), 1, {}, PersistentTransport(comm, 3)),
-    "symmetric": lambda comm, node: Told(
-        node, NodeAwareTransport(unreadable(node), 1, {}, PersistentTransport(comm, 3))
-    ),
-    "symmetric, weakly ordered": lambda comm, node: Told(
-        node, NodeAwareTransport(unreadable(fenced(node)), 1, {}, PersistentTransport(comm, 3))
-    ),
+    "shared": lambda comm, node: mailboxes(comm, node),
+    "weakly ordered": lambda comm, node: mailboxes(comm, fenced(node)),
+    "symmetric": lambda comm, node: Told(node, mailboxes(comm, unreadable(node))),
+    "symmetric, weakly ordered": lambda comm, node: Told(node, mailboxes(comm, unreadable(fenced(node)))),
 }
+
+
+def mailboxes(comm, node):
+    edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
+    return NodeAwareTransport(node, 1, edges, PersistentTransport(comm, 3))
 
 
 def fenced(node):

@@ -164,10 +164,10 @@ def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     expected = (RESUME + MESSAGE) * 3 / 2 + n * BETA * 3
     assert predict_on_shared_cores("broadcast", "linear", 4, n, 2) == pytest.approx(expected)
     alone, shared = Selector(4), Selector(4, cores=2)
-    assert alone.choose(CallTraits("allreduce", 8)).algorithm == "recursive_doubling"
-    assert shared.choose(CallTraits("allreduce", 8)) == ("linear", 1)  # half of the waits
-    assert alone.choose(CallTraits("broadcast", 8 * n)).segments > 1
-    assert {shared.choose(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
+    assert alone.decide(CallTraits("allreduce", 8)).algorithm == "recursive_doubling"
+    assert shared.decide(CallTraits("allreduce", 8)).choice == ("linear", 1)  # half of the waits
+    assert alone.decide(CallTraits("broadcast", 8 * n)).segments > 1
+    assert {shared.decide(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
 
 
 def test_measured_speed_becomes_rounded_costs():
@@ -196,16 +196,17 @@ def test_measured_costs_decide_only_where_bits_cannot_differ():
     pair = [Selector(2, costs=costs).decide(CallTraits("allreduce", 8)).seconds for costs in (BUILT_IN, cheap)]
     assert pair[1] < pair[0]
     call = CallTraits("broadcast", 1 << 20)
-    assert Selector(16, None, TimingTable(BUILT_IN), costs=cheap).choose(call) == Selector(16).choose(call)
+    known = Selector(16, None, TimingTable(BUILT_IN), costs=cheap)
+    assert known.decide(call).choice == Selector(16).decide(call).choice
 
 
 def test_a_choice_that_was_made_is_looked_up():
     selector = Selector(64)
-    first = selector.choose(CallTraits("allreduce", 1 << 20))
+    first = selector.decide(CallTraits("allreduce", 1 << 20))
     called = []
     sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_name) if event == "call" else None)
     try:
-        again = selector.choose(CallTraits("allreduce", (1 << 20) + 8))
+        again = selector.decide(CallTraits("allreduce", (1 << 20) + 8))
     finally:
         sys.setprofile(None)
     assert again is first and len(called) < 10, called
@@ -245,40 +246,40 @@ def test_the_measured_winner_is_taken_and_flips_between_sizes():
     short, long = selector.decide(CallTraits("allreduce", 8)), selector.decide(CallTraits("allreduce", 8192))
     assert short == ("direct", 1, 2e-6, "measured")
     assert long == ("ring", 1, 1e-5, "measured")
-    names = [selector.choose(CallTraits("allreduce", 1 << power)).algorithm for power in range(3, 14)]
+    names = [selector.decide(CallTraits("allreduce", 1 << power)).algorithm for power in range(3, 14)]
     assert names == sorted(names)  # direct, then ring, with one change
     assert {"direct", "ring"} == set(names)
 
 
 def test_native_is_taken_only_where_it_may_be():
     selector = Selector(4, None, measured(ROWS))
-    assert selector.choose(CallTraits("allreduce", 8, native=True)) == OWN
-    assert selector.choose(CallTraits("allreduce", 8192, native=True)) == RING
-    assert selector.choose(CallTraits("allreduce", 8)) == DIRECT
-    assert Selector(4).choose(CallTraits("allreduce", 8, native=True)).algorithm != NATIVE
+    assert selector.decide(CallTraits("allreduce", 8, native=True)).choice == OWN
+    assert selector.decide(CallTraits("allreduce", 8192, native=True)).choice == RING
+    assert selector.decide(CallTraits("allreduce", 8)).choice == DIRECT
+    assert Selector(4).decide(CallTraits("allreduce", 8, native=True)).algorithm != NATIVE
     huge = Selector(4, None, measured({1 << 31: {RING: 1.0, OWN: 0.5}}))
-    assert huge.choose(CallTraits("allreduce", 1 << 31, native=True)) == RING
+    assert huge.decide(CallTraits("allreduce", 1 << 31, native=True)).choice == RING
 
 
 def test_what_was_measured_for_blocking_calls_does_not_speak_for_native_in_other_forms():
     selector = Selector(4, None, measured(ROWS))
-    assert selector.choose(CallTraits("allreduce", 8, native=True, form="persistent")) == DIRECT
+    assert selector.decide(CallTraits("allreduce", 8, native=True, form="persistent")).choice == DIRECT
     both = measured(ROWS).merged(measured({8: {RING: 2e-6, OWN: 1e-6}}, form="persistent"))
-    assert Selector(4, None, both).choose(CallTraits("allreduce", 8, native=True, form="persistent")) == OWN
+    assert Selector(4, None, both).decide(CallTraits("allreduce", 8, native=True, form="persistent")).choice == OWN
 
 
 def test_blocks_of_any_length_have_rows_of_their_own():
     rows = {64: {("linear", 1): 1e-6, ("direct", 1): 2e-6, OWN: 1e-7}}
     selector = Selector(4, None, measured(rows, "allgather"))
-    assert selector.choose(CallTraits("allgather", 64, native=True, v_form=True)) == ("linear", 1)
+    assert selector.decide(CallTraits("allgather", 64, native=True, v_form=True)).choice == ("linear", 1)
     own = measured(rows, "allgather").merged(measured({64: {("direct", 1): 2e-6, OWN: 1e-7}}, "allgatherv"))
-    assert Selector(4, None, own).choose(CallTraits("allgather", 64, native=True, v_form=True)) == OWN
+    assert Selector(4, None, own).decide(CallTraits("allgather", 64, native=True, v_form=True)).choice == OWN
 
 
 def test_an_operation_that_needs_order_gets_none_that_was_measured_without():
     table = measured({8: {RING: 1e-6, ("mst", 1): 9e-6, ("gone", 1): 1e-9, ("census", 1): 1e-8}})
-    assert Selector(4, None, table).choose(CallTraits("allreduce", 8)) == RING
-    assert Selector(4, None, table).choose(CallTraits("allreduce", 8, ordered=True)) == ("mst", 1)
+    assert Selector(4, None, table).decide(CallTraits("allreduce", 8)).choice == RING
+    assert Selector(4, None, table).decide(CallTraits("allreduce", 8, ordered=True)).choice == ("mst", 1)
 
 
 def test_where_nothing_was_measured_the_model_decides_at_the_fitted_costs():
