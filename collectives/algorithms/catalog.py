@@ -48,6 +48,7 @@ class Algorithm(NamedTuple):
     combined: str = "0"  # vectors combined by the busiest rank
     beta: str = ""  # the factor of n beta on the critical path, if it differs from `volume`
     gamma: str = ""  # the factor of n gamma on the critical path, if it differs from `combined`
+    total: str = ""  # vectors sent by all ranks together; "" where it is counted only
     depth: str = ""  # messages that follow one another from rank to rank, if a rank has several under way at once
     ordered: bool = False  # values combine in rank order; if `placed`, only where ranks of a node are consecutive
     alike: bool = True  # all ranks compute a sum by the same additions and so get the same bits
@@ -112,10 +113,10 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "leaders": Algorithm(leaders.barrier, "qN+2*qM", placed=True, symmetry="rotation"),
     },
     "broadcast": {
-        "linear": Algorithm(linear.broadcast, "p-1", "p-1", depth="1"),
+        "linear": Algorithm(linear.broadcast, "p-1", "p-1", depth="1", total="p-1"),
         "mst": Algorithm(mst.broadcast, "q", "q", symmetry="binomial tree"),
         "ring": Algorithm(ring.broadcast, "q+p-1", "2*(p-1)/p"),
-        "chain": Algorithm(chain.broadcast, "p-1", "min(1,p-1)", beta="p-1"),
+        "chain": Algorithm(chain.broadcast, "p-1", "min(1,p-1)", beta="p-1", total="p-1"),
         "circulant": Algorithm(
             n_block.broadcast, "k-1+q", "(k-1+q)/k", blocks="1", cuts=True, symmetry="doubling tree"
         ),
@@ -126,13 +127,13 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             hierarchical.broadcast, "2*(qN+qM)", "2*(p-1)/p", placed=True, symmetry="binomial tree"
         ),
         "leaders": Algorithm(leaders.broadcast, "qN+qM", "qN+qM", blocks="1", placed=True, symmetry="binomial tree"),
-        "direct": Algorithm(direct.broadcast, "p-1", "p-1", depth="1"),
+        "direct": Algorithm(direct.broadcast, "p-1", "p-1", depth="1", total="p-1"),
     },
     "reduce": {
-        "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", depth="1", ordered=True),
+        "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", depth="1", ordered=True, total="p-1"),
         "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True, symmetry="binomial tree"),
         "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
-        "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1"),
+        "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", total="p-1"),
         "rabenseifner": Algorithm(
             halving.reduce, "2*f+odd", "2*(P-1)/P+odd", "(P-1)/P+odd", blocks="P", symmetry="butterfly to a tree"
         ),
@@ -156,35 +157,37 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "leaders": Algorithm(
             leaders.reduce, "qN+qM", "qN+qM", "qN+qM", ordered=True, blocks="1", placed=True, symmetry="binomial tree"
         ),
-        "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
+        "direct": Algorithm(
+            direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True, total="(p-1)*(p+1)/p"
+        ),
     },
     "scatter": {
-        "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", depth="1", private=True),
+        "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", depth="1", private=True, total="(p-1)/p"),
         "mst": Algorithm(mst.scatter, "q", "(p-1)/p", symmetry="binomial tree"),
-        "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", depth="1", private=True),
+        "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", depth="1", private=True, total="(p-1)/p"),
         "hierarchical": Algorithm(
             hierarchical.scatter, "qN+qM", "(p-1)/p", placed=True, strided=True, symmetry="binomial tree"
         ),
         "leaders": Algorithm(leaders.scatter, "qN+qM", "(p-1)/p", placed=True, symmetry="binomial tree"),
     },
     "gather": {
-        "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", depth="1", private=True),
+        "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", depth="1", private=True, total="(p-1)/p"),
         "mst": Algorithm(mst.gather, "q", "(p-1)/p", symmetry="binomial tree"),
-        "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", depth="1", private=True),
+        "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", depth="1", private=True, total="(p-1)/p"),
         "hierarchical": Algorithm(
             hierarchical.gather, "qN+qM", "(p-1)/p", placed=True, strided=True, symmetry="binomial tree"
         ),
         "leaders": Algorithm(leaders.gather, "qN+qM", "(p-1)/p", placed=True, symmetry="binomial tree"),
     },
     "allgather": {
-        "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1", depth="2"),
+        "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1", depth="2", total="(p-1)*(p+1)/p"),
         "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q", symmetry="binomial tree"),
-        "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
+        "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p", total="p-1"),
         "recursive_doubling": Algorithm(
             halving.allgather, "f+2*odd", "(P-1+folds+odd*(p-1))/p", beta="(P-1+folds)/p+odd", symmetry="exclusive or"
         ),
         "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p", symmetry="rotation"),
-        "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p", depth="1"),
+        "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p", depth="1", total="p-1"),
         "hierarchical": Algorithm(
             hierarchical.allgather, "qN+qM", "(p-1)/p", placed=True, strided=True, symmetry="rotation"
         ),
@@ -194,10 +197,17 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
     },
     "reduce_scatter": {
         "linear": Algorithm(
-            linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", depth="2", ordered=True
+            linear.reduce_scatter,
+            "2*(p-1)",
+            "p-1",
+            "p-1",
+            beta="(p-1)/p+p-1",
+            depth="2",
+            ordered=True,
+            total="(p-1)*(p+1)/p",
         ),
         "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True, symmetry="binomial tree"),
-        "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
+        "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", total="p-1"),
         "recursive_halving": Algorithm(
             halving.reduce_scatter,
             "f+2*odd",
@@ -208,8 +218,8 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             symmetry="exclusive or",
         ),
         "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p", symmetry="rotation"),
-        "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
-        "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True),
+        "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True, total="p-1"),
+        "tree": Algorithm(tree.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", depth="1", ordered=True, total="p-1"),
         "hierarchical": Algorithm(
             hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True, strided=True, symmetry="rotation"
         ),
@@ -224,9 +234,11 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
     },
     "allreduce": {
-        "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", depth="2", ordered=True),
+        "linear": Algorithm(
+            linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", depth="2", ordered=True, total="2*(p-1)"
+        ),
         "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True, symmetry="binomial tree"),
-        "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
+        "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", total="2*(p-1)"),
         "recursive_doubling": Algorithm(
             recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True, symmetry="exclusive or"
         ),
@@ -263,8 +275,10 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             cuts=True,
             exact=False,
         ),
-        "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
-        "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True),
+        "direct": Algorithm(
+            direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True, total="2*(p-1)"
+        ),
+        "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True, total="2*(p-1)"),
         "hierarchical": Algorithm(
             hierarchical.allreduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True, symmetry="rotation"
         ),
@@ -281,17 +295,26 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
     },
     "alltoall": {
-        "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p", private=True),
-        "bruck": Algorithm(pairwise.bruck_alltoall, "q", "hops/p"),
-        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", depth="1", private=True),
+        "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p", private=True, total="p-1"),
+        "bruck": Algorithm(pairwise.bruck_alltoall, "q", "hops/p", total="hops"),
+        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", depth="1", private=True, total="p-1"),
     },
     "scan": {
-        "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True),
+        "linear": Algorithm(
+            scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True, total="p-1"
+        ),
         "doubling": Algorithm(scan.doubling_scan, "q", "q", "q", ordered=True, symmetry="prefix"),
     },
     "exscan": {
         "linear": Algorithm(
-            scan.linear_exscan, "p-1", "min(1,p-1)", "min(1,max(0,p-2))", beta="p-1", gamma="max(0,p-2)", ordered=True
+            scan.linear_exscan,
+            "p-1",
+            "min(1,p-1)",
+            "min(1,max(0,p-2))",
+            beta="p-1",
+            gamma="max(0,p-2)",
+            ordered=True,
+            total="p-1",
         ),
         "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True, symmetry="prefix"),
     },

@@ -98,9 +98,13 @@ class VectorSimulator:
         added_up, self._added = sums.sorted()
         self._round_states = list(_round_states(sent, added_up, self.size))
 
+    def traffic(self, layout: ChunkLayout, itemsize: int) -> int:
+        """Bytes that all ranks send together."""
+        return itemsize * int(self._sent.weigh(_prefix_sums(layout)).sum())
+
     def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
         """Completion time of each rank in seconds from a common start; arguments as for `simulate.price`."""
-        elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+        elements = _prefix_sums(layout)
         weights = itemsize * self._sent.weigh(elements)
         added = itemsize * self._added.weigh(elements)
         nodes = None if network.cards is None else np.asarray(network.cards)
@@ -119,6 +123,10 @@ class VectorSimulator:
             for ranks, places, both in moment.adding:
                 clock[ranks] += network.combine(added[places], both)
         return clock
+
+
+def _prefix_sums(layout: ChunkLayout) -> Integers:
+    return np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
 
 
 def _align(sends: Integers, receives: Integers, sums: Integers) -> None:

@@ -46,6 +46,7 @@ class PredictionRow(NamedTuple):
     nbytes: int
     rounds: int  # messages that wait for one another
     volume: int  # bytes that the busiest rank sends or receives, whichever is more
+    traffic: int | None  # bytes that all ranks send together; None where it is not known
     seconds: float
     bound: float  # seconds that no algorithm can beat
     simulated: bool  # rather than calculated by formula
@@ -81,6 +82,15 @@ def _simulator(collective: str, name: str, size: int, per_node: int) -> VectorSi
 def simulated_seconds(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
     simulator = _simulator(collective, name, size, model.per_node)
     return float(simulator.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
+
+
+def traffic(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> int | None:
+    """Bytes that all ranks send together: counted, or by formula where the schedule is too large and has one."""
+    if is_quick_to_simulate(collective, name, size, -(-size // model.per_node)):
+        layout = layout_of(collective, name, size, nbytes)
+        return _simulator(collective, name, size, model.per_node).traffic(layout, 1)
+    total = catalog.find(collective, name).total
+    return round(catalog.evaluate(total, size) * nbytes) if total else None
 
 
 def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
@@ -129,4 +139,5 @@ def row(collective: str, name: str, size: int, nbytes: int, model: CostPredictio
     seconds = (simulated_seconds if simulated else by_formula)(collective, name, size, nbytes, model)
     rounds, volume = (catalog.evaluate(formula, size, 1, nodes) for formula in (entry.rounds, entry.volume))
     least = bound(collective, size, nbytes, model)
-    return PredictionRow(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, simulated)
+    together = traffic(collective, name, size, nbytes, model)
+    return PredictionRow(name, size, nbytes, int(rounds), round(volume * nbytes), together, seconds, least, simulated)

@@ -76,13 +76,14 @@ def describe(model: CostPrediction) -> str:
 
 def table(rows: list[PredictionRow]) -> list[str]:
     best = min(rows, key=lambda row: row.seconds)
-    heading = f"{'algorithm':<22}{'rounds':>10}{'bytes':>16}{'time':>12}{'/ best':>9}{'bound':>12}{'/ bound':>9}"
-    lines = [f"{heading}  priced by"]
+    heading = f"{'algorithm':<22}{'rounds':>10}{'bytes':>16}{'all ranks':>16}{'time':>12}{'/ best':>9}{'bound':>12}"
+    lines = [f"{heading}{'/ bound':>9}  priced by"]
     for row in rows:
         to_best = f"{row.seconds / best.seconds:.2f}" if best.seconds else "-"
         to_bound = f"{row.seconds / row.bound:.2f}" if row.bound else "-"
+        together = "-" if row.traffic is None else row.traffic
         lines.append(
-            f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}{row.volume:>16}"
+            f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}{row.volume:>16}{together:>16}"
             f"{format_time(row.seconds):>12}{to_best:>9}{format_time(row.bound):>12}{to_bound:>9}  "
             f"{'clock' if row.simulated else 'formula'}"
         )

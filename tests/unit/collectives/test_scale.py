@@ -18,7 +18,7 @@ from collectives.analysis.rank_symmetry import RankSymmetry
 from collectives.analysis.simulate import price
 from collectives.analysis.simulate_large import VectorSimulator
 from collectives.schedule.chunks import ChunkLayout
-from collectives.schedule.semantics import MEANINGS
+from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.steps import Recv, Send, freeze, one, span
 from collectives.schedule.topology import regular
 
@@ -63,6 +63,20 @@ def test_the_crowd_ends_when_its_ranks_do(collective, name):
                 for network in (Uneven(size), cluster(size), UniformNetwork(1.1, 0.7, 0.3)):
                     finish = price(schedules, layout, 4, network).finish
                     assert tuple(crowd.price(layout, 4, network).tolist()) == finish
+
+
+@pytest.mark.parametrize(("collective", "name"), ENTRIES)
+def test_bytes_of_all_ranks(collective, name):
+    """The simulator counts what all ranks send, and formulas agree."""
+    entry = catalog.find(collective, name)
+    for size in (1, 2, 3, 5, 8, 13):
+        schedules = catalog.build_all(collective, name, size)
+        blocks = catalog.blocks(collective, name, size)
+        sends = (step for rounds in schedules for steps in rounds for step in steps if isinstance(step, Send))
+        chunks = sum(len(part) for step in sends for part in step.chunks)
+        assert VectorSimulator(schedules).traffic(ChunkLayout.packed([3] * blocks), 4) == 12 * chunks
+        if entry.total:
+            assert chunks == catalog.evaluate(entry.total, size) * vector(collective, size, blocks)
 
 
 def test_ranks_that_drift_are_aligned():
