@@ -137,6 +137,7 @@ def as_dict(question: PlanQuestion, found: SearchResult, top: int) -> dict[str, 
         "flops_convention": "exact",
         "fitting": len(found.choices),
         "choices": [_choice_dict(question, each) for each in found.choices[:top]],
+        "slower": [_slower_dict(each, found.choices[0]) for each in found.choices[top:]],
         "rejected": [_rejection_dict(each) for each in found.rejected],
     }
 
@@ -153,6 +154,12 @@ def _choice_dict(question: PlanQuestion, choice: PlanChoice) -> dict[str, Any]:
         "tokens_per_s": question.tokens / seconds,
         "mfu": question.mfu(seconds),
     }
+
+
+def _slower_dict(choice: PlanChoice, best: PlanChoice) -> dict[str, Any]:
+    """Layout that fits and is not among the first: its seconds, and by what share it is slower than the best one."""
+    seconds = choice.time.total
+    return {"layout": choice.layout.as_dict(), "seconds": seconds, "slower": seconds / best.time.total - 1}
 
 
 def _rejection_dict(rejection: Rejection) -> dict[str, Any]:

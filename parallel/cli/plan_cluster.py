@@ -21,7 +21,7 @@ from parallel.benchmark.plan_report import PlanQuestion, as_dict, report
 from parallel.planner.checked import lookup
 from parallel.planner.layout import ClusterLayout
 from parallel.planner.presets import Presets, load
-from parallel.planner.search import search
+from parallel.planner.search import PlanChoice, search
 from parallel.planner.states import RECIPES
 from parallel.planner.step_time import Setup
 
@@ -95,7 +95,19 @@ def parser() -> argparse.ArgumentParser:
     add("--price", type=at_least(0, float), metavar="PRICE", help="of an hour of one device")
     add("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
     add("--plot", type=picture_file, metavar="FILE", help="draw memory over a step of the best layout (PNG, SVG, PDF)")
+    add("--plot-nodes", type=picture_file, metavar="FILE", help="draw the best layouts from one node to all devices")
     return result
+
+
+def plans_by_nodes(question: PlanQuestion, fixed: dict[str, Any]) -> list[tuple[PlanQuestion, PlanChoice]]:
+    """Best plans of 1, 2, 4 ... nodes, up to the devices of the question, where any layout fits."""
+    found, devices = [], question.setup.cluster.per_node
+    while devices <= question.devices:
+        one = question._replace(devices=devices)
+        choices = search(one.model, one.setup, devices, one.sequences, fixed).choices
+        found += [(one, choices[0])] if choices else []
+        devices *= 2
+    return found
 
 
 def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion:
@@ -118,7 +130,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command.parse_args(argv)
     try:
         question = question_of(arguments, load(arguments.presets))
-        for path in (arguments.plot, arguments.json and arguments.json != "-" and Path(arguments.json)):
+        for path in (
+            arguments.plot,
+            arguments.plot_nodes,
+            arguments.json and arguments.json != "-" and Path(arguments.json),
+        ):
             if path:
                 check_writable(path)
     except (ValueError, OSError) as error:
@@ -141,4 +157,9 @@ def main(argv: list[str] | None = None) -> int:
 
         draw_memory(arguments.plot, question, found.choices[0])
         print(f"{arguments.plot} drawn", file=sys.stderr)
+    if arguments.plot_nodes and (plans := plans_by_nodes(question, arguments.fix)):
+        from parallel.benchmark.plan_plots import draw_nodes
+
+        draw_nodes(arguments.plot_nodes, plans)
+        print(f"{arguments.plot_nodes} drawn", file=sys.stderr)
     return 0 if found.choices else 1

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from collectives import Communicator
 from collectives.benchmark.reports import check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
+from parallel.benchmark.plan_plots import draw_step
 from parallel.cli import train
-from parallel.cli.train_arguments import add_files, add_settings, argument_error
+from parallel.cli.train_arguments import add_files, add_settings, argument_error, picture_error
 from parallel.engine import settings
 from parallel.engine.settings import Settings
 from parallel.forecast.layout_choice import LayoutChoice, LayoutForecast, Refusal
@@ -42,6 +44,7 @@ def add_own(parser: argparse.ArgumentParser) -> None:
     add("--run", action="store_true", help="print the layouts, and train with the fastest")
     add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
     add("--limit", type=at_least(1, float), metavar="BYTES", help="memory of a rank (default: its share of the node's)")
+    add("--plan-plot", type=Path, metavar="FILE", help="timeline of the predicted step of the fastest, as a picture")
     add("--plan-json", type=Path, metavar="FILE", help="all layouts, with seconds, bytes and reasons, for programs")
 
 
@@ -97,10 +100,11 @@ def main(argv: list[str] | None = None) -> int:
     comm = Communicator(MPI.COMM_WORLD)
     given = {name: getattr(args, name, None) for name in settings.NAMES}
     try:
-        if problem := argument_error(args) or _searched_for(args):
+        if problem := argument_error(args) or picture_error("--plan-plot", args.plan_plot) or _searched_for(args):
             raise ValueError(problem)
-        if args.plan_json:
-            collective_call(comm, lambda: check_writable(args.plan_json), "--plan-json", root=0)
+        for option in ("plan_json", "plan_plot"):
+            if path := getattr(args, option):
+                collective_call(comm, partial(check_writable, path), f"--{option.replace('_', '-')}", root=0)
         chosen = settings.complete(given)
         train.limit_threads(comm, args, chosen)
         limit = args.limit or (resources.node_memory() or float("inf")) / comm.Get_size()
@@ -111,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
         say(line)
     if args.plan_json and comm.Get_rank() == 0:
         args.plan_json.write_text(json.dumps(as_dict(fitting, refused), indent=1) + "\n")
+    if args.plan_plot and fitting and comm.Get_rank() == 0:
+        draw_step(args.plan_plot, f"{chosen.model}: {shlex.join(words_of(fitting[0].settings))}", fitting[0].step)
     if not fitting or not args.run:
         return 0 if fitting else 1
     words = [*_words_for_training(sys.argv[1:] if argv is None else argv), *words_of(fitting[0].settings)]

@@ -26,9 +26,14 @@ class MessageCosts(NamedTuple):
         if len(ranks) < 2 or not nbytes:
             return 0.0
         base, nodes = catalog_name(name), [self.nodes[rank] for rank in ranks]
-        selector = _selector(self.costs, tuple(map(sorted(set(nodes)).index, nodes)), self.cores)
+        selector = _selector(self._with_shared_cards(), tuple(map(sorted(set(nodes)).index, nodes)), self.cores)
         traits = CallTraits(base, nbytes, form=form, v_form=base != name, local_counts=has_local_counts(name))
         return selector.decide(traits).seconds
+
+    def _with_shared_cards(self) -> Costs:
+        """Costs where all ranks of a node communicate at once, as they do in a training, over one network card."""
+        wire, together = self.costs.network, max(map(self.nodes.count, self.nodes))
+        return self.costs._replace(network=wire._replace(beta=wire.beta * together))
 
     def message(self, source: int, target: int, nbytes: float) -> float:
         """Seconds of a message between two ranks."""

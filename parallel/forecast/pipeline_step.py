@@ -34,13 +34,13 @@ def pipeline_step(
 ) -> StepTimeline:
     """Step of a pipeline; ``update(n)`` is the time to update n weights.
 
-    Where there are more ranks than cores, the schedule takes at least the work of all stages divided by the cores.
+    Where there are more ranks than cores, those that wait poll for messages, and so take their share of the cores too.
     """
     timeline = simulate(work.portions[0].plan, _times(work, messages))
     busy = [float(each) for each in timeline.busy]
-    whole = max(float(timeline.makespan), sum(busy) / len(busy) * sharing.crowd)
+    whole = float(timeline.makespan) * sharing.crowd
     step = StepTimeline(spans=_spans(timeline), now=whole)
-    step.parts.update({COMPUTE: max(busy), IDLE: whole - max(busy)})
+    step.parts.update({COMPUTE: max(busy) * sharing.crowd, IDLE: whole - max(busy) * sharing.crowd})
     stages = [_after(portion, work.ranks, messages) for portion in work.portions]
     sums = [sum(seconds for _, seconds in each) for each, _ in stages]
     slowest = sums.index(max(sums))

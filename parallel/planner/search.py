@@ -17,7 +17,8 @@ from parallel.planner.transformer import Transformer
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 CONTEXT_RANKS = (1, 2, 4, 8)
-VIRTUAL_STAGES = (1, 2, 4)
+PIPELINE_FORMS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1))
+"""Schedules, and parts of the model on a stage."""
 
 
 class PlanChoice(NamedTuple):
@@ -67,12 +68,12 @@ def candidates(model: Transformer, setup: Setup, devices: int, fixed: Mapping[st
         dp = devices // (tp * cp * pp)
         shares = [ep for ep in divisors(experts) if dp * cp % ep == 0]
         stages = (0, 1, 2, 3) if dp * cp > 1 else (0,)
-        parts = VIRTUAL_STAGES if pp > 1 else (1,)
+        forms = PIPELINE_FORMS if pp > 1 else PIPELINE_FORMS[:1]
         levels = RECOMPUTE[1:] if cp > 1 else RECOMPUTE  # along cp scores are computed again in any case
-        for ep, zero, micro, recompute, virtual in product(shares, stages, MICRO_BATCHES, levels, parts):
+        for ep, zero, micro, recompute, (schedule, virtual) in product(shares, stages, MICRO_BATCHES, levels, forms):
             options: dict[str, object] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
             options |= {"micro_batch": micro, "recompute": recompute, "sequence": tp > 1, "virtual": virtual}
-            options["schedule"] = "interleaved" if virtual > 1 else "1f1b"
+            options["schedule"] = schedule
             if all(options[name] == value for name, value in fixed.items()):
                 yield ClusterLayout(**options)  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ def test_pipeline_is_the_simulators(schedule):
     held = [sum(part.flat.length for _, part in each.held) for each in portions]
     assert step.parts[UPDATE] == pytest.approx(1e-3 * max(held))
     crowded = pipeline_step(work, ONE_NODE, CoreSharing(2, 1), lambda elements: 0.0)
-    assert crowded.parts[COMPUTE] + crowded.parts[IDLE] == pytest.approx(max(float(line.makespan), 4 * 9.0))
+    assert crowded.parts[COMPUTE] + crowded.parts[IDLE] == pytest.approx(2 * float(line.makespan))
 
 
 def test_servers_send_one_message_after_another():
@@ -88,6 +88,10 @@ def test_messages_cost_what_the_selection_says():
     nbytes = 1 << 20
     assert ONE_NODE.collective("allreduce", (0, 1), nbytes) < TWO_NODES.collective("allreduce", (0, 1), nbytes)
     assert ONE_NODE.collective("allreduce", (0,), nbytes) == ONE_NODE.collective("allreduce", (0, 1), 0) == 0
+    two_each = MessageCosts(BUILT_IN, (0, 0, 1, 1), 8)  # whose ranks share a card
+    alone = TWO_NODES.collective("allreduce", (0, 1), nbytes)
+    shared = two_each.collective("allreduce", (0, 2), nbytes)
+    assert 1.8 * alone < shared < 2 * alone
     assert TWO_NODES.over_network((0, 1)) and not TWO_NODES.over_network((1,))
 
 

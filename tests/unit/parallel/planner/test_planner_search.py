@@ -47,19 +47,27 @@ def test_search_is_complete(devices):
         assert not list(misfits(SMALL, choice.layout, 24)) and choice.nbytes <= SETUP.device.memory
 
 
-def test_the_best_is_that_of_enumeration():
-    """All candidates, priced one by one, without the order of the checks."""
-    best = None
-    for layout in candidates(SMALL, SETUP, 4, {}):
-        if list(misfits(SMALL, layout, 8)):
+CASES = [
+    (layers, devices, sequences, limit)
+    for layers, devices, sequences in ((2, 1, 4), (4, 2, 6), (3, 3, 3), (4, 4, 8), (6, 2, 5))
+    for limit in (24e9, 40e9, 80e9, 200e9)
+]
+
+
+@pytest.mark.parametrize(("layers", "devices", "sequences", "limit"), CASES)
+def test_the_best_is_that_of_enumeration(layers, devices, sequences, limit):
+    """All candidates, priced one by one, without the order of the checks; in devices of several memories."""
+    model, setup, best = replace(SMALL, layers=layers), SETUP._replace(device=replace(SETUP.device, memory=limit)), None
+    for layout in candidates(model, setup, devices, {}):
+        if list(misfits(model, layout, sequences)):
             continue
-        rounds = 8 // (layout.dp * layout.micro_batch)
-        nbytes = max(memory.total() for memory in stage_memory(SMALL, layout, SETUP.recipe, rounds))
-        seconds = step_time(SMALL, layout, SETUP, 8, heaviest(SMALL, layout)).total
-        if nbytes <= SETUP.device.memory and (best is None or (seconds, nbytes) < best[:2]):
+        rounds = sequences // (layout.dp * layout.micro_batch)
+        nbytes = max(memory.total() for memory in stage_memory(model, layout, setup.recipe, rounds))
+        seconds = step_time(model, layout, setup, sequences, heaviest(model, layout)).total
+        if nbytes <= limit and (best is None or (seconds, nbytes) < best[:2]):
             best = seconds, nbytes, layout
-    found = search(SMALL, SETUP, 4, 8).choices[0]
-    assert best == (found.time.total, found.nbytes, found.layout)
+    choices = search(model, setup, devices, sequences).choices
+    assert best == ((choices[0].time.total, choices[0].nbytes, choices[0].layout) if choices else None)
 
 
 def test_reasons():
@@ -159,6 +167,8 @@ def test_the_program(monkeypatch, capsys, tmp_path):
     best = plan["choices"][0]
     assert best["layout"]["tp"] == 2 and best["peak_bytes"] == max(sum(stage.values()) for stage in best["stages"])
     assert best["seconds"] == pytest.approx(sum(best["parts"].values()))
+    assert len(plan["choices"]) + len(plan["slower"]) == plan["fitting"]
+    assert all(each["slower"] >= 0 for each in plan["slower"])
     assert plan["fitting"] + len(plan["rejected"]) == int(text.split(" layouts of 16 devices")[0].rpartition("\n")[2])
     dp, rounds = best["layout"]["dp"], best["accumulation"]
     assert f"128 sequences = dp {dp} x {rounds} micro-batches x 1 sequences" in text and dp * rounds == 128
@@ -227,6 +237,9 @@ def test_picture(tmp_path, monkeypatch, capsys):
     words = ("--cluster", "h100:4", "--model", "gpt2-xl", "--batch", "16", "--fix", "pp=4,micro_batch=1")
     assert run(monkeypatch, capsys, *words, "--plot", str(path))[0] == 0
     assert path.stat().st_size > 10_000
+    nodes = tmp_path / "nodes.png"
+    words = ("--cluster", "h100:16", "--model", "gpt2-xl", "--batch", "64", "--fix", "micro_batch=4,cp=1,zero=1")
+    assert run(monkeypatch, capsys, *words, "--plot-nodes", str(nodes))[0] == 0 and nodes.stat().st_size > 10_000
 
 
 def test_a_choice_of_one_device():
