@@ -107,6 +107,11 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     parts = "parts of each sequence that is divided along cp, likewise (default cp)"
     add("--sequence-parts", type=int, metavar="P", help=parts)
     add("--context", metavar="NAME", help=f"attention along cp: {', '.join(ALGORITHMS)} (default {AUTO_CONTEXT})")
+    add(
+        "--dispatch",
+        metavar="NAME",
+        help="tokens along ep: direct or hierarchical, perhaps with :int8 or :fp8 (direct)",
+    )
     add = parser.add_argument_group("pipelines").add_argument
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="model chunks on each stage (pp:interleaved)")

@@ -3,7 +3,7 @@
     chorus verify --compositions 100 --seed 0
     chorus verify -n 4 --compositions 100 --seed 0
 
-A seed draws a model, a mesh (pp, dp, cp, tp), a layout and settings. Losses, all gradients, norms, weights and
+A seed draws a model, a mesh (pp, dp, cp, tp, ep), a layout and settings. Losses, all gradients, norms, weights and
 optimizer state of some steps are compared with those of one rank: bit for bit if the composition is reproducible, to
 1e-6 otherwise. Half of them continue from a checkpoint on another mesh. A composition that fails is made as simple as
 possible. On one rank, --ranks threads take the place of the ranks. First come compositions in which other systems had

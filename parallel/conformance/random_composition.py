@@ -32,8 +32,8 @@ class Logical(NamedTuple):
 def draw(seed: int, most_ranks: int) -> Composition:
     """Composition number `seed`, of at most so many ranks; four of ten are pipelines."""
     random = Random(seed)
-    sizes, mixed = _sizes(random, most_ranks, pipelines=random.random() < 0.4), random.random() < 0.3
-    mixed &= sizes["cp"] == 1
+    mixed = random.random() < 0.3
+    sizes = _sizes(random, most_ranks, pipelines=random.random() < 0.4, whole=mixed)
     family = "gpt" if mixed else random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 2 * (sizes["cp"] == 1))
     reproducible = random.random() < 0.6 and not any(size & (size - 1) for size in (sizes["cp"], sizes["tp"]))
     shards, parts = (size * random.choice([1, 2]) * reproducible or size for size in (sizes["tp"], sizes["cp"]))
@@ -84,11 +84,11 @@ def draw(seed: int, most_ranks: int) -> Composition:
     )
 
 
-def _sizes(random: Random, most: int, pipelines: bool) -> dict[str, int]:
-    """Sizes of the axes, whose product is at most `most`, and above 1 if possible."""
+def _sizes(random: Random, most: int, pipelines: bool, whole: bool) -> dict[str, int]:
+    """Sizes of the axes, whose product is at most `most`, and above 1 if possible; with `whole` sequences cp=1."""
     axes = ["dp", "cp", "tp"] + ["pp"] * pipelines
     while most > 1:
-        sizes = {name: random.choice(SIZES) for name in axes}
+        sizes = {name: random.choice(SIZES) for name in axes} | ({"cp": 1} if whole else {})
         if 1 < math.prod(sizes.values()) <= most:
             return sizes
     return dict.fromkeys(axes, 1)
@@ -137,7 +137,7 @@ def _mesh(random: Random, sizes: dict[str, int], layout: str, mixed: bool) -> st
     if layout.startswith("pp") and "dp" in names:
         names["dp"] = random.choice(REPLICAS)
     mesh = ",".join(f"{names[name]}={sizes[name]}" for name in kept)
-    ep = random.choice(_divisors(sizes["dp"])) if mixed and "dp" in kept else 1
+    ep = random.choice([1, *_divisors(sizes["dp"])[1:] * 2]) if mixed and "dp" in kept else 1
     return mesh if ep == 1 else f"{mesh},ep={ep}"
 
 

@@ -10,6 +10,7 @@ from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
 from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
+from parallel.expert.dispatch import Dispatch
 from parallel.expert.divide_experts import divide_experts, holders_of
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
 from parallel.mesh.mesh import EXPERTS, Mesh
@@ -38,13 +39,24 @@ def check_cut(settings: Settings, mesh: Mesh) -> None:
     shards = settings.tensor_shards or tensor
     if shards % tensor:
         raise ValueError(f"tensor_shards: expected a multiple of tp, in {mesh}; found {shards}")
-    if mesh.ep > 1:
-        _refuse(settings, f"experts on different ranks; found {mesh}")
+    _check_experts(settings, mesh)
     if shards == 1:
         return
     _refuse(settings, f"operators that are cut into {shards} shards")
     if settings.optimizer == "lamb":
         raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
+
+
+def _check_experts(settings: Settings, mesh: Mesh) -> None:
+    dispatch = Dispatch.parse(settings.dispatch)
+    if mesh.ep > 1:
+        _refuse(settings, f"experts on different ranks; found {mesh}")
+    elif settings.dispatch != DEFAULTS.dispatch:
+        raise ValueError(f"dispatch: {settings.dispatch} is for experts on different ranks, along ep; found {mesh}")
+    if mesh.ep > 1 and mesh.sizes.get(CONTEXT, 1) > 1:
+        raise ValueError(f"mesh: routers choose within whole sequences, and cp divides them; found {mesh}")
+    if settings.reproducible and not dispatch.is_exact:
+        raise ValueError(f"dispatch: reproducible training needs direct, found {settings.dispatch}")
 
 
 def _refuse(settings: Settings, what: str) -> None:
@@ -122,7 +134,7 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     model, loss = cut_for(model, loss, axis, settings)
     whole, experts = model, expert_division(model, mesh.mesh, settings)
     if experts is not None:
-        model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source)
+        model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source, settings.dispatch)
     context = mesh.axis(CONTEXT)
     finish = (errors.guard,) if axis.size * context.size * mesh.mesh.ep > 1 else ()
     sequences = collective_call(  # shards differ in their heads

@@ -64,6 +64,8 @@ class Settings:
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
     mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has
         neighbours. In ``dp=4,ep=2`` every two neighbouring replicas share the experts of mixtures
+    dispatch : exchange of tokens between replicas that share experts: direct or hierarchical, perhaps with a format of
+        rows, as ``direct:int8`` (`parallel.expert.dispatch`)
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
     sequence_parts : parts of every sequence that is divided along ``cp``, a multiple of its ranks; by default as many
@@ -134,6 +136,7 @@ class Settings:
     sequence_parallel: bool = False
     sequence_parts: int | None = None
     context: str = "auto"
+    dispatch: str = "direct"
     cuts: str | None = None
     memory: float | None = None
     servers: int = 1
@@ -216,7 +219,7 @@ _MICRO_BATCHES = ("micro_batch", "accumulate", "microbatches")
 ALTERNATIVES = (("steps", "epochs"), ("batch", "batch_tokens"), _MICRO_BATCHES, ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
-MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel", "sequence_parts", "context")
+MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel", "sequence_parts", "context", "dispatch")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
 STYLE_FIELDS = ("tau", "group", "overlap", "clients", "client_fraction", "local_epochs", "label_shards")

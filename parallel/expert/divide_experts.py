@@ -16,8 +16,10 @@ from parallel.nn.operator import ArraySpec, Operator, Parameter, name_all
 from parallel.nn.rewrite import replaced
 
 
-def divide_experts(model: Operator, axis: Any, by_source: bool = False) -> Operator:
-    """Copy of a model in which every mixture has `ExpertRanks` along an axis. Parameters are shared with the model.
+def divide_experts(model: Operator, axis: Any, by_source: bool = False, dispatch: str = "direct") -> Operator:
+    """Copy of a model in which every mixture has `ExpertRanks`, which takes the other arguments, along an axis.
+
+    Parameters are shared with the model.
 
     Raises
     ------
@@ -31,7 +33,7 @@ def divide_experts(model: Operator, axis: Any, by_source: bool = False) -> Opera
             return None
         _expect_width(operator)
         ours = copy.copy(operator)
-        ours.experts = ExpertRanks(axis, operator.experts.experts, by_source)
+        ours.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch)
         return ours
 
     return replaced(model, replacement)

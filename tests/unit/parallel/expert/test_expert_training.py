@@ -146,6 +146,14 @@ def test_plain_sums(mesh, layout):
             np.testing.assert_allclose(found[2][name], weights, rtol=0, atol=1e-10, err_msg=name)
 
 
+def test_encoded_rows():
+    """Losses are near those of plain rows, and not the same."""
+    changed = {"reproducible": False}
+    found = run_threads(2, lambda comm: trained(comm, "loss", mesh="dp=2,ep=2", dispatch="direct:int8", **changed))
+    losses, expected = ([loss for loss, *_ in one[0]] for one in (found[0], alone("loss", **changed)))
+    assert losses == pytest.approx(expected, rel=1e-2) and losses != expected
+
+
 def test_recomputed_blocks_send_tokens_again():
     found = run_threads(2, lambda comm: trained(comm, "bias", mesh="dp=2,ep=2", recompute=True))
     expect_same(found[0], alone("bias"))
@@ -222,6 +230,17 @@ def test_an_error_on_one_rank_is_raised_on_all(what):
             {"mesh": "dp=2,ep=3"},
             "expected ep to be a divisor of the 2 replicas along dp, found dp=2,ep=3; ep=2 would fit",
         ),
+        (
+            {"dispatch": "hierarchical", "mesh": "dp=2"},
+            "dispatch: hierarchical is for experts on different ranks, along",
+        ),
+        ({"dispatch": "direct:int8", "reproducible": True}, "dispatch: reproducible training needs direct, found"),
+        (
+            {"mesh": "dp=2,cp=2,ep=2"},
+            "mesh: routers choose within whole sequences, and cp divides them; found dp=2,cp=2,",
+        ),
+        ({"layout": "pp:pipedream", "mesh": "pp=2,dp=2,ep=2"}, "pipedream is for one pipeline, with replicas by stage"),
+        ({"dispatch": "by pigeon"}, "dispatch: expected direct or hierarchical"),
         ({"layout": "local", "tau": 2}, "mesh: it belongs to dp-naive"),
         ({"layout": "ps"}, "mesh: it belongs to dp-naive"),
     ],
@@ -231,7 +250,7 @@ def test_refused_settings(changed, message):
         with pytest.raises(ValueError, match=message):
             Engine(model(), nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), **{"mesh": "dp=2,ep=2", **changed})
 
-    run_threads(2, main)
+    run_threads(4 if changed.get("mesh", "").count("=2") == 3 else 2, main)
 
 
 def shared_weight():
