@@ -71,6 +71,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--apart", action="store_true", help="test communicators whose ranks share no memory: MPI carries all messages"
     )
+    parser.addoption("--real-cupy", action="store_true", help="use CuPy without a driver: for tests/real_cupy alone")
 
 
 @pytest.fixture(scope="session")
@@ -84,8 +85,11 @@ def comm(world, request):
 @pytest.fixture
 def gpu(monkeypatch):
     """A new GPU for the stand-in for CuPy, which takes CuPy's place."""
-    from support.standin import cupy
+    from support.standin import cupy, recorder
+
+    recorder.start(cupy)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "GPU", cupy._Gpu())
-    return cupy.GPU
+    yield cupy.GPU
+    recorder.check_forms(cupy)

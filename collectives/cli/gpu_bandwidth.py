@@ -2,7 +2,8 @@
 
     mpiexec -n 2 python scripts/gpu_bandwidth.py [--sizes 64K:64M] [--direct]
 
-Each size is measured for NumPy arrays, for CuPy arrays staged in host memory, and, if the MPI is CUDA-aware or with
+Each size is measured for NumPy arrays, for CuPy arrays staged in host memory, moved through
+pinned shared memory where that is possible, and, if the MPI is CUDA-aware or with
 --direct, for CuPy arrays passed to MPI. Times are medians of the slowest rank; results are checked once.
 """
 
@@ -49,8 +50,11 @@ def main() -> int:
     rank, size, cupy = world.Get_rank(), world.Get_size(), import_module("cupy")
     ways: dict[str, tuple[Communicator, Any]] = {
         "NumPy": (Communicator(world), np),
-        "CuPy, staged": (Communicator(world, cuda_aware=False), cupy),
+        "CuPy, staged": (Communicator(world, cuda_aware=False, pinned=False), cupy),
     }
+    pinned = Communicator(world, cuda_aware=False)
+    if pinned.device_transfer == "pinned":
+        ways["CuPy, pinned"] = pinned, cupy
     if args.direct or cuda_aware():
         ways["CuPy, direct"] = (Communicator(world, cuda_aware=True), cupy)
     wrong = 0

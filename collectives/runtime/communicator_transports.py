@@ -9,17 +9,20 @@ from contextlib import suppress
 import numpy as np
 from mpi4py import MPI
 
+from collectives.buffers.staging import DeviceMemory
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
 from collectives.transport import network_speed
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.device import cuda_aware
+from collectives.transport.device_copies import pin_mailboxes
+from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import SharedHeap
-from collectives.transport.shm import NodeAwareTransport
+from collectives.transport.shared_heap import MOST, SharedHeap
+from collectives.transport.shm import STREAMED, NodeAwareTransport
 from collectives.transport.wire import Wire
 
 BLOCKING_CHANNEL = 0
@@ -35,10 +38,17 @@ class Transports:
     Ranks of one node share memory if `shared` and the system permits it on all nodes, but not with device memory
     (`aware`, by default if MPI supports it, on all ranks): no rank knows where its peers' messages are, and both ends
     of a message must use the same transport. `nodes`, the node of every rank, is by default determined by MPI;
-    afterwards it is None if all are on one.
+    afterwards it is None if all are on one. `pinned`: pin the mailboxes for device memory, where that is possible.
     """
 
-    def __init__(self, comm: MPI.Intracomm, aware: bool | None, shared: bool, nodes: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        aware: bool | None,
+        shared: bool,
+        nodes: Sequence[int] | None,
+        pinned: bool = False,
+    ) -> None:
         self.comm = comm
         named = None if nodes is None else numbered(nodes)
         neighbours = _neighbours(comm, named)
@@ -52,6 +62,7 @@ class Transports:
                 self.node, self.heap = NodeMemory(neighbours, comm, heap), heap
         if self.node is None:
             neighbours.Free()
+        self.pinning = pin_mailboxes(comm, self.node if self.nodes is None else None, pinned)
         self.network_speed = network_speed.NetworkSpeed()
         if self.nodes is not None:
             self.network_speed = network_speed.measure(comm, self.nodes)
@@ -92,11 +103,12 @@ class Transports:
         channel: int | None = BLOCKING_CHANNEL,
         itemsize: int = 1,
         shared: bool = False,
+        device: DeviceMemory | None = None,
     ) -> Wire:
         """Create the transport of a program: mailboxes of `channel` within the node, MPI with a tag between nodes.
 
         MPI alone without mailboxes, or if `channel` is None. Messages are split between elements: an element larger
-        than a cell needs reads from peer memory, or MPI.
+        than a cell needs reads from peer memory, or MPI. With pinned mailboxes `device` is that of the messages.
         """
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
@@ -108,10 +120,23 @@ class Transports:
             self.edges[channel] = {
                 rank: MailboxEdge(self.node, channel, place) for rank, place in self.node.places.items()
             }
-        return NodeAwareTransport(self.node, channel, self.edges[channel], network, shared, mark)
+        mailboxes = self.pinning.mailboxes
+        if mailboxes is not None and device is not None:
+            copies = mailboxes.copies(device.number)
+            return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies)
+        streamed = 0 if shared else STREAMED if mailboxes is None else MOST  # a peer's memory may be on a device
+        return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark)
+
+    def fits_pinned(self, channel: int | None, itemsize: int) -> bool:
+        """True if messages of elements of `itemsize` bytes on a device can go through the channel's pinned cells."""
+        if self.pinning.mailboxes is None or self.node is None or channel is None:
+            return False
+        return itemsize <= self.node.cells[channel]
 
     def free(self) -> None:
         """Free shared memory; programs must have been freed before."""
+        if self.pinning.mailboxes is not None:
+            self.pinning.mailboxes.free()
         self.heap.free()
         if self.node is not None:
             self.node.free()

@@ -183,9 +183,9 @@ class Planner:
             self._free_finalized()
             if self._broken:
                 raise RanksDisagree(MPI.ERR_OTHER, f"{self._broken}: go on with a new Communicator")
-            call, device = self._builder.on_device(call, choice)
-            reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             turn = self.transports.nonblocking_calls % NONBLOCKING
+            call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn)
+            reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
             program = self._nonblocking.bound.get(key)
             if program is None:
@@ -201,7 +201,7 @@ class Planner:
             tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
             request = new_request(call.collective, self._nonblocking.in_portions(program, key, turn), self, call)
             request.owns_program, request.device = not reusable, call_device(call)
-            if program.wire.node is not None:
+            if program.wire.in_mailboxes:
                 before, self._latest[turn] = self._latest[turn], request
                 if before is not None and before.holds_program:
                     gate = _after(before, gate)
@@ -217,12 +217,12 @@ class Planner:
         if memory.shared:
             choice = self.chooser.choose(call, algorithm, segments, "persistent", memory)
         self.transports.consume_persistent_tag()
-        call, device = self._builder.on_device(call, choice)
-        first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
         channel = None
         if self.node is not None and choice.algorithm != NATIVE:
             self._free_finalized()
             channel = self._channels.take()
+        call, device = self._builder.on_device(call, choice, channel)
+        first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
         bound = self._builder.bind(call, choice, "persistent", device, first, channel, memory.shared)
         program = (compile_program(bound) or bound) if bound.deferred else bound
         request = Request(call.collective, program, self, call, persistent=True)

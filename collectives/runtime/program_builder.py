@@ -27,14 +27,25 @@ class ProgramBuilder:
         self._comm, self._transports, self._async_progress = transports.comm, transports, async_progress
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
 
-    def on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
+    def on_device(
+        self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL
+    ) -> tuple[Call, DeviceMemory | None]:
         """(call to bind, its device); the device is None if the data is on the host or must be staged there."""
-        aware = self._transports.aware and choice.algorithm != NATIVE
-        return (binding.as_device_call(call) if aware else None) or (call, None)
+        pinned = self._transports.fits_pinned(channel, call.unit.itemsize) and not needs_counts(call, choice)
+        takes_device = (self._transports.aware or pinned) and choice.algorithm != NATIVE
+        return (binding.as_device_call(call) if takes_device else None) or (call, None)
 
-    def wire(self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, shared: bool = False) -> Wire:
+    def wire(
+        self,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        channel: int | None,
+        shared: bool = False,
+        device: DeviceMemory | None = None,
+    ) -> Wire:
         """Create the transport of a call's program; see `Transports.wire`."""
-        return self._transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, shared)
+        return self._transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, shared, device)
 
     def bind(
         self,
@@ -51,7 +62,7 @@ class ProgramBuilder:
             source, target, loading, storing = binding.buffer_ends(call, None)
             return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
         exchanges = needs_counts(call, choice)
-        wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges), self._transports.nodes
+        wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
         rank, size = self._rank, self._size
         bind_known = partial(
             binding.bind_call, choice=choice, rank=rank, size=size, wire=wire, device=device, first=first, nodes=nodes

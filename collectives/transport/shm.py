@@ -40,10 +40,13 @@ STREAMED = 1 << 19
 class NodeAwareTransport:
     """Transport: one channel of the mailboxes in shared memory within a node; MPI (`network`) between nodes.
 
-    `edges` are those of the channel, by rank of the node. `shared`: nearly all send buffers are in memory that the
-    receiver has mapped, so that no message is cut; equal at both ends of every edge. `mark` is a number below `MARKS`
-    that both ends of every edge compute from the call: a message with another mark raises.
+    `edges` are those of the channel, by rank of the node. `streamed`: bytes up to which messages are cut to go
+    through cells; 0 if nearly all send buffers are in memory that the receiver has mapped; equal at both ends of every
+    edge. `mark` is a number below `MARKS` that both ends of every edge compute from the call: a message with another
+    mark raises.
     """
+
+    in_mailboxes = True
 
     def __init__(
         self,
@@ -51,12 +54,12 @@ class NodeAwareTransport:
         channel: int,
         edges: dict[int, MailboxEdge],
         network: PersistentTransport | ImmediateTransport,
-        shared: bool = False,
+        streamed: int = STREAMED,
         mark: int = 0,
     ) -> None:
         self.node, self._channel, self._edges, self._network = node, channel, edges, network
         self.mark = mark
-        self._streamed = 0 if shared else STREAMED
+        self._streamed = streamed
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         if peer not in self._edges:

@@ -70,7 +70,10 @@ class Wire(Protocol):
     """
 
     node: Any = None
-    """Memory that ranks of the node share; None if all messages use the network."""
+    """Memory that ranks of the node share, for programs of exchanges; None if messages are started and waited for."""
+
+    in_mailboxes: bool = False
+    """Messages use a channel of the node's mailboxes, on which one call at a time may run."""
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         """Bind a send to `peer` and return it. `stable`: the pieces do not change before the message is complete."""

@@ -1,38 +1,12 @@
 """Every layout trains on a GPU as it does on the host, by the same code."""
 
-import numpy as np
 import pytest
-from support import tiny_models
+from support.device_training import TOLERANCES, trains_as_on_the_host
 
 from parallel.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import Settings
-from parallel.optim.optimizers import AdamW
-
-
-def trained(comm, layout, device, **settings):
-    optimizer = AdamW(rate=0.01)
-    settings = {"layout": layout, "device": device, "first_bytes": 1, "bucket_bytes": 5000, "clip": 1.0, **settings}
-    with DataParallelEngine(tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(**settings)) as made:
-        reports = [made.step(tiny_models.batches(made.share(5), step)) for step in range(3)]
-        assert made.ledger.allocated == made.ledger.predicted
-        values = {}
-        for piece in made.tensor_slices():
-            values[piece.name, piece.start] = np.asarray(piece.array.get() if device == "cuda" else piece.array)
-        return reports, values
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp64"])
+@pytest.mark.parametrize("precision", TOLERANCES)
 def test_as_on_the_host(comm, cupy, layout, precision):
-    if cupy.__version__ == "stand-in":
-        pytest.skip("the stand-in cannot compute")
-    settings = {"precision": precision, "reproducible": True}
-    reports, values = trained(comm, layout, "cuda", **settings)
-    expected_reports, expected = trained(comm, layout, "cpu", **settings)
-    loose = {"fp32": 1e-4, "fp16": 3e-2, "fp64": 1e-10}[precision]
-    for report, other in zip(reports, expected_reports):
-        assert report.loss == pytest.approx(other.loss, rel=loose) and report.skipped == other.skipped
-    assert values.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(values[name], value, rtol=loose, atol=loose, err_msg=str(name))
+    trains_as_on_the_host(comm, layout, precision)

@@ -10,13 +10,38 @@ from collectives import Communicator, wait_all
 from collectives.runtime.progress import mpi_is_thread_safe
 
 
-@pytest.fixture(params=[True, False], ids=["direct", "staged"])
+@pytest.fixture(params=["direct", "pinned", "staged"])
 def aware(request, gpu, world):
-    """A communicator that hands device memory to MPI, or does not."""
-    gpu.private = not request.param
-    comm = Communicator(world, cuda_aware=request.param)
+    """A communicator that hands device memory to MPI, moves it through pinned mailboxes, or stages it."""
+    gpu.private = request.param != "direct"
+    comm = Communicator(world, cuda_aware=not gpu.private, pinned=request.param == "pinned")
+    assert comm.device_transfer.partition(":")[0] == request.param
     yield comm
     comm.close()
+    assert not gpu.registered
+
+
+def test_refusal_on_one_rank(gpu, world, monkeypatch):
+    """All ranks stage, and the communicator names the reason."""
+
+    def refuse(*_):
+        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNotPermitted")
+
+    last = world.rank == world.size - 1
+    for name, what in (("hostRegister", "cannot be pinned"), ("memcpyAsync", "did not arrive")):
+        with monkeypatch.context() as patched:
+            if last:
+                patched.setattr(cupy.cuda.runtime, name, refuse)
+            comm = Communicator(world)
+        assert comm.device_transfer.startswith("staged: ") and what in comm.device_transfer
+        x, y = cupy.full(3000, world.rank, "i4"), cupy.zeros(3000, "i4")
+        comm.Allreduce(x, y)
+        assert (y.get() == world.size * (world.size - 1) // 2).all()
+        comm.close()
+    comm = Communicator(world, pinned=not last)
+    assert comm.device_transfer == "staged: not wanted, or CuPy not imported, on some rank"
+    comm.close()
+    assert not gpu.registered
 
 
 def on_device(array):

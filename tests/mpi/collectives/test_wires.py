@@ -1,21 +1,47 @@
 """The wires over MPI keep the contract that the loopback keeps."""
 
+import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.fakes import cupy
 from support.transport_contract import CONTRACT
 
 from collectives.buffers.memory import view
+from collectives.buffers.staging import DeviceMemory
 from collectives.transport import shm
+from collectives.transport.device_copies import PinnedMailboxes
+from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Iovec
 
+
+class OnDevice(DeviceNodeTransport):
+    """The transport of device memory; the stand-in's GPU takes the memory of the messages for its own."""
+
+    def __init__(self, node):
+        cupy.GPU.private = False
+        self.mailboxes = PinnedMailboxes(node, cupy)
+        device, copies = DeviceMemory(cupy.zeros(1)), self.mailboxes.copies(0)
+        edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
+        super().__init__(node, 1, edges, 0, device, copies)
+        self._taken = []
+
+    def _cut(self, pieces):
+        for address, nbytes in pieces:
+            block = view(address, nbytes, np.dtype(np.uint8))
+            self._taken.append(block)
+            cupy.GPU.memory[address] = weakref.ref(block), 0
+        return super()._cut(pieces)
+
+
 WIRES = {
+    "device": lambda comm, node: OnDevice(node),
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),
     "shared": lambda comm, node: mailboxes(comm, node),
@@ -84,7 +110,7 @@ class Told:
 
 @pytest.mark.parametrize("kind", WIRES)
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
-def test_contract(world, monkeypatch, kind, program):
+def test_contract(world, monkeypatch, gpu, kind, program):
     if kind.startswith("symmetric"):
         monkeypatch.setattr(shm, "RENDEZVOUS_BYTES", 1)
     own = world.Dup()

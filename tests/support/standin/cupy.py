@@ -15,15 +15,23 @@ CUDA-aware one could. `GPU.log` tells who waited for which stream.
 import ctypes
 import functools
 import os
+import random
 import subprocess
 import tempfile
 import threading
+import time
 import types
 import weakref
 from collections import defaultdict, deque
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
+
+_spec = spec_from_file_location("standin_interprocess", Path(__file__).with_name("interprocess.py"))
+interprocess = module_from_spec(_spec)  # beside this file, which may be a package's or a module of its own
+_spec.loader.exec_module(interprocess)
 
 __version__ = "stand-in"
 
@@ -38,10 +46,18 @@ class _Gpu:
         self.private = os.environ.get("STANDIN_PRIVATE", "1") != "0"
         self.memory = {}  # address -> (weak reference to the block's bytes, device)
         self.pinned = []  # weak references
+        self.registered = {}  # bytes by address
         self.jobs = defaultdict(deque)  # stream -> (work, the ranges that it touches)
         self.begun = defaultdict(int)
         self.ended = defaultdict(int)
         self.fused = []  # names of kernels that were made of several operations
+        self.shared = {}  # files of shared memory by first address: what was exported, or opened
+        self.opened = {}  # by handle: [address, number of times it was opened]
+        self.events = weakref.WeakValueDictionary()  # by number
+        self.opened_events = []
+        self.asynchronous_pool = False
+        self.turns = interprocess.Turns(os.environ.get("STANDIN_GPU"))
+        self.engine = None
         self.log = []  # ("wait" | "query" | "to_host" | "to_device" | "kernel", stream, bytes)
         self._next = HIDDEN
 
@@ -54,9 +70,21 @@ class _Gpu:
             self.memory = {at: entry for at, entry in self.memory.items() if entry[0]() is not None}
             return address, block
 
+    def adopt(self, shared, device):
+        """Give shared memory an address on the device."""
+        with self.lock:
+            address = self._next if self.private else shared.bytes.ctypes.data
+            self._next += shared.nbytes + 4096
+            self.shared[address] = shared, device
+            return address
+
     def find(self, address, nbytes):
         """(bytes, device) of what lies there; a segmentation fault, as an exception, if nothing does."""
         with self.lock:
+            for start, (shared, device) in self.shared.items():
+                if start <= address and address + nbytes <= start + shared.nbytes:
+                    shared.check()
+                    return shared.bytes[address - start :][:nbytes], device
             for start, (block, device) in self.memory.items():
                 whole = block()
                 if whole is not None and start <= address and address + nbytes <= start + whole.nbytes:
@@ -66,20 +94,40 @@ class _Gpu:
     def at(self, address, nbytes):
         return self.find(address, nbytes)[0]
 
-    def put(self, stream, work, ranges, note):
-        """Put work on a stream; it reads and writes the (address, bytes) of `ranges`."""
+    def put(self, stream, work, ranges, note, ready=None):
+        """Put work on a stream; it reads and writes the (address, bytes) of `ranges`, and waits until `ready`."""
         with self.lock:
-            self.jobs[stream].append((work, ranges))
+            self.jobs[stream].append((work, ranges, ready, note[0]))
             self.begun[stream] += 1
             self.log.append(note)
 
     def run(self, stream, until):
         """Do what is on the stream, up to the job of that number."""
+        while self.ended[stream] < until:
+            if self.engine is not None and threading.current_thread() is not self.engine.thread:
+                self.engine.check()
+                time.sleep(1e-5)
+            elif not self.step(stream):
+                time.sleep(1e-5)
+
+    def step(self, stream):
+        """Do the next job of a stream; False if that has none, or waits for another process."""
         with self.lock:
-            while self.ended[stream] < until:
-                work, _ = self.jobs[stream].popleft()
+            if not self.jobs[stream]:
+                return False
+            work, _, ready, kind = self.jobs[stream][0]
+            if ready is not None and not ready():
+                return False
+            self.jobs[stream].popleft()
+            try:
+                if kind == "kernel":
+                    with self.turns.held():
+                        work()
+                else:
+                    work()
+            finally:
                 self.ended[stream] += 1
-                work()
+            return True
 
     def touched(self, address, nbytes):
         """Streams that hold work on that memory which was not done yet."""
@@ -87,8 +135,45 @@ class _Gpu:
             return [
                 stream
                 for stream, jobs in self.jobs.items()
-                if any(a < address + nbytes and address < a + n for _, ranges in jobs for a, n in ranges)
+                if any(a < address + nbytes and address < a + n for _, ranges, *_ in jobs for a, n in ranges)
             ]
+
+
+class Engine:
+    """The GPU at work by itself: a thread that does the streams' jobs in a random order of `seed`, with delays.
+
+    Hosts only wait for it. An error of a job is raised to the next host that waits.
+    """
+
+    def __init__(self, gpu, seed, delay=1e-3):
+        self._gpu, self._random, self._delay = gpu, random.Random(seed), delay
+        self._error, self._ends = None, False
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        gpu.engine = self
+        self.thread.start()
+
+    def _work(self):
+        while not self._ends:
+            with self._gpu.lock:
+                streams = [stream for stream, jobs in self._gpu.jobs.items() if jobs]
+            if self._random.random() < 0.3:
+                time.sleep(self._random.random() * self._delay)
+            try:
+                if not streams or not self._gpu.step(self._random.choice(streams)):
+                    time.sleep(1e-5)
+            except BaseException as error:
+                self._error = error
+
+    def check(self):
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def stop(self):
+        self._ends = True
+        self.thread.join()
+        self._gpu.engine = None
+        self.check()
 
 
 GPU = _Gpu()
@@ -133,8 +218,18 @@ class _BaseStream:
         return event
 
     def wait_event(self, event):
+        if event.shared is not None:
+            GPU.put(self.number, lambda: None, [], ("wait_event", self.number, 0), event.shared.awaited())
+            return
         at = event.at
-        GPU.put(self.number, lambda: GPU.run(*at), [], ("wait_event", self.number, at[0]))
+        GPU.put(self.number, lambda: None, [], ("wait_event", self.number, at[0]), lambda: _reached(*at, self.number))
+
+
+def _reached(stream, until, waiting):
+    """Whether a stream has come that far; without an engine, it goes there now."""
+    if GPU.engine is None and stream != waiting:
+        GPU.run(stream, until)
+    return GPU.ended[stream] >= until or stream == waiting
 
 
 class Stream(_BaseStream):
@@ -157,24 +252,49 @@ def get_current_stream():
 
 
 class Event:
-    def __init__(self, block=False, disable_timing=False):
-        self.at = (0, 0)
+    _count = 1 << 20
 
-    def record(self, stream):
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        if interprocess and not disable_timing:
+            raise CUDARuntimeError("cudaErrorInvalidValue: events between processes take no times")
+        self.at = (0, 0)
+        self.shared = _interprocess_event() if interprocess else None
+        Event._count += 1
+        self.ptr = Event._count
+        GPU.events[self.ptr] = self
+
+    def record(self, stream=None):
+        stream = get_current_stream() if stream is None else stream
+        if self.shared is not None:
+            GPU.put(stream.number, self.shared.record(), [], ("record", stream.number, 0))
         self.at = stream.number, GPU.begun[stream.number]
+
+    @property
+    def _is_opened(self):
+        """Whether it is another process's."""
+        return self.shared is not None and self.at == (0, 0)
 
     @property
     def done(self):
         """Whether it is reached; whoever asks makes the GPU go one step on."""
         stream, until = self.at
         GPU.log.append(("query", stream, 0))
+        if self._is_opened:
+            return self.shared.awaited()()
         if GPU.ended[stream] >= until:
             return True
-        GPU.run(stream, GPU.ended[stream] + 1)
+        if GPU.engine is None:
+            GPU.step(stream)
+        else:
+            GPU.engine.check()
         return False
 
     def synchronize(self):
         GPU.log.append(("wait", self.at[0], 0))
+        if self._is_opened:
+            reached = self.shared.awaited()
+            while not reached():
+                time.sleep(1e-5)
         GPU.run(*self.at)
 
 
@@ -188,6 +308,22 @@ class Device:
 
     def __exit__(self, *_):
         _here.devices.pop()
+
+
+class Memory:
+    """Memory of cudaMalloc, past the pool; other processes can open it."""
+
+    def __init__(self, size):
+        self.size, self.device_id = size, Device().id
+        shared = interprocess.Shared(size)
+        shared.bytes[:] = 0xA5
+        self.ptr = GPU.adopt(shared, self.device_id)
+        weakref.finalize(self, _free_shared, GPU, self.ptr)
+
+
+def _free_shared(gpu, address):
+    shared, _ = gpu.shared.pop(address)
+    shared.free()
 
 
 class UnownedMemory:
@@ -219,7 +355,8 @@ class CUDARuntimeError(RuntimeError):
 def _memcpy_async(target, source, nbytes, direction, stream):
     there, here = (source, target) if direction == runtime.memcpyDeviceToHost else (target, source)
     pinned = [memory for memory in [ref() for ref in GPU.pinned] if memory is not None]
-    if not any(at.ctypes.data <= here and here + nbytes <= at.ctypes.data + at.nbytes for at in pinned):
+    ranges = [(at.ctypes.data, at.nbytes) for at in pinned] + list(GPU.registered.items())
+    if not any(start <= here and here + nbytes <= start + length for start, length in ranges):
         raise RuntimeError("an asynchronous copy needs pinned memory")
     device = GPU.at(there, nbytes)
 
@@ -234,9 +371,87 @@ def _memcpy_async(target, source, nbytes, direction, stream):
     GPU.put(number, work, [(target, nbytes), (source, nbytes)], (kind, number, nbytes))
 
 
+def _exported(pointer):
+    """Shared memory that holds an address of the device; the handle is that of the whole allocation, as CUDA's is."""
+    for start, (shared, _) in GPU.shared.items():
+        if start <= pointer < start + shared.nbytes and shared.pid == os.getpid():
+            return shared.handle
+    reason = "memory of an asynchronous pool" if GPU.asynchronous_pool else "not memory of cudaMalloc"
+    raise CUDARuntimeError(f"cudaErrorInvalidValue: invalid argument ({reason})")
+
+
+def _open_memory(handle, flags=1):
+    if handle not in GPU.opened:
+        GPU.opened[handle] = [GPU.adopt(_refused(interprocess.Shared.open, handle), Device().id), 0]
+    GPU.opened[handle][1] += 1
+    return GPU.opened[handle][0]
+
+
+def _close_memory(pointer):
+    handle = next((handle for handle, (address, _) in GPU.opened.items() if address == pointer), None)
+    if handle is None:
+        raise CUDARuntimeError("cudaErrorInvalidValue: this memory was not opened")
+    GPU.opened[handle][1] -= 1
+    if not GPU.opened[handle][1]:
+        _free_shared(GPU, GPU.opened.pop(handle)[0])
+
+
+def _refused(call, *arguments):
+    try:
+        return call(*arguments)
+    except interprocess.Refused as error:
+        raise CUDARuntimeError(str(error)) from None
+
+
+def _interprocess_event():
+    return interprocess.SharedEvent()
+
+
+def _event_handle(event):
+    shared = GPU.events[event].shared
+    if shared is None:
+        raise CUDARuntimeError("cudaErrorInvalidResourceHandle: the event is not for other processes")
+    return shared.shared.handle
+
+
+def _open_event(handle):
+    event = Event(disable_timing=True)
+    event.shared = interprocess.SharedEvent(_refused(interprocess.Shared.open, handle))
+    GPU.opened_events.append(event)
+    return event.ptr
+
+
+def _stream_of(pointer):
+    return ExternalStream(pointer)
+
+
+def _host_register(address, nbytes, flags):
+    if flags not in (0, 1) or any(a < address + nbytes and address < a + n for a, n in GPU.registered.items()):
+        raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered: part or all of the memory is registered")
+    GPU.registered[address] = nbytes
+
+
+def _host_unregister(address):
+    if GPU.registered.pop(address, None) is None:
+        raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered: pointer does not correspond to a registered region")
+
+
 runtime = types.SimpleNamespace(
+    ipcGetMemHandle=_exported,
+    ipcOpenMemHandle=_open_memory,
+    ipcCloseMemHandle=_close_memory,
+    ipcGetEventHandle=_event_handle,
+    ipcOpenEventHandle=_open_event,
+    eventRecord=lambda event, stream: GPU.events[event].record(_stream_of(stream)),
+    eventQuery=lambda event: 0 if GPU.events[event].done else 600,
+    eventSynchronize=lambda event: GPU.events[event].synchronize(),
+    eventDestroy=lambda event: GPU.opened_events.remove(GPU.events.pop(event)),
+    streamWaitEvent=lambda stream, event, flags=0: _stream_of(stream).wait_event(GPU.events[event]),
+    hostRegister=_host_register,
+    hostUnregister=_host_unregister,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
+    memcpyDefault=4,
     memcpyAsync=_memcpy_async,
     CUDARuntimeError=CUDARuntimeError,
     getDeviceCount=lambda: 1,
@@ -247,6 +462,7 @@ cuda = types.SimpleNamespace(
     Device=Device,
     Event=Event,
     ExternalStream=ExternalStream,
+    Memory=Memory,
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
@@ -278,6 +494,18 @@ class ndarray:
 
     def __buffer__(self, flags):
         raise TypeError("device memory has no buffer")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        """A universal function of NumPy: CuPy's of that name."""
+        if method != "__call__":
+            return NotImplemented
+        if out is not None:
+            (options["out"],) = out
+        return _function(ufunc.__name__)(*inputs, **options)
+
+    def __array_function__(self, function, types, arguments, options):
+        """Any other function of NumPy, likewise."""
+        return _function(function.__name__)(*arguments, **options)
 
     def __len__(self):
         return self.shape[0]
@@ -396,6 +624,10 @@ class ndarray:
 def _by_arrays(key):
     """Whether an index picks elements by their numbers, which makes a copy."""
     return any(isinstance(part, ndarray) for part in (key if isinstance(key, tuple) else (key,)))
+
+
+def _function(name):
+    return globals()[name] if name in globals() else __getattr__(name)
 
 
 class _At:
@@ -711,6 +943,7 @@ class ElementwiseKernel:
         def parsed(text):
             return [tuple(part.split()) for part in text.split(",")]
 
+        self.texts = in_params, out_params, operation, name, preamble
         self.takes, self.gives = parsed(in_params), parsed(out_params)
         every = [*self.takes, *self.gives]
         arguments = ", ".join(f"{_C_TYPES[kind]} *all_{label}" for kind, label in every)

@@ -7,8 +7,12 @@ import sys
 
 import numpy as np
 import pytest
+from mpi4py import MPI
+from support.device_training import TOLERANCES, trains_as_on_the_host
 from support.operator_cases import CASES, chains, on_device_as_on_host, play
 
+from collectives import Communicator
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.nn import kernels
 from parallel.nn.activation import GELU
 from parallel.nn.compose import Sequential
@@ -39,6 +43,14 @@ def test_a_chain_is_one_kernel(gpu, name, dtype):
         np.testing.assert_array_equal(given[0].get(), expected)
     elif name != "biased_relu":
         np.testing.assert_array_equal(given[0].get(), arrays[0] + arrays[1])
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_steps(gpu, layout, precision):
+    comm = Communicator(MPI.COMM_SELF.Dup())
+    trains_as_on_the_host(comm, layout, precision)
+    comm.Free()
 
 
 def test_operators_take_them(gpu):

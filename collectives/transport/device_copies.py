@@ -1,0 +1,149 @@
+"""Copies between device memory and pinned host memory that run beside the user's streams; and pinning of mailboxes."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.transport.mailbox import NodeMemory
+from collectives.transport.reduced import reduced
+from collectives.transport.wire import Iovec
+
+PORTABLE = 1
+"""CUDA's cudaHostRegisterPortable: pinned for all devices of the process."""
+
+TOKEN = 64
+"""Bytes of the message that tests a node's pinned mailboxes: more than fit beside a flag."""
+
+
+class DeviceCopies:
+    """Copies from and to one device through CuPy, on two streams of their own, one for each direction.
+
+    They do not wait for work on other streams: whoever starts one knows that the memory is ready.
+    """
+
+    def __init__(self, cupy: ModuleType, number: int) -> None:
+        self._runtime, self._new_event = cupy.cuda.runtime, cupy.cuda.Event
+        self._device = cupy.cuda.Device(number)
+        with self._device:
+            self._down, self._up = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._idle: list[Any] = []
+
+    def to_host(self, host: int, pieces: Sequence[Iovec]) -> Any:
+        """Start copies of device memory, concatenated, to the address `host`; return the event of their end."""
+        with self._device:
+            for address, nbytes in pieces:
+                if nbytes:
+                    self._runtime.memcpyAsync(host, address, nbytes, self._runtime.memcpyDeviceToHost, self._down.ptr)
+                host += nbytes
+            return self._recorded(self._down)
+
+    def to_device(self, pieces: Sequence[Iovec], host: int) -> Any:
+        """Start copies of memory at the address `host` to pieces of device memory; return the event of their end."""
+        with self._device:
+            for address, nbytes in pieces:
+                if nbytes:
+                    self._runtime.memcpyAsync(address, host, nbytes, self._runtime.memcpyHostToDevice, self._up.ptr)
+                host += nbytes
+            return self._recorded(self._up)
+
+    def _recorded(self, stream: Any) -> Any:
+        event = self._idle.pop() if self._idle else self._new_event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def recycle(self, event: Any) -> None:
+        """Take back an event that was reached."""
+        self._idle.append(event)
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        self._down.synchronize()
+        self._up.synchronize()
+
+
+class PinnedMailboxes:
+    """Mailboxes of a node, pinned in this process so that the device copies from and to them; `copies` by device."""
+
+    def __init__(self, node: NodeMemory, cupy: ModuleType) -> None:
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._pinned: list[int] = []
+        self._copies: dict[int, DeviceCopies] = {}
+        try:
+            for memory, address in zip(node.bytes, node.addresses, strict=True):
+                self._runtime.hostRegister(address, memory.nbytes, PORTABLE)
+                self._pinned.append(address)
+        except RuntimeError:
+            self.free()
+            raise
+
+    def copies(self, number: int) -> DeviceCopies:
+        """Copies of the device with this number."""
+        if number not in self._copies:
+            self._copies[number] = DeviceCopies(self._cupy, number)
+        return self._copies[number]
+
+    def free(self) -> None:
+        """Wait for copies that are under way, and unpin the mailboxes."""
+        for copies in self._copies.values():
+            copies.finish()
+        self._copies.clear()
+        while self._pinned:
+            self._runtime.hostUnregister(self._pinned.pop())
+
+
+class PinningResult(NamedTuple):
+    """The pinned mailboxes, or None and the reason why there are none; the same kind on all ranks."""
+
+    mailboxes: PinnedMailboxes | None
+    reason: str
+
+
+def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> PinningResult:
+    """Pin the mailboxes, and send a message from device to device through each rank's. Collective over `comm`.
+
+    `node` is that of all ranks, or None; ranks may differ in `wanted`. Needs CuPy imported on all ranks: nothing here
+    imports it, or uses the GPU of a program that does not.
+    """
+    cupy = sys.modules.get("cupy")
+    if not reduced(comm, wanted and cupy is not None, MPI.LAND):
+        return PinningResult(None, "not wanted, or CuPy not imported, on some rank")
+    if node is None or cupy is None:
+        return PinningResult(None, "the ranks share no memory")
+    mailboxes, error = None, ""
+    try:
+        if cupy.cuda.runtime.getDeviceCount():
+            mailboxes = PinnedMailboxes(node, cupy)
+    except RuntimeError as refused:  # CUDA's errors: no driver, memory that cannot be pinned
+        error = f": {refused}"
+    if not reduced(comm, mailboxes is not None, MPI.LAND):
+        if mailboxes is not None:
+            mailboxes.free()
+        return PinningResult(None, f"the memory of the node cannot be pinned on all ranks{error}")
+    if mailboxes is None:
+        raise AssertionError("a rank without pinned mailboxes agreed to them")
+    if not reduced(comm, _token_arrives(comm, node, mailboxes.copies(cupy.cuda.Device().id), cupy), MPI.LAND):
+        mailboxes.free()
+        return PinningResult(None, "a message between devices did not arrive")
+    return PinningResult(mailboxes, "")
+
+
+def _token_arrives(comm: MPI.Intracomm, node: NodeMemory, copies: DeviceCopies, cupy: ModuleType) -> bool:
+    """True if the token of the previous rank arrives in this rank's device memory. Collective."""
+    at, before = node.offsets[0] + node.size * node.box, (node.place - 1) % node.size  # the first cell
+    mine, theirs = (np.full(TOKEN, 1 + place % 255, np.uint8) for place in (node.place, before))
+    sent = received = None
+    with suppress(RuntimeError):  # the tokens are then different
+        sent, received = cupy.asarray(mine), cupy.zeros(TOKEN, np.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+        copies.to_host(node.addresses[node.place] + at, [Iovec(sent.data.ptr, TOKEN)]).synchronize()
+    comm.Barrier()
+    if sent is None or received is None:
+        return False
+    with suppress(RuntimeError):
+        copies.to_device([Iovec(received.data.ptr, TOKEN)], node.addresses[before] + at).synchronize()
+    return bool((received.get() == theirs).all())

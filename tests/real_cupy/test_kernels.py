@@ -1,0 +1,111 @@
+"""Kernels of the project, as CuPy generates them: built for three architectures, and run on the host."""
+
+import io
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+from support import cupy_without_driver
+from support.operator_cases import chains
+from support.recorded_calls import decoded
+from support.standin import recorder
+
+from parallel.nn.kernels import fused, reference_kernels
+from quant.formats import MINIFLOATS
+from quant.kernels import device_codecs, reference_codecs
+from quant.kernels.reference_codecs import LinearCode
+
+ARCHITECTURES = (80, 90, 100)
+CALLS = {key: entry for key, entry in recorder.stored().items() if key.startswith(("fuse.", "ElementwiseKernel"))}
+
+
+@cache
+def registers_and_spills(source, options, architecture):
+    """Registers of a thread, and bytes that it spills, as NVRTC's assembler prints them."""
+    from cupy.cuda import compiler
+
+    log = io.StringIO()
+    program = compiler._NVRTCProgram(source, "kernel.cu", method="cubin")
+    own = (f"-arch=sm_{architecture}", "--ptxas-options=-v", "--device-as-default-execution-space")
+    program.compile((*options, *own), log)
+    (used,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    return int(used), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())))
+
+
+def repeat(cupy, entry):
+    """Make a recorded call of a kernel with CuPy; return (name, source, compiler options) of all that it launched."""
+    first, *others = entry["arguments"]
+    cupy_without_driver.LAUNCHED.clear()
+    arguments = [decoded(cupy, value) for value in others]
+    if "kernel" in first:
+        *texts, preamble = first["kernel"]
+        cupy.ElementwiseKernel(*texts, preamble=preamble)(*arguments)
+    else:
+        out, name = decoded(cupy, first), entry["call"].removeprefix("fuse.")
+        if name == "biased_relu":
+            fused.FUSED[name](out, *arguments)
+        elif name.startswith("biased"):
+            fused.FUSED[name](*arguments)
+        else:
+            fused.FUSED[name](*arguments, out=out)
+    return [(name, *cupy_without_driver.SOURCES[code]) for name, code in cupy_without_driver.LAUNCHED]
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_built_for_all_architectures(cupy, form, kernel_report):
+    """One kernel a call, which keeps all its values in registers."""
+    empty = any(0 in value.get("array", ()) for value in CALLS[form]["arguments"] if isinstance(value, dict))
+    launched = repeat(cupy, CALLS[form])
+    assert len(launched) == (not empty)
+    for name, source, options in launched:
+        found = [registers_and_spills(source, options, architecture) for architecture in ARCHITECTURES]
+        kernel_report[form[:100] if form.startswith("fuse") else name, source] = found
+        assert all(spilled == 0 for _, spilled in found), found
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """Elementwise kernels are run, on the host."""
+    monkeypatch.setattr(cupy_without_driver, "run_kernels", True)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("name", fused.FUSED)
+def test_chain_like_the_reference(cupy, on_host, name, dtype):
+    """CuPy's source of a fused chain gives what NumPy gives; halves may be rounded once more, or once less."""
+    arrays, numbers = chains(name, dtype)
+    expected = getattr(reference_kernels, name)(*(array.copy() for array in arrays), *numbers)
+    found = fused.FUSED[name](*map(cupy.asarray, arrays), *numbers)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.get(), expected, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("rounding", device_codecs.ROUND)
+@pytest.mark.parametrize("multiply", [True, False])
+def test_linear_codes_like_the_reference(cupy, on_host, rounding, multiply):
+    random = np.random.default_rng(1)
+    rows, by = random.standard_normal((6, 32)).astype("f4"), random.random(6 * 4).astype("f4") * 20 + 1
+    key = (7, 11) if rounding == "stochastic" else None
+    code = LinearCode(8, -127, 127, 0, True, rounding, key)
+    scale = by if multiply else 1 / by
+    expected, found = np.zeros(rows.size, "u1"), cupy.zeros(rows.size, "u1")
+    reference_codecs.encode_linear(rows, 8, scale, multiply, None, code, expected)
+    device_codecs.encode_linear(cupy.asarray(rows), 8, cupy.asarray(scale), multiply, None, code, found)
+    np.testing.assert_array_equal(found.get(), expected)
+    for add in (False, True):
+        back, there = np.ones_like(rows), cupy.asarray(np.ones_like(rows))
+        reference_codecs.decode_linear(expected, 8, by, by, code, back, add)
+        device_codecs.decode_linear(found, 8, cupy.asarray(by), cupy.asarray(by), code, there, add)
+        np.testing.assert_array_equal(there.get(), back)
+
+
+@pytest.mark.parametrize("key", [None, (3, 5)])
+@pytest.mark.parametrize("code", [name for name, kind in MINIFLOATS.items() if kind.bits <= 8])
+def test_small_floats_like_the_reference(cupy, on_host, code, key):
+    random = np.random.default_rng(2)
+    rows, by = (100 * random.standard_normal((6, 32))).astype("f4"), random.random(6 * 4).astype("f4") + 0.5
+    expected, found = np.zeros(rows.size, "u1"), cupy.zeros(rows.size, "u1")
+    reference_codecs.encode_float(rows, 8, by, True, code, key, expected)
+    device_codecs.encode_float(cupy.asarray(rows), 8, cupy.asarray(by), True, code, key, found)
+    np.testing.assert_array_equal(found.get(), expected)
