@@ -56,12 +56,13 @@ def draw_nodes(path: Path, plans: Sequence[tuple[PlanQuestion, PlanChoice]]) -> 
     axis.plot(devices, [speeds[0] * count / devices[0] for count in devices], color="grey", lw=0.8, ls="--")
     axis.plot(devices, speeds, marker="o", color="#0b6fbf")
     for count, speed, (question, choice) in zip(devices, speeds, plans):
-        text = f"{choice.layout}\nMFU {question.mfu(choice.time.total):.0%}"
+        text = "\n".join([*str(choice.layout).split(", "), f"MFU {question.mfu(choice.time.total):.0%}"])
         axis.annotate(text, (count, speed), (8, -6), textcoords="offset points", fontsize=7, va="top")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=10)
     axis.set_xticks(devices, [str(count) for count in devices])
-    axis.set_xlim(devices[0] / 1.3, devices[-1] * 3)
+    axis.set_xlim(devices[0] / 1.3, devices[-1] * 2)
+    axis.set_ylim(speeds[0] / 3, max(speeds) * 1.5)  # below the first point is its text
     axis.set_xlabel(f"devices ({plans[0][0].setup.cluster.per_node} a node)")
     axis.set_ylabel("tokens/s, predicted")
     figure.suptitle(f"{plans[0][0].model_name}, {plans[0][0].sequences} sequences a step: best layouts", fontsize=10)

@@ -7,9 +7,11 @@ import pytest
 
 pytest.importorskip("safetensors")
 
+from parallel.benchmark.plan_plots import draw_step
 from parallel.cli import plan_layout, verify_plan
 from parallel.cli.main import find
 from parallel.engine.settings import complete
+from parallel.forecast.step_timeline import CAUSES, StepTimeline
 
 
 def test_the_option_selects_the_program():
@@ -62,6 +64,16 @@ def rows(noise):
         seconds = sum(factor * part for factor, part in zip((1.2, 0.9, 2.0, 1.1), parts.values())) + 1e-3
         found[case.name] = verify_plan.CaseRow(seconds * random.uniform(1, 1 + noise), parts, {})
     return found
+
+
+def test_picture_of_a_step(tmp_path):
+    pytest.importorskip("matplotlib")
+    step, path = StepTimeline(), tmp_path / "step.png"
+    for cause in CAUSES:
+        step.spend(cause, cause, 1e-3)
+    step.beside("allreduce", "network", 0.0, 1e-3)
+    draw_step(path, "a step", step)
+    assert path.stat().st_size > 5000
 
 
 def test_few_cases_are_fitted():
