@@ -1,0 +1,28 @@
+"""Plot of tables of predicted scaling."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from parallel.benchmark.attention_plots import COLOURS
+
+
+def draw_scaling(path: Path, tables: Mapping[str, Mapping[str, Mapping[int, float]]]) -> None:
+    """Plot a panel for each table and a line for each of its rows, over logarithmic numbers of ranks or batches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(2, -(-len(tables) // 2), figsize=(10, 6.4), layout="constrained", squeeze=False)
+    for axes, (title, lines) in zip(panels.flat, tables.items()):
+        for number, (name, line) in enumerate(lines.items()):
+            axes.plot(list(line), list(line.values()), marker=".", color=COLOURS[number % len(COLOURS)], label=name)
+        what, _, by = title.partition(", by ")
+        axes.set(xlabel=by, title=what, xscale="log", yscale="log" if what.startswith("seconds") else "linear")
+        if not what.startswith("seconds"):
+            axes.set_ylim(bottom=0)
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)

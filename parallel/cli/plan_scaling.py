@@ -1,0 +1,112 @@
+"""Predict how training scales on a cluster: replicas, pipelines, allreduce over nodes, parameter servers; without MPI.
+
+    chorus plan --scaling --cluster h100:512 --model gpt2-xl
+    chorus plan --scaling --cluster a100:64 --model gpt2 --batch 256 --plot out/scaling.png
+
+Replicas have ZeRO-1 and steps of --batch sequences altogether (strong scaling) or each (weak scaling). An allreduce of
+256 MiB, and sums of the model's gradients in 16 bit, have one rank on each node. Times are those of the cost model.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from collectives.benchmark.size_arguments import format_time
+from collectives.cli.arguments import picture_file
+from collectives.cli.launcher import ProgramParser, at_least
+from parallel.cli.plan_cluster import cluster_size
+from parallel.planner.checked import lookup
+from parallel.planner.presets import load
+from parallel.planner.scaling import (
+    SERVERS,
+    bus_bandwidth,
+    exchange_seconds,
+    pipeline_efficiency,
+    powers_of_two,
+    replica_efficiency,
+)
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup
+from parallel.planner.transformer import Transformer
+
+NBYTES = 256 << 20
+"""Bytes of the allreduce over nodes."""
+
+STAGES = (2, 4, 8, 16)
+ALGORITHMS = ("ring", "rabenseifner", "mst", "linear")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    add("--scaling", action="store_true", required=True, help="selects this program")
+    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="and the most devices, as h100:512")
+    add("--model", default="gpt2-xl", metavar="NAME", help="a preset, or a model of --presets (default gpt2-xl)")
+    add("--batch", type=at_least(1, int), default=128, metavar="N", help="sequences (default 128)")
+    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
+    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
+    add("--plot", type=picture_file, metavar="FILE", help="draw the tables (PNG, SVG, PDF)")
+    return result
+
+
+def tables(model: Transformer, setup: Setup, most: int, batch: int) -> dict[str, dict[str, dict[int, float]]]:
+    """Numbers by table, line and position on the horizontal axis."""
+    counts = powers_of_two(most)
+    several = counts[1:]
+    nbytes = 2 * model.parameters
+    return {
+        "share of ideal throughput, by replicas": {
+            "weak": replica_efficiency(model, setup, counts, batch, strong=False),
+            "strong": replica_efficiency(model, setup, counts, batch, strong=True),
+        },
+        "share of a step that 1F1B computes, by micro-batches": {
+            f"{stages} stages": {count: pipeline_efficiency(stages, count) for count in powers_of_two(64)}
+            for stages in STAGES
+        },
+        "bus bandwidth of a 256 MiB allreduce in GB/s, by nodes": {
+            name: {nodes: bus_bandwidth(setup.cluster, nodes, NBYTES, name) / 1e9 for nodes in several}
+            for name in ALGORITHMS
+        },
+        "seconds to sum the gradients, by workers": {
+            name: {workers: exchange_seconds(setup.cluster, workers, nbytes)[name] for workers in several}
+            for name in SERVERS
+        },
+    }
+
+
+def report(found: dict[str, dict[str, dict[int, float]]]) -> Iterator[str]:
+    """Yield the tables as text."""
+    for title, lines in found.items():
+        columns = sorted({x for line in lines.values() for x in line})
+        yield title
+        yield f"{'':28}" + "".join(f"{x:>10}" for x in columns)
+        for name, line in lines.items():
+            cells = (line.get(x) for x in columns)
+            shown = ("" if y is None else format_time(y) if "seconds" in title else f"{y:.3g}" for y in cells)
+            yield f"{name:28}" + "".join(f"{cell:>10}" for cell in shown)
+        yield ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the tables; exit status 2 for wrong arguments."""
+    command = parser()
+    arguments = command.parse_args(argv)
+    name, devices = arguments.cluster
+    try:
+        presets = load(arguments.presets)
+        model = lookup("--model", arguments.model, presets.models)
+        cluster = lookup("--cluster", name, presets.clusters)
+        setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES["bf16"])
+        setup.device.peak_of(arguments.precision)
+        if devices < 2:
+            raise ValueError(f"--cluster: expected 2 devices or more, found {devices}")
+    except ValueError as error:
+        command.error(str(error))
+    found = tables(model, setup, devices, arguments.batch)
+    print(f"{arguments.model} on {name}, predicted\n")
+    print("\n".join(report(found)).rstrip())
+    if arguments.plot:
+        from parallel.benchmark.scaling_plots import draw_scaling
+
+        draw_scaling(arguments.plot, found)
+    return 0

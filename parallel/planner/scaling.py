@@ -1,0 +1,67 @@
+"""Predicted scaling: data parallelism, pipelines, allreduce over nodes, and parameter servers, as tables of numbers."""
+
+from collections.abc import Iterable
+
+from collectives.algorithms import catalog
+from parallel.pipeline.schedule.formulas import FORMULAS, evaluate
+from parallel.planner.layout import ClusterLayout
+from parallel.planner.machines import Cluster
+from parallel.planner.search import heaviest
+from parallel.planner.step_time import Setup, step_time
+from parallel.planner.transformer import Transformer
+
+SERVERS = {"one server": "linear", "as many servers as workers": "direct", "allreduce": "ring"}
+"""Algorithms of allreduce that move what each arrangement moves: all gradients to one rank, or a part to each."""
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Powers of two from 1 up to `most`.
+
+    >>> powers_of_two(10)
+    [1, 2, 4, 8]
+    """
+    return [1 << power for power in range(most.bit_length())]
+
+
+def sequences_per_second(model: Transformer, setup: Setup, dp: int, sequences: int) -> float:
+    """Sequences per second of `dp` replicas with ZeRO-1 and steps of so many sequences, one in a micro-batch."""
+    layout = ClusterLayout(dp=dp, zero=1)
+    return sequences / step_time(model, layout, setup, sequences, heaviest(model, layout)).total
+
+
+def replica_efficiency(
+    model: Transformer, setup: Setup, counts: Iterable[int], batch: int, *, strong: bool
+) -> dict[int, float]:
+    """Throughput of each number of replicas, as a share of that many times one replica's.
+
+    `batch` sequences are those of a whole step (`strong` scaling), or of each replica (weak scaling). Numbers that do
+    not divide a whole step are left out.
+    """
+    alone = sequences_per_second(model, setup, 1, batch)
+    return {
+        dp: sequences_per_second(model, setup, dp, batch if strong else batch * dp) / (dp * alone)
+        for dp in counts
+        if not strong or batch % dp == 0
+    }
+
+
+def pipeline_efficiency(stages: int, microbatches: int, schedule: str = "1f1b") -> float:
+    """Share of a step in which a stage computes: with 1F1B m/(m + p - 1)."""
+    work = 2 * microbatches
+    return float(work / (work + evaluate(FORMULAS[schedule].idle, p=stages, m=microbatches, F=1, B=1, W=0)))
+
+
+def bus_bandwidth(cluster: Cluster, nodes: int, nbytes: int, algorithm: str) -> float:
+    """Bytes per second that an allreduce among so many nodes, one rank on each, moves: 2(p-1)/p n over its time."""
+    alpha, beta = cluster.between.cost
+    seconds = catalog.find("allreduce", algorithm).seconds(nodes, nbytes, alpha, beta, 0.0)
+    return float(2 * (nodes - 1) / nodes * nbytes / seconds)
+
+
+def exchange_seconds(cluster: Cluster, workers: int, nbytes: int) -> dict[str, float]:
+    """Seconds to sum gradients of `nbytes` among workers, one on a node, by arrangement (`SERVERS`)."""
+    alpha, beta = cluster.between.cost
+    return {
+        name: float(catalog.find("allreduce", algorithm).seconds(workers, nbytes, alpha, beta, 0.0))
+        for name, algorithm in SERVERS.items()
+    }

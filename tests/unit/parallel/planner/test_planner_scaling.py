@@ -1,0 +1,68 @@
+"""Predicted scaling: closed forms, and the program."""
+
+import pytest
+
+from collectives.algorithms import catalog
+from parallel.cli import plan_scaling
+from parallel.planner.presets import load
+from parallel.planner.scaling import (
+    bus_bandwidth,
+    exchange_seconds,
+    pipeline_efficiency,
+    replica_efficiency,
+    sequences_per_second,
+)
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup
+
+PRESETS = load()
+CLUSTER = PRESETS.clusters["h100"]
+SETUP = Setup(CLUSTER, PRESETS.device_of(CLUSTER), "bf16", RECIPES["bf16"])
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (4, 8), (7, 3)])
+def test_1f1b_computes_its_share_of_a_step(stages, microbatches):
+    assert pipeline_efficiency(stages, microbatches) == pytest.approx(microbatches / (microbatches + stages - 1))
+
+
+def test_bandwidth_of_a_ring():
+    """A ring comes to the link's rate as the bytes grow, a tree to that divided by its rounds."""
+    nodes, nbytes = 8, 1 << 40
+    assert bus_bandwidth(CLUSTER, nodes, nbytes, "ring") == pytest.approx(CLUSTER.between.rate, rel=1e-3)
+    rounds = float(catalog.evaluate("2*q", nodes))
+    share = 2 * (nodes - 1) / nodes / rounds
+    assert bus_bandwidth(CLUSTER, nodes, nbytes, "mst") == pytest.approx(share * CLUSTER.between.rate, rel=1e-3)
+
+
+def test_servers_against_allreduce():
+    for workers in (2, 5, 16):
+        found = exchange_seconds(CLUSTER, workers, 1 << 34)
+        assert found["one server"] == pytest.approx(workers * found["allreduce"], rel=1e-3)
+        assert found["as many servers as workers"] == pytest.approx(found["allreduce"], rel=1e-9)
+
+
+def test_replicas():
+    model = PRESETS.models["gpt2-xl"]
+    counts = [1, 2, 3, 8, 64]
+    weak = replica_efficiency(model, SETUP, counts, 16, strong=False)
+    strong = replica_efficiency(model, SETUP, counts, 16, strong=True)
+    assert list(weak) == counts and list(strong) == [1, 2, 8], "16 sequences do not divide among 3 or 64"
+    assert weak[1] == strong[1] == 1 and 0 < strong[8] < weak[8]
+    assert weak[8] < 1.1, "above 1 only by the update, which ZeRO-1 divides"
+    assert strong[8] * 8 * sequences_per_second(model, SETUP, 1, 16) == sequences_per_second(model, SETUP, 8, 16)
+
+
+def test_program(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "scaling.svg"
+    words = ["--scaling", "--cluster", "h100:4", "--model", "gpt2", "--batch", "4"]
+    assert plan_scaling.main([*words, "--plot", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "1F1B" in output and "one server" in output and path.stat().st_size > 1000
+    for more, message in (
+        (["--cluster", "h100:1"], "expected 2 devices or more"),
+        (["--model", "gtp2"], "perhaps gpt2"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            plan_scaling.main([*words, *more])
+        assert message in capsys.readouterr().err
