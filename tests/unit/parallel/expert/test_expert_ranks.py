@@ -7,63 +7,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import thread_ranks
+from support.expert_cases import CASES, divided, expect_as_alone, played, tokens
 from support.mixture_cases import EXPERTS, WIDTH, mixture
 
 from parallel.expert.dispatch import Dispatch
-from parallel.expert.expert_ranks import ExpertRanks
 from parallel.expert.row_codec import SPECS, predicted_error
 from parallel.nn.operator import PassMode, name_all
 from parallel.nn.router import RouterSettings
 
-CASES = {
-    "two experts": RouterSettings(),
-    "one expert": RouterSettings(choices=1),
-    "all experts": RouterSettings(choices=EXPERTS),
-    "capacity": RouterSettings(choices=4, capacity=0.5),
-}
 RANKS = (1, 2, 3, 4, 8, 10)
-
-
-def tokens(rank, dtype=np.float64):
-    """Another number of sequences on every rank, on rank 1 none."""
-    return np.random.default_rng(rank).standard_normal(((rank + 2) % 3, 7, WIDTH)).astype(dtype)
-
-
-def divided(axis, settings, by_source, dispatch="direct", nodes=None, shared=False):
-    operator = mixture(settings, shared)
-    axis.comm.nodes = nodes
-    operator.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch)
-    return operator
-
-
-def played(operator, x, dtype, rank):
-    for parameter in name_all(operator):
-        parameter.data = parameter.first(3).astype(dtype)
-    y, saved = operator.forward(x, PassMode(samples=np.arange(len(x))))
-    dy = np.random.default_rng(9 + rank).standard_normal(y.shape).astype(dtype)
-    wide = np.float64 if dtype == np.float64 else np.float32
-    gradients = {parameter.name: np.zeros(parameter.shape, wide) for parameter in operator.parameters()}
-
-    def sink(parameter, compute):
-        part = np.empty(parameter.shape, wide)
-        compute(part)
-        gradients[parameter.name] += part
-
-    return y, operator.backward(dy, saved, sink), gradients
-
-
-def expect_as_alone(found, settings, shared=False):
-    """Compare results and gradients of all ranks with those of all experts on one."""
-    alone = [played(mixture(settings, shared), tokens(rank), np.float64, rank) for rank in range(len(found))]
-    gradients = {}
-    for (y, dx, mine), (other_y, other_dx, _) in zip(found, alone):
-        np.testing.assert_allclose(y, other_y, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(dx, other_dx, rtol=0, atol=1e-12)
-        for key in mine:
-            gradients[key] = gradients.get(key, 0) + mine[key]
-    assert gradients.keys() == alone[0][2].keys()
-    for key, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, sum(one[2][key] for one in alone), rtol=0, atol=1e-11, err_msg=key)
 
 
 @pytest.mark.parametrize("by_source", [False, True])

@@ -1,0 +1,25 @@
+"""Experts on the ranks of the job, by messages of MPI: every route and format, on emulated nodes."""
+
+import numpy as np
+import pytest
+from support.expert_cases import CASES, divided, expect_as_alone, played, tokens
+
+from collectives import Communicator
+from parallel.expert.dispatch import Dispatch
+from parallel.mesh.device_mesh import MeshAxis
+
+NODES = {"one node": lambda rank: 0, "pairs": lambda rank: rank // 2, "in turn": lambda rank: rank % 2}
+
+SCALES = {"": 1, "int8": 1e11, "fp8": 5e11}
+"""Differences by format, relative to those of exact rows."""
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("dispatch", ["direct", "hierarchical", "direct:int8", "hierarchical:fp8"])
+def test_as_on_one_rank(world, dispatch, nodes):
+    """A pass forward and backward with a shared expert; of encoded rows within their error."""
+    rank, size = world.Get_rank(), world.Get_size()
+    with Communicator(world, nodes=[NODES[nodes](one) for one in range(size)]) as comm:
+        operator = divided(MeshAxis("ep", rank, size, comm), CASES["two experts"], False, dispatch, shared=True)
+        found = world.allgather(played(operator, tokens(rank), np.float64, rank))
+    expect_as_alone(found, CASES["two experts"], shared=True, scale=SCALES[Dispatch.parse(dispatch).code])
