@@ -50,8 +50,10 @@ class Dispatch:
         """True if results are, bit for bit, those of all experts on one rank."""
         return self == Dispatch()
 
-    def plan(self, axis: Any, owners: Sequence[int], chosen: Assignments) -> DirectRoute | HierarchicalRoute:
-        """Route of one pass along an axis; arguments as of `DirectRoute`. Collective.
+    def plan(
+        self, axis: Any, owners: Sequence[int], chosen: Assignments, local: Any = None
+    ) -> DirectRoute | HierarchicalRoute:
+        """Route of one pass along an axis; arguments as of `DirectRoute` and `HierarchicalRoute`. Collective.
 
         If all ranks of the axis share a node, the hierarchical route is the direct one, and encodes nothing.
         """
@@ -61,4 +63,4 @@ class Dispatch:
         nodes = axis.comm.nodes
         if nodes is None:
             return DirectRoute(axis, owners, chosen)
-        return HierarchicalRoute(axis, owners, chosen, codec, nodes)
+        return HierarchicalRoute(axis, owners, chosen, codec, nodes, local)

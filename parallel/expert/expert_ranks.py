@@ -42,12 +42,21 @@ class ExpertRanks(ExpertGroup):
         Compute on the rows of every rank apart, so that the shapes of products, and thus bits, are those of one rank.
     dispatch : str
         As `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
+    local : MeshAxis, optional
+        Ranks of the axis on this rank's node, for the hierarchical route (`HierarchicalRoute`).
     """
 
     exchanges = True
 
-    def __init__(self, axis: Any, experts: Sequence[Operator], by_source: bool = False, dispatch: str = "direct"):
-        self.axis, self.by_source, self.dispatch = axis, by_source, Dispatch.parse(dispatch)
+    def __init__(
+        self,
+        axis: Any,
+        experts: Sequence[Operator],
+        by_source: bool = False,
+        dispatch: str = "direct",
+        local: Any = None,
+    ):
+        self.axis, self.local, self.by_source, self.dispatch = axis, local, by_source, Dispatch.parse(dispatch)
         if by_source and not self.dispatch.is_exact:
             raise ValueError(f"dispatch: expected direct, for the bits of one rank, found {dispatch}")
         self.owners = even(len(experts), axis.size)
@@ -69,7 +78,7 @@ class ExpertRanks(ExpertGroup):
 
     def send(self, tokens: Array, chosen: Assignments) -> DirectRoute | HierarchicalRoute:
         """Start to send tokens (tokens, width) to their experts. Collective along the axis, as all that follows."""
-        route = self.dispatch.plan(self.axis, self.owners, chosen)
+        route = self.dispatch.plan(self.axis, self.owners, chosen, self.local)
         route.send(tokens)
         return route
 

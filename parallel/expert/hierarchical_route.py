@@ -87,13 +87,22 @@ class HierarchicalRoute:
         Encodes rows on their way between nodes.
     nodes : sequence of int
         Node of every rank of the axis, numbered from 0.
+    local : MeshAxis, optional
+        Ranks of the axis on this rank's node, in the same order: their exchange then has no messages to other nodes,
+        as one along the whole axis has, of no rows.
     """
 
     def __init__(
-        self, axis: Any, owners: Sequence[int], chosen: Assignments, codec: RowCodec | None, nodes: Sequence[int]
+        self,
+        axis: Any,
+        owners: Sequence[int],
+        chosen: Assignments,
+        codec: RowCodec | None,
+        nodes: Sequence[int],
+        local: Any = None,
     ):
         self._axis, self._codec, self._chosen = axis, codec, chosen
-        self._relays, self._owners = relays(nodes), owners
+        self._relays = relays(nodes)
         home, of_expert = nodes[axis.rank], np.repeat(nodes, owners)
         self._xp = kernels.array_namespace(chosen.weights)
         tokens = chosen.tokens if self._xp is np else chosen.tokens.get()
@@ -107,10 +116,13 @@ class HierarchicalRoute:
         experts = np.concatenate([np.repeat(np.flatnonzero(here), counts[rank, here]) for rank in sources])
         self._sorted = np.argsort(experts, kind="stable")  # assignments that arrive, by expert
         self._starts = np.repeat(np.cumsum(self._copies[1]) - self._copies[1], self._assigned[1])
-        self._at_relays = np.zeros_like(counts)
-        for node in range(self._relays.shape[1]):
-            there = np.flatnonzero(of_expert == node)
-            np.add.at(self._at_relays, (self._relays[:, node][:, None], there), counts[:, there])
+        at_relays = np.zeros_like(counts)
+        np.add.at(at_relays, (self._relays[:, home][:, None], np.flatnonzero(here)), counts[:, here])
+        self._local, self._owners, self._at_relays = axis, owners, at_relays
+        if local is not None:
+            ranks = [rank for rank, node in enumerate(nodes) if node == home]
+            self._local, self._owners = local, [owners[rank] for rank in ranks]
+            self._at_relays = at_relays[np.ix_(ranks, here)]
 
     def _by_rank(self, by_node: np.ndarray) -> list[int]:
         """Numbers for every rank, from those for this rank's relays."""
@@ -151,8 +163,8 @@ class HierarchicalRoute:
             order = self._xp.asarray(self._sorted)
             tokens = (self._xp.asarray(self._starts) + copies)[order]
             self._number = len(rows)
-            relayed = Assignments(tokens, self._at_relays[self._axis.rank].tolist(), weights[order])
-            self._inner = DirectRoute(self._axis, self._owners, relayed, counts=self._at_relays)
+            relayed = Assignments(tokens, self._at_relays[self._local.rank].tolist(), weights[order])
+            self._inner = DirectRoute(self._local, self._owners, relayed, counts=self._at_relays)
             self._inner.send(rows)
         else:
             self._inner.send_gradients(kernels.widen(rows), self._results, rows.dtype)

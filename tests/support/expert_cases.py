@@ -20,12 +20,12 @@ def tokens(rank, dtype=np.float64):
     return np.random.default_rng(rank).standard_normal(((rank + 2) % 3, 7, WIDTH)).astype(dtype)
 
 
-def divided(axis, settings, by_source, dispatch="direct", nodes=None, shared=False):
+def divided(axis, settings, by_source, dispatch="direct", nodes=None, shared=False, local=None):
     """Mixture with experts on the ranks of an axis; `nodes`: of the ranks, if they are threads."""
     operator = mixture(settings, shared)
     if nodes is not None:
         axis.comm.nodes = nodes
-    operator.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch)
+    operator.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch, local)
     return operator
 
 

@@ -14,12 +14,17 @@ SCALES = {"": 1, "int8": 1e11, "fp8": 5e11}
 """Differences by format, relative to those of exact rows."""
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one communicator", "one for the node"])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("dispatch", ["direct", "hierarchical", "direct:int8", "hierarchical:fp8"])
-def test_as_on_one_rank(world, dispatch, nodes):
+def test_as_on_one_rank(world, dispatch, nodes, apart):
     """A pass forward and backward with a shared expert; of encoded rows within their error."""
     rank, size = world.Get_rank(), world.Get_size()
     with Communicator(world, nodes=[NODES[nodes](one) for one in range(size)]) as comm:
-        operator = divided(MeshAxis("ep", rank, size, comm), CASES["two experts"], False, dispatch, shared=True)
-        found = world.allgather(played(operator, tokens(rank), np.float64, rank))
+        axis, local = MeshAxis("ep", rank, size, comm), None
+        with comm.Split(NODES[nodes](rank), rank) as on_node:
+            if apart:
+                local = MeshAxis("ep", on_node.Get_rank(), on_node.Get_size(), on_node)
+            operator = divided(axis, CASES["two experts"], False, dispatch, shared=True, local=local)
+            found = world.allgather(played(operator, tokens(rank), np.float64, rank))
     expect_as_alone(found, CASES["two experts"], shared=True, scale=SCALES[Dispatch.parse(dispatch).code])
