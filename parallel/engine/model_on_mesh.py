@@ -134,7 +134,9 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     model, loss = cut_for(model, loss, axis, settings)
     whole, experts = model, expert_division(model, mesh.mesh, settings)
     if experts is not None:
-        model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source, settings.dispatch)
+        relayed = Dispatch.parse(settings.dispatch).route == "hierarchical"
+        local = mesh.on_node(EXPERTS) if relayed else None
+        model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source, settings.dispatch, local)
     context = mesh.axis(CONTEXT)
     finish = (errors.guard,) if axis.size * context.size * mesh.mesh.ep > 1 else ()
     sequences = collective_call(  # shards differ in their heads

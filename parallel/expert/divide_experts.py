@@ -16,7 +16,9 @@ from parallel.nn.operator import ArraySpec, Operator, Parameter, name_all
 from parallel.nn.rewrite import replaced
 
 
-def divide_experts(model: Operator, axis: Any, by_source: bool = False, dispatch: str = "direct") -> Operator:
+def divide_experts(
+    model: Operator, axis: Any, by_source: bool = False, dispatch: str = "direct", local: Any = None
+) -> Operator:
     """Copy of a model in which every mixture has `ExpertRanks`, which takes the other arguments, along an axis.
 
     Parameters are shared with the model.
@@ -33,7 +35,8 @@ def divide_experts(model: Operator, axis: Any, by_source: bool = False, dispatch
             return None
         _expect_width(operator)
         ours = copy.copy(operator)
-        ours.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch)
+        ours.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch, local)
+        ours.experts.name = operator.experts.name  # under which it notes what it exchanges
         return ours
 
     return replaced(model, replacement)

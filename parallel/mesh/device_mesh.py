@@ -75,6 +75,16 @@ class DeviceMesh:
             self._axes[key] = MeshAxis(",".join(key), comm.Get_rank(), comm.Get_size(), comm)
         return self._axes[key]._replace(name=",".join(key or names))
 
+    def on_node(self, *names: str) -> MeshAxis | None:
+        """Ranks of an axis on this rank's node, in the same order; None if that are all. Collective as `axis`."""
+        axis, key = self.axis(*names), (*names, "of one node")
+        if axis.comm.nodes is None:
+            return None
+        if key not in self._axes:
+            comm = axis.comm.Split(axis.comm.nodes[axis.rank], axis.rank)
+            self._axes[key] = MeshAxis(axis.name, comm.Get_rank(), comm.Get_size(), comm)
+        return self._axes[key]
+
     @property
     def remarks(self) -> tuple[str, ...]:
         """Lines for the log: on how many nodes the groups of each axis are (none if all ranks share one)."""
