@@ -27,7 +27,8 @@ EFFICIENCY = ((0.0, 1e9, 16e9, 128e9), (0.1, 0.6, 0.9, 0.99))
 
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2.5, 4.0
 """Times that the saved bytes of operators between products are moved: each array is written and read by the next one,
-with its gradient; of the scores of 5 a s bytes a token (Korthikanti et al.), 13 a s forward and 19 a s backward."""
+with its gradient; of the scores of 5 a s bytes a token (Korthikanti et al.), 13 a s forward and 19 a s backward. Chosen
+among several values as those that fit published steps best."""
 
 LOGIT_TRAFFIC = 6
 """Times that float32 logits are moved: written, read for maximum, sum and loss, and their gradient twice."""
