@@ -16,6 +16,9 @@ from parallel.planner.resharding import PlacementMesh
 from parallel.planner.stage_search import Stage, best_stages
 from parallel.planner.step_time import Setup
 
+ENDS = ("input", "output")
+"""Kinds of operators that compute nothing and belong to no stage."""
+
 
 class PlacedStage(NamedTuple):
     """Stage, its operators' names, the mesh of its devices, the plan, and seconds to send its values and gradients."""
@@ -84,7 +87,7 @@ class StagePlanner:
 
     def __init__(self, graph: OperatorGraph, setup: Setup, microbatches: int, limit: float = inf):
         self.graph, self.setup, self.microbatches, self.limit = graph, setup, microbatches, limit
-        self.names = tuple(name for name, operator in graph.operators.items() if operator.kind != "input")
+        self.names = tuple(name for name, operator in graph.operators.items() if operator.kind not in ENDS)
         self._placed = cache(self._place)
 
     def placed(self, stage: Stage, left: int) -> PlacedStage | None:
