@@ -13,7 +13,7 @@ from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
 
 TOKENS, LENGTH, HEADS, WIDTH, PARTS = 13, 8, 2, 8, 3
-MESHES = ("pp=2,tp=2", "pp=2,cp=2", "pp=2,cp=2,tp=2")
+MESHES = ("pp=2,tp=2", "pp=2,cp=2", pytest.param("pp=2,cp=2,tp=2", marks=pytest.mark.full))
 
 
 class FaultyNorm(LayerNorm):
