@@ -413,7 +413,7 @@ def test_more_micro_batches_than_planned(comm):
     ("mesh", "told"),
     [
         ("dp=1", "expected pp|would fit"),
-        ("pp=1,cp=1", "expected axes of pp"),
+        ("pp=1,sp=1", "expected axes of pp"),
         ("pp=77", "is for 77 ranks"),
         ("pp", "as in dp=2"),
     ],

@@ -46,7 +46,7 @@ def test_as_a_picture(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--mesh", "ep=2,tp=2"), "ep is no factor of the number of ranks"),
+        (("--mesh", "ep=2,tp=2"), "mesh: expected axes of dp, cp, tp, found ep"),
         (("--mesh", "tp=0"), "expected at least one rank along tp"),
         (("--mesh", "tp=2", "--model", "convnet"), "expected a model with a table `cuts`"),
         (("-o", "a.txt"), "expected a name that ends in"),

@@ -47,7 +47,7 @@ def noting(function, what):
     return wrapped
 
 PersistentTransport.own = noting(PersistentTransport.own, lambda arguments, result: result)
-planner.Planner.__init__ = noting(planner.Planner.__init__, lambda arguments, result: arguments[1])
+planner.Planner.__init__ = noting(planner.Planner.__init__, lambda arguments, result: arguments[1].comm)
 comm = Communicator(MPI.COMM_WORLD, shared=SHARED)
 n = comm.Get_size()
 small, large, total = np.ones(4), np.ones(100_000), np.zeros(4)

@@ -18,6 +18,7 @@ PROGRAM = ("-m", "parallel.cli.main", "prove", "collectives")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.full
 def test_the_catalogue_is_proved_from_the_command_line():
     done = subprocess.run(
         [sys.executable, *PROGRAM, "--max-size", "8"], env=ENVIRONMENT, capture_output=True, text=True,

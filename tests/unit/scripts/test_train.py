@@ -165,6 +165,7 @@ def lines_so_far(path):
     return path.read_text().splitlines()
 
 
+@pytest.mark.full
 def test_the_same_digits_on_other_ranks_and_layouts(tmp_path):
     """Reproducible, broken off and taken up on another number of ranks in another layout: as if nothing had been."""
     common = [*TASK, "--steps", 20, "--reproducible", "--micro-batch", 12]
@@ -205,6 +206,7 @@ def test_a_trace_and_a_picture(tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_two_trainings_into_one_folder(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     descriptor = os.open(tmp_path, os.O_RDONLY)
@@ -223,6 +225,7 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.full
 def test_metrics_of_a_training_without_a_test_set(tmp_path):
     """JSON has no NaN; and integers are as good as floats for a perceptron."""
     pytest.importorskip("matplotlib")
@@ -277,6 +280,7 @@ def test_the_newest_sound_checkpoint_is_told_where_the_newest_is_damaged(whole, 
     assert f"; the newest sound one is {sound}: with what is newer moved away" in output
 
 
+@pytest.mark.full
 def test_a_batch_that_leaves_ranks_idle_is_told():
     task = ["--data", "teacher_classes", "--model", "mlp:tiny", "--steps", 1, "--batch"]
     output = run(*task, 2, ranks=3)
@@ -285,7 +289,7 @@ def test_a_batch_that_leaves_ranks_idle_is_told():
     assert "nothing to do" not in run(*task, 3, ranks=3)
 
 
-@pytest.mark.parametrize("layout", ["dp", "ps"])
+@pytest.mark.parametrize("layout", ["dp", pytest.param("ps", marks=pytest.mark.full)])
 def test_numbers_that_overflow_are_told_without_warnings_before(layout):
     output = run(*TASK[:8], "--rate", "1e30", "--optimizer", "sgd", "--parallel", layout, "--clip", 0, status=1)
     assert "RuntimeWarning" not in output and "not" in output and "finite" in output, output
