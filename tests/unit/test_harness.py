@@ -63,7 +63,8 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_one_rank_reports(run, ranks):
     status, output, _ = run(ranks, "def test_good():\n    assert world.allreduce(1) == size\n")
     assert status == 0

@@ -65,7 +65,7 @@ if comm.Get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("layout", default(LAYOUTS, "dp", "zero3"))
+@pytest.mark.parametrize("layout", default(LAYOUTS, "zero3"))
 def test_memory_grows_by_what_the_ledger_says(layout):
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", PROGRAM, layout]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}

@@ -35,6 +35,7 @@ class Test(unittest.TestCase):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
 def test_every_test_has_an_outcome(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -186,6 +186,7 @@ def test_a_wrong_argument_ends_all_ranks():
     assert output.count("rate: expected a number from 0 on, found -1") == 1 and "Traceback" not in output, output
 
 
+@pytest.mark.full
 def test_a_loss_that_is_no_number(tmp_path):
     keep = ["--checkpoint", tmp_path / "c", "--every", "1"]
     output = run(*TASK, "--optimizer", "sgd", "--momentum", "0", "--rate", "1e30", *keep, status=1)
@@ -396,6 +397,7 @@ train.launcher.run(train.main)
 """
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_fails_does_not_end_the_training(tmp_path):
     """The disk is full after 20 and 40 steps, and then it is not; or it stays full."""
     keep = ["--checkpoint", tmp_path / "c", "--every", 20, "--json", tmp_path / "m.jsonl"]
