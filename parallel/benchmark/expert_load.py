@@ -81,6 +81,13 @@ class ExpertTraffic(NamedTuple):
     between_nodes: np.ndarray
     share: np.ndarray
 
+    def between_nodes_per_choice(self, load: ExpertLoad, parts: int) -> np.ndarray:
+        """Copies between nodes relative to the choices in `load` of the same steps, in the runs of `mean_of`."""
+        starts = _cuts(len(self.steps), parts)[:-1]
+        choices = load.chosen.sum(axis=1)[np.searchsorted(load.steps, self.steps)]
+        sums = (np.add.reduceat(one, starts) for one in (self.between_nodes, np.maximum(choices, 1)))
+        return np.asarray(np.divide(*sums))
+
     def mean_of(self, parts: int) -> ExpertTraffic:
         """Means over at most `parts` runs of neighbouring steps, each with the number of its last step."""
         ends = _cuts(len(self.steps), parts)

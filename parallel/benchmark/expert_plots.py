@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from parallel.benchmark.expert_load import ExpertLoad, ExpertTraffic
 
 CELLS = 200
@@ -37,8 +35,8 @@ def plot_expert_loads(path: Path, loads: Sequence[ExpertLoad], traffic: Sequence
         right.plot(load.steps, load.entropy, color="#0b6fbf", label="entropy (1: equal loads)")
         right.plot(load.steps, load.drop_rate, color="#c4453b", label="dropped")
         right.plot(load.steps, load.share.max(axis=1) / experts, color="#888888", lw=0.8, label="largest share")
-        for mean in (one.mean_of(CELLS) for one in traffic if one.experts == whole.router.replace("router", "experts")):
-            between = mean.between_nodes / np.maximum(load.chosen.sum(axis=1) / np.diff([0, *load.steps]), 1)
+        for one in (one for one in traffic if one.experts == whole.router.replace("router", "experts")):
+            mean, between = one.mean_of(CELLS), one.between_nodes_per_choice(whole, CELLS)
             right.plot(mean.steps, between, color="#3a8f4d", label="copies between nodes")
             right.plot(mean.steps, mean.share, color="#e07b00", label="time in the exchange")
         right.set(ylim=(-0.03, 1.03))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.benchmark.plan_report import PlanQuestion
-from parallel.forecast.step_timeline import StepTimeline
+from parallel.forecast.step_timeline import CAUSES, StepTimeline
 from parallel.planner.layout import accumulation
 from parallel.planner.memory import MEMORY_KINDS, over_time
 from parallel.planner.search import PlanChoice
@@ -69,8 +69,7 @@ def draw_nodes(path: Path, plans: Sequence[tuple[PlanQuestion, PlanChoice]]) -> 
     figure.savefig(path, dpi=120)
 
 
-COLOURS = {"compute": "#0b6fbf", "shared memory": "#e07b00", "network": "#c4453b", "idle": "#bbbbbb"}
-COLOURS |= {"update": "#2a9d52", "step": "#5b4fc4"}
+COLOURS = dict(zip(CAUSES, ("#0b6fbf", "#e07b00", "#c4453b", "#bbbbbb", "#2a9d52", "#5b4fc4"), strict=True))
 
 
 def draw_step(path: Path, title: str, step: StepTimeline) -> None:

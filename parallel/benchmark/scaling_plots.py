@@ -5,6 +5,9 @@ from pathlib import Path
 
 from parallel.benchmark.attention_plots import COLOURS
 
+DASHES = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
+"""Styles of lines in their order, thinner ones later, so that lines that lie on others are seen."""
+
 
 def draw_scaling(path: Path, tables: Mapping[str, Mapping[str, Mapping[int, float]]]) -> None:
     """Plot a panel for each table and a line for each of its rows, over logarithmic numbers of ranks or batches."""
@@ -16,7 +19,8 @@ def draw_scaling(path: Path, tables: Mapping[str, Mapping[str, Mapping[int, floa
     figure, panels = plt.subplots(2, -(-len(tables) // 2), figsize=(10, 6.4), layout="constrained", squeeze=False)
     for axes, (title, lines) in zip(panels.flat, tables.items()):
         for number, (name, line) in enumerate(lines.items()):
-            axes.plot(list(line), list(line.values()), marker=".", color=COLOURS[number % len(COLOURS)], label=name)
+            style = {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[number % len(DASHES)]}
+            axes.plot(list(line), list(line.values()), marker=".", lw=2.8 - 0.4 * number, label=name, **style)
         what, _, by = title.partition(", by ")
         axes.set(xlabel=by, title=what, xscale="log", yscale="log" if what.startswith("seconds") else "linear")
         if not what.startswith("seconds"):

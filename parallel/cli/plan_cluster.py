@@ -9,32 +9,20 @@ divisibility, then memory, then estimated time. Memory and FLOPs follow from the
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from collectives.benchmark.reports import check_writable
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.plan_report import PlanQuestion, as_dict, report
+from parallel.cli.plan_arguments import add_json, add_setup, check_files, setup_of, write_json
 from parallel.planner.checked import lookup
 from parallel.planner.layout import ClusterLayout
 from parallel.planner.presets import Presets, load
 from parallel.planner.search import PlanChoice, search
-from parallel.planner.states import RECIPES
-from parallel.planner.step_time import Setup
 
 MULTIPLES = {"K": 1 << 10, "M": 1 << 20}
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def cluster_size(text: str) -> tuple[str, int]:
-    """Argument type: name of a cluster and number of devices, as in h100:64."""
-    name, _, count = text.partition(":")
-    if not count.isdecimal() or not int(count):
-        raise argparse.ArgumentTypeError(f"expected a cluster and a number of devices, as h100:64; found {text!r}")
-    return name, int(count)
 
 
 def batch_size(text: str) -> tuple[int, str]:
@@ -82,18 +70,14 @@ def fixed_fields(text: str) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
-    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="as in h100:64")
+    add_setup(result, stack="megatron-core")
     add("--model", required=True, metavar="NAME", help="a preset, or a model of --presets")
     add("--batch", type=batch_size, required=True, metavar="SIZE", help="of a step: 512, or 4M-tokens (M: 2^20)")
-    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
-    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
-    add("--recipe", choices=list(RECIPES), default="bf16", help="bytes of weights, gradients, optimizer (default bf16)")
-    add("--stack", default="megatron-core", metavar="NAME", help="software that times are of (default megatron-core)")
     add("--fix", type=fixed_fields, default={}, metavar="NAME=VALUE,...", help="fields of the layout that are given")
     add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
     add("--tokens", type=token_count, metavar="COUNT", help="tokens of the whole training, for its time: 15T")
     add("--price", type=at_least(0, float), metavar="PRICE", help="of an hour of one device")
-    add("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
+    add_json(result)
     add("--plot", type=picture_file, metavar="FILE", help="draw memory over a step of the best layout (PNG, SVG, PDF)")
     add("--plot-nodes", type=picture_file, metavar="FILE", help="draw the best layouts from one node to all devices")
     return result
@@ -114,14 +98,9 @@ def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion
     """Model, devices and batch of the arguments; ValueError for unknown names."""
     model = lookup("--model", arguments.model, presets.models)
     name, devices = arguments.cluster
-    cluster = lookup("--cluster", name, presets.clusters)
-    device = presets.device_of(cluster)
-    device.peak_of(arguments.precision)
     number, unit = arguments.batch
     sequences = -(-number // model.context) if unit == "tokens" else number
-    stack = lookup("--stack", arguments.stack, presets.stacks)
-    setup = Setup(cluster, device, arguments.precision, RECIPES[arguments.recipe], stack)
-    return PlanQuestion(arguments.model, model, name, setup, devices, sequences)
+    return PlanQuestion(arguments.model, model, name, setup_of(arguments, presets), devices, sequences)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,13 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command.parse_args(argv)
     try:
         question = question_of(arguments, load(arguments.presets))
-        for path in (
-            arguments.plot,
-            arguments.plot_nodes,
-            arguments.json and arguments.json != "-" and Path(arguments.json),
-        ):
-            if path:
-                check_writable(path)
+        check_files(arguments, "plot", "plot_nodes", "json")
     except (ValueError, OSError) as error:
         command.error(str(error))
     model, setup = question.model, question.setup
@@ -146,12 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         command.error(f"--fix: no layout of {question.devices} devices has {given}")
     if arguments.json != "-":
         print(report(question, found, arguments.top, arguments.tokens, arguments.price))
-    if arguments.json:
-        text = json.dumps(as_dict(question, found, arguments.top), indent=1)
-        if arguments.json == "-":
-            print(text)
-        else:
-            Path(arguments.json).write_text(text + "\n")
+    write_json(arguments.json, as_dict(question, found, arguments.top))
     if arguments.plot and found.choices:
         from parallel.benchmark.plan_plots import draw_memory
 

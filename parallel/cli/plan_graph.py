@@ -10,23 +10,20 @@ between; or a TOML file. Placements are found by integer programming (scipy), st
 """
 
 import argparse
-import json
 from math import prod
 from pathlib import Path
 
-from collectives.benchmark.reports import check_writable
 from collectives.benchmark.size_arguments import parse_size
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.graph_report import as_dict, plan_lines, resharding_lines, stage_lines
-from parallel.cli.plan_cluster import cluster_size
+from parallel.cli.plan_arguments import add_json, add_setup, check_files, setup_of, write_json
 from parallel.planner.checked import lookup
 from parallel.planner.graph_costs import GraphCosts, GraphPlan
 from parallel.planner.graph_presets import read_graph, transformer_block, two_layers
 from parallel.planner.graph_stages import StagePlanner, mesh_of
 from parallel.planner.operator_graph import OperatorGraph
 from parallel.planner.presets import Presets, load
-from parallel.planner.states import RECIPES
 from parallel.planner.step_time import Setup
 
 WIDTH, HIDDEN = 8192, 32768
@@ -53,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
     add("--graph", required=True, metavar="GRAPH", help="two-layers, a preset model, or a TOML file")
-    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="as in a100:8")
+    add_setup(result)
     add("--mesh", type=mesh_sizes, metavar="SIZES", help="one or two axes, as 2x4 (default: one of all devices)")
     add(
         "--batch",
@@ -80,10 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help="also divide the operators into pipeline stages: N, or the best number",
     )
     add("--resharding", type=parse_size, metavar="SIZE", help="print what changes of a value's placement cost instead")
-    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
-    add("--recipe", choices=list(RECIPES), default="bf16", help="bytes of weights, gradients, optimizer (default bf16)")
-    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
-    add("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
+    add_json(result)
     add("--plot", type=picture_file, metavar="FILE", help="draw the plans (PNG, SVG, PDF)")
     return result
 
@@ -119,18 +113,14 @@ def main(argv: list[str] | None = None) -> int:
     name, devices = arguments.cluster
     try:
         presets = load(arguments.presets)
-        cluster = lookup("--cluster", name, presets.clusters)
-        setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES[arguments.recipe])
-        setup.device.peak_of(arguments.precision)
+        setup = setup_of(arguments, presets)
         sizes = arguments.mesh or (devices,)
         if prod(sizes) != devices:
             raise ValueError(f"--mesh: expected axes of {devices} devices, found {'x'.join(map(str, sizes))}")
         graph = graph_of(arguments, presets)
-        for path in (arguments.plot, arguments.json and arguments.json != "-" and Path(arguments.json)):
-            if path:
-                check_writable(path)
+        check_files(arguments, "plot", "json")
         if arguments.resharding is not None:
-            print("\n".join(resharding_lines(mesh_of(sizes, cluster), arguments.resharding)))
+            print("\n".join(resharding_lines(mesh_of(sizes, setup.cluster), arguments.resharding)))
             return 0
         limit = setup.device.memory if arguments.memory is None else arguments.memory
         plans = plans_of(arguments, graph, setup, limit)
@@ -145,12 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json != "-":
         print(f"{arguments.graph}, {devices} x {name}, mesh {'x'.join(map(str, sizes))}; of a micro-batch, per device:")
         print("\n".join([*plan_lines(plans), *(["", *stage_lines(staged)] if staged else [])]))
-    if arguments.json:
-        text = json.dumps(as_dict(plans, staged), indent=1)
-        if arguments.json == "-":
-            print(text)
-        else:
-            Path(arguments.json).write_text(text + "\n")
+    write_json(arguments.json, as_dict(plans, staged))
     if arguments.plot:
         from parallel.benchmark.graph_plots import draw_plans
 

@@ -9,12 +9,11 @@ Replicas have ZeRO-1 and steps of --batch sequences altogether (strong scaling) 
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 from collectives.benchmark.size_arguments import format_time
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.cli.plan_cluster import cluster_size
+from parallel.cli.plan_arguments import add_setup, check_files, setup_of
 from parallel.planner.checked import lookup
 from parallel.planner.presets import load
 from parallel.planner.scaling import (
@@ -25,7 +24,6 @@ from parallel.planner.scaling import (
     powers_of_two,
     replica_efficiency,
 )
-from parallel.planner.states import RECIPES
 from parallel.planner.step_time import Setup
 from parallel.planner.transformer import Transformer
 
@@ -40,11 +38,9 @@ def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
     add("--scaling", action="store_true", required=True, help="selects this program")
-    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="and the most devices, as h100:512")
+    add_setup(result)
     add("--model", default="gpt2-xl", metavar="NAME", help="a preset, or a model of --presets (default gpt2-xl)")
     add("--batch", type=at_least(1, int), default=128, metavar="N", help="sequences (default 128)")
-    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
-    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
     add("--plot", type=picture_file, metavar="FILE", help="draw the tables (PNG, SVG, PDF)")
     return result
 
@@ -95,12 +91,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         presets = load(arguments.presets)
         model = lookup("--model", arguments.model, presets.models)
-        cluster = lookup("--cluster", name, presets.clusters)
-        setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES["bf16"])
-        setup.device.peak_of(arguments.precision)
+        setup = setup_of(arguments, presets)
+        check_files(arguments, "plot")
         if devices < 2:
             raise ValueError(f"--cluster: expected 2 devices or more, found {devices}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         command.error(str(error))
     found = tables(model, setup, devices, arguments.batch)
     print(f"{arguments.model} on {name}, predicted\n")

@@ -40,7 +40,7 @@ def pipeline_step(
     busy = [float(each) for each in timeline.busy]
     whole = float(timeline.makespan) * sharing.crowd
     step = StepTimeline(spans=_spans(timeline), now=whole)
-    step.parts.update({COMPUTE: max(busy) * sharing.crowd, IDLE: whole - max(busy) * sharing.crowd})
+    step.parts |= {COMPUTE: max(busy) * sharing.crowd, IDLE: whole - max(busy) * sharing.crowd}
     stages = [_after(portion, work.ranks, messages) for portion in work.portions]
     sums = [sum(seconds for _, seconds in each) for each, _ in stages]
     slowest = sums.index(max(sums))

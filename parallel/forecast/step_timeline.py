@@ -1,6 +1,6 @@
 """Predicted training step: seconds by cause, and spans of time of each lane (a stage, or a rank and its messages)."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,19 +24,19 @@ class TimeSpan(NamedTuple):
 class StepTimeline:
     """Step of the rank that takes longest: `parts` are its seconds by cause, `spans` what is drawn."""
 
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[TimeSpan] = field(default_factory=list)
     now: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return float(self.parts.total())
+        return sum(self.parts.values())
 
     def spend(self, label: str, cause: str, seconds: float, lane: str = "rank") -> None:
         """Add time of a rank that does nothing else meanwhile."""
         if seconds > 0:
             self.spans.append(TimeSpan(lane, label, cause, self.now, self.now + seconds))
-            self.parts[cause] += seconds  # type: ignore[assignment]
+            self.parts[cause] += seconds
             self.now += seconds
 
     def beside(self, label: str, cause: str, start: float, seconds: float, lane: str = "messages") -> float:

@@ -97,6 +97,22 @@ def test_traffic():
     assert expert_traffic(LINES) == []
 
 
+def test_copies_between_nodes_of_a_resumed_training():
+    """Choices are those of the same steps, whatever the number of the first one."""
+    (load,), (traffic,) = expert_loads(TRAFFIC), expert_traffic(TRAFFIC)
+    resumed = [{**line, "step": line["step"] + 100} for line in TRAFFIC]
+    (later,), (traffic_later,) = expert_loads(resumed), expert_traffic(resumed)
+    assert traffic_later.between_nodes_per_choice(later, 1) == 2 / load.chosen.sum()
+    for parts in (1, 2):
+        first, other = (
+            traffic.between_nodes_per_choice(load, parts),
+            traffic_later.between_nodes_per_choice(later, parts),
+        )
+        np.testing.assert_array_equal(first, other)
+    (without_first,) = expert_traffic(TRAFFIC[1:])
+    assert without_first.between_nodes_per_choice(load, 2) == [0]
+
+
 def test_table_and_picture_of_traffic(tmp_path):
     found = script(written(tmp_path, TRAFFIC), "--rows", 2)
     assert found.stdout.split("\n\n")[1].split() == (

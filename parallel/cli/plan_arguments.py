@@ -1,0 +1,62 @@
+"""Arguments that programs of `chorus plan --cluster` share: cluster, precision, recipe, software, files."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from collectives.benchmark.reports import check_writable
+from parallel.planner.checked import lookup
+from parallel.planner.presets import Presets
+from parallel.planner.states import RECIPES
+from parallel.planner.step_time import Setup
+
+
+def cluster_size(text: str) -> tuple[str, int]:
+    """Argument type: name of a cluster and number of devices, as in h100:64."""
+    name, _, count = text.partition(":")
+    if not count.isdecimal() or not int(count):
+        raise argparse.ArgumentTypeError(f"expected a cluster and a number of devices, as h100:64; found {text!r}")
+    return name, int(count)
+
+
+def add_setup(parser: argparse.ArgumentParser, *, stack: str | None = None) -> None:
+    """Add the options that `setup_of` reads; `stack` is the default of --stack, which is left out without one."""
+    add = parser.add_argument
+    add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="as in h100:64")
+    add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
+    add("--precision", default="bf16", metavar="NAME", help="of products, for the device's peak (default bf16)")
+    add("--recipe", choices=list(RECIPES), default="bf16", help="bytes of weights, gradients, optimizer (default bf16)")
+    if stack:
+        add("--stack", default=stack, metavar="NAME", help=f"software that times are of (default {stack})")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
+
+
+def setup_of(arguments: argparse.Namespace, presets: Presets) -> Setup:
+    """Cluster, device, precision, recipe and software of the arguments; ValueError for unknown names."""
+    cluster = lookup("--cluster", arguments.cluster[0], presets.clusters)
+    setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES[arguments.recipe])
+    setup.device.peak_of(arguments.precision)
+    if name := getattr(arguments, "stack", None):
+        setup = setup._replace(stack=lookup("--stack", name, presets.stacks))
+    return setup
+
+
+def check_files(arguments: argparse.Namespace, *options: str) -> None:
+    """Raise OSError or ValueError if a file that one of the given `options` names cannot be written."""
+    for option in options:
+        if (path := getattr(arguments, option)) and path != "-":
+            check_writable(Path(path))
+
+
+def write_json(path: str | None, result: Mapping[str, Any]) -> None:
+    """Write a result to the file of --json, or to the standard output; nothing without the option."""
+    text = json.dumps(result, indent=1)
+    if path == "-":
+        print(text)
+    elif path:
+        Path(path).write_text(text + "\n")
