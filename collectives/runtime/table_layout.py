@@ -19,7 +19,7 @@ from collectives.runtime import program_table as table
 from collectives.runtime.binder import copy_array
 from collectives.runtime.program import ElementArray
 from collectives.transport.exchange import After, Exchange, Stream
-from collectives.transport.mailbox import IN_CELL, LENGTHS, MailboxEdge
+from collectives.transport.mailbox import MailboxEdge
 from collectives.transport.shm_messages import Acknowledgement, EagerSend, Receive, RendezvousSend
 
 
@@ -94,20 +94,17 @@ def _translate(operation: Any) -> list[TableOperation]:
 
 
 def _translate_send(send: EagerSend | RendezvousSend) -> list[TableOperation]:
-    base = send.label - send.label % LENGTHS
     before = []
     if isinstance(send, RendezvousSend) and send.packs:
         copies = [Piece(part.nbytes, _address(source), 0, _address(part)) for part, source in send.packs]
         before.append(TableOperation(table.LOCAL_WORK, copies))
     pieces = [Piece(length, address) for address, length in send.pieces]
-    by_address = isinstance(send, RendezvousSend) or send.may_go_by_address
-    labels = base + min(send.nbytes, IN_CELL), base + IN_CELL + len(pieces) if by_address else 0
-    return [*before, TableOperation(table.SEND_MESSAGE, pieces, send.edge, labels)]
+    return [*before, TableOperation(table.SEND_MESSAGE, pieces, send.edge, (send.label, send.address_label))]
 
 
 def _translate_receive(receive: Receive) -> TableOperation:
     read = receive.read
-    labels = receive.label, receive.label - receive.label % LENGTHS + IN_CELL
+    labels = receive.label, receive.address_label
     if read.combination is None:
         pieces = [Piece(target.nbytes, out=_address(target)) for target in read.targets]
         return TableOperation(table.RECEIVE_MESSAGE, pieces, receive.edge, labels)
@@ -134,7 +131,7 @@ class TableLayout:
             for stream in exchange.streams:
                 self._add(stream)
                 for count, send in enumerate(stream.operations, 1):
-                    if isinstance(send, EagerSend) and send.may_go_by_address:
+                    if isinstance(send, EagerSend) and send.address_label:
                         reads.add(Acknowledgement(send, After(stream, count)))
             if reads.calls:
                 self._add(reads)

@@ -20,16 +20,16 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.mailbox import (
     ADDRESSES,
-    IN_CELL,
     INLINE,
     KIND,
-    LENGTHS,
     MASK,
     RECEIVED,
     SENT,
     WORDS,
     MailboxEdge,
     NodeMemory,
+    address_label,
+    label,
 )
 from collectives.transport.shm_messages import RendezvousRead
 from collectives.transport.wire import Iovec, Wire
@@ -44,7 +44,7 @@ class DeviceSend:
     def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, copies: DeviceCopies) -> None:
         self._edge, self._pieces, self._copies = edge, list(pieces), copies
         self._nbytes = sum(piece.nbytes for piece in pieces)
-        self._label = mark * LENGTHS + min(self._nbytes, IN_CELL)
+        self._label = label(mark, self._nbytes)
         self._slots = [int(part.ctypes.data) for (part,) in edge.outgoing.parts([self._nbytes])]
 
     def begin(self, ahead: int) -> _Copy | None:
@@ -76,7 +76,7 @@ class DeviceReceive:
     ) -> None:
         self._edge, self._pieces, self._copies, self._device = edge, list(pieces), copies, device
         self._nbytes = sum(piece.nbytes for piece in pieces)
-        self._label, self._address_label = mark * LENGTHS + min(self._nbytes, IN_CELL), mark * LENGTHS + IN_CELL
+        self._label, self._address_label = label(mark, self._nbytes), address_label(mark)
         self._slots = [int(part.ctypes.data) for (part,) in edge.incoming.parts([self._nbytes])]
         self._host: np.ndarray | None = None
         self._read: RendezvousRead | None = None

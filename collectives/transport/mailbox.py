@@ -51,7 +51,7 @@ ADDRESSES = 3
 LENGTHS = 64
 IN_CELL = INLINE + 1
 """A label is a mark times `LENGTHS`, plus the bytes of a message beside the flag, `IN_CELL` for a message in the cell,
-whose length is the word after the flag, or `IN_CELL` plus the number of addresses."""
+whose length is the word after the flag, or `IN_CELL` plus the number of addresses; see `label`, `address_label`."""
 
 MARKS = 1 << 12
 """Marks are below this number."""
@@ -93,6 +93,16 @@ its process; addresses of mailboxes and acknowledgements; bytes of a cell, and b
 into it; bytes of a short buffer, addresses of those of the first slots; addresses of the cells. Then the number of
 segments of this rank that the peer has mapped, each with its first and end address; and the number of the peer's
 segments that this rank has mapped, each with its first and end address at the peer, and its first address here."""
+
+
+def label(mark: int, nbytes: int) -> int:
+    """Return the label of a message of `nbytes` bytes beside its flag or in a cell; `mark` is that of the call."""
+    return mark * LENGTHS + min(nbytes, IN_CELL)
+
+
+def address_label(mark: int, addresses: int = 0) -> int:
+    """Return the label of a message that is sent by this many addresses."""
+    return mark * LENGTHS + IN_CELL + addresses
 
 
 def usable_cores() -> set[int]:

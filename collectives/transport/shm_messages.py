@@ -19,16 +19,16 @@ from collectives.transport.exchange import After
 from collectives.transport.mailbox import (
     ACKED,
     ADDRESSES,
-    IN_CELL,
     INLINE,
     KIND,
-    LENGTHS,
     MASK,
     RECEIVED,
     SENT,
     SLOTS,
     WORDS,
     MailboxEdge,
+    address_label,
+    label,
 )
 from collectives.transport.wire import Iovec, Reduction
 
@@ -44,18 +44,18 @@ BYTE = np.dtype(np.uint8)
 class EagerSend:
     """Send that copies its data into the mailbox slot; complete as soon as it is copied.
 
-    `may_go_by_address`: its data may be read where they are, as a rendezvous message, if the receiver has mapped them.
+    `may_go_by_address`: its data may be read where it is, as of a rendezvous message, if the receiver has mapped it.
     """
 
     number = 0  # as of an acknowledged message: an eager send has nothing to wait for
 
-    __slots__ = ("_copies", "_fence", "_flags", "_room", "edge", "label", "may_go_by_address", "nbytes", "pieces")
+    __slots__ = ("_copies", "_fence", "_flags", "_room", "address_label", "edge", "label", "nbytes", "pieces")
 
     def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, may_go_by_address: bool = False) -> None:
-        self.may_go_by_address = may_go_by_address
         self.edge, self.pieces, self._fence = edge, list(pieces), edge.node.fence
         self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.label = mark * LENGTHS + min(self.nbytes, IN_CELL)
+        self.label = label(mark, self.nbytes)
+        self.address_label = address_label(mark, len(pieces)) if may_go_by_address else 0
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         sources = [view(*piece, BYTE) for piece in pieces]
         slots = edge.outgoing.parts([piece.nbytes for piece in pieces])
@@ -88,7 +88,7 @@ class RendezvousSend:
     More pieces than a slot has room for are packed into one first.
     """
 
-    __slots__ = ("_flags", "edge", "label", "nbytes", "number", "packs", "pieces")
+    __slots__ = ("_flags", "address_label", "edge", "label", "nbytes", "number", "packs", "pieces")
 
     def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
         self.edge, self.nbytes = edge, sum(piece.nbytes for piece in pieces)
@@ -99,7 +99,8 @@ class RendezvousSend:
                 (packed[end - piece.nbytes : end], view(*piece, BYTE)) for end, piece in zip(ends, pieces, strict=True)
             ]
             pieces = [Iovec(MPI.Get_address(packed), self.nbytes)]
-        self.pieces, self.label = list(pieces), mark * LENGTHS + IN_CELL + len(pieces)
+        self.pieces = list(pieces)
+        self.label, self.address_label = label(mark, self.nbytes), address_label(mark, len(pieces))
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         self.number = 0
 
@@ -119,7 +120,7 @@ class RendezvousSend:
             at += 2
         if edge.node.fence is not None:
             edge.node.fence()  # the addresses, and the data there, must be visible before the flag
-        words[flag] = number * KIND + self.label
+        words[flag] = number * KIND + self.address_label
         return True
 
 
@@ -140,14 +141,14 @@ class Receive:
     `read.calls(pieces)` returns those for a rendezvous message.
     """
 
-    __slots__ = ("_address_label", "_fence", "_flags", "_takes", "edge", "label", "nbytes", "read")
+    __slots__ = ("_fence", "_flags", "_takes", "address_label", "edge", "label", "nbytes", "read")
 
     def __init__(
         self, edge: MailboxEdge, takes: Sequence[Sequence[Callable[[], object]]], read: RendezvousRead, mark: int
     ) -> None:
         self.edge, self._takes, self.read, self._fence = edge, takes, read, edge.node.fence
         self.nbytes = read.nbytes
-        self.label, self._address_label = mark * LENGTHS + min(self.nbytes, IN_CELL), mark * LENGTHS + IN_CELL
+        self.label, self.address_label = label(mark, self.nbytes), address_label(mark)
         self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
     def attempt(self) -> bool:
@@ -169,7 +170,7 @@ class Receive:
             for take in self._takes[slot % len(self._takes)]:
                 take()
         else:
-            addresses = found - self._address_label
+            addresses = found - self.address_label
             pieces = tuple(words[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else ()
             if not pieces or sum(pieces[1::2]) != self.nbytes:
                 raise edge.refuse(self.nbytes)
