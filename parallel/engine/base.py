@@ -31,7 +31,7 @@ from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
-from parallel.transforms.fake_quantized_input import checked_ranges, ranges_of
+from parallel.transforms.fake_quantized_input import MovingRanges, checked_ranges
 from quant.types import Array
 
 
@@ -121,8 +121,9 @@ class TrainEngine(BaseEngine):
         self.steps = self.updates = 0
         self._saved_workers: int | None = None
         self._known_kinds: set[tuple[Any, ...]] = set()
-        self._ranges = ranges_of(context.plan.units)
+        self._ranges = MovingRanges(context.plan.units)
         self._records = OperatorRecords(context.plan.units, self._comm)
+        self._runs: list[PassMode] = []  # of this step's micro-batches
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 
@@ -178,7 +179,7 @@ class TrainEngine(BaseEngine):
         try:
             return self._stepped(run)
         finally:
-            self._records.clear()
+            self._runs.clear()
             if self.updates == updates:
                 for reducer in self._compressed():
                     reducer.undo()
@@ -189,12 +190,11 @@ class TrainEngine(BaseEngine):
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             count, stop, (losses, problem, _) = run(scale)
         problem = self._errors.take() or problem
-        for moving in self._ranges.values():
-            moving.end_step(self._comm)
         losses = losses if self._counts else []
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
-        noted = self._records.end_step(self._comm, count, self._counts, finite)
+        self._ranges.end_step(self._runs, self._comm)
+        noted = self._records.end_step(self._runs if self._counts else [], self._comm, count, finite)
         step, self.steps = self.steps, self.steps + 1
         if (every := self.settings.check_every) and self.steps % every == 0:
             copies = [one for part in self._parts for one in part.copies(self._axis)]
@@ -245,7 +245,7 @@ class TrainEngine(BaseEngine):
         samples = np.asarray(batch.samples, np.int64)
         run = PassMode(training, self.settings.seed, self.steps, samples, self.scaling.value)
         if training:
-            self._records.add(run)
+            self._runs.append(run)
         return run
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
@@ -293,7 +293,7 @@ class TrainEngine(BaseEngine):
         With compressed gradients also the number of ranks (or pipelines) over which residuals were averaged.
         """
         state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
-        state |= {"ranges": {name: moving.state() for name, moving in self._ranges.items()}} if self._ranges else {}
+        state |= {"ranges": self._ranges.state()} if self._ranges else {}
         state |= {"biases": self._records.state()} if self._records.biases else {}
         return state | ({} if self.context.plan.compress is None else {"ranks": self._workers})
 
@@ -306,8 +306,7 @@ class TrainEngine(BaseEngine):
         self.scaling.load(values.get("scaling", {}))
         self._records.load(biases)
         self.steps, self.updates, self._saved_workers = steps, updates, workers
-        for name, moving in self._ranges.items():
-            moving.load(ranges.get(name, []))
+        self._ranges.load(ranges)
 
     def close(self) -> None:
         """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""

@@ -1,4 +1,4 @@
-"""Loss terms and other records that operators write in forward passes, summed over a step and all ranks.
+"""Loss terms and other records that operators write in their passes, combined over a step and all ranks.
 
 A record is known by the operator's name and a word: ``"2.1.inner.1 balance"``. Terms are sums of floating-point
 numbers, rounded once, so that they do not depend on the layout.
@@ -20,9 +20,13 @@ from parallel.runtime.vector_memory import to_host
 
 
 class StepRecords(NamedTuple):
-    """Records of a step over all ranks: loss terms per target, sums of counts and of traffic, by operator and word.
+    """Records of a step over all ranks, by operator and word.
 
-    Traffic in "seconds" is a mean over the ranks.
+    Attributes
+    ----------
+    terms : loss terms, per target
+    counts : sums of `PassMode.records`
+    traffic : sums of `PassMode.traffic`, and as "seconds" the mean over the ranks of `PassMode.seconds`
     """
 
     terms: dict[str, float]
@@ -46,44 +50,31 @@ class OperatorRecords:
         self._exists = any(some for some, _ in every)
         known = {name: about for _, some in every for name, about in some.items()}
         self.biases = {name: ours.get(name) or SelectionBias(*about) for name, about in sorted(known.items())}
-        self._runs: list[PassMode] = []
 
-    def add(self, run: PassMode) -> None:
-        """Include the records of a micro-batch of this step."""
-        if self._exists:
-            self._runs.append(run)
+    def end_step(self, runs: Sequence[PassMode], comm: Any, count: int, updated: bool) -> StepRecords:
+        """Combine the records of a step, and apply them to biases if weights were `updated`. Collective.
 
-    def clear(self) -> None:
-        """Forget the micro-batches since the last end of a step, as after an error."""
-        self._runs.clear()
-
-    def end_step(self, comm: Any, count: int, contributes: bool, updated: bool) -> StepRecords:
-        """Sum the records of the step, and apply them to biases if weights were `updated`. Collective.
-
-        `contributes` is true on one rank of each group with the same micro-batches. `count` is the number of targets
-        of the step.
+        `runs` are the passes of this rank's micro-batches; of ranks with the same micro-batches only one has some.
+        `count` is the number of targets of the step.
         """
         if not self._exists:
             return StepRecords({}, {}, {})
-        runs, self._runs = self._runs, []
-        every = comm.allgather(_collected(runs if contributes else []))
+        every = comm.allgather(_RankRecords.of(runs))
         terms: dict[str, list[float]] = {}
-        sums: dict[str, Any] = {}
-        traffic: dict[str, float] = {}
-        for some_terms, some_counts, some_traffic in every:
-            for name, values in some_terms.items():
+        for rank in every:
+            for name, values in rank.terms.items():
                 terms.setdefault(name, []).extend(values)
-            for name, numbers in some_counts.items():
-                sums[name] = sums.get(name, 0) + numbers
-            for name, number in some_traffic.items():
-                traffic[name] = traffic.get(name, 0) + number
+        counts = _sums(rank.counts for rank in every)
         for name, bias in self.biases.items():
-            if updated and f"{name} chosen" in sums:
-                bias.update(sums[f"{name} chosen"])
-        for name in traffic:
-            traffic[name] /= len(every) if name.endswith(" seconds") else 1
-        means = {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())}
-        return StepRecords(means, {name: sums[name].tolist() for name in sorted(sums)}, dict(sorted(traffic.items())))
+            if updated and f"{name} chosen" in counts:
+                bias.update(counts[f"{name} chosen"])
+        seconds = {f"{name} seconds": sum_ / len(every) for name, sum_ in _sums(rank.seconds for rank in every).items()}
+        traffic = _sums(rank.traffic for rank in every) | seconds
+        return StepRecords(
+            {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())},
+            {name: numbers.tolist() for name, numbers in sorted(counts.items())},
+            dict(sorted(traffic.items())),
+        )
 
     def state(self) -> dict[str, list[float]]:
         return {name: bias.state() for name, bias in self.biases.items()}
@@ -113,18 +104,35 @@ def refuse_biases(model: Operator, layout: str) -> None:
         raise ValueError(f"layout {layout}: expected routers without selection biases, which it does not update")
 
 
-def _collected(
-    runs: Sequence[PassMode],
-) -> tuple[dict[str, list[float]], dict[str, np.ndarray], dict[str, float]]:
-    """Loss terms of every sequence, and sums of counts and of traffic, of micro-batches, by operator and word."""
-    terms: dict[str, list[float]] = {}
-    sums: dict[str, Any] = {}
-    traffic: dict[str, float] = {}
-    for run in runs:
-        for (name, word), values in run.terms.items():
-            terms.setdefault(f"{name} {word}", []).extend(map(float, to_host(values)))
-        for (name, word), numbers in run.records.items():
-            sums[f"{name} {word}"] = sums.get(f"{name} {word}", 0) + to_host(numbers)
-        for (name, word), number in run.traffic.items():
-            traffic[f"{name} {word}"] = traffic.get(f"{name} {word}", 0) + number
-    return terms, sums, traffic
+class _RankRecords(NamedTuple):
+    """Records of one rank's micro-batches: loss terms of every sequence, and sums of the others."""
+
+    terms: dict[str, list[float]]
+    counts: dict[str, np.ndarray]
+    traffic: dict[str, float]
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, runs: Sequence[PassMode]) -> _RankRecords:
+        terms: dict[str, list[float]] = {}
+        for run in runs:
+            for name, values in _joined(run.terms).items():
+                terms.setdefault(name, []).extend(map(float, to_host(values)))
+        counts = ({name: to_host(numbers) for name, numbers in _joined(run.records).items()} for run in runs)
+        return cls(
+            terms, _sums(counts), _sums(_joined(run.traffic) for run in runs), _sums(run.seconds for run in runs)
+        )
+
+
+def _joined(records: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    """Records by operator name and word in one text."""
+    return {" ".join(key): value for key, value in records.items()}
+
+
+def _sums(some: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums of the values with equal keys."""
+    found: dict[str, Any] = {}
+    for one in some:
+        for name, value in one.items():
+            found[name] = found.get(name, 0) + value
+    return found

@@ -219,6 +219,15 @@ _MICRO_BATCHES = ("micro_batch", "accumulate", "microbatches")
 ALTERNATIVES = (("steps", "epochs"), ("batch", "batch_tokens"), _MICRO_BATCHES, ("mesh", "stages"))
 """Fields that replace each other: a given one drops the others from defaults and checkpoints."""
 
+BUILD_FIELDS = ("dropout", "recompute", "experts", "depths")
+"""Options of `parallel.nn.models.build`."""
+
+TRANSFORM_FIELDS = ("products", "fake_quant", "fake_quant_inputs", "prune", "prune_pattern")
+"""Fields that describe transforms of a model (`parallel.transforms`)."""
+
+MODEL_FIELDS = ("data", "length", "model", *BUILD_FIELDS, *TRANSFORM_FIELDS)
+"""Fields that determine the model that is trained, and the shapes of its samples."""
+
 MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel", "sequence_parts", "context", "dispatch")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")

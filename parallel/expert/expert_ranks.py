@@ -85,10 +85,10 @@ class ExpertRanks(ExpertGroup):
     def forward_sent(self, sent: DirectRoute | HierarchicalRoute, y: Array, run: PassMode) -> Any:
         """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide.
 
-        Notes in `PassMode.traffic`: "copies" of tokens to experts on other ranks, those "between nodes", and "seconds"
-        of waiting for exchanges and putting rows in place, in both passes.
+        Notes in `PassMode.traffic`: "copies" of tokens to experts on other ranks, and those "between nodes"; in
+        `PassMode.seconds` those of waiting for exchanges and putting rows in place, in both passes.
         """
-        traffic = ExchangeTraffic(run.traffic, logical_name(self.name))
+        traffic = ExchangeTraffic(run, logical_name(self.name))
         traffic.add_copies(sent.sends, self.axis)
         with traffic:
             arrived = sent.receive()

@@ -17,7 +17,7 @@ from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.divided_sequences import TENSOR
 from parallel.engine.model_on_mesh import cut_for
-from parallel.engine.settings import Settings
+from parallel.engine.settings import MODEL_FIELDS, Settings
 from parallel.forecast.core_sharing import CoreSharing, core_sharing, measured
 from parallel.forecast.recording_comm import RecordingComm, TensorExchange
 from parallel.mesh.device_mesh import MeshAxis
@@ -30,6 +30,9 @@ from parallel.optim.precision import PRECISIONS, Precision
 from quant.types import Array
 
 T = TypeVar("T")
+
+UNIT_FIELDS = (*MODEL_FIELDS, "precision", "sequence_parallel", "tensor_shards", "reproducible")
+"""Fields of `Settings` on which costs of a unit depend, beside the samples of a micro-batch and the ranks of tp."""
 
 TIMES = 3
 """Repetitions of a measurement, beside a first one; the shortest time counts."""
@@ -72,11 +75,11 @@ class MeasuredCosts:
             self._found[key] = combine(measured(self.comm, self._measures, measure))
         return self._found[key]
 
-    def units(self, key: Hashable, work: Workpiece, settings: Settings, samples: int, tp: int) -> Any:
-        """List of `UnitCost` of each unit for a micro-batch of `samples`, on a rank of `tp`; `key` names the model."""
+    def units(self, work: Workpiece, settings: Settings, samples: int, tp: int) -> Any:
+        """List of `UnitCost` of each unit for a micro-batch of `samples`, on a rank of `tp`."""
         trial = partial(_unit_costs, work, settings, samples, tp)
-        form = "units", key, settings.precision, settings.sequence_parallel, samples, tp
-        return self._once(form, trial, _median_units)
+        key = "units", *(getattr(settings, name) for name in UNIT_FIELDS), samples, tp
+        return self._once(key, trial, _median_units)
 
     def update(self, optimizer: Optimizer, settings: Settings, elements: int) -> float:
         """Seconds to compute the norm of so many gradients and to update as many weights."""

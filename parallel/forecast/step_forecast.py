@@ -85,8 +85,7 @@ class StepForecaster:
 
     def _units(self, settings: Settings, job: Job, samples: int, tp: int) -> list[UnitCost]:
         work = Workpiece(job.model, job.loss, job.take)
-        key = settings.data, settings.model, settings.length, settings.recompute, settings.experts
-        found: list[UnitCost] = self.measured.units(key, work, settings, samples, tp)
+        found: list[UnitCost] = self.measured.units(work, settings, samples, tp)
         return found
 
     def _work(

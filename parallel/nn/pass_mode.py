@@ -17,8 +17,9 @@ class PassMode:
 
     Operators may have loss terms of their own: they put their values by sequence into `terms`, by operator name and
     term, and add their gradients times `scale`, the loss scale, in the backward pass. `records` has other arrays that
-    are worth reporting, in the same way. A forward pass that is repeated writes the same again. `traffic` has numbers
-    that depend on ranks and time: what operators exchange, in both passes.
+    are worth reporting, in the same way. A forward pass that is repeated writes the same again. `ranges` has the least
+    and the largest input of operators that train with rounded inputs, by operator name. `traffic` has numbers that
+    depend on ranks: what operators exchange, in both passes, and `seconds` the time that they spend in exchanges.
     """
 
     training: bool = True
@@ -28,4 +29,6 @@ class PassMode:
     scale: float = 1.0
     terms: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
     records: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
     traffic: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.operator import Operator, Parameter, PassMode, nbytes_of
-from parallel.nn.rewrite import operators_in
 from parallel.optim.precision import Precision
 from parallel.pipeline.schedule.stage_partition import LayerCost
 from parallel.runtime.vector_memory import namespace
@@ -21,7 +19,7 @@ TIMES = 3
 def measure(
     units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
 ) -> list[LayerCost]:
-    """Measure seconds and bytes of each unit for one micro-batch; those of the last include the loss.
+    """Measure seconds and bytes of each unit for a micro-batch in training; those of the last include the loss.
 
     `x` and `y` are in the model's dtypes, `states` is the number of the optimizer's state vectors. The parameters must
     be named, and lose their values: weights of one unit at a time are allocated.
@@ -44,11 +42,10 @@ def _layer(
     later: list[tuple[Parameter, Callable[[Array], object]]] = []
     found: dict[str, Any] = {}
     xp = namespace(device)
-    depths = any(isinstance(one, MixtureOfDepths) for one in operators_in(unit))  # differentiable in training only
-    run = PassMode(depths, samples=np.arange(len(x)))
+    mode = PassMode(samples=np.arange(len(x)))
 
     def forward() -> None:
-        found["y"], found["saved"] = unit.forward(x, run)
+        found["y"], found["saved"] = unit.forward(x, mode)
         if loss is not None:
             found["loss"] = loss.forward(found["y"], y)[1]
 

@@ -16,6 +16,9 @@ from parallel.optim.optimizers import Adam
 from parallel.trainer.engine_checkpoint import state_dict
 from parallel.trainer.task_setup import loss_of
 
+RATE = 1e-3
+"""Learning rate of Adam in the first step; it falls to 0 as half a cosine."""
+
 
 class FineTuning(NamedTuple):
     """Length of a fine-tuning in epochs, samples per step over all ranks, and seed of their order."""
@@ -25,17 +28,15 @@ class FineTuning(NamedTuple):
     seed: int = 0
 
 
-def fine_tune(
-    model: Operator, task: LearningTask, comm: Communicator, tuning: FineTuning, rate: float
-) -> dict[str, np.ndarray]:
+def fine_tune(model: Operator, task: LearningTask, comm: Communicator, tuning: FineTuning) -> dict[str, np.ndarray]:
     """Train a model with Adam; return its values by parameter name. Collective; StepFailed as in training.
 
     The training samples of the task are divided among the ranks. Parameters start at their initial values
-    (`starting_at`). The learning rate falls from `rate` to 0 as half a cosine.
+    (`starting_at`), the learning rate at `RATE`.
     """
     epochs, batch, seed = tuning
     sampler = Sampler(len(task.train), batch, -(-batch // comm.Get_size()), seed)
-    schedule = LRSchedule("cosine", rate=rate, steps=max(1, epochs * sampler.steps_per_epoch))
+    schedule = LRSchedule("cosine", rate=RATE, steps=max(1, epochs * sampler.steps_per_epoch))
     settings = Settings(layout="dp", seed=seed, batch=batch)
     with DataParallelEngine(model, loss_of(task), comm, Adam(rate=schedule), settings) as engine:
         for epoch in range(epochs):

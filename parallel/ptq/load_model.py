@@ -10,7 +10,7 @@ import numpy as np
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
 from parallel.checkpoint.step_folders import NAME
 from parallel.data.datasets import LearningTask
-from parallel.engine.settings import DEFAULTS, Settings, complete
+from parallel.engine.settings import DEFAULTS, TRANSFORM_FIELDS, Settings, complete
 from parallel.grad_compression import NONE
 from parallel.nn.operator import Operator, name_all
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
@@ -18,7 +18,7 @@ from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_mapping
 from parallel.trainer.task_setup import loss_of, measure_of, prepare, steps_of
 from parallel.trainer.trainer import settings_in
-from parallel.transforms.apply import TRANSFORM_FIELDS, prune
+from parallel.transforms.apply import prune
 from parallel.transforms.quantizable_layers import expect_finite, layers_of
 from quant import QuantizedArray, QuantSpec
 from quant.io import safetensors_file

@@ -20,9 +20,6 @@ from parallel.transforms.weight_transform import ComputedWeight
 from parallel.transforms.wrapper import WrappedOperator, rebuilt
 from quant.types import Array
 
-RATE = 1e-3
-"""Learning rate of Adam in the first step; it falls to 0 as half a cosine."""
-
 
 class CodebookWeight(WrappedOperator):
     """Operator whose weight is looked up: element i is ``levels[index[i]]``; trains the levels.
@@ -102,7 +99,7 @@ def tune_levels(
     ValueError if a weight is not coded by k-means; StepFailed as in training.
     """
     trainable, weights = with_levels(quantised), weights_of(quantised)
-    state = fine_tune(trainable, task, comm, tuning, RATE)
+    state = fine_tune(trainable, task, comm, tuning)
     paths = {operator.inner.weight.name: operator.levels.name for operator in _codebooks(trainable)}
     tuned = {
         name: FewBitWeight(weight.quantized.codes.with_levels(state[paths[name]])) for name, weight in weights.items()

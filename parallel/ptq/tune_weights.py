@@ -22,9 +22,6 @@ from parallel.transforms.wrapper import rebuilt
 from quant import QuantSpec
 from quant.types import Array
 
-RATE = 1e-3
-"""Learning rate of Adam in the first step; it falls to 0 as half a cosine."""
-
 
 def tune_weights(
     model: Operator, specs: Sequence[QuantSpec], task: LearningTask, comm: Communicator, tuning: FineTuning
@@ -50,7 +47,7 @@ def tune_weights(
             return operator
         return TransformedWeight(operator, functions[operator.weight.name], kind.transposed)  # type: ignore[attr-defined]
 
-    state = fine_tune(rebuilt(made, change), task, comm, tuning, RATE)
+    state = fine_tune(rebuilt(made, change), task, comm, tuning)
     for parameter in made.parameters():
         parameter.data = state[parameter.name] * masks.get(parameter.name, np.float32(1))
     weights = rounded(list(zip(layers, specs)), {}, "rtn", comm)

@@ -5,11 +5,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, NAMES, Settings
+from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, LAYOUT_FIELDS, NAMES, TRANSFORM_FIELDS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
-from parallel.transforms.apply import TRANSFORM_FIELDS, transformed
+from parallel.transforms.apply import transformed
 
 OPTIONS = (
     *("layout", "precision", "clip", "batch", "batch_tokens", "micro_batch", "accumulate", "reproducible", "seed"),
@@ -18,7 +18,7 @@ OPTIONS = (
 )
 """Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
 
-OWNERS = dict.fromkeys(("dropout", "recompute", "experts", "depths"), "the model") | dict.fromkeys(
+OWNERS = dict.fromkeys(BUILD_FIELDS, "the model") | dict.fromkeys(
     ("optimizer", "rate", "decay", "momentum", "beta2", "warm_up", "lr", "weight_decay", "betas"), "the optimizer"
 )
 """Argument of `Engine` that has a value, by the name of a setting; those of no argument are the training program's."""

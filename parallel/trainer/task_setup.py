@@ -10,7 +10,7 @@ import numpy as np
 from parallel.data import datasets
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Sampler
-from parallel.engine.settings import Settings
+from parallel.engine.settings import BUILD_FIELDS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
@@ -43,7 +43,7 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
         task = _map_inputs(task, lambda x: x.astype(np.float32, copy=False))
     if family == "convnet" and len(task.inputs) == 2:
         task = replace(_map_inputs(task, lambda x: x[:, None]), inputs=(1, *task.inputs))
-    options: dict[str, Any] = {name: getattr(settings, name) for name in ("dropout", "recompute", "experts", "depths")}
+    options: dict[str, Any] = {name: getattr(settings, name) for name in BUILD_FIELDS}
     steps = steps_of(settings, task)
     model = transformed(build(settings.model, task.inputs, task.outputs, **options), settings, steps)
     return task, model, _optimizer(settings, steps)

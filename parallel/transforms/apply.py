@@ -17,9 +17,6 @@ from quant import QuantSpec, parse
 STORED = "stored"
 """Value of `Settings.products`: operands of matrix products as they are stored."""
 
-TRANSFORM_FIELDS = ("products", "fake_quant", "fake_quant_inputs", "prune", "prune_pattern")
-"""Fields of `Settings` that describe transforms."""
-
 
 def transformed(model: Sequential, settings: Settings, steps: int) -> Sequential:
     """Model with the transforms of `settings`; shares the parameters, which keep their names. ValueError names a field.

@@ -1,15 +1,16 @@
 """Fake quantisation of operator inputs during training, with ranges that are moving averages over the steps.
 
 In a training step an operator computes with inputs rounded to codes of the range known so far (before the first step's
-end: with the inputs themselves), and notes their range. After the step the notes of all ranks are combined, so that all
-ranks have the same range for the next. (B. Jacob et al., "Quantization and training of neural networks for efficient
+end: with the inputs themselves), and notes their range in the pass (`PassMode.ranges`). After the step those of all
+ranks are combined, so that all ranks have the same range for the next. Passes of no step, such as a measurement of
+time, change nothing. (B. Jacob et al., "Quantization and training of neural networks for efficient
 integer-arithmetic-only inference", CVPR 2018, section 3.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from parallel.nn.rewrite import operators_in
 from parallel.transforms.wrapper import WrappedOperator
 from quant import PerTensor, QuantSpec, quantize
 from quant.observers import Ema
+from quant.observers.ranges import allgather, batch_range
 from quant.types import Array
 
 RATE = 0.05
@@ -38,17 +40,12 @@ class MovingRange:
     def __init__(self, spec: QuantSpec, rate: float = RATE):
         self.spec = spec
         self.parameters: dict[str, np.ndarray] | None = None
-        self._observer, self._averaged = Ema(rate), 0  # batches of the observer before that of the present step: 0 or 1
+        self._observer = Ema(rate)
 
-    def observe(self, x: Array) -> None:
-        """Extend the range of the present step; ValueError for NaN or infinity."""
-        if x.size:
-            self._observer.begin(self._averaged)
-            self._observer.observe(x)
-
-    def end_step(self, comm: Any) -> None:
-        """Combine the ranges of this step over the ranks and average them with those before. Collective."""
-        self._set(self._observer.allreduce(comm))
+    def extend(self, low: float, high: float) -> None:
+        """Average the range of a step with those before."""
+        self._observer.observe(np.array([low, high], np.float32))
+        self._set(self._observer)
 
     def state(self) -> list[float]:
         """Averaged range [low, high], or [] before the first step."""
@@ -62,14 +59,14 @@ class MovingRange:
 
     def _set(self, observer: Ema) -> None:
         self._observer = observer.folded()
-        self._averaged = len(self._observer.batches)
-        self.parameters = self._observer.parameters(self.spec) if self._averaged else None
+        self.parameters = self._observer.parameters(self.spec) if len(self._observer.batches) else None
 
 
 class FakeQuantizedInput(WrappedOperator):
     """Operator whose inputs are rounded to codes of a moving range; gradients pass where the inputs were in range.
 
-    `spec` has linear codes and one scale for all. A forward pass in training extends the range of the step.
+    `spec` has linear codes and one scale for all. A forward pass in training notes the range of its inputs in the pass;
+    ValueError for NaN or infinity.
     """
 
     def __init__(self, inner: Operator, spec: QuantSpec, rate: float = RATE):
@@ -79,8 +76,10 @@ class FakeQuantizedInput(WrappedOperator):
         self.range = MovingRange(spec, rate)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        if run.training:
-            self.range.observe(x)
+        if run.training and x.size:
+            low, high = (float(bound[0]) for bound in batch_range(x, PerTensor()))
+            least, largest = run.ranges.get(self.name, (low, high))  # of other uses in the pass
+            run.ranges[self.name] = min(low, least), max(high, largest)
         values, inside = fake_quantized(x, self.range.spec, self.range.parameters)
         y, saved = self.inner.forward(values, run)
         return y, (saved, inside)
@@ -112,10 +111,36 @@ def fake_quantized(x: Array, spec: QuantSpec, parameters: dict[str, np.ndarray] 
     return kernels.narrow(quantize(x, spec, nonfinite="poison", **given).dequantize(), x.dtype), inside
 
 
-def ranges_of(units: Sequence[Operator]) -> dict[str, MovingRange]:
-    """Moving ranges of the fake-quantised inputs at or below some operators, by operator name, in tree order."""
-    operators = (one for unit in units for one in operators_in(unit))
-    return {one.name: one.range for one in operators if isinstance(one, FakeQuantizedInput)}
+class MovingRanges:
+    """Moving ranges of the fake-quantised inputs at or below some operators, by operator name."""
+
+    def __init__(self, units: Sequence[Operator]):
+        operators = (one for unit in units for one in operators_in(unit))
+        self._ranges = {one.name: one.range for one in operators if isinstance(one, FakeQuantizedInput)}
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def end_step(self, runs: Sequence[PassMode], comm: Any) -> None:
+        """Average the ranges that passes of all ranks have noted with those of the steps before. Collective."""
+        if not self._ranges:
+            return
+        bounds = np.full((len(self), 2), np.inf, np.float32)  # low and -high; infinite where there were no inputs
+        for row, name in zip(bounds, self._ranges):
+            for low, high in (run.ranges[name] for run in runs if name in run.ranges):
+                np.minimum(row, [low, -high], out=row)
+        lowest = allgather(comm, bounds.reshape(-1)).min(axis=0).reshape(bounds.shape)
+        for (low, negative), moving in zip(lowest.tolist(), self._ranges.values()):
+            if math.isfinite(low):
+                moving.extend(low, -negative)
+
+    def state(self) -> dict[str, list[float]]:
+        return {name: moving.state() for name, moving in self._ranges.items()}
+
+    def load(self, state: Mapping[str, list[float]]) -> None:
+        """Restore ranges that were `checked_ranges`; those of unknown operators are ignored, missing ones are empty."""
+        for name, moving in self._ranges.items():
+            moving.load(state.get(name, []))
 
 
 def checked_ranges(state: Any) -> dict[str, list[float]]:

@@ -7,6 +7,7 @@ from mpi4py import MPI
 pytest.importorskip("safetensors")
 
 from collectives import Communicator
+from parallel import SGD, Engine, StepFailed, nn
 from parallel.checkpoint.checkpoint_files import Checkpoint
 from parallel.engine.settings import complete
 from parallel.ptq import load_model
@@ -60,6 +61,20 @@ def test_ranges_are_in_checkpoints(comm, tmp_path_factory):
         made.resume(found)
         assert made.engine.state()["ranges"] == found.facts["engine"]["ranges"] == ranges
         assert [record.report.loss for record in made.run()] == whole[3:]
+
+
+def test_a_failed_step_moves_no_range(comm):
+    options = {"fake_quant_inputs": "int8_zero", "batch": 12, "micro_batch": 3}
+    x, y = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32), np.arange(12) % 3
+    loss = nn.SoftmaxCrossEntropy()
+    with Engine(nn.mlp([4, 8, 3]), loss, comm, SGD(lr=0.1), **options) as engine:
+        engine.step(x, y)
+        before = engine.inner.state()["ranges"]
+        with pytest.raises(StepFailed):
+            engine.step(100 * x, np.full(12, 99))
+        assert engine.inner.state()["ranges"] == before
+        engine.step(x, y)
+        assert engine.inner.state()["ranges"]["0.1"] == before["0.1"]
 
 
 def test_what_was_trained_is_what_is_quantised(comm, tmp_path_factory):

@@ -16,7 +16,7 @@ from parallel.nn.models import build, mlp
 from parallel.nn.operator import Operator, PassMode, name_all
 from parallel.transforms import few_bit_product
 from parallel.transforms.apply import prune, transformed
-from parallel.transforms.fake_quantized_input import FakeQuantizedInput, checked_ranges
+from parallel.transforms.fake_quantized_input import FakeQuantizedInput, MovingRanges, checked_ranges
 from parallel.transforms.few_bit_product import PRODUCTS, FewBitProduct
 from parallel.transforms.pruning import Pruning
 from parallel.transforms.weight_transform import TransformedWeight, rounding_to
@@ -121,19 +121,28 @@ def test_inputs_are_rounded_from_the_second_step_on():
     made = FakeQuantizedInput(operator, parse("int8_zero"), rate=0.25)
     first, second = np.array([[-1, 0, 2, 3]], F), np.array([[-5, 0, 1, 1.003]], F)
     equal(passes(made, first), passes(operator, first))
-    made.range.end_step(MPI.COMM_SELF)
-    assert made.range.state() == [-1, 3]
+    moving = MovingRanges([made])
+    runs = [noted(made, first[:, :2], first[:, 2:]), noted(made)]
+    moving.end_step(runs, MPI.COMM_SELF)
+    assert made.range.state() == moving.state()[""] == [-1, 3]
     y, dx, _ = passes(made, second)
     given = made.range.parameters
     rounded = quantize(second, made.range.spec, **given).dequantize()
     assert np.array_equal(y, operator.forward(rounded, PassMode())[0]) and rounded[0, 0] > -1.01
     assert dx[0, 0] == 0 and np.array_equal(dx[:, 1:], passes(operator, rounded)[1][:, 1:])
-    passes(made, 100 * second, training=False)  # a test does not move the range
-    made.range.end_step(MPI.COMM_SELF)
+    moving.end_step([noted(made, second), noted(made, 100 * second, training=False)], MPI.COMM_SELF)
     assert made.range.state() == [0.25 * -5 + 0.75 * -1, F(0.25 * F(1.003) + 0.75 * 3)]
     again = FakeQuantizedInput(operator, parse("int8_zero"))
     again.range.load(made.range.state())
     assert again.range.state() == made.range.state() and again.range.parameters == made.range.parameters
+
+
+def noted(operator, *inputs, training=True):
+    """Pass in which the operator was used once for each of the inputs."""
+    run = PassMode(training)
+    for x in inputs:
+        operator.forward(np.resize(x, (1, 4)), run)
+    return run
 
 
 @pytest.mark.parametrize("state", [[], {"0": 1}, {"0": [1.0]}, {"0": [2.0, 1.0]}, {"0": [0.0, float("nan")]}], ids=str)

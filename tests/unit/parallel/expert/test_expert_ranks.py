@@ -106,9 +106,9 @@ def test_traffic(dispatch, between):
             parameter.data = parameter.first(0)
         x, run = np.ones((2, 5, WIDTH)), PassMode(samples=np.arange(2))
         y, saved = operator.forward(x, run)
-        forward = run.traffic["experts", "seconds"]
+        forward = run.seconds["experts"]
         operator.backward(y, saved, lambda parameter, compute: None)
-        assert 0 < forward < run.traffic["experts", "seconds"]
+        assert 0 < forward < run.seconds["experts"]
         return run.traffic["experts", "copies"], run.traffic["experts", "between nodes"]
 
     assert thread_ranks.run(4, one, "ep") == [(between + 20 * (dispatch == "direct"), between)] * 4

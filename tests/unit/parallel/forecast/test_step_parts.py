@@ -1,19 +1,26 @@
 """Predicted steps of small models by hand: order of exchanges, sums by cause, and equality with the simulator."""
 
+import inspect
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
 from parallel.data_parallel.partition_spec import plan_of
-from parallel.engine.settings import Settings
+from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, Settings
 from parallel.forecast.core_sharing import CoreSharing
 from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork, data_parallel_step
+from parallel.forecast.measured_costs import UNIT_FIELDS, MeasuredCosts
 from parallel.forecast.message_costs import MessageCosts
 from parallel.forecast.pipeline_step import PipelineWork, pipeline_step
 from parallel.forecast.recording_comm import RecordingComm, TensorExchange
 from parallel.forecast.server_step import server_step
 from parallel.forecast.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
 from parallel.mesh.mesh import Mesh
+from parallel.nn.models import build as build_model
 from parallel.nn.models import mlp
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.simulator import ActionTimes, simulate
@@ -104,3 +111,22 @@ def test_recorded_exchanges_have_finite_results():
     assert np.isfinite(whole).all() and part.tolist() == [1, 1]
     assert comm.take() == [TensorExchange(name, 16) for name in ("allreduce", "allgatherv", "reduce_scatter")]
     assert comm.take() == []
+
+
+def test_units_of_another_model_are_measured_again(monkeypatch):
+    """Any field that the costs depend on makes another entry; the options of `models.build` are among them."""
+    others = {"data": "copy", "length": 7, "model": "convnet", "dropout": 0.5, "recompute": True, "experts": "2"}
+    others |= {"depths": "0.5", "products": "fp8", "fake_quant": "int4", "fake_quant_inputs": "int8", "prune": 0.5}
+    others |= {"prune_pattern": "rows", "precision": "fp64", "sequence_parallel": True, "tensor_shards": 2}
+    others |= {"reproducible": True}
+    assert others.keys() == set(UNIT_FIELDS)
+    options = [one for one in inspect.signature(build_model).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    assert tuple(one.name for one in options) == BUILD_FIELDS
+    numbers = iter(range(100))
+    monkeypatch.setattr("parallel.forecast.measured_costs._unit_costs", lambda *given: next(numbers))
+    monkeypatch.setattr("parallel.forecast.measured_costs._median_units", lambda every: every[0])
+    with Communicator(MPI.COMM_SELF) as comm:
+        costs = MeasuredCosts(comm)
+        found = [costs.units(None, settings, 8, 1) for settings in [DEFAULTS, replace(DEFAULTS, rate=0.5)]]
+        found += [costs.units(None, replace(DEFAULTS, **{name: value}), 8, 1) for name, value in others.items()]
+    assert found == [0, *range(len(others) + 1)]

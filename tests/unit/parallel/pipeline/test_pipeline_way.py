@@ -8,7 +8,10 @@ from support import tiny_models
 
 from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential
+from parallel.nn.depths import MixtureOfDepths
+from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import FlatParams
+from parallel.nn.linear import Linear
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.config import check, mesh_of, microbatches, schedule_of, workers
 from parallel.pipeline.param_division import cuts_for, divide
@@ -17,6 +20,8 @@ from parallel.pipeline.schedule.pipeline_plan import build, forward_only, trunca
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import simulate
 from parallel.pipeline.unit_timing import measure
+from parallel.transforms.fake_quantized_input import FakeQuantizedInput
+from quant import INT8
 
 
 def said(layout="pp:1f1b", **settings):
@@ -183,3 +188,13 @@ def test_units_are_measured_and_forgotten(precision):
     assert len(layers) == 4 and all(min(layer) >= 0 and layer.seconds > 0 for layer in layers)
     assert layers[0].parameters == (7 * 16 + 16) * sum(recipe.bytes_per_parameter(2).values())
     assert all(place.parameter._data is None for place in flat.places)
+
+
+def test_units_are_measured_in_training():
+    """With masks of dropout and the choice of tokens; ranges of inputs do not move."""
+    rounded = FakeQuantizedInput(Linear(7, 7), INT8)
+    model = Sequential([rounded, Dropout(0.5), MixtureOfDepths(Linear(7, 7), 7, 0.5)])
+    FlatParams(model)
+    x = np.ones((5, 4, 7), np.float32)
+    layers = measure(model.items, tiny_models.Squares(), x, x, PRECISIONS["fp32"], states=2)
+    assert rounded.range.state() == [] and layers[1].activations >= x.size
