@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -63,6 +63,14 @@ def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iter
                     name, cut = f"{kind}/{logical_name(parameter.name)}", parameter.cut
                     shape, at = (parameter.shape, at) if cut is None else (cut.shape, at + cut.offset)
                     yield TensorSlice(name, shape, at, array, write, cut)
+
+
+def taken_once(slices: Iterable[TensorSlice], axis: Any) -> Iterator[TensorSlice]:
+    """Slices of which checkpoints take every element from one rank of `axis` (None: this one), the first that has it."""
+    rank = 0 if axis is None else axis.rank
+    for piece in slices:
+        first = 0 if piece.cut is None else piece.cut.holders[0]
+        yield piece if rank == first else piece._replace(mine=False)
 
 
 def _divided(span: Span, mine: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:

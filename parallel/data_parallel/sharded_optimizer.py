@@ -49,18 +49,23 @@ class ParamShard(NamedTuple):
         return self.spans[self.context.plan.rank]
 
     def copies(self, axis: Any) -> Iterator[tuple[Communicator, list[ParamSpan]]]:
-        """Yield (ranks, parameters that all of them have); `axis` has ranks with other shards, or is None."""
+        """Yield (ranks, parameters that others of them have too); `axis` has ranks with other shards, or is None."""
         if self.weights.replicated:
             places = list(self.context.flat.places)
             yield self.context.comm, places
             if axis is not None and axis.size > 1:
-                yield axis.comm, [place for place in places if place.parameter.cut is None]
+                yield axis.comm, [place for place in places if _copied(place)]
 
     def close(self) -> None:
         self.gradients.close()
         self.weights.close()
         for place in self.context.flat.places:
             place.parameter.data = None
+
+
+def _copied(place: ParamSpan) -> bool:
+    """True if several ranks with other shards have the parameter."""
+    return place.parameter.cut is None or len(place.parameter.cut.holders) > 1
 
 
 class ShardedOptimizer:

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint.tensor_slices import TensorSlice
+from parallel.checkpoint.tensor_slices import TensorSlice, taken_once
 from parallel.data.sampler import Batch
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.reducers import Assignment, StepScale
@@ -265,19 +265,14 @@ class TrainEngine(BaseEngine):
 
         Collective with compression only.
         """
-        yield from self._once(self._sharded.tensor_slices())
+        yield from taken_once(self._sharded.tensor_slices(), self._axis)
         for reducer in self._compressed():
             reducer.average_residual(self._workers)
             yield from reducer.tensor_slices()
 
     def gradient_slices(self) -> Iterator[TensorSlice]:
         """Yield this rank's slices of the gradients of the last step: sums over targets, times the loss scale."""
-        yield from self._once(self._sharded.gradient_slices())
-
-    def _once(self, slices: Iterable[TensorSlice]) -> Iterator[TensorSlice]:
-        """Slices of which every tensor is one rank's, if ranks along `tp` have copies of it."""
-        for piece in slices:
-            yield piece if self._counts or piece.cut else piece._replace(mine=False)
+        yield from taken_once(self._sharded.gradient_slices(), self._axis)
 
     def refresh(self) -> None:
         """Apply values written into the arrays of `tensor_slices`, as after loading a checkpoint. Collective."""

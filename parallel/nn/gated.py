@@ -79,7 +79,7 @@ def gated_transformer(
         return made
 
     each, residual = width // heads, Features(width)
-    packed = Features(groups, (heads // groups * each, each, each))
+    packed = Features(groups, (heads // groups * each, each, each), heads // groups)
     embedding = Embedding(vocabulary, width, init=init)
     drop: list[Operator] = [Dropout(dropout)] if dropout else []
     units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *drop])]
@@ -90,7 +90,7 @@ def gated_transformer(
                 RMSNorm(width),
                 linear(width, (heads + 2 * groups) * each, residual, packed),
                 Recompute(attention) if kind == "selective" else attention,
-                linear(width, width, Features(groups, packed.widths[:1]), residual),
+                linear(width, width, Features(groups, packed.widths[:1], packed.pieces), residual),
             ],
             [
                 RMSNorm(width),

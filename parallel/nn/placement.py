@@ -71,7 +71,9 @@ class Features(NamedTuple):
     """Structure of the features of a linear layer: sections one after another, each of the same number of units.
 
     A feature axis is cut in whole units. Queries, keys and values of 4 heads of width 16, side by side, have 4 units of
-    the widths (16, 16, 16); plain columns have width 1.
+    the widths (16, 16, 16); plain columns have width 1. If there are more shards than units, the first section of a
+    unit is cut into its `pieces`, and the shards of the unit share its other sections: 4 query heads with 2 key/value
+    heads have 2 units of 2 pieces and the widths (32, 16, 16). The first section begins at index `first`.
 
     >>> Features(4, (16, 16, 16)).ranges(0, 1)
     ((0, 16), (64, 80), (128, 144))
@@ -79,11 +81,71 @@ class Features(NamedTuple):
 
     units: int
     widths: tuple[int, ...] = (1,)
+    pieces: int = 1
+    first: int = 0
 
     def ranges(self, start: int, stop: int) -> Ranges:
         """Index ranges of the units from `start` to `stop`, one in each section."""
-        sections = accumulate((self.units * width for width in self.widths[:-1]), initial=0)
+        sections = accumulate((self.units * width for width in self.widths[:-1]), initial=self.first)
         return tuple((at + start * width, at + stop * width) for at, width in zip(sections, self.widths))
+
+    def before(self, start: int) -> int:
+        """Length of the features before this unit, if shards follow each other: of earlier units and sections."""
+        return self.first + start * sum(self.widths)
+
+    def divided(self, shards: int) -> DividedFeatures:
+        """Division into logical shards, as equal as possible.
+
+        >>> division = Features(2, (32, 16, 16), 2).divided(3)
+        >>> division.own, division.bounds
+        (Features(units=4, widths=(16,), pieces=1, first=0), ((0, 1), (1, 2), (2, 4)))
+        >>> division.shared, division.sharers
+        (Features(units=2, widths=(16, 16), pieces=1, first=64), (range(0, 2), range(2, 3)))
+        """
+        if shards <= self.units or self.pieces == 1:
+            return DividedFeatures(self, tuple(unit_bounds(self.units, shards)))
+        width, *others = self.widths
+        own = Features(self.units * self.pieces, (width // self.pieces,), 1, self.first)
+        bounds, sharers = [], []
+        for unit, (start, stop) in enumerate(unit_bounds(shards, self.units)):
+            pieces, at = unit_bounds(self.pieces, stop - start), unit * self.pieces
+            bounds += [(at + low, at + high) for low, high in pieces]
+            sharers.append(range(start, min(stop, start + self.pieces)))
+        if not others:
+            return DividedFeatures(own, tuple(bounds))
+        shared = Features(self.units, tuple(others), 1, self.first + self.units * width)
+        return DividedFeatures(own, tuple(bounds), shared, tuple(sharers))
+
+
+class DividedFeatures(NamedTuple):
+    """Features divided into logical shards.
+
+    Attributes
+    ----------
+    own : Features
+        Of which every shard has units of its own.
+    bounds : tuple of (int, int)
+        First unit of each shard, and the one after its last.
+    shared : Features or None
+        Of which several shards have the same unit.
+    sharers : tuple of range
+        Shards that have each unit of `shared`.
+    """
+
+    own: Features
+    bounds: tuple[tuple[int, int], ...]
+    shared: Features | None = None
+    sharers: tuple[range, ...] = ()
+
+    @property
+    def placement(self) -> Shard:
+        """Placement of features that are divided so: units, or widths without their common divisor, by shard."""
+        lengths = [stop - start for start, stop in self.bounds]
+        if self.shared is not None:
+            each, width = self.own.widths[0], sum(self.shared.widths)
+            divisor = math.gcd(each, *self.shared.widths)
+            lengths = [(length * each + width * (length > 0)) // divisor for length in lengths]
+        return Shard(-1, tuple(lengths))
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -93,13 +155,15 @@ Ranges = tuple[tuple[int, int], ...]
 class TensorCut(NamedTuple):
     """Part of a logical tensor that a parameter holds: some `ranges` of dimension `dim` of a tensor of `shape`.
 
-    `before` is the length, along `dim`, of the parts of earlier shards.
+    `before` is the length, along `dim`, of the parts of earlier shards; `holders` are the ranks that have the part:
+    several have copies, and checkpoints take it from the first.
     """
 
     shape: tuple[int, ...]
     dim: int
     ranges: Ranges
     before: int
+    holders: range = range(1)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -81,20 +81,23 @@ def combine_hashes(hashes: Iterable[int]) -> int:
 def compare_parameters(
     comm: MPI.Intracomm, places: Sequence[ParamSpan], step: int, whole: MPI.Intracomm | None = None
 ) -> None:
-    """Raise ParameterMismatch on all ranks if a parameter is not bitwise equal on all, naming the first. Collective.
+    """Raise ParameterMismatch on all ranks if a parameter is not bitwise equal on all that have it. Collective.
 
-    Ranks are numbered as in `whole`, by default as in `comm` itself.
+    The message names the first. Ranks are numbered as in `whole`, by default as in `comm` itself.
     """
-    digests = [_digest(to_host(place.parameter.data).reshape(-1).view(np.uint8)) for place in places]
-    if len(set(comm.allgather(_digest(b"".join(digests))))) == 1:
+    digests = {one.parameter.name: _digest(to_host(one.parameter.data).reshape(-1).view(np.uint8)) for one in places}
+    if len(set(comm.allgather(_digest(b"".join(digests.values()))))) == 1:
         return
-    for place, column in zip(places, zip(*comm.allgather(digests))):
+    every = comm.allgather(digests)
+    for name in dict.fromkeys(name for some in every for name in some):
+        ranks = [rank for rank, some in enumerate(every) if name in some]
+        column = [every[rank][name] for rank in ranks]
         if len(set(column)) > 1:
-            numbers = comm.Get_group().Translate_ranks(list(range(len(column))), (whole or comm).Get_group())
+            numbers = comm.Get_group().Translate_ranks(ranks, (whole or comm).Get_group())
             usual = max(column, key=column.count)
             others = [number for number, digest in zip(numbers, column) if digest != usual]
             raise ParameterMismatch(
-                f"after step {step} parameter {place.parameter.name} of rank{'s' * (len(others) > 1)} "
+                f"after step {step} parameter {name} of rank{'s' * (len(others) > 1)} "
                 f"{', '.join(map(str, others))} differs from that of rank {numbers[column.index(usual)]}"
             )
 

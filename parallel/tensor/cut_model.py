@@ -29,10 +29,10 @@ from parallel.nn.placement import (
     Replicate,
     Shard,
     TensorCut,
-    unit_bounds,
 )
 from parallel.nn.rewrite import replaced
 from parallel.tensor.gradient_sums import with_gradient_sums
+from parallel.tensor.grouped_shards import GroupedShards, holders
 from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
 from parallel.tensor.sequence import DropoutOfPart, EqualParts, GatheredInput, PositionsOfPart
 from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards, SpreadShards
@@ -144,27 +144,34 @@ class Cutter:
             raise PlacementError(f"cuts: {style!r} is for {fits}, found {label(operator)}")
         return CutOperator(function(operator, self, *([int(argument)] if argument else [])))
 
-    def bounds(self, units: int) -> tuple[dict[int, tuple[int, int]], Shard]:
+    def bounds(self, features: Features) -> tuple[dict[int, tuple[int, int]], Shard]:
         """Bounds of the units, perhaps none, of each shard of this rank; placement of features that are cut so."""
-        every = unit_bounds(units, self.shards)
-        return {n: every[n] for n in self.numbers}, Shard(-1, tuple(stop - start for start, stop in every))
+        division = features.divided(self.shards)
+        return {n: division.bounds[n] for n in self.numbers}, division.placement
 
     def part(
-        self, parameter: Parameter, number: int, dim: int, features: Features, units: tuple[int, int]
+        self,
+        parameter: Parameter,
+        number: int,
+        dim: int,
+        features: Features,
+        units: tuple[int, int],
+        sharers: range | None = None,
     ) -> Parameter:
-        """Logical shard of a parameter: these units of the features along one dimension."""
+        """Logical shard of a parameter: these units of the features along one dimension, which some shards share."""
         key = id(parameter), number
         if key not in self._parts:
-            part = TensorCut(parameter.shape, dim, features.ranges(*units), units[0] * sum(features.widths))
+            ranks = holders(sharers or range(number, number + 1), self.each)
+            part = TensorCut(parameter.shape, dim, features.ranges(*units), features.before(units[0]), ranks)
             ours = Parameter(part.local_shape, parameter.init, parameter.decay, parameter.requires_grad)
             ours.cut, ours.dtype, ours.hooks = part, parameter.dtype, parameter.hooks
             self._parts[key] = ours
             self.whole[id(parameter)] = parameter
         return self._parts[key]
 
-    def spread(self, shards: Mapping[int, Any], features: Shard) -> list[Operator]:
-        """f, and shards that have a weight after it."""
-        like, inner = shards[self.numbers[0]].weight, Shards(self.axis.name, shards, COPIES, features)
+    def spread(self, shards: Mapping[int, Any], inner: Operator) -> list[Operator]:
+        """f, and `inner` after it, of shards that have a weight."""
+        like = shards[self.numbers[0]].weight
         if self.sequence:
             return [GatheredInput(GatherSequence(self.axis, like, self.algorithm), inner)]
         return [SpreadShards(CopyToShards(self.axis, like, self.algorithm), inner)]
@@ -182,30 +189,43 @@ class Cutter:
 
 def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
     """Linear layer cut by outputs: x whole, y sharded; the bias is cut too."""
-    bounds, features = cutter.bounds(linear.columns.units)
-    shards: dict[int, Operator] = {}
-    for number, units in bounds.items():
-        shards[number] = shard = copy.copy(linear)
-        shard.weight = cutter.part(linear.weight, number, 1, linear.columns, units)
-        shard.outputs = shard.weight.shape[1]
-        shard.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, linear.columns, units)
-    return cutter.spread(shards, features)
+    division = linear.columns.divided(cutter.shards)
+
+    def shard(number: int, features: Features, units: tuple[int, int], sharers: range | None = None) -> Linear:
+        made = copy.copy(linear)
+        made.weight = cutter.part(linear.weight, number, 1, features, units, sharers)
+        made.outputs = made.weight.shape[1]
+        made.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, features, units, sharers)
+        return made
+
+    shards = {number: shard(number, division.own, division.bounds[number]) for number in cutter.numbers}
+    if division.shared is None:
+        return cutter.spread(shards, Shards(cutter.axis.name, shards, COPIES, division.placement))
+    sharers = {
+        cutter.shards + unit: some
+        for unit, some in enumerate(division.sharers)
+        if some[0] < cutter.numbers.stop and some[-1] >= cutter.numbers.start
+    }
+    shared = {
+        number: shard(number, division.shared, (number - cutter.shards, number - cutter.shards + 1), some)
+        for number, some in sharers.items()
+    }
+    return cutter.spread(shards, GroupedShards(cutter.axis, shards, shared, sharers, division.placement))
 
 
 def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
     """Linear layer cut by inputs: x sharded, y a sum over the ranks, to which the bias is added once."""
-    bounds, features = cutter.bounds(linear.rows.units)
-    shards: dict[int, Operator] = {}
-    for number, units in bounds.items():
+    division, shards = linear.rows.divided(cutter.shards), {}
+    for number in cutter.numbers:
         shards[number] = shard = copy.copy(linear)
-        shard.weight = cutter.part(linear.weight, number, 0, linear.rows, units)
+        shard.weight = cutter.part(linear.weight, number, 0, division.own, division.bounds[number])
         shard.inputs, shard.bias = shard.weight.shape[0], None
-    return cutter.sum(shards, features, linear.bias)
+    return cutter.sum(shards, division.placement, linear.bias)
 
 
 def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
     """Attention cut by heads; a shard without heads passes its empty array on."""
-    bounds, features = cutter.bounds(attention.heads)
+    bounds, features = cutter.bounds(Features(attention.heads))
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
         shards[number] = shard = copy.copy(attention)
@@ -214,14 +234,17 @@ def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
 
 
 def _grouped_heads(attention: BlockwiseAttention, cutter: Cutter) -> list[Operator]:
-    """Attention cut by key/value heads, each with its query heads."""
-    bounds, features = cutter.bounds(attention.heads.groups)
-    each = attention.heads.queries // attention.heads.groups
+    """Attention cut by key/value heads, each with its query heads, or some of these; then shards share a head."""
+    queries, groups = attention.heads
+    each = queries // groups
+    bounds, takes = cutter.bounds(Features(groups, (each, 1, 1), each))
+    _, gives = cutter.bounds(Features(groups, (each,), each))
+    whole = groups >= cutter.shards or each == 1
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
         shards[number] = shard = copy.copy(attention)
-        shard.heads = Heads((stop - start) * each, stop - start)
-    return [Shards(cutter.axis.name, _unless_empty(shards, bounds), features, features)]
+        shard.heads = Heads((stop - start) * each, stop - start) if whole else Heads(stop - start, 1)
+    return [Shards(cutter.axis.name, _unless_empty(shards, bounds), takes, gives)]
 
 
 def _unless_empty(shards: Mapping[int, Operator], bounds: Mapping[int, tuple[int, int]]) -> dict[int, Operator]:
@@ -231,21 +254,21 @@ def _unless_empty(shards: Mapping[int, Operator], bounds: Mapping[int, tuple[int
 
 def _gate(gate: SwiGLU, cutter: Cutter) -> list[Operator]:
     """Gated activation cut by features: gates with their values."""
-    bounds, features = cutter.bounds(gate.features)
+    bounds, features = cutter.bounds(Features(gate.features))
     shards = {number: SwiGLU(stop - start) for number, (start, stop) in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
 def _dropout(dropout: Dropout, cutter: Cutter, width: int) -> list[Operator]:
     """Dropout of sharded features, of `width` altogether; masks are parts of the whole mask."""
-    bounds, features = cutter.bounds(width)
+    bounds, features = cutter.bounds(Features(width))
     shards = {number: DropoutShard(dropout.rate, width, *units) for number, units in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
 def _embedding(embedding: Embedding, cutter: Cutter) -> list[Operator]:
     """Token embedding cut by tokens: a sum in which all terms but one are zero."""
-    bounds, _ = cutter.bounds(embedding.vocabulary)
+    bounds, _ = cutter.bounds(Features(embedding.vocabulary))
     shards = {
         number: EmbeddingShard(
             embedding, cutter.part(embedding.weight, number, 0, Features(embedding.vocabulary), units), *units
@@ -257,12 +280,13 @@ def _embedding(embedding: Embedding, cutter: Cutter) -> list[Operator]:
 
 def _unembedding(output: Unembedding, cutter: Cutter) -> list[Operator]:
     """Output projection cut by tokens: scores are sharded, and the loss becomes `VocabularyCrossEntropy`."""
-    bounds, features = cutter.bounds(output.weight.shape[0])
+    vocabulary = Features(output.weight.shape[0])
+    bounds, features = cutter.bounds(vocabulary)
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
         shards[number] = shard = copy.copy(output)
-        shard.weight = cutter.part(output.weight, number, 0, Features(output.weight.shape[0]), units)
-    return cutter.spread(shards, features)
+        shard.weight = cutter.part(output.weight, number, 0, vocabulary, units)
+    return cutter.spread(shards, Shards(cutter.axis.name, shards, COPIES, features))
 
 
 STYLES: dict[tuple[str, type[Operator]], Callable[..., list[Operator]]] = {

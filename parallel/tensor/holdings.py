@@ -39,10 +39,11 @@ def holdings(model: Operator, loss: Any, ranks: int) -> list[Holding]:
     parts: dict[str, list[tuple[int, Ranges]]] = {}
     for rank in range(ranks):
         ours, _ = cut(model, loss, MeshAxis("tp", rank, ranks, None))
-        for parameter in ours.parameters():
-            if parameter.cut is not None:
-                here = parameter.cut.dim, parameter.cut.ranges
-                parts.setdefault(logical_name(parameter.name), []).append(here)
+        cuts = [(logical_name(one.name), one.cut) for one in ours.parameters() if one.cut is not None]
+        for name in dict(cuts):
+            here = [part for other, part in cuts if other == name]
+            ranges = sorted(one for part in here for one in part.ranges)
+            parts.setdefault(name, []).append((here[0].dim, tuple(ranges)))
     return [Holding(name, shape, tuple(parts[name]) if name in parts else None) for name, shape in shapes.items()]
 
 

@@ -22,9 +22,9 @@ from parallel.nn import kernels
 from parallel.nn.array_checks import as_matrix
 from parallel.nn.compose import Sequential, Wrapper
 from parallel.nn.dropout import Dropout
-from parallel.nn.kernels.storage import widen
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement, Shard
+from parallel.tensor.exchange import tree_sum
 from parallel.tensor.redistribute import CopyToShards
 from quant.types import Array
 
@@ -105,18 +105,6 @@ class Shards(Operator):
         if not isinstance(placement, Shard):
             return tree_sum(parts)
         return parts[0] if len(parts) == 1 else kernels.array_namespace(parts[0]).concatenate(parts, axis=-1)
-
-
-def tree_sum(terms: Sequence[Array]) -> Array:
-    """Sum of arrays by the binary tree of neighbours; half types become float32.
-
-    For a power of two of terms, a subtree of the tree over any more of them.
-    """
-    level = [widen(term) for term in terms]
-    while len(level) > 1:
-        pairs = [left + right for left, right in zip(level[::2], level[1::2])]
-        level = pairs + level[len(pairs) * 2 :]
-    return level[0]
 
 
 class CutOperator(Operator):

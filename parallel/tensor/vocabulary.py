@@ -14,8 +14,7 @@ from parallel.nn.kernels.storage import narrow, widen
 from parallel.nn.loss import NO_RESULT, SoftmaxCrossEntropy
 from parallel.nn.operator import ArraySpec, GradientSink, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement, PlacementError, Shard
-from parallel.tensor.exchange import allgather, allreduce
-from parallel.tensor.shards import tree_sum
+from parallel.tensor.exchange import allgather, allreduce, tree_sum
 from quant.types import Array
 
 
