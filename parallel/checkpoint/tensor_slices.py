@@ -66,7 +66,7 @@ def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iter
 
 
 def taken_once(slices: Iterable[TensorSlice], axis: Any) -> Iterator[TensorSlice]:
-    """Slices of which checkpoints take every element from one rank of `axis` (None: this one), the first that has it."""
+    """Slices of which checkpoints take every element from the first rank of `axis` (None: no axis) that has it."""
     rank = 0 if axis is None else axis.rank
     for piece in slices:
         first = 0 if piece.cut is None else piece.cut.holders[0]

@@ -49,6 +49,24 @@ CASES: dict[str, Composition] = {
         microbatches=2,
     ),
     "more ranks than key/value heads": Composition(family="gated", mesh="tp=4", heads=4, kv_heads=2, layers=2, steps=2),
+    "key/value heads whose copies differ": Composition(
+        family="gated",
+        mesh="cp=2,tp=4",
+        heads=4,
+        kv_heads=2,
+        shards=4,
+        parts=2,
+        length=6,
+        reproducible=True,
+        precision="bf16",
+        optimizer="adamw",
+        clip=True,
+        next_mesh="dp=4,tp=2",
+        next_layout="zero3",
+    ),
+    "key/value heads with unequal numbers of copies": Composition(
+        family="gated", mesh="tp=3", heads=4, kv_heads=2, layout="zero1", clip=True, steps=2
+    ),
     "a tied table cut along tp and summed over cp": Composition(
         mesh=BOTH, heads=2, shards=2, parts=2, reproducible=True, precision="bf16", optimizer="adamw", length=6
     ),

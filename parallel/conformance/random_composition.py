@@ -124,8 +124,9 @@ def _context(random: Random, sizes: dict[str, int], heads: int, kv_heads: int, r
     context, ranks = random.choice(CONTEXTS), sizes["cp"]
     if reproducible or ranks == 1:
         return "auto"
-    groups = kv_heads or heads
-    cut = groups % sizes["tp"] or refusal(heads // sizes["tp"], groups // sizes["tp"], ranks)
+    groups, tensor = kv_heads or heads, sizes["tp"]
+    uneven = heads % tensor or max(groups, tensor) % min(groups, tensor)
+    cut = uneven or refusal(heads // tensor, max(groups // tensor, 1), ranks)
     return "auto" if context == "ulysses" and cut else context
 
 

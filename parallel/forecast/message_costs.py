@@ -8,6 +8,7 @@ from collectives.analysis.cost_functions import LinearCost
 from collectives.selection.cost_model import Costs
 from collectives.selection.select import CallTraits, Selector, catalog_name, has_local_counts
 from collectives.selection.timing_table import BLOCKING
+from parallel.forecast.recording_comm import MESSAGE
 
 
 class MessageCosts(NamedTuple):
@@ -29,6 +30,10 @@ class MessageCosts(NamedTuple):
         selector = _selector(self._with_shared_cards(), tuple(map(sorted(set(nodes)).index, nodes)), self.cores)
         traits = CallTraits(base, nbytes, form=form, v_form=base != name, local_counts=has_local_counts(name))
         return selector.decide(traits).seconds
+
+    def among(self, name: str, ranks: Sequence[int], nbytes: int) -> float:
+        """Seconds of an exchange as `RecordingComm` records it: a collective, or a message between neighbours."""
+        return self.message(ranks[0], ranks[1], nbytes) if name == MESSAGE else self.collective(name, ranks, nbytes)
 
     def _with_shared_cards(self) -> Costs:
         """Costs where all ranks of a node communicate at once, as they do in a training, over one network card."""

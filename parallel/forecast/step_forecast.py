@@ -100,7 +100,7 @@ class StepForecaster:
         found = []
         for unit in self._units(settings, job, samples, tp):
             added = self.measured.sum_of_gradients(unit.parameters) * (rounds - 1) / rounds
-            along = sum(self.messages.collective(name, ranks, nbytes) for name, nbytes in unit.exchanges)
+            along = sum(self.messages.among(name, ranks, nbytes) for name, nbytes in unit.exchanges)
             forward, backward, weights = unit.forward * crowd, unit.backward * crowd, (unit.weights + added) * crowd
             found.append(UnitWork(forward, backward, weights, along))
         return found, NETWORK if self.messages.over_network(ranks) else SHARED

@@ -60,6 +60,12 @@ CASES = {
         tokens,
         ignored,
     ),
+    "gated, one kv head": ModelCase(
+        lambda: gated_transformer(TOKENS, CONTEXT, 1, 8, 16, kv_heads=1), SoftmaxCrossEntropy, tokens, ignored
+    ),
+    "gated, two kv heads": ModelCase(
+        lambda: gated_transformer(TOKENS, CONTEXT, 1, 8, 16, kv_heads=2), SoftmaxCrossEntropy, tokens, tokens
+    ),
     "mlp": ModelCase(lambda: mlp([12, 11, 5]), SoftmaxCrossEntropy, lambda r: r.normal(size=(6, 3, 4)), classes),
     "mlp dropout": ModelCase(
         lambda: mlp([12, 11, 13, 10, 5], dropout=0.3),

@@ -111,6 +111,12 @@ def test_recorded_exchanges_have_finite_results():
     assert np.isfinite(whole).all() and part.tolist() == [1, 1]
     assert comm.take() == [TensorExchange(name, 16) for name in ("allreduce", "allgatherv", "reduce_scatter")]
     assert comm.take() == []
+    assert comm.Isend(part, 1).Test() and comm.Irecv(part, 1).Test() and not part.any()
+    assert comm.take() == [TensorExchange("message", 8)]
+
+
+def test_recorded_messages_have_a_cost():
+    assert TWO_NODES.among("message", (0, 1), 1 << 20) == TWO_NODES.message(0, 1, 1 << 20) > 0
 
 
 def test_units_of_another_model_are_measured_again(monkeypatch):

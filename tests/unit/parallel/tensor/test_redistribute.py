@@ -6,6 +6,7 @@ from support.thread_ranks import run
 
 from parallel.nn.operator import ArraySpec, Parameter, PassMode, constant
 from parallel.nn.placement import Partial, PlacementError, Replicate, Shard
+from parallel.tensor.exchange import allreduce_among, tree_sum
 from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
 
 BATCH, LENGTH, WIDTH = 2, 12, 5
@@ -47,6 +48,41 @@ CALLS = {
     GatherSequence: ["allgather", "reduce_scatter"],
     ScatterSequence: ["reduce_scatter", "allgather"],
 }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "holders"),
+    [
+        (1, [range(1)]),
+        (2, [range(2), range(1)]),
+        (3, [range(2), range(1, 3)]),
+        (4, [range(4), range(1), range(1, 3)]),
+        (6, [range(3, 6)]),
+    ],
+)
+@pytest.mark.parametrize("length", [0, 1, 10])
+def test_sums_among_some_ranks(ranks, holders, length):
+    """Each of r holders sends 2(r-1)/r of the array, and adds by the tree over all ranks."""
+    terms = np.random.default_rng(0).normal(size=(len(holders), ranks, length)).astype("f4")
+
+    def rank_main(axis):
+        here = [at for at, some in enumerate(holders) if axis.rank in some]
+        mine = [terms[at, axis.rank] for at in here]
+        found = allreduce_among(axis, mine, [holders[at] for at in here])
+        for at, total in zip(here, found):
+            of_all = [terms[at, rank] if rank in holders[at] else None for rank in range(ranks)]
+            assert total.tobytes() == tree_sum(of_all).tobytes()
+        sent = sum(nbytes for _, nbytes in axis.comm.calls)
+        expected = sum(2 * 4 * length * (len(holders[at]) - 1) / len(holders[at]) for at in here)
+        assert abs(sent - expected) <= 8 * ranks * len(here)
+
+    run(ranks, rank_main)
+
+
+def test_the_tree_leaves_out_what_is_missing():
+    a, b, c = (np.float32(x)[None] for x in (1e8, 1.0, -1e8))
+    assert tree_sum([None, a, b, c])[0] == np.float32(1e8) + (np.float32(1.0) - np.float32(1e8))
+    assert tree_sum([a, b, None, c, None])[0] == (np.float32(1e8) + np.float32(1.0)) - np.float32(1e8)
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
