@@ -48,16 +48,16 @@ class RecordingComm:
         self.exchanges.append(TensorExchange("reduce_scatter", terms.nbytes))
         part.reshape(-1)[...] = terms.reshape(-1)[: part.size]
 
-    def Isend(self, part: Array, dest: int, tag: int = 0) -> "DoneRequest":
+    def Isend(self, part: Array, dest: int, tag: int = 0) -> "RecordedRequest":
         self.exchanges.append(TensorExchange(MESSAGE, part.nbytes))
-        return DoneRequest()
+        return RecordedRequest()
 
-    def Irecv(self, part: Array, source: int, tag: int = 0) -> "DoneRequest":
+    def Irecv(self, part: Array, source: int, tag: int = 0) -> "RecordedRequest":
         part[...] = 0
-        return DoneRequest()
+        return RecordedRequest()
 
 
-class DoneRequest:
+class RecordedRequest:
     """Request of a message that is complete."""
 
     def Test(self) -> bool:
