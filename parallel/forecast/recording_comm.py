@@ -1,5 +1,7 @@
 """Communicator that only records exchanges, to time one rank's share of operators that are cut."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,16 +50,16 @@ class RecordingComm:
         self.exchanges.append(TensorExchange("reduce_scatter", terms.nbytes))
         part.reshape(-1)[...] = terms.reshape(-1)[: part.size]
 
-    def Isend(self, part: Array, dest: int, tag: int = 0) -> "RecordedRequest":
+    def Isend(self, part: Array, dest: int, tag: int = 0) -> DoneRequest:
         self.exchanges.append(TensorExchange(MESSAGE, part.nbytes))
-        return RecordedRequest()
+        return DoneRequest()
 
-    def Irecv(self, part: Array, source: int, tag: int = 0) -> "RecordedRequest":
+    def Irecv(self, part: Array, source: int, tag: int = 0) -> DoneRequest:
         part[...] = 0
-        return RecordedRequest()
+        return DoneRequest()
 
 
-class RecordedRequest:
+class DoneRequest:
     """Request of a message that is complete."""
 
     def Test(self) -> bool:

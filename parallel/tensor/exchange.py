@@ -87,7 +87,7 @@ def allreduce_among(axis: Any, terms: Sequence[Array], holders: Sequence[range])
     """
     if all(len(ranks) == 1 for ranks in holders):
         return [widen(term) for term in terms]
-    copies = [_Copy(axis, term, ranks) for term, ranks in zip(terms, holders)]
+    copies = [_SharedTerm(axis, term, ranks) for term, ranks in zip(terms, holders)]
     _swap(axis.comm, [message for copy in copies for message in copy.terms()])
     _swap(axis.comm, [message for copy in copies for message in copy.sums()])
     return [kernels.array_namespace(term).asarray(copy.values.reshape(term.shape)) for copy, term in zip(copies, terms)]
@@ -97,7 +97,7 @@ Message = tuple[np.ndarray, np.ndarray, int]
 """Array for a rank, array that arrives from it, and the rank."""
 
 
-class _Copy:
+class _SharedTerm:
     """An array that some ranks of an axis have: `values` are this rank's term, and at the end the sum."""
 
     def __init__(self, axis: Any, term: Array, ranks: range):
