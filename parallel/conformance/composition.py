@@ -46,7 +46,7 @@ class Composition:
     mesh, layout : as of `Settings`; for pipelines pp:SCHEDULE
     cuts : first unit of each part of a pipeline on `mesh`, and the number of units; "": nearly equal parts
     next_mesh, next_layout : of the second half of the training, which loads a checkpoint; "": there is none
-    shards, parts : logical shards of operators, and parts of sequences
+    shards, slices, parts : logical shards of operators, parts of experts in them, and parts of sequences
     sequence : ranks of tp have parts of the sequence between operators that are cut
     precision, optimizer, clip, reproducible, context, bucket_bytes : as of `Settings`
     microbatches, samples : of a step; samples of a micro-batch
@@ -75,6 +75,7 @@ class Composition:
     next_mesh: str = ""
     next_layout: str = "dp"
     shards: int = 1
+    slices: int = 1
     parts: int = 1
     sequence: bool = False
     precision: str = "fp64"
@@ -128,7 +129,8 @@ class Composition:
         if layout.startswith("pp") and mesh == self.mesh and self.cuts:
             own["cuts"] = self.cuts
         if self.reproducible:
-            own |= {"tensor_shards": self.shards} | ({"sequence_parts": self.parts} if self.parts > 1 else {})
+            own |= {"tensor_shards": self.shards, "expert_shards": self.slices}
+            own |= {"sequence_parts": self.parts} if self.parts > 1 else {}
         return Settings(
             mesh=mesh,
             layout=layout,
@@ -172,5 +174,5 @@ def _smaller(mesh: str) -> Iterator[str]:
             yield str(Mesh(others))
         if size > 2:
             yield str(Mesh({**sizes, name: 2}))
-    if mesh and Mesh.parse(mesh).ep > 1:
-        yield str(Mesh(sizes))
+    if mesh and str(Mesh(sizes)) != mesh:
+        yield str(Mesh(sizes))  # without ep and etp

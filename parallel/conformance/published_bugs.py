@@ -100,6 +100,29 @@ CASES: dict[str, Composition] = {
         next_mesh="dp=4,ep=4",
         next_layout="zero1",
     ),
+    "gradients of experts on the ranks of an axis that shares tokens": Composition(
+        mesh="dp=2,tp=2,ep=4", heads=2, experts=5, choices=2, router="losses", head_width=4, microbatches=2, clip=True
+    ),
+    "expert groups that are not those of other operators": Composition(
+        mesh="tp=2,etp=2", heads=2, experts=3, choices=2, head_width=4, microbatches=2, clip=True, layout="zero1"
+    ),
+    "combine indices with sequence parallelism": Composition(
+        mesh="tp=2,ep=2", heads=2, sequence=True, experts=4, choices=2, head_width=4, length=6, samples=3
+    ),
+    "experts and their parts in checkpoints": Composition(
+        mesh="dp=2,tp=2,ep=2,etp=2",
+        heads=2,
+        shards=2,
+        slices=2,
+        experts=4,
+        choices=2,
+        head_width=4,
+        length=6,
+        microbatches=2,
+        reproducible=True,
+        next_mesh="dp=4,ep=4",
+        next_layout="zero3",
+    ),
     "a stage without experts": Composition(
         mesh="pp=2,dp=2,ep=2", layout="pp:1f1b", layers=2, every=2, experts=4, choices=2, microbatches=4, length=5
     ),

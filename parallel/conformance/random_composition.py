@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from parallel.conformance.composition import ROUTERS, Composition
 from parallel.context.ulysses_attention import refusal
+from parallel.mesh.mesh import Mesh
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 
@@ -20,9 +21,13 @@ SIZES = (1, 1, 1, 2, 2, 3, 4)
 
 
 class Logical(NamedTuple):
-    """Numbers that all meshes of a composition share: logical shards, parts of sequences, units and micro-batches."""
+    """Numbers that all meshes of a composition share.
+
+    Logical shards, parts of experts in them (None: as a mesh needs), parts of sequences, units and micro-batches.
+    """
 
     shards: int
+    slices: int | None
     parts: int
     units: int
     microbatches: int
@@ -42,7 +47,9 @@ def draw(seed: int, most_ranks: int) -> Composition:
     layers = max(random.choice([1, 2, 3]), parts_of(layout, sizes.get("pp", 1)) - (1 if family == "mlp" else 2))
     sequence = family != "mlp" and not mixed and parts == 1 and shards > 1 and random.random() < 0.5
     microbatches = random.choice([1, 2, 3, 5]) * (sizes["dp"] if "pp" in sizes else 1)  # as many in each pipeline
-    logical = Logical(shards, parts, layers + (1 if family == "mlp" else 2), microbatches, reproducible)
+    folds, slices = _folds(random, sizes, shards // sizes["tp"], None) if mixed else ((1, 1), 1)
+    units = layers + (1 if family == "mlp" else 2)
+    logical = Logical(shards, slices if reproducible else None, parts, units, microbatches, reproducible)
     next_mesh, next_layout = (
         ("", "dp") if random.random() < 0.5 else _second(random, math.prod(sizes.values()), logical, mixed)
     )
@@ -61,12 +68,13 @@ def draw(seed: int, most_ranks: int) -> Composition:
         dropout=random.random() < 0.4,
         recompute=_recompute(random, family, layers),
         **mixtures,
-        mesh=_mesh(random, sizes, layout, mixed),
+        mesh=_mesh(random, sizes, layout, folds),
         layout=layout,
         cuts=_cuts(random, logical.units, parts_of(layout, sizes["pp"])) if "pp" in sizes else "",
         next_mesh=next_mesh,
         next_layout=next_layout,
         shards=shards,
+        slices=slices if reproducible else 1,
         parts=parts,
         sequence=sequence,
         precision=random.choice(["fp32", "bf16", "fp16", "fp64"]) if reproducible else "fp64",
@@ -130,16 +138,27 @@ def _context(random: Random, sizes: dict[str, int], heads: int, kv_heads: int, r
     return "auto" if context == "ulysses" and cut else context
 
 
-def _mesh(random: Random, sizes: dict[str, int], layout: str, mixed: bool) -> str:
-    """Mesh of axes in any order; those of one rank may be left out. If `mixed`, replicas perhaps share experts."""
+def _mesh(random: Random, sizes: dict[str, int], layout: str, folds: tuple[int, int]) -> str:
+    """Mesh of axes in any order; those of one rank may be left out. `folds` are ep and etp."""
     kept = [name for name, size in sizes.items() if size > 1 or name == "pp" or random.random() < 0.3] or ["dp"]
     random.shuffle(kept)
     names = {name: name for name in kept}
     if layout.startswith("pp") and "dp" in names:
         names["dp"] = random.choice(REPLICAS)
-    mesh = ",".join(f"{names[name]}={sizes[name]}" for name in kept)
-    ep = random.choice([1, *_divisors(sizes["dp"])[1:] * 2]) if mixed and "dp" in kept else 1
-    return mesh if ep == 1 else f"{mesh},ep={ep}"
+    return str(Mesh({names[name]: sizes[name] for name in kept}, *folds))
+
+
+def _folds(random: Random, sizes: dict[str, int], each: int, slices: int | None) -> tuple[tuple[int, int], int]:
+    """Sizes of ep and etp on a mesh whose ranks have `each` logical shards, and the parts of experts (`slices`)."""
+    tensor, replicas = sizes["tp"], sizes["dp"]
+    fits = [
+        ((tensor // etp * share, etp), parts)
+        for etp in _divisors(tensor)
+        for share in _divisors(replicas)
+        for parts in ([etp * each] if etp > 1 else _divisors(each))
+    ]
+    fits += [((1, 1), parts) for parts in (_divisors(each) if tensor == 1 else [1])]
+    return random.choice([one for one in fits if slices in (None, one[1])])
 
 
 def _mixtures(random: Random, layers: int, reproducible: bool) -> dict[str, Any]:
@@ -165,7 +184,9 @@ def _second(random: Random, ranks: int, logical: Logical, mixed: bool) -> tuple[
     chosen = random.choice(fits)
     names = [name for name in PIPELINES if parts_of(f"pp:{name}", chosen.get("pp", 1)) <= logical.units]
     layout = f"pp:{random.choice(names)}" if "pp" in chosen else random.choice(LAYOUTS)
-    return _mesh(random, chosen, layout, mixed), layout
+    each = shards // chosen["tp"] if logical.reproducible else 1
+    folds, _ = _folds(random, chosen, each, logical.slices) if mixed else ((1, 1), 1)
+    return _mesh(random, chosen, layout, folds), layout
 
 
 def _products(ranks: int, shards: int, parts: int) -> list[tuple[int, int, int]]:

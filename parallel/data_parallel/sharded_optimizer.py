@@ -48,13 +48,10 @@ class ParamShard(NamedTuple):
     def mine(self) -> Sequence[Span]:
         return self.spans[self.context.plan.rank]
 
-    def copies(self, axis: Any) -> Iterator[tuple[Communicator, list[ParamSpan]]]:
-        """Yield (ranks, parameters that others of them have too); `axis` has ranks with other shards, or is None."""
-        if self.weights.replicated:
-            places = list(self.context.flat.places)
-            yield self.context.comm, places
-            if axis is not None and axis.size > 1:
-                yield axis.comm, [place for place in places if _copied(place)]
+    @property
+    def copied(self) -> list[ParamSpan]:
+        """Parameters that all ranks of the context have."""
+        return list(self.context.flat.places) if self.weights.replicated else []
 
     def close(self) -> None:
         self.gradients.close()
@@ -66,6 +63,14 @@ class ParamShard(NamedTuple):
 def _copied(place: ParamSpan) -> bool:
     """True if several ranks with other shards have the parameter."""
     return place.parameter.cut is None or len(place.parameter.cut.holders) > 1
+
+
+def copies(parts: Sequence[ParamShard], axis: Any) -> list[tuple[Communicator, list[ParamSpan]]]:
+    """Ranks with parameters that all of them have; `axis` has ranks with other shards of some, or is None."""
+    found = [(part.context.comm, part.copied) for part in parts if part.weights.replicated]
+    if axis is not None and axis.size > 1:
+        found.append((axis.comm, [place for part in parts for place in part.copied if _copied(place)]))
+    return found
 
 
 class ShardedOptimizer:

@@ -14,7 +14,7 @@ from parallel.data.sampler import Batch
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
-from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
+from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer, copies
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_on_mesh import ModelOnMesh
@@ -48,6 +48,7 @@ class BaseEngine:
 
     settings: Settings
     remarks: Sequence[str] = ()
+    shapes: dict[str, tuple[int, ...]] | None = None  # of all logical tensors, if ranks have different ones
     _comm: Communicator
     _recorder: Profiler
 
@@ -105,18 +106,18 @@ class TrainEngine(BaseEngine):
         teams: Sequence[Sequence[int]] | None = None,
         on_mesh: ModelOnMesh | None = None,
     ):
-        teams = [[rank] for rank in range(context.plan.ranks)] if teams is None else teams
+        teams = teams or [[rank] for rank in range(context.plan.ranks)]
         self.context, self._recorder = context, context.recorder
         self._comm = context.comm if on_mesh is None else on_mesh.comm
         self._counts = on_mesh is None or on_mesh.counts
         self._errors = PassErrors() if on_mesh is None else on_mesh.errors
         self._axis = None if on_mesh is None else on_mesh.axis
+        self.shapes = None if on_mesh is None else on_mesh.shapes
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
-        self.settings = settings
+        self.settings, self._workers = settings, len(teams)
         self._sync = StepSync(context, self._comm, loss, teams)
-        self._workers = len(teams)
-        blocks = None if on_mesh is None else on_mesh.blocks
-        self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None, blocks)
+        blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
+        self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
         self.steps = self.updates = 0
         self._saved_workers: int | None = None
@@ -197,8 +198,7 @@ class TrainEngine(BaseEngine):
         noted = self._records.end_step(self._runs if self._counts else [], self._comm, count, finite)
         step, self.steps = self.steps, self.steps + 1
         if (every := self.settings.check_every) and self.steps % every == 0:
-            copies = [one for part in self._parts for one in part.copies(self._axis)]
-            consistency_check.compare_copies(copies, step, self._comm)
+            consistency_check.compare_copies(copies(self._parts, self._axis), step, self._comm)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
         return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, *noted)
 

@@ -131,7 +131,7 @@ class DataParallelEngine(TrainEngine):
         mesh = mesh_of(settings, workload.ranks)
         replicas = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
         rank, ranks, teams = replicas.index(workload.rank), len(replicas), Teams.of(mesh.without(TENSOR))
-        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
         experts = expert_division(model, mesh, settings)
         sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))

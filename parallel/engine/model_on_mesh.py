@@ -13,13 +13,14 @@ from parallel.engine.settings import DEFAULTS, Settings
 from parallel.expert.dispatch import Dispatch
 from parallel.expert.divide_experts import divide_experts, holders_of
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
-from parallel.mesh.mesh import EXPERTS, Mesh
+from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import Operator
+from parallel.nn.operator import Operator, name_all
 from parallel.nn.placement import PlacementError
 from parallel.runtime.collective_errors import collective_call
 from parallel.tensor.check import check_placements
 from parallel.tensor.cut_model import cut
+from parallel.tensor.mixture_shards import ExpertCut
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
@@ -29,7 +30,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
     ('tp=2', 'dp=3')
     """
     mesh = Mesh({REPLICAS: ranks}) if settings.mesh is None else Mesh.parse(settings.mesh)
-    mesh.expect(ranks, (REPLICAS, CONTEXT, TENSOR, EXPERTS))
+    mesh.expect(ranks, (REPLICAS, CONTEXT, TENSOR, EXPERTS, EXPERT_TENSOR))
     return mesh
 
 
@@ -40,6 +41,7 @@ def check_cut(settings: Settings, mesh: Mesh) -> None:
     if shards % tensor:
         raise ValueError(f"tensor_shards: expected a multiple of tp, in {mesh}; found {shards}")
     _check_experts(settings, mesh)
+    expert_cut(settings, mesh)
     if shards == 1:
         return
     _refuse(settings, f"operators that are cut into {shards} shards")
@@ -49,14 +51,28 @@ def check_cut(settings: Settings, mesh: Mesh) -> None:
 
 def _check_experts(settings: Settings, mesh: Mesh) -> None:
     dispatch = Dispatch.parse(settings.dispatch)
-    if mesh.ep > 1:
+    if mesh.ep * mesh.etp > 1:
         _refuse(settings, f"experts on different ranks; found {mesh}")
-    elif settings.dispatch != DEFAULTS.dispatch:
-        raise ValueError(f"dispatch: {settings.dispatch} is for experts on different ranks, along ep; found {mesh}")
-    if mesh.ep > 1 and mesh.sizes.get(CONTEXT, 1) > 1:
+    if settings.dispatch != DEFAULTS.dispatch and mesh.expert_replicas == 1:
+        raise ValueError(f"dispatch: {settings.dispatch} is for replicas that share experts, by ep; found {mesh}")
+    if mesh.ep * mesh.etp > 1 and mesh.sizes.get(CONTEXT, 1) > 1:
         raise ValueError(f"mesh: routers choose within whole sequences, and cp divides them; found {mesh}")
     if settings.reproducible and not dispatch.is_exact:
         raise ValueError(f"dispatch: reproducible training needs direct, found {settings.dispatch}")
+
+
+def expert_cut(settings: Settings, mesh: Mesh) -> ExpertCut:
+    """Cut of experts along ``tp``; ValueError for `Settings.expert_shards` into which this mesh cannot cut them."""
+    tensor = mesh.sizes.get(TENSOR, 1)
+    each = (settings.tensor_shards or tensor) // tensor
+    slices = settings.expert_shards or (mesh.etp * each if mesh.etp > 1 else 1)
+    spread = mesh.ep * mesh.etp > 1 or tensor == 1
+    if slices != mesh.etp * each if mesh.etp > 1 else each % slices:
+        expected = str(mesh.etp * each) if mesh.etp > 1 else f"a divisor of the {each} tensor_shards of a rank"
+        raise ValueError(f"expert_shards: expected {expected}, for {mesh}; found {slices}")
+    if slices > 1 and not spread:
+        raise ValueError(f"expert_shards: parts of experts are for meshes with ep or etp; found {slices} and {mesh}")
+    return ExpertCut(slices, spread)
 
 
 def _refuse(settings: Settings, what: str) -> None:
@@ -74,10 +90,10 @@ def shards_of(settings: Settings, axis: Any) -> int:
     return settings.tensor_shards or int(axis.size)
 
 
-def cut_for(model: Operator, loss: Any, axis: Any, settings: Settings) -> tuple[Operator, Any]:
+def cut_for(model: Operator, loss: Any, axis: Any, mesh: Mesh, settings: Settings) -> tuple[Operator, Any]:
     """Cut model and loss for this rank of the axis, and check all placements; PlacementError if they do not fit."""
-    algorithm = "tree" if settings.reproducible else "auto"
-    model, loss = cut(model, loss, axis, shards_of(settings, axis), algorithm, settings.sequence_parallel)
+    algorithm, experts = "tree" if settings.reproducible else "auto", expert_cut(settings, mesh)
+    model, loss = cut(model, loss, axis, shards_of(settings, axis), algorithm, settings.sequence_parallel, experts)
     check_placements(model, loss, {axis: INPUTS[axis] for axis in (REPLICAS, TENSOR)}, {REPLICAS})
     return model, loss
 
@@ -102,6 +118,8 @@ class ModelOnMesh(NamedTuple):
         Ranks that share the operators.
     blocks : LogicalBlocks or None
         None if the model is whole.
+    shapes : dict of str to tuple of int
+        Shapes of all logical tensors, in the order of the model.
     """
 
     model: Operator
@@ -114,6 +132,7 @@ class ModelOnMesh(NamedTuple):
     replicas: Communicator
     axis: Any
     blocks: LogicalBlocks | None
+    shapes: dict[str, tuple[int, ...]]
 
     @property
     def counts(self) -> bool:
@@ -129,33 +148,35 @@ def forecast_axis(mesh: Mesh, rank: int, name: str = TENSOR) -> MeshAxis:
 def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings) -> ModelOnMesh:
     """Cut a model for this rank of a mesh, along all axes. Collective."""
     axis, errors = mesh.axis(TENSOR), PassErrors()
+    shapes = {parameter.name: parameter.shape for parameter in name_all(model)}
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
-    blocks = _logical_blocks(model, loss, axis, settings)
-    model, loss = cut_for(model, loss, axis, settings)
+    blocks = _logical_blocks(model, loss, axis, mesh.mesh, settings)
+    model, loss = cut_for(model, loss, axis, mesh.mesh, settings)
     whole, experts = model, expert_division(model, mesh.mesh, settings)
     if experts is not None:
         relayed = Dispatch.parse(settings.dispatch).route == "hierarchical"
         local = mesh.on_node(EXPERTS) if relayed else None
         model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source, settings.dispatch, local)
     context = mesh.axis(CONTEXT)
-    finish = (errors.guard,) if axis.size * context.size * mesh.mesh.ep > 1 else ()
+    finish = (errors.guard,) if axis.size * context.size * mesh.mesh.expert_replicas > 1 else ()
     sequences = collective_call(  # shards differ in their heads
         mesh.comm, lambda: sequence_models(model, loss, context, settings, *finish), "mesh", PlacementError
     )
-    return ModelOnMesh(model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks)
+    return ModelOnMesh(model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks, shapes)
 
 
 def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDivision | None:
     """Division of a model's experts on a mesh; None if every rank has all. ValueError if it cannot be divided."""
-    if mesh.ep == 1:
+    if (share := mesh.expert_replicas) == 1:
         return None
-    return ExpertDivision(ExpertTeams(mesh.ep, settings.reproducible), holders_of(model, mesh.ep))
+    return ExpertDivision(ExpertTeams(share, settings.reproducible), holders_of(model, share))
 
 
-def _logical_blocks(model: Operator, loss: Any, axis: MeshAxis, settings: Settings) -> LogicalBlocks | None:
+def _logical_blocks(model: Operator, loss: Any, axis: MeshAxis, mesh: Mesh, settings: Settings) -> LogicalBlocks | None:
     if shards_of(settings, axis) == 1:
         return None
-    whole, _ = cut(model, loss, axis._replace(rank=0, size=1), shards_of(settings, axis))
+    experts = expert_cut(settings, mesh)
+    whole, _ = cut(model, loss, axis._replace(rank=0, size=1), shards_of(settings, axis), experts=experts)
     others = (axis._replace(rank=rank) for rank in range(axis.size))
-    held = [lengths_of(FlatParams(cut_for(model, loss, other, settings)[0])) for other in others]
+    held = [lengths_of(FlatParams(cut_for(model, loss, other, mesh, settings)[0])) for other in others]
     return LogicalBlocks(axis, lengths_of(FlatParams(whole)), held)

@@ -63,10 +63,12 @@ class Settings:
     trace : record profiler events
     stages, virtual : pipelines: ranks in sequence; model chunks per stage
     mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has
-        neighbours. In ``dp=4,ep=2`` every two neighbouring replicas share the experts of mixtures
+        neighbours. ``ep`` ranks share the experts of mixtures, along tp and then over neighbouring replicas;
+        ``etp`` ranks along tp have parts of the same experts
     dispatch : exchange of tokens between replicas that share experts: direct or hierarchical, perhaps with a format of
         rows, as ``direct:int8`` (`parallel.expert.dispatch`)
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
+    expert_shards : parts of the hidden features of every expert; by default as ``etp`` needs (one on other meshes)
     sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
     sequence_parts : parts of every sequence that is divided along ``cp``, a multiple of its ranks; by default as many
     context : attention over divided sequences: ring, allgather, ulysses, or "auto", the fastest by prediction
@@ -133,6 +135,7 @@ class Settings:
     mesh: str | None = None
     stage_ranks: str | None = None
     tensor_shards: int | None = None
+    expert_shards: int | None = None
     sequence_parallel: bool = False
     sequence_parts: int | None = None
     context: str = "auto"
@@ -204,7 +207,7 @@ TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items(
 """Accepted types, by a field's annotation."""
 
 _FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
-_FROM_ONE += " tensor_shards sequence_parts batch_tokens clients local_epochs"
+_FROM_ONE += " tensor_shards expert_shards sequence_parts batch_tokens clients local_epochs"
 _FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout prune seed check_every delay"
 _FROM_ZERO += " client_fraction label_shards"
 LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
@@ -228,7 +231,7 @@ TRANSFORM_FIELDS = ("products", "fake_quant", "fake_quant_inputs", "prune", "pru
 MODEL_FIELDS = ("data", "length", "model", *BUILD_FIELDS, *TRANSFORM_FIELDS)
 """Fields that determine the model that is trained, and the shapes of its samples."""
 
-MESH_FIELDS = ("mesh", "tensor_shards", "sequence_parallel", "sequence_parts", "context", "dispatch")
+MESH_FIELDS = ("mesh", "tensor_shards", "expert_shards", "sequence_parallel", "sequence_parts", "context", "dispatch")
 PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
 STYLE_FIELDS = ("tau", "group", "overlap", "clients", "client_fraction", "local_epochs", "label_shards")

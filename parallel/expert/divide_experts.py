@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import repeat
 from typing import Any
 
@@ -13,13 +12,13 @@ from parallel.expert.expert_ranks import ExpertRanks
 from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import ArraySpec, Operator, Parameter, name_all
-from parallel.nn.rewrite import replaced
+from parallel.nn.rewrite import operators_in, replaced
 
 
 def divide_experts(
     model: Operator, axis: Any, by_source: bool = False, dispatch: str = "direct", local: Any = None
 ) -> Operator:
-    """Copy of a model in which every mixture has `ExpertRanks`, which takes the other arguments, along an axis.
+    """Copy of a model with `ExpertRanks` for every group of experts, which takes the other arguments, along an axis.
 
     Parameters are shared with the model.
 
@@ -31,12 +30,10 @@ def divide_experts(
     holders_of(model, axis.size)
 
     def replacement(operator: Operator) -> Operator | None:
-        if not isinstance(operator, MixtureOfExperts):
+        if not isinstance(operator, ExpertGroup):
             return None
-        _expect_width(operator)
-        ours = copy.copy(operator)
-        ours.experts = ExpertRanks(axis, operator.experts.experts, by_source, dispatch, local)
-        ours.experts.name = operator.experts.name  # under which it notes what it exchanges
+        ours = ExpertRanks(axis, operator.experts, by_source, dispatch, local, operator.first)
+        ours.name = operator.name  # under which it notes what it exchanges
         return ours
 
     return replaced(model, replacement)
@@ -49,7 +46,10 @@ def holders_of(model: Operator, ranks: int) -> dict[int, int]:
     """
     name_all(model)
     found: dict[int, int] = {}
-    for group in (value for _, value in model.walk() if isinstance(value, ExpertGroup)):
+    groups = [one for one in operators_in(model) if isinstance(one, ExpertGroup)]
+    for mixture in (one for one in operators_in(model) if isinstance(one, MixtureOfExperts)):
+        _expect_width(mixture.router.width, mixture.experts)
+    for group in groups:
         owners = [owner for rank, count in enumerate(even(len(group), ranks)) for owner in repeat(rank, count)]
         for owner, expert in zip(owners, group.experts):
             for parameter in expert.parameters():
@@ -68,8 +68,8 @@ def _expect_one_use(parameter: Parameter) -> None:
         )
 
 
-def _expect_width(mixture: MixtureOfExperts) -> None:
-    row = ArraySpec((1, mixture.router.width), np.dtype(np.float32))
-    for expert in mixture.experts.experts:
+def _expect_width(width: int, experts: Operator) -> None:
+    row = ArraySpec((1, width), np.dtype(np.float32))
+    for expert in (one for group in operators_in(experts) if isinstance(group, ExpertGroup) for one in group.experts):
         if (shape := tuple(expert.outline(row).y.shape)) != row.shape:
             raise ValueError(f"mesh: expected an expert that maps {row.shape} to the same shape, found {shape}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from parallel.expert.exchange_traffic import ExchangeTraffic
 from parallel.expert.hierarchical_route import HierarchicalRoute
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
 from parallel.nn.placement import logical_name
 from quant.types import Array
 
@@ -44,6 +44,8 @@ class ExpertRanks(ExpertGroup):
         As `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
     local : MeshAxis, optional
         Ranks of the axis on this rank's node, for the hierarchical route (`HierarchicalRoute`).
+    first : int
+        Number of the first of all in the mixture.
     """
 
     exchanges = True
@@ -55,13 +57,14 @@ class ExpertRanks(ExpertGroup):
         by_source: bool = False,
         dispatch: str = "direct",
         local: Any = None,
+        first: int = 0,
     ):
         self.axis, self.local, self.by_source, self.dispatch = axis, local, by_source, Dispatch.parse(dispatch)
         if by_source and not self.dispatch.is_exact:
             raise ValueError(f"dispatch: expected direct, for the bits of one rank, found {dispatch}")
         self.owners = even(len(experts), axis.size)
-        self.first = sum(self.owners[: axis.rank])
-        super().__init__(experts[self.first : self.first + self.owners[axis.rank]])
+        start = sum(self.owners[: axis.rank])
+        super().__init__(experts[start : start + self.owners[axis.rank]], first + start)
 
     def __len__(self) -> int:
         return sum(self.owners)
@@ -72,9 +75,6 @@ class ExpertRanks(ExpertGroup):
         if not self.experts:
             return OperatorOutline(ArraySpec(*x), ())
         return super().outline_rows(ArraySpec((rows, *x.shape[1:]), x.dtype))._replace(y=ArraySpec(*x))
-
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        yield from ((str(self.first + number), expert) for number, expert in enumerate(self.experts))
 
     def send(self, tokens: Array, chosen: Assignments) -> DirectRoute | HierarchicalRoute:
         """Start to send tokens (tokens, width) to their experts. Collective along the axis, as all that follows."""

@@ -21,6 +21,7 @@ from parallel.engine.settings import MODEL_FIELDS, Settings
 from parallel.forecast.core_sharing import CoreSharing, core_sharing, measured
 from parallel.forecast.recording_comm import RecordingComm, TensorExchange
 from parallel.mesh.device_mesh import MeshAxis
+from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK, FlatParams, ParamSpan, Span
 from parallel.nn.operator import Operator, Parameter, PassMode, constant
 from parallel.optim.grad_norm import block_squares
@@ -100,7 +101,8 @@ def _unit_costs(work: Workpiece, settings: Settings, samples: int, tp: int) -> l
     comm, recipe = RecordingComm(), PRECISIONS[settings.precision]
     model, loss = work.model, work.loss
     if tp > 1:
-        model, loss = cut_for(model, loss, MeshAxis(TENSOR, 0, tp, comm), settings)
+        mesh = Mesh.parse(settings.mesh or f"{TENSOR}={tp}")
+        model, loss = cut_for(model, loss, MeshAxis(TENSOR, 0, tp, comm), mesh, settings)
     trial = _TrialPass(model, loss, recipe, comm)
     x, y = work.take(samples)
     x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))

@@ -113,7 +113,7 @@ class StepForecaster:
         rounds = -(-microbatches // workers)
         replicas = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if 0 in group)
         units, tensor = self._work(settings, job, samples, mesh, rounds, crowd)
-        model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), settings)
+        model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
         plan = plan_of(model, len(replicas), 0, settings)
         own = -(-plan.flat.length // len(replicas)) if LAYOUTS[settings.layout].divided else plan.flat.length
         update = self.measured.update(job.optimizer, settings, own) * crowd
@@ -132,7 +132,7 @@ class StepForecaster:
         replicas, whole = config.workers(settings, mesh.size), mesh.without(TENSOR)
         samples, microbatches = _micro_batches(settings, replicas)
         units, _ = self._work(settings, job, samples, mesh, -(-microbatches // replicas))
-        model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), settings)
+        model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
         plan = build(
             config.schedule_of(settings),
             mesh.sizes[AXIS],

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 from collectives import Communicator
-from parallel.mesh.mesh import AXES, EXPERT_REPLICAS, EXPERTS, Mesh
+from parallel.mesh.mesh import AXES, EXPERT_REPLICAS, EXPERT_TENSOR, EXPERTS, Mesh
 
 
 class MeshAxis(NamedTuple):
@@ -54,7 +54,7 @@ class DeviceMesh:
         If the mesh has an unknown axis or another number of ranks; the message has meshes that would fit.
     """
 
-    def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = (*AXES, EXPERTS)):
+    def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = (*AXES, EXPERTS, EXPERT_TENSOR)):
         mesh.expect(comm.Get_size(), known)
         self.mesh, self.comm = mesh, comm
         self.coordinates = mesh.coordinates(comm.Get_rank())
@@ -63,13 +63,13 @@ class DeviceMesh:
     def axis(self, *names: str) -> MeshAxis:
         """Ranks that differ from this one only on these axes, in ascending order. Collective the first time.
 
-        An axis that the mesh lacks has one rank; ``ep`` and ``edp`` are those of `Mesh.for_experts`. Communicators are
-        made once, and freed by `close`.
+        An axis that the mesh lacks has one rank; ``ep`` and ``edp`` are those of `Mesh.expert_groups`, alone.
+        Communicators are made once, and freed by `close`.
         """
-        mesh = self.mesh.for_experts() if {EXPERTS, EXPERT_REPLICAS}.intersection(names) else self.mesh
-        key = tuple(name for name in mesh.sizes if name in names)
+        folded = names[0] if names in ((EXPERTS,), (EXPERT_REPLICAS,)) else ""
+        key = (folded,) if folded else tuple(name for name in self.mesh.sizes if name in names)
         if key not in self._axes:
-            groups = mesh.groups(key)
+            groups = self.mesh.expert_groups(folded) if folded else self.mesh.groups(key)
             color = next(number for number, group in enumerate(groups) if self.comm.Get_rank() in group)
             comm = self.comm.Split(color, self.comm.Get_rank())
             self._axes[key] = MeshAxis(",".join(key), comm.Get_rank(), comm.Get_size(), comm)

@@ -10,11 +10,13 @@ The last axis varies fastest, as in an array: its ranks are neighbours, and shar
 The axis with most traffic comes last. In the usual order (Narayanan et al., "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM", SC 2021, section 3) these are ``pp,dp,cp,tp``.
 
-The axis ``ep`` is no factor of the number of ranks: neighbouring replicas share the experts of a mixture, and hold the
-rest of the model each.
+The axis ``ep`` is no factor of the number of ranks: `ep` ranks share the experts of a mixture, and hold the rest of the
+model as the other axes say. It is folded over ``tp``, and then over the replicas (``cp`` and ``dp``). With ``etp``, so
+many ranks along ``tp`` have parts of the same experts.
 
->>> Mesh.parse("dp=4,ep=2").size
-4
+>>> mesh = Mesh.parse("dp=4,tp=2,ep=4")
+>>> mesh.size, mesh.expert_shards, mesh.expert_replicas
+(8, 2, 2)
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 AXES = {"pp": "pipeline stages", "dp": "replicas", "cp": "parts of the sequence", "tp": "shards of the operators"}
 """Usual axes, and what their ranks hold; from the least to the most traffic."""
 
-EXPERTS, EXPERT_REPLICAS = "ep", "edp"
-"""Axes of `Mesh.for_experts`: ranks with different experts, and ranks with the same."""
+EXPERTS, EXPERT_REPLICAS, EXPERT_TENSOR = "ep", "edp", "etp"
+"""Replicas with different experts, and those with the same (`Mesh.expert_groups`); parts of an expert."""
+
+SEQUENCES, SHARDS = "cp", "tp"
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class Mesh:
     ----------
     sizes : dict of str to int
     ep : int
-        Replicas that share the experts: ranks along ``ep``, which is folded over the axis of the replicas.
+        Ranks with different experts: folded over ``tp``, and then over the replicas.
+    etp : int
+        Ranks along ``tp`` with parts of the same experts.
     """
 
     sizes: dict[str, int]
     ep: int = 1
+    etp: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -60,11 +67,16 @@ class Mesh:
             if not int(size):
                 raise ValueError(f"mesh: expected at least one rank along {name}, found {text}")
             sizes[name] = int(size)
-        ep = sizes.pop(EXPERTS, 1)
-        return cls(sizes or {"dp": 1}, ep)
+        ep, etp = sizes.pop(EXPERTS, 1), sizes.pop(EXPERT_TENSOR, 1)
+        return cls(sizes or {"dp": 1}, ep, etp)
+
+    @property
+    def _folded(self) -> dict[str, int]:
+        """Axes that are no factors of the number of ranks, if they have more than one."""
+        return {name: size for name, size in ((EXPERTS, self.ep), (EXPERT_TENSOR, self.etp)) if size > 1}
 
     def __str__(self) -> str:
-        folded = {EXPERTS: self.ep} if self.ep > 1 else {}
+        folded = self._folded
         return ",".join(f"{name}={size}" for name, size in (self.sizes | folded).items())
 
     @property
@@ -78,23 +90,39 @@ class Mesh:
         >>> str(Mesh.parse("pp=2,dp=3,tp=2").without("tp"))
         'pp=2,dp=3'
         """
-        return Mesh({name: size for name, size in self.sizes.items() if name not in names}, self.ep)
+        sizes = {name: size for name, size in self.sizes.items() if name not in names}
+        return Mesh(sizes, self.expert_replicas) if SHARDS in names else replace(self, sizes=sizes)
 
     @property
     def replicas(self) -> str:
         """Name of the axis of replicas: ``"dp"``, or in pipelines the layout of their gradients, as ``"zero1"``."""
         return next((name for name in self.sizes if name == "dp" or name not in AXES), "dp")
 
-    def for_experts(self) -> Mesh:
-        """Mesh of the same ranks by their experts: the axis of replicas is cut into ``edp`` and ``ep``.
+    @property
+    def expert_shards(self) -> int:
+        """Ranks along ``tp`` with different experts; 1 also if every rank along ``tp`` has all of its replica's."""
+        return self.sizes.get(SHARDS, 1) // self.etp if self._folded else 1
 
-        >>> Mesh.parse("dp=4,tp=2,ep=2").for_experts().sizes
-        {'edp': 2, 'ep': 2, 'tp': 2}
+    @property
+    def expert_replicas(self) -> int:
+        """Neighbouring replicas, along ``cp`` and ``dp``, that share the experts."""
+        return self.ep // self.expert_shards
+
+    def expert_groups(self, name: str) -> list[list[int]]:
+        """Groups of ranks along ``ep``, of replicas that share the experts, or ``edp``, of those with the same ones.
+
+        >>> mesh = Mesh.parse("dp=2,cp=2,tp=2,ep=4")
+        >>> mesh.expert_groups("ep")
+        [[0, 2], [4, 6], [1, 3], [5, 7]]
+        >>> mesh.expert_groups("edp")
+        [[0, 4], [2, 6], [1, 5], [3, 7]]
         """
-        sizes: dict[str, int] = {}
-        for name, size in self.sizes.items():
-            sizes |= {EXPERT_REPLICAS: size // self.ep, EXPERTS: self.ep} if name == self.replicas else {name: size}
-        return Mesh(sizes)
+        share, found = self.expert_replicas, list[list[int]]()
+        for line in self.groups([self.replicas, SEQUENCES]):
+            starts = range(0, len(line), share)
+            every = [line[start : start + share] for start in starts]
+            found += every if name == EXPERTS else [list(some) for some in zip(*every)]
+        return found
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank by axis name; ValueError if the mesh has no such rank."""
@@ -137,31 +165,51 @@ class Mesh:
         advice = f"; at most {last}={fewest} stays within a node" if over[last] > 1 else ""
         return f"mesh {self}: {', '.join(parts)}{advice}"
 
-    def expect(self, ranks: int, known: Collection[str] = (*AXES, EXPERTS)) -> None:
+    def expect(self, ranks: int, known: Collection[str] = (*AXES, EXPERTS, EXPERT_TENSOR)) -> None:
         """Raise ValueError, with the meshes that would fit, unless all axes are `known` and the mesh has `ranks` ranks.
 
         >>> Mesh.parse("dp=2,tp=2").expect(6)
         Traceback (most recent call last):
         ValueError: mesh: dp=2,tp=2 is for 4 ranks, found 6; dp=3,tp=2 or dp=2,tp=3 would fit
         """
-        names = [*self.sizes, *([EXPERTS] if self.ep > 1 else [])]
-        for name in names:
+        for name in (*self.sizes, *self._folded):
             if name not in known:
                 raise ValueError(f"mesh: expected axes of {', '.join(known)}, found {name} in {self}")
         if self.size != ranks:
             fits = " or ".join(map(str, self._fitting(ranks))) or f"a product of {ranks}"
             raise ValueError(f"mesh: {self} is for {self.size} ranks, found {ranks}; {fits} would fit")
-        replicas = self.sizes.get(self.replicas, 1)
-        if replicas % self.ep:
-            divisors = [f"{EXPERTS}={size}" for size in range(2, replicas + 1) if replicas % size == 0]
-            fits = " or ".join(divisors) or f"{self.replicas}={self.ep},{EXPERTS}={self.ep}"
-            expected = f"a divisor of the {replicas} replicas along {self.replicas}"
-            raise ValueError(f"mesh: expected {EXPERTS} to be {expected}, found {self}; {fits} would fit")
+        self._expect_experts()
+
+    def _expect_experts(self) -> None:
+        """Raise ValueError unless ``ep`` and ``etp`` can be folded over the other axes."""
+        shards, fits = self.sizes.get(SHARDS, 1), self._foldable
+        if shards % self.etp:
+            expected = f"a divisor of the {shards} ranks along {SHARDS}"
+            raise ValueError(f"mesh: expected {EXPERT_TENSOR} to be {expected}, found {self}")
+        if self.ep in fits:
+            return
+        over = [name for name in (self.replicas, SEQUENCES, SHARDS) if self.sizes.get(name, 1) > 1] or [self.replicas]
+        expected = f"a divisor of the {max(fits)} ranks along {' and '.join(over)}"
+        if self.expert_shards > 1:
+            expected += f", and a multiple of the {self.expert_shards} along {SHARDS} with different experts"
+        sizes = [f"{EXPERTS}={size}" for size in fits if size > 1]
+        if self.etp == 1 < self.ep < shards and shards % self.ep == 0:
+            sizes.append(f"{EXPERTS}={self.ep},{EXPERT_TENSOR}={shards // self.ep}")
+        others = " or ".join(sizes) or f"{self.replicas}={self.ep},{EXPERTS}={self.ep}"
+        raise ValueError(f"mesh: expected {EXPERTS} to be {expected}, found {self}; {others} would fit")
+
+    @property
+    def _foldable(self) -> list[int]:
+        """Sizes that ``ep`` may have."""
+        replicas = self.sizes.get(self.replicas, 1) * self.sizes.get(SEQUENCES, 1)
+        return [self.expert_shards * share for share in range(1, replicas + 1) if replicas % share == 0]
 
     def _fitting(self, ranks: int) -> list[Mesh]:
         """Meshes of `ranks` ranks that differ from this one in the size of one axis."""
         others = {name: self.size // size for name, size in self.sizes.items()}
         fits = [
-            Mesh({**self.sizes, name: ranks // rest}, self.ep) for name, rest in others.items() if ranks % rest == 0
+            replace(self, sizes={**self.sizes, name: ranks // rest})
+            for name, rest in others.items()
+            if ranks % rest == 0
         ]
-        return [mesh for mesh in fits if mesh.sizes.get(mesh.replicas, 1) % mesh.ep == 0]
+        return [mesh for mesh in fits if mesh.ep in mesh._foldable]

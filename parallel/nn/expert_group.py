@@ -39,6 +39,12 @@ class Assignments(NamedTuple):
         counts = [int(count) for count in (by_expert != 0).sum(axis=1)]
         return cls(found % len(weights), counts, by_expert.reshape(-1)[found][:, None])
 
+    def of_experts(self, start: int, stop: int) -> Assignments:
+        """Assignments to the experts from `start` to `stop`, numbered from 0."""
+        first = sum(self.counts[:start])
+        here = slice(first, first + sum(self.counts[start:stop]))
+        return Assignments(self.tokens[here], self.counts[start:stop], self.weights[here])
+
     @property
     def experts(self) -> np.ndarray:
         """Expert of each assignment."""
@@ -51,18 +57,24 @@ class ExpertGroup(Operator):
     Segments may be empty. An expert is any operator on rows that draws no random numbers. A pass has two calls, so that
     groups on several ranks compute something else while tokens travel: `send`, then `forward_sent`; `send_gradients`,
     then `backward_sent`.
+
+    Parameters
+    ----------
+    experts : iterable of Operator
+    first : int
+        Number of the first of them in the mixture, for names.
     """
 
-    def __init__(self, experts: Iterable[Operator]):
-        self.experts = list(experts)
+    def __init__(self, experts: Iterable[Operator], first: int = 0):
+        self.experts, self.first = list(experts), first
 
     def __len__(self) -> int:
-        """Number of experts of the mixture."""
+        """Number of experts, on all ranks."""
         return len(self.experts)
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (number as text, expert), so that parameter names are "3.0.weight" rather than "experts.3.0.weight"."""
-        yield from ((str(number), expert) for number, expert in enumerate(self.experts))
+        yield from ((str(number), expert) for number, expert in enumerate(self.experts, self.first))
 
     def forward_segments(self, rows: Array, counts: Sequence[int], run: PassMode) -> tuple[Array, Any]:
         """Apply expert e to ``counts[e]`` rows; return (results in the same order, saved values)."""

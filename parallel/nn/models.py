@@ -125,14 +125,17 @@ def transformer(
 
 ATTENTION_CUTS = {"0.inner.1": "column", "0.inner.2": "heads", "0.inner.3": "row"}
 FEED_FORWARD_CUTS = {"1.inner.1": "column", "1.inner.3": "row"}
-"""Placements within a block of `transformer`: norms, dropout, mixtures and residual sums stay whole on every rank."""
+MIXTURE_CUTS = {"1.inner.1": "experts"}
+"""Placements within a block of `transformer`: norms, dropout and residual sums stay whole on every rank."""
 
 
 def _transformer_cuts(layers: int, dense: list[int]) -> dict[str, str]:
     """Table of placements of `transformer`, whose `dense` blocks have feed-forward layers."""
     blocks = {f"*.{place}": style for place, style in ATTENTION_CUTS.items()} if layers else {}
-    places = ["*"] if len(dense) == layers and layers else dense
-    blocks |= {f"{block}.{place}": style for block in places for place, style in FEED_FORWARD_CUTS.items()}
+    sparse = [number for number in range(1, layers + 1) if number not in dense]
+    for numbers, cuts in ((dense, FEED_FORWARD_CUTS), (sparse, MIXTURE_CUTS)):
+        places = ["*"] if len(numbers) == layers and layers else numbers
+        blocks |= {f"{block}.{place}": style for block in places for place, style in cuts.items()}
     return {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary", **blocks}
 
 

@@ -24,7 +24,7 @@ from parallel.engine.microbatch_pass import Measure, batch_without_samples
 from parallel.engine.model_on_mesh import check_cut, cut_for, expert_division, forecast_axis, place_model
 from parallel.engine.settings import Settings
 from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import EXPERTS, Mesh
+from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator, PassMode
 from parallel.optim.optimizer import Optimizer
@@ -92,7 +92,7 @@ class Pipeline(TrainEngine):
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
         settings, remarks = config.resolve_compression(settings, comm, FlatParams(model).length)
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
-        self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS))
+        self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS, EXPERT_TENSOR))
         self.remarks = (*remarks, *self._mesh.remarks)
         here = place_model(model, loss, self._mesh, settings)
         comm = here.replicas
@@ -131,7 +131,7 @@ class Pipeline(TrainEngine):
         """Forecast of a rank's memory in a workload, as `DataParallelEngine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
-        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), settings)
+        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
         experts = expert_division(model, mesh, settings)
         sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         shards = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)

@@ -17,7 +17,7 @@ from parallel.data_parallel.partition_spec import units_of
 from parallel.data_parallel.reducers import Assignment, Turns
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
-from parallel.mesh.mesh import EXPERTS, Mesh
+from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
@@ -230,7 +230,7 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
-    mesh.expect(ranks, (AXIS, *REPLICAS, CONTEXT, TENSOR, EXPERTS))
+    mesh.expect(ranks, (AXIS, *REPLICAS, CONTEXT, TENSOR, EXPERTS, EXPERT_TENSOR))
     others = list(mesh.without(AXIS, CONTEXT, TENSOR).sizes)
     if AXIS not in mesh.sizes or len(others) > 1:
         raise ValueError(

@@ -20,6 +20,7 @@ from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.gated import SwiGLU
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import Operator, Parameter, name_all
 from parallel.nn.placement import (
     Features,
@@ -33,12 +34,13 @@ from parallel.nn.placement import (
 from parallel.nn.rewrite import replaced
 from parallel.tensor.gradient_sums import with_gradient_sums
 from parallel.tensor.grouped_shards import GroupedShards, holders
+from parallel.tensor.mixture_shards import ExpertCut, cut_experts
 from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
-from parallel.tensor.sequence import DropoutOfPart, EqualParts, GatheredInput, PositionsOfPart
+from parallel.tensor.sequence import DropoutOfPart, EqualParts, GatheredInput, OnWholeSequence, PositionsOfPart
 from parallel.tensor.shards import AddBias, CutOperator, DropoutShard, Shards, SpreadShards
 from parallel.tensor.vocabulary import EmbeddingShard, VocabularyCrossEntropy
 
-COPIES = Replicate(partial=True)
+COPIES, WHOLE_EXPERTS = Replicate(partial=True), ExpertCut()
 
 
 def cut(
@@ -48,6 +50,7 @@ def cut(
     shards: int | None = None,
     algorithm: str = "auto",
     sequence: bool = False,
+    experts: ExpertCut = WHOLE_EXPERTS,
 ) -> tuple[Operator, Any]:
     """Model and loss with their operators cut into logical shards, of which this rank of the axis has its part.
 
@@ -68,6 +71,8 @@ def cut(
     sequence : bool
         True if the ranks have parts of the sequence between cut operators (`parallel.tensor.sequence`), whose length
         must be a multiple of the shards.
+    experts : ExpertCut
+        Cut of the experts of mixtures.
 
     Raises
     ------
@@ -83,7 +88,7 @@ def cut(
     if not table:
         raise PlacementError(f"{axis.name}: expected a model with a table `cuts` of the operators to cut, found none")
     name_all(model)
-    cutter = Cutter(axis, shards, algorithm, sequence)
+    cutter = Cutter(axis, shards, algorithm, sequence, experts)
     styles = dict(table)
     ours = replaced(model, lambda operator: cutter.replacement(operator, styles))
     if table := [pattern for pattern in table if pattern not in cutter.used]:
@@ -107,8 +112,11 @@ class Cutter:
     named an operator, `whole` the parameters that were cut, by id.
     """
 
-    def __init__(self, axis: Any, shards: int, algorithm: str, sequence: bool = False):
+    def __init__(
+        self, axis: Any, shards: int, algorithm: str, sequence: bool = False, experts: ExpertCut = WHOLE_EXPERTS
+    ):
         self.axis, self.shards, self.algorithm, self.sequence = axis, shards, algorithm, sequence
+        self.experts = experts
         self.each = shards // axis.size
         self.numbers = range(axis.rank * self.each, (axis.rank + 1) * self.each)
         self.used: set[str] = set()
@@ -259,6 +267,13 @@ def _gate(gate: SwiGLU, cutter: Cutter) -> list[Operator]:
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
+def _mixture(mixture: MixtureOfExperts, cutter: Cutter) -> list[Operator]:
+    """Mixture whose experts are cut; the router and a shared expert are on every rank, for whole sequences."""
+    ours = copy.copy(mixture)
+    ours.experts = cut_experts(mixture.experts, cutter, cutter.experts)  # type: ignore[assignment]
+    return [OnWholeSequence(ours, cutter.axis) if cutter.sequence else ours]
+
+
 def _dropout(dropout: Dropout, cutter: Cutter, width: int) -> list[Operator]:
     """Dropout of sharded features, of `width` altogether; masks are parts of the whole mask."""
     bounds, features = cutter.bounds(Features(width))
@@ -296,6 +311,7 @@ STYLES: dict[tuple[str, type[Operator]], Callable[..., list[Operator]]] = {
     ("heads", BlockwiseAttention): _grouped_heads,
     ("gate", SwiGLU): _gate,
     ("features", Dropout): _dropout,
+    ("experts", MixtureOfExperts): _mixture,
     ("vocabulary", Embedding): _embedding,
     ("vocabulary", Unembedding): _unembedding,
 }

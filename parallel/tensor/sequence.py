@@ -16,7 +16,8 @@ from parallel.nn.compose import Wrapper
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
-from parallel.nn.placement import Placement
+from parallel.nn.placement import Placement, Replicate, Shard
+from parallel.tensor.exchange import allgather
 from parallel.tensor.redistribute import GatherSequence
 from quant.types import Array
 
@@ -49,6 +50,46 @@ class GatheredInput(Wrapper):
         inner = self.inner.outline(gather.y)
         saved = (x, exchanged(inner.saved, gather.y, WHOLE))
         return inner._replace(saved=saved, work=inner.work + gather.work)
+
+
+class OnWholeSequence(Wrapper):
+    """An operator that every rank applies to the whole sequence; input and result are this rank's parts.
+
+    All ranks compute the same, so that gradients of parameters are whole.
+    """
+
+    exchanges = True
+
+    def __init__(self, inner: Operator, axis: Any):
+        super().__init__(inner)
+        self.axis = axis
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        y, saved = self.inner.forward(self._whole(x), run)
+        return self._part(y), saved
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        return self._part(self.inner.backward(self._whole(dy), saved, grads))
+
+    def _whole(self, x: Array) -> Array:
+        return allgather(self.axis, x, 1, [x.shape[1]] * self.axis.size)
+
+    def _part(self, x: Array) -> Array:
+        length = x.shape[1] // self.axis.size
+        return x[:, self.axis.rank * length : (self.axis.rank + 1) * length].copy()
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        if axis != self.axis.name:
+            return self.inner.place(axis, x, partial)
+        if x != Shard(1):
+            raise self.refuse(axis, x, str(Shard(1)))
+        self.inner.place(axis, Replicate(), partial)
+        return x
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        inner = self.inner.outline(ArraySpec((x.shape[0], x.shape[1] * self.axis.size, *x.shape[2:]), x.dtype))
+        y = ArraySpec((inner.y.shape[0], x.shape[1], *inner.y.shape[2:]), inner.y.dtype)
+        return inner._replace(y=y, work=inner.work + 2 * inner.y.nbytes)
 
 
 WHOLE = object()

@@ -89,6 +89,8 @@ def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping
 
 def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
     """Shapes of the logical tensors of the model by name, in its order."""
+    if engine.shapes is not None:
+        return engine.shapes
     held = [place.parameter for place in engine.flat.places]
     return {logical_name(one.name): one.shape if one.cut is None else one.cut.shape for one in held}
 

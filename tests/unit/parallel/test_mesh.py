@@ -86,11 +86,18 @@ def test_groups_of_any_axes_divide_the_ranks(text):
         ("dp=2,tp=2", 6, "is for 4 ranks, found 6; dp=3,tp=2 or dp=2,tp=3 would fit"),
         ("pp=3,tp=2", 8, "is for 6 ranks, found 8; pp=4,tp=2 would fit"),
         ("dp=2,tp=2", 7, "is for 4 ranks, found 7; a product of 7 would fit"),
-        ("dp=2,xp=2", 4, "expected axes of pp, dp, cp, tp, ep, found xp in dp=2,xp=2"),
+        ("dp=2,xp=2", 4, "expected axes of pp, dp, cp, tp, ep, etp, found xp in dp=2,xp=2"),
         ("dp=2,ep=2", 4, "dp=2,ep=2 is for 2 ranks, found 4; dp=4,ep=2 would fit"),
         ("ep=2", 2, "dp=1,ep=2 is for 1 ranks, found 2; dp=2,ep=2 would fit"),
-        ("dp=4,ep=3", 4, "expected ep to be a divisor of the 4 replicas along dp, found dp=4,ep=3; ep=2 or ep=4 would"),
-        ("tp=2,ep=2", 2, "a divisor of the 1 replicas along dp, found tp=2,ep=2; dp=2,ep=2 would fit"),
+        ("dp=4,ep=3", 4, "expected ep to be a divisor of the 4 ranks along dp, found dp=4,ep=3; ep=2 or ep=4 would"),
+        (
+            "dp=2,tp=2,ep=3",
+            4,
+            "4 ranks along dp and tp, and a multiple of the 2 along tp with different experts, found",
+        ),
+        ("dp=2,tp=4,ep=2", 8, "found dp=2,tp=4,ep=2; ep=4 or ep=8 or ep=2,etp=2 would fit"),
+        ("tp=4,etp=3", 4, "mesh: expected etp to be a divisor of the 4 ranks along tp, found tp=4,etp=3"),
+        ("tp=4,etp=2", 4, "a multiple of the 2 along tp with different experts, found tp=4,etp=2; ep=2 would fit"),
     ],
 )
 def test_refused_meshes(text, ranks, message):
@@ -99,15 +106,35 @@ def test_refused_meshes(text, ranks, message):
     Mesh.parse("pp=2,dp=2,tp=2").expect(8)
 
 
-def test_experts_are_folded_over_replicas():
-    mesh = Mesh.parse("pp=2,zero1=4,tp=2,ep=2")
-    assert (mesh.size, mesh.replicas, str(mesh)) == (16, "zero1", "pp=2,zero1=4,tp=2,ep=2")
-    experts = mesh.for_experts()
-    assert experts.sizes == {"pp": 2, "edp": 2, "ep": 2, "tp": 2}
-    assert experts.lines("ep")[:3] == [[0, 2], [1, 3], [4, 6]] and experts.lines("edp")[0] == [0, 4]
+def test_experts_are_folded_over_the_other_axes():
+    mesh = Mesh.parse("pp=2,zero1=4,tp=2,ep=4")
+    assert (mesh.size, mesh.replicas, str(mesh)) == (16, "zero1", "pp=2,zero1=4,tp=2,ep=4")
+    assert (mesh.expert_shards, mesh.expert_replicas) == (2, 2)
+    assert mesh.expert_groups("ep")[:3] == [[0, 2], [4, 6], [1, 3]] and mesh.expert_groups("edp")[0] == [0, 4]
     assert str(mesh.without("tp")) == "pp=2,zero1=4,ep=2" and str(Mesh.parse("ep=1")) == "dp=1"
     with pytest.raises(ValueError, match="expected axes of dp, found ep in dp=2,ep=2"):
         Mesh.parse("dp=2,ep=2").expect(2, ["dp"])
+
+
+@pytest.mark.parametrize(
+    ("text", "shards", "replicas"),
+    [
+        ("dp=2,tp=2", 1, 1),
+        ("tp=2,ep=2", 2, 1),
+        ("tp=4,etp=2,ep=2", 2, 1),
+        ("tp=2,etp=2", 1, 1),
+        ("dp=2,tp=2,etp=2,ep=2", 1, 2),
+        ("dp=2,cp=2,tp=2,ep=8", 2, 4),
+    ],
+)
+def test_folded_experts(text, shards, replicas):
+    mesh = Mesh.parse(text)
+    mesh.expect(mesh.size)
+    assert (mesh.expert_shards, mesh.expert_replicas) == (shards, replicas)
+    for name in ("ep", "edp"):
+        groups = mesh.expert_groups(name)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    assert all(len(group) == replicas for group in mesh.expert_groups("ep"))
 
 
 def test_nodes_of_the_axes():

@@ -18,6 +18,7 @@ ROUTERS = {
     "loss": RouterSettings(balance_loss=0.1, z_loss=0.01, noise=True),
     "bias": RouterSettings(scores="sigmoid", bias_rate=0.1, capacity=1.0, priority="score"),
 }
+KINDS = ("parameters", "gradients", "optimizer", "buffers")
 MESHES = ("dp=2,ep=2", "dp=3,ep=3", "dp=4,ep=2", "dp=4,ep=4")
 
 
@@ -90,8 +91,7 @@ def test_same_bits_as_one_rank(router, mesh, layout):
     for found in run_threads(int(mesh[3]), lambda comm: trained(comm, router, mesh=mesh, layout=layout)):
         expect_same(found, alone(router))
         ledger = found[3]
-        kinds = ("parameters", "gradients", "optimizer", "buffers")
-        assert [ledger.predicted[kind] for kind in kinds] == [ledger.allocated[kind] for kind in kinds]
+        assert [ledger.predicted[kind] for kind in KINDS] == [ledger.allocated[kind] for kind in KINDS]
 
 
 def in_pipelines(comm, router, mesh, layout, **changed):
@@ -105,8 +105,9 @@ def in_pipelines(comm, router, mesh, layout, **changed):
     ("mesh", "schedule"),
     [
         ("pp=2,dp=2,ep=2", "1f1b"),
+        ("pp=2,dp=1,tp=2,ep=2", "zb-h1"),
         pytest.param("dp=2,pp=2,ep=2", "dualpipe", marks=pytest.mark.full),
-        pytest.param("pp=2,dp=2,tp=2,ep=2", "zb-h1", marks=pytest.mark.full),
+        pytest.param("pp=2,dp=2,tp=2,ep=4", "zb-h1", marks=pytest.mark.full),
         pytest.param("pp=2,dp=4,ep=2", "zb-v", marks=pytest.mark.full),
     ],
 )
@@ -117,14 +118,72 @@ def test_pipelines(mesh, schedule):
     expect_same(found[0], alone("bias", **changed))
 
 
+FOLDED = [  # mesh, layout, and settings that the run on one rank has too
+    ("tp=2,ep=2", "dp", {"tensor_shards": 2}),
+    ("dp=2,tp=2,ep=4", "zero1", {"tensor_shards": 2}),
+    ("tp=2,etp=2", "zero3", {"tensor_shards": 2, "expert_shards": 2}),
+    ("tp=2", "dp", {"tensor_shards": 2}),
+    ("dp=2,tp=2,ep=2", "dp-bucket", {"tensor_shards": 2}),
+    ("tp=2,ep=2", "zero2", {"tensor_shards": 2, "sequence_parallel": True}),
+    ("tp=2,ep=2", "dp", {"tensor_shards": 4, "expert_shards": 2}),
+    ("tp=4,ep=2,etp=2", "dp", {"tensor_shards": 4, "expert_shards": 2}),
+    ("dp=2,tp=2,ep=2,etp=2", "zero3", {"tensor_shards": 2, "expert_shards": 2}),
+    ("tp=4,ep=4", "zero2", {"tensor_shards": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("router", "mesh", "layout", "changed"),
+    [
+        pytest.param(router, *case, marks=() if router == "bias" and number < 3 else pytest.mark.full)
+        for router in ROUTERS
+        for number, case in enumerate(FOLDED)
+    ],
+)
+def test_experts_over_shards(router, mesh, layout, changed):
+    """Experts, or parts of them, on different ranks along tp: bits of one rank, whole tensors on all, and ledger."""
+    ranks = Mesh.parse(mesh).size
+    for found in run_threads(ranks, lambda comm: trained(comm, router, mesh=mesh, layout=layout, **changed)):
+        expect_same(found, alone(router, **changed))
+        ledger = found[3]
+        assert [ledger.predicted[kind] for kind in KINDS] == [ledger.allocated[kind] for kind in KINDS]
+
+
+def test_checkpoints_of_experts_over_shards(tmp_path):
+    """One step each on five meshes."""
+    meshes = ["tp=2,dp=2,ep=4", "dp=4,ep=2", "tp=4,ep=4", "tp=2,dp=2,ep=2", "dp=4"]
+    for step, mesh in enumerate(meshes):
+        changed = {
+            "mesh": mesh,
+            "tensor_shards": 4,
+            "steps": range(step, step + 1),
+            "layout": ["dp", "zero3"][step % 2],
+        }
+        found = run_threads(
+            4,
+            lambda comm, changed=changed, step=step: trained(
+                comm, "bias", save=tmp_path, load=step and tmp_path, **changed
+            ),
+        )
+    expected = run_threads(1, lambda comm: trained(comm, "bias", steps=range(5), tensor_shards=4))[0]
+    expect_same(found[0], (expected[0][4:], *expected[1:3]))
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
     ("mesh", "layout"),
-    [("dp=2,ep=2", "dp"), ("dp=4,ep=4", "zero1"), ("tp=2,dp=2,ep=2", "zero3"), ("pp=2,dp=2,ep=2", "pp:1f1b")],
+    [
+        ("dp=2,ep=2", "dp"),
+        ("dp=4,ep=4", "zero1"),
+        ("tp=2,ep=2", "dp"),
+        ("tp=2,dp=2,ep=4", "zero3"),
+        ("pp=2,dp=2,ep=2", "pp:1f1b"),
+    ],
 )
 def test_twenty_steps(router, mesh, layout):
+    """Dropless ("loss"), and with capacity ("bias")."""
     changed = {"tensor_shards": 2, "steps": range(20)}
     ranks = Mesh.parse(mesh).size
     found = run_threads(ranks, lambda comm: in_pipelines(comm, router, mesh, layout, **changed))
@@ -228,11 +287,11 @@ def test_an_error_on_one_rank_is_raised_on_all(what):
         ({"prune": 0.5, "steps": 10}, "prune: 0.5 is not for experts on different ranks"),
         (
             {"mesh": "dp=2,ep=3"},
-            "expected ep to be a divisor of the 2 replicas along dp, found dp=2,ep=3; ep=2 would fit",
+            "expected ep to be a divisor of the 2 ranks along dp, found dp=2,ep=3; ep=2 would fit",
         ),
         (
             {"dispatch": "hierarchical", "mesh": "dp=2"},
-            "dispatch: hierarchical is for experts on different ranks, along",
+            "dispatch: hierarchical is for replicas that share experts, by ep; found dp=2",
         ),
         ({"dispatch": "direct:int8", "reproducible": True}, "dispatch: reproducible training needs direct, found"),
         (
@@ -240,6 +299,20 @@ def test_an_error_on_one_rank_is_raised_on_all(what):
             "mesh: routers choose within whole sequences, and cp divides them; found dp=2,cp=2,",
         ),
         ({"layout": "pp:pipedream", "mesh": "pp=2,dp=2,ep=2"}, "pipedream is for one pipeline, with replicas by stage"),
+        (
+            {"mesh": "tp=2,ep=2", "dispatch": "hierarchical"},
+            "is for replicas that share experts, by ep; found tp=2,ep=2",
+        ),
+        ({"mesh": "tp=2,etp=2", "expert_shards": 1}, "expert_shards: expected 2, for tp=2,etp=2; found 1"),
+        (
+            {"mesh": "tp=2,ep=2", "expert_shards": 3},
+            "expected a divisor of the 1 tensor_shards of a rank, for tp=2,ep=2",
+        ),
+        (
+            {"mesh": "tp=2", "expert_shards": 2, "tensor_shards": 4},
+            "expert_shards: parts of experts are for meshes with ep or etp; found 2 and tp=2",
+        ),
+        ({"mesh": "tp=2,ep=2", "compress": "int8"}, "compress: int8 is not for experts on different ranks"),
         ({"dispatch": "by pigeon"}, "dispatch: expected direct or hierarchical"),
         ({"layout": "local", "tau": 2}, "mesh: it belongs to dp-naive"),
         ({"layout": "ps"}, "mesh: it belongs to dp-naive"),
