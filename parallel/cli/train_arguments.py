@@ -97,11 +97,13 @@ def _add_transforms(parser: argparse.ArgumentParser) -> None:
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("mesh").add_argument
-    mesh = "mesh of ranks, as in dp=2,cp=2,tp=2, dp=4,ep=2 (replicas that share experts) or, for pipelines, "
-    mesh += "pp=2,zero1=2,tp=2; the last axis has neighbours"
+    mesh = "mesh of ranks, as in dp=2,cp=2,tp=2, dp=4,ep=2 (ranks that share experts; etp: parts of them) or, for "
+    mesh += "pipelines, pp=2,zero1=2,tp=2; the last axis has neighbours"
     add("--mesh", metavar="AXES", help=mesh)
     shards = "parts of each operator that is cut along tp, for the same bits on any number of its ranks (default tp)"
     add("--tensor-shards", type=int, metavar="T", help=shards)
+    slices = "parts of each expert, likewise (default those that etp needs)"
+    add("--expert-shards", type=int, metavar="S", help=slices)
     parts = "ranks of tp have parts of the sequence between operators that are cut"
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=parts)
     parts = "parts of each sequence that is divided along cp, likewise (default cp)"
