@@ -17,8 +17,9 @@ from mpi4py import MPI
 
 from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import shape_and_dtype
+from collectives.buffers.memory import on_gpu
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
-from collectives.runtime.agreement import agree_on_nodes, common, gather_or_raise
+from collectives.runtime.agreement import agree_on_gpu, agree_on_nodes, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
@@ -88,16 +89,17 @@ class Communicator(CollectiveMethods):
         Copy messages from 128 KiB of non-blocking and persistent collectives in a thread while the program computes,
         instead of in their start. For machines with a core to spare for each rank. Enabled on all ranks if one
         enables it; default False.
-    pinned : bool, optional
-        GPU arrays of ranks that all share a node go through pinned shared memory, if CuPy was imported on all ranks
-        before and the GPU can copy from and to that memory (`device_transfer`). It takes 32 MiB per rank. On such a
-        communicator host arrays above 512 KiB go through it as well. Disabled on all ranks if one disables it.
+    gpu : {"kernel", "pinned", "staged"}
+        Best transfer of GPU arrays that may be used; the ranks find out at creation which is possible, if CuPy was
+        imported on all of them before (`device_transfer`). "kernel" (default): ranks that share one GPU read and write
+        each other's memory there. "pinned": ranks of one node copy through pinned shared memory, 32 MiB per rank, as
+        do host arrays above 512 KiB. "staged": through host memory. The least of all ranks holds.
 
     Raises
     ------
     InvalidArgument, InvalidType
-        On all ranks, if `nodes` is invalid or differs between ranks, or ``CHORUS_DEBUG`` is invalid on one of them; or
-        with `async_progress` on several nodes, if the MPI does not support ``MPI.THREAD_MULTIPLE``.
+        On all ranks, if `nodes` or `gpu` is invalid, `nodes` differs between ranks, or ``CHORUS_DEBUG`` is invalid on
+        one of them; or with `async_progress` on several nodes, if the MPI does not support ``MPI.THREAD_MULTIPLE``.
 
     Notes
     -----
@@ -146,7 +148,7 @@ class Communicator(CollectiveMethods):
         nodes: Sequence[int] | None = None,
         tuning: Tuning = True,
         async_progress: bool = False,
-        pinned: bool = True,
+        gpu: str = "kernel",
     ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
@@ -158,8 +160,13 @@ class Communicator(CollectiveMethods):
         self._threads, self._async_progress = bool(bits & 1), not bits & 2
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
         given_nodes = agree_on_nodes(plain, nodes)
-        self._cuda_aware, self._shared, self._given_nodes, self._pinned = cuda_aware, shared, given_nodes, pinned
-        transports = Transports(plain.Dup(), cuda_aware, shared, given_nodes, pinned)
+        self._cuda_aware, self._shared, self._given_nodes, self._gpu = (
+            cuda_aware,
+            shared,
+            given_nodes,
+            agree_on_gpu(plain, gpu),
+        )
+        transports = Transports(plain.Dup(), cuda_aware, shared, given_nodes, self._gpu)
         if self._async_progress and transports.nodes is not None and not self._threads:
             transports.free()
             transports.comm.Free()
@@ -248,11 +255,8 @@ class Communicator(CollectiveMethods):
 
     @property
     def device_transfer(self) -> str:
-        """Transfer of GPU arrays: "direct", "pinned", or "staged: " and the reason, as found out at creation."""
-        transports = self._open_planner().transports
-        if transports.aware:
-            return "direct"
-        return "pinned" if transports.pinning.mailboxes is not None else f"staged: {transports.pinning.reason}"
+        """Transfer of GPU arrays: "direct", "kernel", or "pinned: " or "staged: " and why there is no better one."""
+        return self._open_planner().transports.device_transfer
 
     def choice(
         self,
@@ -295,17 +299,19 @@ class Communicator(CollectiveMethods):
 
     # -------------------------------------------------------------------------------- shared-memory arrays
 
-    def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
+    def empty(self, shape: Any, dtype: Any = float, like: Any = None) -> Any:
         """Allocate an array of this rank's own in memory that the ranks of its node share. Collective.
 
-        Collectives on it copy less, as peers read it directly. The memory is freed with the last array on it (``del``).
-        Ordinary memory on systems without shared memory.
+        Collectives on it copy less, as peers read it directly. The memory is freed with the last array on it (``del``),
+        that of a GPU in a later call with `like`. Ordinary memory on systems without shared memory.
 
         Parameters
         ----------
         shape : int or tuple of int
             May differ between ranks.
         dtype : dtype, optional
+        like : module or array, optional
+            The module ``cupy``, or one of its arrays: allocate on the GPU. The same on all ranks.
 
         Raises
         ------
@@ -320,7 +326,12 @@ class Communicator(CollectiveMethods):
         except InvalidInput as invalid:
             error = invalid
         progress_until(planner.comm.Ibarrier().Test)  # peers may first need the active operations of this rank
-        gather_or_raise(planner.comm, error)
+        if like is not None and not on_gpu(like) and error is None:
+            error = InvalidType(MPI.ERR_ARG, f"like: expected cupy, or one of its arrays, found {like!r}")
+        if len(set(gather_or_raise(planner.comm, error or on_gpu(like)))) > 1:
+            raise InvalidArgument(MPI.ERR_ARG, "like: a GPU on some ranks, and none on others")
+        if like is not None:
+            return planner.transports.allocate_on_gpu(lengths, element)
         return planner.transports.allocate(prod(lengths) * element.itemsize).view(element).reshape(lengths)
 
     def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
@@ -329,7 +340,7 @@ class Communicator(CollectiveMethods):
 
     def full(self, shape: Any, fill_value: Any, dtype: Any = None) -> np.ndarray:
         """Like `empty`, filled with `fill_value`; `dtype` defaults to that of `fill_value`."""
-        array = self.empty(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
+        array: np.ndarray = self.empty(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
         array[...] = fill_value
         return array
 
@@ -358,7 +369,7 @@ class Communicator(CollectiveMethods):
             nodes=nodes,
             tuning=self._tuning,
             async_progress=self._async_progress,
-            pinned=self._pinned,
+            gpu=self._gpu,
         )
 
     def Idup(self, info: MPI.Info | None = None) -> Any:

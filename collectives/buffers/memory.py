@@ -1,5 +1,6 @@
 """Memory of one argument: address, size and element type of an array, a buffer, or a device array."""
 
+import sys
 from math import prod
 from typing import Any, NamedTuple
 
@@ -73,6 +74,11 @@ def cuda_interface(obj: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError, RuntimeError, ValueError):  # absent, or not supported for this array
         return None
     return interface
+
+
+def on_gpu(like: Any) -> bool:
+    """True for the module ``cupy``, and for arrays with a CUDA array interface."""
+    return like is not None and (like is sys.modules.get("cupy") or cuda_interface(like) is not None)
 
 
 def _element_or_code(datatype: object, name: str) -> ElementType:

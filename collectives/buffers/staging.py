@@ -221,7 +221,7 @@ class DeviceMemory:
     device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
     """
 
-    __slots__ = ("_cuda", "_device", "_event", "_stream", "ended", "namespace", "number")
+    __slots__ = ("_cuda", "_device", "_event", "_others", "_stream", "ended", "namespace", "number")
 
     def __init__(self, array: Any) -> None:
         try:
@@ -256,9 +256,26 @@ class DeviceMemory:
         """Use the first array's stream from now on, and let it wait for the work now on the other arrays' streams."""
         with self._device:
             self._stream, *others = [self._stream_of(array) for array in arrays]
-            for other in others:
-                if other != self._stream:
-                    self._stream.wait_event(other.record())
+            self._others = [other for other in others if other != self._stream]
+            for other in self._others:
+                self._stream.wait_event(other.record())
+
+    def join(self) -> None:
+        """Let the streams of the other arrays that `follow` named wait for the work now on the first one's."""
+        if self._others:
+            self.mark()
+            for other in self._others:
+                other.wait_event(self._event)
+
+    def record(self, event: Any) -> None:
+        """Record an event after the work that is now on the stream."""
+        with self._device:
+            event.record(self._stream)
+
+    def wait_for(self, event: int) -> None:
+        """Let later work on the stream wait for the latest record of an event, which is given by CUDA's number."""
+        with self._device:
+            self._cuda.runtime.streamWaitEvent(self._stream.ptr, event)
 
     def _stream_of(self, array: Any) -> Any:
         """CUDA stream of `__cuda_array_interface__`, else CuPy's current one, made to wait for a DLPack array."""
@@ -274,8 +291,7 @@ class DeviceMemory:
 
     def mark(self) -> None:
         """Record an event after the work that is now on the stream; `ended` waits for it."""
-        with self._device:  # stream 0 is that of the current device
-            self._event.record(self._stream)
+        self.record(self._event)  # on this device, as stream 0 is that of the current one
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """Factory of contexts in which any thread uses this device and the CuPy stream that is current here and now."""

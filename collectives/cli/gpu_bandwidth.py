@@ -50,10 +50,10 @@ def main() -> int:
     rank, size, cupy = world.Get_rank(), world.Get_size(), import_module("cupy")
     ways: dict[str, tuple[Communicator, Any]] = {
         "NumPy": (Communicator(world), np),
-        "CuPy, staged": (Communicator(world, cuda_aware=False, pinned=False), cupy),
+        "CuPy, staged": (Communicator(world, cuda_aware=False, gpu="staged"), cupy),
     }
-    pinned = Communicator(world, cuda_aware=False)
-    if pinned.device_transfer == "pinned":
+    pinned = Communicator(world, cuda_aware=False, gpu="pinned")
+    if pinned.device_transfer.startswith("pinned"):
         ways["CuPy, pinned"] = pinned, cupy
     if args.direct or cuda_aware():
         ways["CuPy, direct"] = (Communicator(world, cuda_aware=True), cupy)

@@ -131,7 +131,7 @@ def _alone(probe: Callable[[Bench], Figure], bench: Bench) -> Figure:
 def _registered(bench: Bench) -> Figure:
     """Rate of copies to memory of the node's shared heap, which CUDA pins afterwards."""
     runtime = bench.cupy.cuda.runtime
-    comm = Communicator(bench.world, pinned=False)
+    comm = Communicator(bench.world, gpu="staged")
     shared = comm.empty(bench.nbytes, np.uint8)
     runtime.hostRegister(MPI.Get_address(shared), shared.nbytes, 1)
     try:

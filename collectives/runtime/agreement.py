@@ -52,6 +52,20 @@ def agree_on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[in
     return first
 
 
+TRANSFERS = ("staged", "pinned", "kernel")
+"""Transfers of GPU arrays that a user may ask for, from the slowest."""
+
+
+def agree_on_gpu(comm: MPI.Intracomm, transfer: str) -> str:
+    """Return the least of `TRANSFERS` that a rank passed; raise on all ranks if one of them is invalid. Collective."""
+    given: int | InvalidArgument
+    try:
+        given = TRANSFERS.index(transfer)
+    except ValueError:
+        given = InvalidArgument(MPI.ERR_ARG, f"gpu: expected one of {TRANSFERS}, found {transfer!r}")
+    return TRANSFERS[min(gather_or_raise(comm, given))]
+
+
 class MemoryVisibility(NamedTuple):
     """Properties of a call, True only if they hold on all ranks: send buffers in shared memory, and in place."""
 

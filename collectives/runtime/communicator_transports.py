@@ -5,11 +5,14 @@ Messages of different communicators cannot match: each has a duplicate of its MP
 
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.staging import DeviceMemory
+from collectives.errors import OutOfMemory
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
@@ -21,6 +24,7 @@ from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.reduced import reduced
+from collectives.transport.shared_gpu import GpuChannel, share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
 from collectives.transport.shm import STREAMED, NodeAwareTransport
 from collectives.transport.wire import Wire
@@ -38,7 +42,8 @@ class Transports:
     Ranks of one node share memory if `shared` and the system permits it on all nodes, but not with device memory
     (`aware`, by default if MPI supports it, on all ranks): no rank knows where its peers' messages are, and both ends
     of a message must use the same transport. `nodes`, the node of every rank, is by default determined by MPI;
-    afterwards it is None if all are on one. `pinned`: pin the mailboxes for device memory, where that is possible.
+    afterwards it is None if all are on one. `gpu`, the best transfer of device memory to use where that is possible:
+    "kernel", by the kernels of a GPU that all ranks share; "pinned", through pinned mailboxes; "staged".
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class Transports:
         aware: bool | None,
         shared: bool,
         nodes: Sequence[int] | None,
-        pinned: bool = False,
+        gpu: str = "staged",
     ) -> None:
         self.comm = comm
         named = None if nodes is None else numbered(nodes)
@@ -62,7 +67,9 @@ class Transports:
                 self.node, self.heap = NodeMemory(neighbours, comm, heap), heap
         if self.node is None:
             neighbours.Free()
-        self.pinning = pin_mailboxes(comm, self.node if self.nodes is None else None, pinned)
+        everyone = self.node if self.nodes is None else None
+        self.sharing = share_gpu(comm, everyone, gpu == "kernel")
+        self.pinning = pin_mailboxes(comm, everyone, gpu in ("kernel", "pinned") and self.sharing.gpu is None)
         self.network_speed = network_speed.NetworkSpeed()
         if self.nodes is not None:
             self.network_speed = network_speed.measure(comm, self.nodes)
@@ -81,6 +88,20 @@ class Transports:
             for edges in self.edges.values():
                 for edge in edges.values():
                     edge.update_segments()
+        return array
+
+    def allocate_on_gpu(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Allocate a CuPy array, in memory that the ranks which share the GPU can open, if they do. Collective."""
+        if self.sharing.gpu is not None:
+            return self.sharing.gpu.allocate(self.comm, shape, dtype)
+        array, error = None, ""
+        try:
+            array = import_module("cupy").empty(shape, dtype)
+        except (ImportError, RuntimeError, MemoryError) as refused:
+            error = f"{type(refused).__name__}: {refused}"
+        for rank, found in enumerate(self.comm.allgather(error)):
+            if found:
+                raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have an array on the GPU: {found}")
         return array
 
     @property
@@ -127,14 +148,30 @@ class Transports:
         streamed = 0 if shared else STREAMED if mailboxes is None else MOST  # a peer's memory may be on a device
         return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark)
 
+    def gpu_channel(self, channel: int | None) -> GpuChannel | None:
+        """Meetings of a channel's calls on the GPU that all ranks share; None without one."""
+        return None if self.sharing.gpu is None or channel is None else self.sharing.gpu.channel(channel)
+
     def fits_pinned(self, channel: int | None, itemsize: int) -> bool:
         """True if messages of elements of `itemsize` bytes on a device can go through the channel's pinned cells."""
         if self.pinning.mailboxes is None or self.node is None or channel is None:
             return False
         return itemsize <= self.node.cells[channel]
 
+    @property
+    def device_transfer(self) -> str:
+        """Transfer of device memory: "direct", "kernel", "pinned" or "staged", and why no better one was chosen."""
+        if self.aware:
+            return "direct"
+        if self.sharing.gpu is not None:
+            return "kernel"
+        reasons = [self.sharing.reason, *([] if self.pinning.mailboxes else [self.pinning.reason])]
+        return f"{'staged' if len(reasons) > 1 else 'pinned'}: {'; '.join(dict.fromkeys(reasons))}"
+
     def free(self) -> None:
         """Free shared memory; programs must have been freed before."""
+        if self.sharing.gpu is not None:
+            self.sharing.gpu.close()
         if self.pinning.mailboxes is not None:
             self.pinning.mailboxes.free()
         self.heap.free()

@@ -95,7 +95,7 @@ class Planner:
         binding.check_no_overlap(call)
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
-        call, device = self._builder.on_device(call, choice)
+        call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
         if device is None and binding.needs_staging(call):  # anew in every call
             program = self._builder.bind(call, choice, "blocking")
             self._run_or_poison(program, call)
@@ -184,7 +184,7 @@ class Planner:
             if self._broken:
                 raise RanksDisagree(MPI.ERR_OTHER, f"{self._broken}: go on with a new Communicator")
             turn = self.transports.nonblocking_calls % NONBLOCKING
-            call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn)
+            call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
             program = self._nonblocking.bound.get(key)
@@ -221,7 +221,7 @@ class Planner:
         if self.node is not None and choice.algorithm != NATIVE:
             self._free_finalized()
             channel = self._channels.take()
-        call, device = self._builder.on_device(call, choice, channel)
+        call, device = self._builder.on_device(call, choice, channel, algorithm == "auto")
         first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
         bound = self._builder.bind(call, choice, "persistent", device, first, channel, memory.shared)
         program = (compile_program(bound) or bound) if bound.deferred else bound

@@ -9,9 +9,10 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.runtime import binding, native
 from collectives.runtime.binder import bind as bind_task
 from collectives.runtime.binding import EagerBuffers
-from collectives.runtime.call import Call
+from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
+from collectives.runtime.gpu_program import announced, gpu_program, suits_kernels
 from collectives.runtime.program import ElementArray, Program
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.wire import Wire
@@ -28,9 +29,18 @@ class ProgramBuilder:
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
 
     def on_device(
-        self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL
+        self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL, any_algorithm: bool = False
     ) -> tuple[Call, DeviceMemory | None]:
-        """(call to bind, its device); the device is None if the data is on the host or must be staged there."""
+        """(call to bind, its device); the device is None if the data is on the host or must be staged there.
+
+        With `any_algorithm` the kernels of a GPU that all ranks share may take the place of the chosen one.
+        """
+        shared = self._transports.gpu_channel(channel)
+        if shared is not None:
+            device = call_device(call) if any_algorithm and suits_kernels(call) else None
+            if device is None or device.number != shared.gpu.device:
+                return call, None
+            return call, device if all(device.holds(buffer.owner) for buffer in call.buffers) else None
         pinned = self._transports.fits_pinned(channel, call.unit.itemsize) and not needs_counts(call, choice)
         takes_device = (self._transports.aware or pinned) and choice.algorithm != NATIVE
         return (binding.as_device_call(call) if takes_device else None) or (call, None)
@@ -58,6 +68,24 @@ class ProgramBuilder:
         shared: bool = False,
     ) -> Program:
         """Build the program of a call on its own memory; `first` runs before all else."""
+        meetings = self._transports.gpu_channel(channel)
+        if meetings is None:
+            return self._bind(call, choice, form, device, first, channel, shared)
+        on_host = partial(self._bind, call, choice, form, None, (), channel, shared)
+        if device is None:
+            return announced(on_host(), meetings)
+        return gpu_program(call, meetings, binding.call_mark(call, choice), device, first, on_host)
+
+    def _bind(
+        self,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        device: DeviceMemory | None,
+        first: Sequence[Callable[[], object]],
+        channel: int | None,
+        shared: bool,
+    ) -> Program:
         if choice.algorithm == NATIVE:
             source, target, loading, storing = binding.buffer_ends(call, None)
             return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
@@ -85,4 +113,6 @@ class ProgramBuilder:
             task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
             wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
             program = bind_task(task, source, target, wire, binding.reduce_kernel(call))
+        meetings = self._transports.gpu_channel(BLOCKING_CHANNEL)
+        program = program if meetings is None else announced(program, meetings)
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

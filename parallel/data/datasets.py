@@ -30,13 +30,6 @@ class ArrayDataset:
     x: np.ndarray
     y: np.ndarray
 
-    def __post_init__(self) -> None:
-        for name, array in (("x", self.x), ("y", self.y)):
-            if not getattr(array, "shape", ()):
-                raise ValueError(f"{name}: expected an array with an axis of samples, found {type(array).__name__}")
-        if len(self.x) != len(self.y):
-            raise ValueError(f"x, y: expected equal lengths, found {len(self.x)} inputs and {len(self.y)} targets")
-
     def __len__(self) -> int:
         return len(self.x)
 

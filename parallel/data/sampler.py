@@ -196,8 +196,6 @@ class Sampler:
 
     def at(self, epoch: int, step: int) -> StepBatches:
         """Micro-batches of a given step of a given epoch; the sampler's position is unchanged."""
-        if epoch < 0:
-            raise IndexError(f"epoch {epoch}: expected a number from 0 on")
         if not 0 <= step < self.steps_in(epoch):
             raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_in(epoch)} steps")
         return StepBatches(epoch, step, tuple(self._cut(self._chosen(epoch, *self._bounds(epoch, step)))))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.array_checks import checked, expect_result, expect_type, named
+from parallel.nn.array_checks import checked, expect_type, named, type_after
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of
 from quant.types import Array
 
@@ -67,7 +67,7 @@ class MicrobatchPass:
     @guarded
     def forward(self, unit: Operator) -> None:
         y, saved = unit.forward(self._x, self._run)
-        expect_result(unit, self._x, y)
+        expect_type(unit, "result", y, type_after(unit, self._x))
         self._x = y
         self.saved.append(saved)
 

@@ -39,16 +39,11 @@ def as_matrix(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def expect_result(unit: Operator, x: Any, y: Any) -> None:
-    """Raise a TypeError if the result y of a unit is of another dtype than x, or for integer x than its parameters."""
+def type_after(unit: Operator, x: Array) -> np.dtype | None:
+    """Dtype required of a unit's result: that of its input `x`, or for integer `x` its parameters'; None: any."""
     integers = x.dtype.kind in "iub"
-    dtype = next((p.dtype for p in unit.parameters()), None) if integers else x.dtype
-    try:
-        expect_type(unit, "result", y, dtype)
-    except TypeError as error:
-        if integers:
-            error.add_note(f"its inputs are of {x.dtype}: expected floats, unless the operator takes integers")
-        raise
+    dtype: np.dtype | None = next((p.dtype for p in unit.parameters()), None) if integers else x.dtype
+    return dtype
 
 
 def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import groupby
-from numbers import Real
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -78,18 +77,7 @@ class Optimizer(metaclass=TorchNames):
     )
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        if args:
-            example = f"{cls.__name__}(lr=0.01)"
-            raise TypeError(
-                f"expected options by name, as in {example}: the engine has the model; found {args[0]!r:.60}"
-            )
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.init and (one.type is float or (one.name == "rate" and not callable(self.rate))):
-                expect(one.name, getattr(self, one.name), isinstance(getattr(self, one.name), Real), "a number")
         if not callable(self.rate):
             expect("rate", self.rate, 0 <= self.rate < math.inf, "a number from 0 on, or a schedule")
         expect("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
@@ -221,4 +209,4 @@ def portions(run: ElementRun, spare: Array) -> Iterator[slice]:
 
 def expect(name: str, value: Any, good: bool, expected: str) -> None:
     if not good:
-        raise ValueError(f"{name}: expected {expected}, found {value!r}")
+        raise ValueError(f"{name}: expected {expected}, found {value}")

@@ -1,7 +1,5 @@
 """Training engine for every strategy: the settings choose data parallelism, pipelines, servers or local replicas."""
 
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -28,7 +26,7 @@ from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.vector_memory import to_host
 from parallel.trainer import engine_checkpoint
-from parallel.trainer.engine_options import expect_arguments, with_options, with_transforms
+from parallel.trainer.engine_options import with_options, with_transforms
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from quant.types import Array
 
@@ -89,7 +87,6 @@ class Engine:
         example: tuple[Array, Array] | None = None,
         **options: Any,
     ) -> None:
-        expect_arguments(model, loss, optimizer)
         settings = with_options(settings, options, optimizer)
         self._comm = comm if isinstance(comm, Communicator) else Communicator(comm)
         self._is_owner = self._comm is not comm
@@ -109,7 +106,7 @@ class Engine:
         self._pool = WorkQueue(self._comm) if settings.pool else None
         self._workers = strategy.workers(settings, self._comm.Get_size())
         self._micro = settings.micro(self._workers)
-        self._calls = 0  # of step
+        self._is_checked = False
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -130,18 +127,18 @@ class Engine:
         Raises
         ------
         RankMismatch
-            On all ranks in the first step, and every `check_every` steps, if they have other batches.
+            On all ranks in the first step, if they have other batches.
         StepFailed, ParameterMismatch
             As `parallel.engine.base.TrainEngine.step`.
         """
-        if self._calls % (self.settings.check_every or math.inf) == 0:
-            self._expect_same(x, y)
-        self._calls += 1
         if y is None:
             mine: Any = x
         elif self._strategy.has_clients:
             raise ValueError(f"y: a step of {self.settings.layout} takes the samples of its clients, as from `batches`")
         else:
+            if not self._is_checked:
+                self._expect_same(x, y)
+                self._is_checked = True
             self._micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
             mine = self._cut(x, y, samples, training=True)
         options: dict[str, Any] = {} if self._pool is None else {"drawn": True}
@@ -159,9 +156,9 @@ class Engine:
             True to evaluate the moving average of the weights. Decentralised styles then continue from their mean.
         """
         with self._average(ema):
-            self._expect_same(x, y)
             if y is None:
                 return self.inner.evaluate(x, measure)
+            self._expect_same(x, y)
             return self.inner.evaluate(list(self._cut(x, y, None, training=False)), measure)
 
     def batches(
@@ -173,9 +170,6 @@ class Engine:
         by default that of the settings; the order depends on the settings' seed and `epoch`. With `batch_tokens`, data
         with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
         """
-        if not (hasattr(data, "__len__") and hasattr(data, "take")):
-            found = type(data).__name__
-            raise TypeError(f"data: expected len(data) and data.take(indices), as of ArrayDataset(x, y), found {found}")
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
         sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
@@ -206,21 +200,9 @@ class Engine:
         return list(made()) if training and self._strategy.pulls_work else made()
 
     def _expect_same(self, x: Any, y: Any) -> None:
-        """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective.
-
-        ValueError on all ranks if the arguments are no arrays with an axis of samples.
-        """
-        facts, problem = [("y", "none, and x has micro-batches")], None
-        try:
-            if y is not None:
-                facts = [_digest(name, array) for name, array in (("x", x), ("y", y))]
-            elif hasattr(x, "dtype"):
-                raise ValueError("y: expected the targets of x, or micro-batches of this rank as x; found none")
-        except ValueError as error:
-            facts, problem = [("a batch", f"no batch: {error}")], error
+        """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective."""
+        facts = [(f"{name} of {len(array)} samples, hash", _digest(array)) for name, array in (("x", x), ("y", y))]
         check_equal(self._comm, facts)
-        if problem is not None:
-            raise problem
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -271,10 +253,6 @@ class Engine:
         `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns. CheckpointError if
         it cannot be written.
         """
-        try:
-            json.dumps(facts)
-        except TypeError as error:
-            raise TypeError(f"facts: expected values for JSON: {error}") from error
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
         about |= {"ranks": self._comm.Get_size(), "user": facts}
         return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep)
@@ -329,10 +307,7 @@ def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, A
     return np.asarray(example[0])[places], np.asarray(example[1])[places]
 
 
-def _digest(name: str, array: Any) -> tuple[str, str]:
-    """Name with number of samples, and hash of an array or nested list; ValueError if it has no axis of samples."""
+def _digest(array: Any) -> str:
     on_device = type(array).__module__.partition(".")[0] == "cupy"
-    values = np.asarray(to_host(array) if on_device else array)
-    if not values.ndim or values.dtype.kind == "O":
-        raise ValueError(f"{name}: expected an array with an axis of samples, found {type(array).__name__}")
-    return f"{name} of {len(values)} samples, hash", blake2b(values.tobytes(), digest_size=8).hexdigest()
+    values = np.ascontiguousarray(to_host(array) if on_device else array)
+    return blake2b(values.tobytes(), digest_size=8).hexdigest()

@@ -97,8 +97,6 @@ def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:
     """Arrays of the parameters in `state`; ValueError for other shapes, and if `strict` for other names."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"expected arrays by parameter name, found {type(state).__name__}")
     found = {name: np.asarray(values) for name, values in state.items() if name in shapes}
     for name, values in found.items():
         if values.shape != shapes[name]:

@@ -43,18 +43,6 @@ def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Opti
     return replace(settings, **options, optimizer=known.get(type(optimizer), settings.optimizer))
 
 
-def expect_arguments(model: Any, loss: Any, optimizer: Any) -> None:
-    """Raise TypeError unless these are an operator, an object with the methods of a loss, and an optimizer."""
-    methods = all(callable(getattr(loss, name, None)) for name in ("forward", "backward", "count"))
-    for name, good, example, found in (
-        ("model", isinstance(model, Operator), "an operator, such as nn.Sequential([...])", model),
-        ("loss", methods and not isinstance(loss, type), "an object such as nn.SoftmaxCrossEntropy()", loss),
-        ("optimizer", isinstance(optimizer, Optimizer), "an optimizer, such as AdamW(lr=0.01)", optimizer),
-    ):
-        if not good:
-            raise TypeError(f"{name}: expected {example}, found {found!r}")
-
-
 def with_transforms(model: Operator, settings: Settings) -> Operator:
     """Model with the transforms of the settings (`parallel.transforms`); ValueError names a setting."""
     if settings.prune and settings.steps is None:

@@ -14,7 +14,7 @@ from collectives.runtime.progress import mpi_is_thread_safe
 def aware(request, gpu, world):
     """A communicator that hands device memory to MPI, moves it through pinned mailboxes, or stages it."""
     gpu.private = request.param != "direct"
-    comm = Communicator(world, cuda_aware=not gpu.private, pinned=request.param == "pinned")
+    comm = Communicator(world, cuda_aware=not gpu.private, gpu="staged" if request.param == "staged" else "pinned")
     assert comm.device_transfer.partition(":")[0] == request.param
     yield comm
     comm.close()
@@ -38,7 +38,7 @@ def test_refusal_on_one_rank(gpu, world, monkeypatch):
         comm.Allreduce(x, y)
         assert (y.get() == world.size * (world.size - 1) // 2).all()
         comm.close()
-    comm = Communicator(world, pinned=not last)
+    comm = Communicator(world, gpu="staged" if last else "kernel")
     assert comm.device_transfer == "staged: not wanted, or CuPy not imported, on some rank"
     comm.close()
     assert not gpu.registered

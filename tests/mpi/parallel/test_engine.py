@@ -304,65 +304,6 @@ def test_lengths_that_differ(comm):
         made.step(batch()[0], batch(0, 25)[1])
 
 
-def test_arguments_that_are_no_batch(comm):
-    """Refused on all ranks, also where only the last rank has them."""
-    x, y = batch()
-    for wrong, text in (((None, y), "x: expected an array with an axis of samples, found NoneType"), ((x,), "y: ")):
-        given = wrong if comm.rank == comm.size - 1 else (x, y)
-        with engine(comm, "dp") as made:
-            with pytest.raises(ValueError, match=text):
-                made.step(*given)
-            assert made.steps == 0
-            with pytest.raises(ValueError, match=text):
-                made.evaluate(*given)
-
-
-def test_batches_are_compared_every_few_steps(comm):
-    x, y = batch()
-    with engine(comm, "zero1", check_every=2) as made:
-        made.step(x, y)
-        made.step(x, y)
-        if comm.size > 1:
-            with pytest.raises(RankMismatch, match="rank 0 has x of 24 samples, hash"):
-                made.step(x + comm.rank, y)
-
-
-MODEL = nn.mlp([2, 2])
-NO_ENGINE = [
-    ((nn.mlp, tiny_models.Squares(), SGD(lr=0.1)), "model: expected an operator"),
-    (([MODEL], tiny_models.Squares(), SGD(lr=0.1)), "model: expected an operator"),
-    ((MODEL, nn.MSE, SGD(lr=0.1)), "loss: expected an object such as"),
-    ((MODEL, lambda y, targets: 0, SGD(lr=0.1)), "loss: expected an object such as"),
-    ((MODEL, nn.MSE(), SGD), "optimizer: expected an optimizer"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "text"), NO_ENGINE, ids=range(len(NO_ENGINE)))
-def test_arguments_of_other_types(comm, arguments, text):
-    model, loss, optimizer = arguments
-    with pytest.raises(TypeError, match=text):
-        Engine(model, loss, comm, optimizer)
-
-
-def test_calls_that_are_refused(comm):
-    x, y = batch()
-    with engine(comm, "dp") as made:
-        with pytest.raises(TypeError, match=r"data: expected len\(data\) and data.take\(indices\)"):
-            made.batches([x, y])
-        with pytest.raises(IndexError, match="epoch -1"):
-            list(made.batches(ArrayDataset(x, y), epoch=-1))
-        with pytest.raises(TypeError, match="facts: expected values for JSON"):
-            made.save("nowhere", weights=x)
-        with pytest.raises(ValueError, match="state: expected arrays by parameter name, found list"):
-            made.load_state_dict([x])
-
-
-def test_integers_where_floats_are_expected(comm):
-    failed = pytest.raises(StepFailed, match=r"its inputs are of int64: expected floats")
-    with engine(comm, "dp", model=nn.mlp([7, 7]), precision="fp32") as made, failed:
-        made.step(np.ones((24, 7), np.int64), batch()[1])
-
-
 def test_cuts_measured_on_an_example(comm):
     if comm.size > 4:
         pytest.skip("five units")

@@ -29,9 +29,16 @@ from pathlib import Path
 
 import numpy as np
 
-_spec = spec_from_file_location("standin_interprocess", Path(__file__).with_name("interprocess.py"))
-interprocess = module_from_spec(_spec)  # beside this file, which may be a package's or a module of its own
-_spec.loader.exec_module(interprocess)
+
+def _beside(name):
+    """A module beside this file, which may be a package's or a module of its own."""
+    spec = spec_from_file_location(f"standin_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+interprocess, raw_kernels = _beside("interprocess"), _beside("raw_kernels")
 
 __version__ = "stand-in"
 
@@ -65,7 +72,7 @@ class _Gpu:
         with self.lock:
             block = np.full(max(nbytes, 1), 0xA5, np.uint8)
             address = self._next if self.private else block.ctypes.data
-            self._next += nbytes + 4096
+            self._next += -(-nbytes // 512) * 512 + 4096
             self.memory[address] = weakref.ref(block), device
             self.memory = {at: entry for at, entry in self.memory.items() if entry[0]() is not None}
             return address, block
@@ -74,7 +81,7 @@ class _Gpu:
         """Give shared memory an address on the device."""
         with self.lock:
             address = self._next if self.private else shared.bytes.ctypes.data
-            self._next += shared.nbytes + 4096
+            self._next += -(-shared.nbytes // 512) * 512 + 4096
             self.shared[address] = shared, device
             return address
 
@@ -90,6 +97,13 @@ class _Gpu:
                 if whole is not None and start <= address and address + nbytes <= start + whole.nbytes:
                     return whole[address - start :][:nbytes], device
         raise RuntimeError(f"{nbytes} bytes at {address:#x} are not on this device")
+
+    def check(self, view):
+        """Raise if a view is of shared memory that was freed, or closed here, since."""
+        at = view.ctypes.data
+        for shared, _ in list(self.shared.values()):
+            if shared.bytes.ctypes.data <= at <= shared.bytes.ctypes.data + shared.nbytes:
+                shared.check()
 
     def at(self, address, nbytes):
         return self.find(address, nbytes)[0]
@@ -436,7 +450,21 @@ def _host_unregister(address):
         raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered: pointer does not correspond to a registered region")
 
 
+def _attribute(number, device):
+    """Of the device: processors, and whether events between processes work, for which the GPU must work by itself."""
+    return {16: 2, 125: int(GPU.engine is not None)}[number]
+
+
+def _synchronize():
+    for stream in list(GPU.begun):
+        GPU.log.append(("wait", stream, 0))
+        GPU.run(stream, GPU.begun[stream])
+
+
 runtime = types.SimpleNamespace(
+    deviceGetAttribute=_attribute,
+    deviceGetPCIBusId=lambda device: f"0000:{Device(device).id:02x}:00.0",
+    deviceSynchronize=_synchronize,
     ipcGetMemHandle=_exported,
     ipcOpenMemHandle=_open_memory,
     ipcCloseMemHandle=_close_memory,
@@ -972,6 +1000,36 @@ class ElementwiseKernel:
 
         _at_once(work, *arguments)
         return out[0] if len(out) == 1 else out
+
+
+class RawKernel:
+    """CUDA source of a kernel, run on the host; in structures, 64-bit words that are addresses of the device count."""
+
+    def __init__(self, code, name, options=()):
+        self.code, self.name = code, name
+
+    def __call__(self, grid, block, args, *, shared_mem=0):
+        stream = get_current_stream().number
+        given = [_on_this_process(value) for value in args]
+        seen = [view for _, views in given for view in views]  # keeps memory that is freed in the order of the stream
+
+        def work():
+            for view in seen:
+                GPU.check(view)
+            raw_kernels.run(self.code, self.name, grid, block, [value for value, _ in given])
+
+        GPU.put(stream, work, [], ("kernel", stream, 0))
+
+
+def _on_this_process(value):
+    """A kernel's argument with addresses of this process in place of the device's, and views of that memory."""
+    value, views = np.frombuffer(bytearray(value.tobytes()), value.dtype).reshape(()), []  # a copy
+    for name in value.dtype.names or ():
+        words = value[name].reshape(-1)
+        for number in np.flatnonzero(words) if words.dtype == np.uint64 else ():
+            views.append(GPU.at(int(words[number]), 0))
+            words[number] = views[-1].ctypes.data
+    return value, views
 
 
 def empty(shape, dtype=float):

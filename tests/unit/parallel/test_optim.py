@@ -421,12 +421,3 @@ def test_description():
         "beta2": 0.999,
         "eps": 1e-8,
     }
-
-
-def test_arguments_of_pytorch_that_are_none_here():
-    with pytest.raises(TypeError, match=r"as in AdamW\(lr=0.01\): the engine has the model; found \[Parameter"):
-        AdamW([Parameter((2,), constant(1.0))], lr=0.1)
-    with pytest.raises(ValueError, match=r"rate: expected a number, found '0\.1'"):
-        AdamW(lr="0.1")
-    with pytest.raises(ValueError, match="eps: expected a number, found None"):
-        AdamW(lr=0.1, eps=None)

@@ -1,0 +1,365 @@
+"""Program of a call among ranks that share a GPU, in which the leader's kernel does all the work.
+
+All ranks take the same steps: post where the buffers are, wait for the others' posts, launch (the leader) or let the
+stream wait for the launch (the others). Buffers outside exported memory are copied through a workspace, in parts if it
+is too small. If a rank's buffers are on the host, all ranks run the program for the host instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.buffers.arguments import Buffer
+from collectives.buffers.staging import DeviceMemory
+from collectives.errors import Mismatch
+from collectives.runtime.call import Blocks, Call
+from collectives.runtime.ops import OP_NAMES
+from collectives.runtime.program import Program
+from collectives.transport.exported_memory import ExportedBlock
+from collectives.transport.gpu_kernels import (
+    EXCLUSIVE,
+    INCLUSIVE,
+    NOTHING,
+    TOTAL,
+    Copied,
+    KernelLaunch,
+    Reduced,
+    ReductionType,
+    reduction_type,
+)
+from collectives.transport.shared_gpu import LEADER, ON_HOST, GpuChannel, new_record, set_place
+from collectives.transport.wire import Iovec, Wire
+from collectives.types import Wait
+
+WORKSPACE = 1 << 25
+"""Most bytes of a workspace for each of the two buffers of a call."""
+
+ALIGNMENT = 256
+"""Bytes that parts of a block are multiples of."""
+
+WAYS = {"scan": INCLUSIVE, "exscan": EXCLUSIVE}
+
+
+def kernel_form(call: Call) -> ReductionType | None:
+    """Form of the call's reduction in the kernel; None if it has none, or the call does not reduce."""
+    return reduction_type(OP_NAMES.get(call.op, ""), call.unit) if call.combine is not None else None
+
+
+def suits_kernels(call: Call) -> bool:
+    """True if the kernels can run a call on device memory, whose blocks all have known lengths."""
+    dense = bool(call.buffers) and all(buffer.device and buffer.contiguous for buffer in call.buffers)
+    return dense and (call.combine is None or kernel_form(call) is not None)
+
+
+def in_part(start: int, length: int, part: int, parts: int, unit: int) -> tuple[int, int]:
+    """Offset and length of one of `parts` parts of a block, in bytes; only the last ones may be shorter, or empty.
+
+    >>> [in_part(0, 1000, part, 3, 4) for part in range(3)]
+    [(0, 512), (512, 488), (1000, 0)]
+    """
+    grain = np.lcm(ALIGNMENT, unit) if parts > 1 else 1
+    each = int(-(-length // (parts * grain)) * grain)
+    low, high = min(length, part * each), min(length, (part + 1) * each)
+    return start + low, high - low
+
+
+def gpu_program(
+    call: Call,
+    channel: GpuChannel,
+    mark: int,
+    device: DeviceMemory,
+    first: Sequence[Callable[[], object]],
+    on_host: Callable[[], Program],
+) -> Program:
+    """Program of a call that suits the kernels; `on_host` binds the program for ranks of which some are on the host."""
+    steps = _GpuCall(call, channel, mark, device, on_host)
+    return Program([*first, Wait(steps.wait, steps.test)], _NoMessages(), 0, (), device)
+
+
+class _NoMessages(Wire):
+    """Transport of a program without messages, which uses the meetings of its channel."""
+
+    in_mailboxes = True
+
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
+        raise TypeError("the kernels of a shared GPU send no messages")
+
+    receive = send
+
+    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
+        return []
+
+    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
+        return []
+
+    def free(self) -> None:
+        """There is nothing to free."""
+
+
+def announced(program: Program, channel: GpuChannel) -> Program:
+    """Let a program for the host first meet the ranks that may want to use the GPU."""
+    steps = _Steps(channel)
+    program.calls, program.tests = (steps.wait, *program.calls), (steps.test, *program.tests)
+    program.begins = tuple((index, position + 1) for index, position in program.begins)
+    program.exchanges = None
+    return program
+
+
+class _Steps:
+    """A meeting as one step of a program, which may be tested or waited for."""
+
+    def __init__(self, channel: GpuChannel) -> None:
+        self._channel = channel
+        self._active: Iterator[None] | None = None
+
+    def _run(self) -> Iterator[None]:
+        return self._channel.meet(new_record(ON_HOST))
+
+    def test(self) -> bool:
+        """Go on as far as possible; True at the end, after which the next test begins anew."""
+        if self._active is None:
+            self._active = self._run()
+        try:
+            for _ in self._active:
+                return False
+        except BaseException:
+            self._active = None
+            raise
+        self._active = None
+        return True
+
+    def wait(self) -> None:
+        node = self._channel.gpu.node_memory
+        spins = node.spins
+        while not self.test():
+            spins -= 1
+            if spins < 0:
+                node.yielding(-spins)
+
+
+class _Piece(NamedTuple):
+    """Part of a block: its address in the user's memory, its offset in exported memory, and its bytes."""
+
+    block: int
+    address: int
+    offset: int
+    nbytes: int
+
+
+class _End:
+    """Source or target of a call, in exported memory, or in a workspace if it is to be kept `apart` or is elsewhere."""
+
+    def __init__(self, call: Call, channel: GpuChannel, name: str, buffer: Buffer | None, blocks: Blocks, apart: bool):
+        self._channel, self._name, self.unit = channel, name, call.unit.itemsize
+        self._address = 0 if buffer is None else buffer.address
+        self._blocks = {block: (start * self.unit, call.lengths[block] * self.unit) for block, start in blocks.items()}
+        self._span = max(map(sum, self._blocks.values()), default=0)
+        self._found = channel.gpu.exported.find(self._address, self._span)
+        self.staged = self._span > 0 and (apart or self._found is None)
+        nbytes = sum(length for _, length in self._blocks.values()) if self.staged else 0
+        self.parts = max(1, -(-nbytes // WORKSPACE))
+
+    def pieces(self, part: int, parts: int) -> list[_Piece]:
+        """Parts of the blocks, one after the other in a workspace."""
+        pieces, packed = [], 0
+        base = 0 if self._found is None else self._found.offset
+        for block, place in self._blocks.items():
+            start, length = in_part(*place, part, parts, self.unit)
+            pieces.append(_Piece(block, self._address + start, packed if self.staged else base + start, length))
+            packed += length
+        return pieces
+
+    def workspace(self, pieces: Sequence[_Piece]) -> ExportedBlock:
+        return self._channel.workspace(self._name, sum(piece.nbytes for piece in pieces))
+
+    def reserve(self) -> None:
+        """Allocate the workspace; RuntimeError or MemoryError if there is none."""
+        if self.staged:
+            self.workspace(self.pieces(0, self.parts))
+
+    def write(self, record: np.ndarray, pieces: Sequence[_Piece]) -> None:
+        """Write to a record where these pieces are."""
+        handle = self.workspace(pieces).handle if self.staged else b"" if self._found is None else self._found.handle
+        rows = [(piece.block, piece.offset, piece.nbytes // self.unit) for piece in pieces]
+        set_place(record, self._name, handle, rows)
+
+    def copies(self, pieces: Sequence[_Piece], to_user: bool) -> list[KernelLaunch]:
+        """Copies between the user's memory and the workspace, if it is used."""
+        if not self.staged:
+            return []
+        here = self.workspace(pieces).address
+        ends = [(piece.address, here + piece.offset, piece.nbytes) for piece in pieces]
+        kernels = self._channel.gpu.kernels
+        return kernels.copies(
+            [Copied(there, user, n) if to_user else Copied(user, there, n) for user, there, n in ends]
+        )
+
+
+class _GpuCall(_Steps):
+    """Steps of a call whose buffers are on the device."""
+
+    def __init__(
+        self, call: Call, channel: GpuChannel, mark: int, device: DeviceMemory, on_host: Callable[[], Program]
+    ) -> None:
+        super().__init__(channel)
+        self._call, self._mark, self._device, self._bind_on_host = call, mark, device, on_host
+        self._host_program: Program | None = None
+        self._gpu, self._form = channel.gpu, kernel_form(call)
+        source = call.target if call.copy_input else call.source
+        self._source = _End(call, channel, "source", source, call.send_blocks, call.copy_input)
+        self._target = _End(call, channel, "target", call.target, call.recv_blocks, call.separate_output)
+        self._staged = self._source.staged or self._target.staged
+        self._parts = max(self._source.parts, self._target.parts)
+        self._planned, self._launches = b"", list[KernelLaunch]()
+
+    def _run(self) -> Iterator[None]:
+        try:
+            self._source.reserve()
+            self._target.reserve()
+        except (RuntimeError, MemoryError):  # no room on the GPU: all ranks stage this call
+            record = new_record(ON_HOST)
+        else:
+            record = self._post(0, 1) if self._parts == 1 else new_record(self._mark, parts=self._parts)
+        yield from self._channel.meet(record)
+        records = self._channel.records
+        if any(record["mark"] == ON_HOST for record in records):
+            yield from self._run_on_host()
+            return
+        parts = max(int(record["parts"]) for record in records)
+        for part in range(parts):
+            if parts > 1:
+                yield from self._channel.meet(self._post(part, parts))
+            yield from self._launch(self._channel.records)
+            self._put(self._target.copies(self._target.pieces(part, parts), to_user=True))
+            if self._staged:
+                self._device.record(self._channel.unused)
+        self._device.join()
+
+    def _run_on_host(self) -> Iterator[None]:
+        if self._host_program is None:
+            self._host_program = self._bind_on_host()
+        ended = self._host_program.start()
+        while not ended:
+            yield
+            ended = self._host_program.advance()
+
+    def _put(self, launches: Sequence[KernelLaunch]) -> None:
+        """Put kernels on the call's stream."""
+        for launch in launches:
+            self._device.working(launch.put)()
+
+    def _post(self, part: int, parts: int) -> np.ndarray:
+        """Copy staged input, record this rank's event, and return the record of a part."""
+        record = new_record(self._mark, self._channel.handle)
+        if self._staged:
+            self._device.wait_for(self._channel.unused.ptr)
+        for end in (self._source, self._target):
+            pieces = end.pieces(part, parts)
+            end.write(record, pieces)
+            if end is self._source:
+                self._put(end.copies(pieces, to_user=False))
+        if self._gpu.rank != LEADER:
+            self._device.record(self._channel.event)
+        return record
+
+    def _launch(self, records: Sequence[np.ndarray]) -> Iterator[None]:
+        """Run the kernels behind the events of all ranks, on the leader; elsewhere let the stream wait for them."""
+        seen = b"".join(record.tobytes() for record in records)
+        if seen != self._planned:
+            self._launches, self._planned = self._plan(records), seen
+        exported = self._gpu.exported
+        if self._gpu.rank == LEADER:
+            for record in records[1:]:
+                self._device.wait_for(exported.open_event(record["event"].tobytes()))
+            self._put(self._launches)
+            self._device.record(self._channel.event)
+            self._channel.show_launch()
+        else:
+            while not self._channel.is_launched():
+                yield
+            self._device.wait_for(exported.open_event(records[LEADER]["event"].tobytes()))
+
+    # -------------------------------------------------------------------------------- what the kernels do
+
+    def _plan(self, records: Sequence[np.ndarray]) -> list[KernelLaunch]:
+        """Launches for these records, on the leader; Mismatch on all ranks if the records are of different calls."""
+        if len({int(record["mark"]) for record in records}) > 1:
+            raise _different_calls(self._call.collective)
+        sent, received = ([_rows(record[end]) for record in records] for end in ("sent", "received"))
+        holders = {block: (rank, *row) for rank, rows in enumerate(sent) for block, row in rows.items()}
+        for rows in received:
+            for block, (_, count) in rows.items():
+                if block not in holders or holders[block][2] != count:
+                    raise _different_calls(self._call.collective)
+        if self._gpu.rank != LEADER:
+            return []
+        sources, targets = ([self._address(record, end) for record in records] for end in ("source", "target"))
+        if self._form is not None:
+            return self._reductions(self._form, sent, received, sources, targets)
+        unit = self._call.unit.itemsize
+        return self._gpu.kernels.copies(
+            [
+                Copied(sources[holders[block][0]] + holders[block][1], targets[rank] + start, count * unit)
+                for rank, rows in enumerate(received)
+                for block, (start, count) in rows.items()
+            ]
+        )
+
+    def _address(self, record: np.ndarray, end: str) -> int:
+        """Address on the leader of a rank's source or target."""
+        handle = record[end].tobytes()
+        own = [block.address for block in self._gpu.exported.blocks if block.handle == handle]
+        return own[0] if own else self._gpu.exported.open(handle) if any(handle) else 0
+
+    def _reductions(
+        self,
+        form: ReductionType,
+        sent: Sequence[dict[int, tuple[int, int]]],
+        received: Sequence[dict[int, tuple[int, int]]],
+        sources: Sequence[int],
+        targets: Sequence[int],
+    ) -> list[KernelLaunch]:
+        """One launch for all blocks if they are one vector on every rank, else one for each block."""
+        size, way = self._call.unit.itemsize, WAYS.get(self._call.collective, TOTAL)
+        blocks = sorted(sent[LEADER])
+        runs: list[list[int]] = []
+        for block in blocks:
+            if runs and all(_ends(rows[runs[-1][-1]], size) == rows[block][0] for rows in sent):
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        launches: list[KernelLaunch] = []
+        for run in runs:
+            first, count = {}, 0
+            for block in run:
+                first[block] = count
+                count += sent[LEADER][block][1]
+            outputs = [NOTHING] * len(sent)
+            for rank, rows in enumerate(received):
+                for block in rows.keys() & first.keys():
+                    start, length = rows[block]
+                    outputs[rank] = Reduced(targets[rank] + start, first[block], first[block] + length)
+            inputs = [source + rows[run[0]][0] for source, rows in zip(sources, sent, strict=True)]
+            launches += self._gpu.kernels.reduction(form, inputs, count, outputs, way)
+        return launches
+
+
+def _rows(rows: np.ndarray) -> dict[int, tuple[int, int]]:
+    """Offset in bytes and count of units of each block in a record."""
+    return {block: (start, count) for block, start, count in rows.tolist() if block >= 0}
+
+
+def _ends(row: tuple[int, int], size: int) -> int:
+    return row[0] + row[1] * size
+
+
+def _different_calls(collective: str) -> Mismatch:
+    return Mismatch(
+        MPI.ERR_TRUNCATE,
+        f"{collective} of GPU arrays: expected the same call on all ranks, found different collectives, or another "
+        f"count, dtype, operation or root; Communicator(..., debug=True) or CHORUS_DEBUG=1 names the calls",
+    )

@@ -1,0 +1,251 @@
+"""Transport among ranks of a node that share a GPU: the leader's kernel reads and writes the memory of all.
+
+A call is a meeting of all ranks on a board in shared host memory: every rank records an event on its stream, posts the
+places of its buffers, and waits until all have posted. Then the leader's stream waits for these events, runs the
+kernels, and records an event that the other streams wait for. No kernel waits for another one: without NVIDIA's MPS the
+kernels of two processes never run at the same time. No rank waits for the GPU, only for the other ranks' posts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import OutOfMemory
+from collectives.transport.exported_memory import HANDLE, ExportedBlock, ExportedMemory
+from collectives.transport.gpu_kernels import MOST_RANKS, GpuKernels
+from collectives.transport.mailbox import CHANNELS, NodeMemory
+from collectives.transport.reduced import reduced
+from collectives.transport.shared_heap import map_all
+
+IPC_EVENTS = 125
+"""CUDA's cudaDevAttrIpcEventSupport."""
+
+TOKEN = 256
+"""Bytes that the probe reads of a neighbour's memory."""
+
+LEADER = 0
+"""Rank on the node whose stream runs the kernels."""
+
+BLOCK = np.dtype([("block", "i8"), ("start", "i8"), ("count", "i8")])
+RECORD = np.dtype(
+    [
+        ("mark", "i8"),
+        ("parts", "i8"),
+        ("event", f"V{HANDLE}"),
+        ("source", f"V{HANDLE}"),
+        ("target", f"V{HANDLE}"),
+        ("sent", BLOCK, MOST_RANKS),
+        ("received", BLOCK, MOST_RANKS),
+    ]
+)
+"""Post of a rank: mark of the call, or `ON_HOST`; parts in which it is to be run; handles of the rank's event
+and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
+
+ENTRY = np.dtype([("number", "i8"), ("launched", "i8"), ("records", RECORD, 2)])
+"""Of one rank and channel: number of its latest post, of the leader's latest launch, and the two latest posts. A rank
+posts again after all have posted the one before, and so have read the post that it replaces."""
+
+HEADER = 64
+CLOSED = 2
+"""Bytes before a rank's entries, and the word of them that is set once the rank has closed all that others own."""
+
+ON_HOST = -1
+
+_retired: list[tuple[list[memoryview], list[object]]] = []
+"""Memory of communicators that were closed here, by the boards of the ranks that may have it open."""
+
+
+class SharedGpu:
+    """The GPU that all ranks of a communicator share: their exported memory, and a board for every channel."""
+
+    def __init__(self, node: NodeMemory, boards: list[np.ndarray], cupy: ModuleType, device: int) -> None:
+        self.node_memory, self.cupy, self.device = node, cupy, device
+        self.exported, self.kernels = ExportedMemory(cupy, device), GpuKernels(cupy, device)
+        self.rank, self.size = node.place, node.size
+        self.words = [board.data.cast("B").cast("q") for board in boards]
+        self.entries = [board[HEADER:].view(ENTRY) for board in boards]
+        self._channels: dict[int, GpuChannel] = {}
+
+    def channel(self, number: int) -> GpuChannel:
+        if number not in self._channels:
+            self._channels[number] = GpuChannel(self, number)
+        return self._channels[number]
+
+    def allocate(self, comm: MPI.Intracomm, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Allocate an array in exported memory; free that of arrays collected before. Collective.
+
+        `OutOfMemory` on all ranks if one cannot allocate.
+        """
+        unused = self.exported.unused()
+        self.exported.close(handle for handles in comm.allgather([one.handle for one in unused]) for handle in handles)
+        comm.Barrier()  # all have closed what is freed
+        self.exported.release(unused)
+        array, error = None, ""
+        try:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            array = self.exported.array(self.exported.allocate(nbytes), shape, dtype)
+        except (RuntimeError, MemoryError) as refused:
+            error = str(refused)
+        for rank, found in enumerate(comm.allgather(error)):
+            if found:
+                raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have memory of shape {shape}, {dtype}: {found}")
+        return array
+
+    def close(self) -> None:
+        """Close the memory of other ranks, and free this rank's once they have closed it. Not collective."""
+        with suppress(RuntimeError):  # CUDA is shut down
+            self.exported.close()
+            self.exported.close_events()
+        self.words[self.rank][CLOSED] = 1
+        _retired.append((self.words, [self.exported.blocks, self._channels]))
+        self.exported.blocks, self._channels = [], {}
+        free_retired()
+
+
+def free_retired() -> None:
+    """Free the memory of closed communicators that all ranks have closed."""
+    _retired[:] = [one for one in _retired if not all(words[CLOSED] for words in one[0])]
+
+
+class GpuChannel:
+    """Meetings of one channel, on which one call at a time runs: numbers, this rank's event, and its workspace."""
+
+    def __init__(self, gpu: SharedGpu, number: int) -> None:
+        self.gpu, self.number = gpu, 0
+        self._at = (HEADER + number * ENTRY.itemsize) // 8
+        self._records = [entries[number]["records"] for entries in gpu.entries]
+        self.event, self.handle = gpu.exported.new_event()
+        self._workspaces: dict[str, ExportedBlock] = {}
+        with gpu.cupy.cuda.Device(gpu.device):
+            self.unused = gpu.cupy.cuda.Event(disable_timing=True)
+        """End of the work on the workspaces: the next call, which may be on another stream, waits for it."""
+
+    def workspace(self, end: str, nbytes: int) -> ExportedBlock:
+        """Exported memory for the "source" or "target" of a call; RuntimeError or MemoryError if CUDA refuses."""
+        if end not in self._workspaces or self._workspaces[end].nbytes < nbytes:
+            self._workspaces[end] = self.gpu.exported.allocate(nbytes)  # the smaller one stays open elsewhere
+        return self._workspaces[end]
+
+    def meet(self, record: np.ndarray) -> Iterator[None]:
+        """Post a record, and iterate until all ranks have posted; `records` are then those of all."""
+        fence, self.number = self.gpu.node_memory.fence, self.number + 1
+        self._records[self.gpu.rank][self.number % 2] = record
+        if fence is not None:
+            fence()
+        self.gpu.words[self.gpu.rank][self._at] = self.number
+        while any(words[self._at] < self.number for words in self.gpu.words):
+            yield
+        if fence is not None:
+            fence()
+
+    @property
+    def records(self) -> list[np.ndarray]:
+        """Records of this meeting, by rank."""
+        return [records[self.number % 2] for records in self._records]
+
+    def show_launch(self) -> None:
+        """Tell the other ranks that the leader's event is recorded."""
+        if self.gpu.node_memory.fence is not None:
+            self.gpu.node_memory.fence()
+        self.gpu.words[self.gpu.rank][self._at + 1] = self.number
+
+    def is_launched(self) -> bool:
+        return self.gpu.words[LEADER][self._at + 1] >= self.number
+
+
+def new_record(mark: int, event: bytes = b"", parts: int = 1) -> np.ndarray:
+    """Record without buffers."""
+    record = np.zeros((), RECORD)
+    record["mark"], record["parts"], record["event"] = mark, parts, np.void(event.ljust(HANDLE, b"\0"))
+    record["sent"]["block"] = record["received"]["block"] = -1
+    return record
+
+
+def set_place(record: np.ndarray, end: str, handle: bytes, blocks: Sequence[tuple[int, int, int]]) -> None:
+    """Write to a record the handle of its "source" or "target", and the blocks there: (block, offset, count)."""
+    record[end] = np.void(handle.ljust(HANDLE, b"\0"))
+    rows = record["sent" if end == "source" else "received"]
+    rows[: len(blocks)] = blocks
+
+
+class SharingResult(NamedTuple):
+    """The shared GPU, or None and the reason why there is none; the same kind on all ranks."""
+
+    gpu: SharedGpu | None
+    reason: str
+
+
+def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> SharingResult:
+    """Export memory and an event of every rank, and read the memory of the neighbour. Collective over `comm`.
+
+    `node` is that of all ranks, or None; ranks may differ in `wanted`. Needs CuPy imported on all ranks.
+    """
+    cupy = sys.modules.get("cupy")
+    if not reduced(comm, wanted and cupy is not None, MPI.LAND) or cupy is None:
+        return SharingResult(None, "not wanted, or CuPy not imported, on some rank")
+    if node is None or not 2 <= node.size <= MOST_RANKS:
+        return SharingResult(None, f"needs 2 to {MOST_RANKS} ranks on one node that share memory")
+    bus, error = "", ""
+    with suppress(RuntimeError):
+        device = cupy.cuda.Device().id
+        bus = str(cupy.cuda.runtime.deviceGetPCIBusId(device))
+        if not cupy.cuda.runtime.deviceGetAttribute(IPC_EVENTS, device):
+            error = "the device has no events between processes"
+    everyone = comm.allgather((bus, error))
+    if not all(bus for bus, _ in everyone) or len({bus for bus, _ in everyone}) > 1:
+        return SharingResult(None, "the ranks use several GPUs, or none")
+    for rank, (_, found) in enumerate(everyone):
+        if found:
+            return SharingResult(None, f"rank {rank}: {found}")
+    free_retired()
+    boards = map_all(node.comm, HEADER + CHANNELS * ENTRY.itemsize)
+    if not reduced(comm, bool(boards), MPI.LAND):
+        return SharingResult(None, "the ranks may not map each other's memory")
+    gpu = SharedGpu(node, boards, cupy, device)
+    refusal = _refusal(comm, gpu)
+    if refusal:
+        gpu.close()
+        return SharingResult(None, refusal)
+    return SharingResult(gpu, "")
+
+
+def _refusal(comm: MPI.Intracomm, gpu: SharedGpu) -> str:
+    """Reason why the token of the previous rank cannot be read here, or elsewhere; "" if all can. Collective."""
+    block, handle, error = None, b"", ""
+    try:
+        event, handle = gpu.exported.new_event()
+        block = gpu.exported.allocate(TOKEN)
+        _bytes(gpu, block.address)[...] = 1 + gpu.rank
+        event.record()
+    except (RuntimeError, MemoryError) as refused:
+        error = f"CUDA exports no memory: {refused}"
+    offers = comm.allgather((b"" if block is None else block.handle, handle, error))
+    errors: list[str] = [found for *_, found in offers if found]
+    if errors:
+        return errors[0]
+    left = (gpu.rank - 1) % gpu.size
+    try:
+        stream = gpu.cupy.cuda.get_current_stream()
+        gpu.cupy.cuda.runtime.streamWaitEvent(stream.ptr, gpu.exported.open_event(offers[left][1]))
+        found = _bytes(gpu, gpu.exported.open(offers[left][0])).get()
+        if (found != 1 + left).any():
+            error = f"expected {1 + left} in the memory of rank {left}, found {found[0]}"
+    except RuntimeError as refused:
+        error = f"CUDA opens no memory of another process: {refused}"
+    with suppress(RuntimeError):  # nothing was opened
+        gpu.exported.close([offers[left][0]])
+    errors = [found for found in comm.allgather(error) if found]  # also a barrier: all have closed
+    gpu.exported.release([block] if block is not None else [])
+    return next(iter(errors), "")
+
+
+def _bytes(gpu: SharedGpu, address: int) -> Any:
+    memory = gpu.cupy.cuda.UnownedMemory(address, TOKEN, None, gpu.device)
+    return gpu.cupy.ndarray((TOKEN,), np.uint8, gpu.cupy.cuda.MemoryPointer(memory, 0))
