@@ -2,10 +2,12 @@
 
     chorus draw dispatch --ranks 4 --per-node 2 --choices 4
     chorus draw dispatch --ranks 4 --per-node 2 --choices 4 --route hierarchical -o out/dispatch.png
+    chorus draw dispatch --ranks 4 --per-node 2 --choices 4 --route hierarchical --combine
 
-Numbers are tokens. Below the messages: copies of a token between nodes, and the predicted time of the exchange for many
-tokens of --row-bytes, on a network of 2 Gbit/s with shared memory within nodes. The schedule is proved first. Runs in
-one process; pictures need matplotlib (the extra "plot").
+Numbers are tokens; with --combine results travel back and are added, and are chunks 1 to k of a token. Below the
+messages: copies of a token between nodes, and the predicted time of the exchange for many tokens of --row-bytes, on a
+network of 2 Gbit/s with shared memory within nodes. The schedule is proved first. Runs in one process; pictures need
+matplotlib (the extra "plot").
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import Nodes, regular
 from parallel.benchmark.token_choices import token_choices
 from parallel.expert.dispatch import ROUTES
-from parallel.expert.dispatch_schedule import DispatchSchedule, dispatch_schedule
+from parallel.expert.dispatch_schedule import DispatchSchedule, combine_schedule, dispatch_schedule
 
 INSIDE, BETWEEN = LinearCost(1e-6, 1e-10), LinearCost(20e-6, 4e-9)
 """Seconds of a message and of a byte: in shared memory, and over a network of 2 Gbit/s (TCP)."""
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--choices", type=count, default=2, metavar="K", help="experts of a token (default 2)")
     add("--token-nodes", type=count, metavar="M", help="nodes of a token's experts (default 2, if there are)")
     add("--route", choices=ROUTES, default="direct", help="default direct")
+    add("--combine", action="store_true", help="the way back of the results, and their sums")
     add("--row-bytes", type=count, default=4 << 20, metavar="B", help="bytes of a token's row (default 4 MiB)")
     add("--seed", type=at_least(0, int), default=0, metavar="S", help="of the choices (default 0)")
     add("-o", "--output", type=picture_file, metavar="FILE", help="a picture")
@@ -57,7 +60,8 @@ def schedule_of(options: argparse.Namespace, nodes: Nodes) -> DispatchSchedule:
         token_choices(options.tokens, options.choices, of_expert, limit, seed=options.seed * options.ranks + rank)
         for rank in range(options.ranks)
     ]
-    schedule = dispatch_schedule(choices, owners, options.route, nodes)
+    make = combine_schedule if options.combine else dispatch_schedule
+    schedule = make(choices, owners, options.route, nodes)
     schedule.prove()
     return schedule
 
@@ -83,7 +87,10 @@ def main(argv: list[str] | None = None) -> int:
         schedule = schedule_of(options, nodes)
     except ValueError as error:
         command.error(str(error))
-    title = f"{options.route} dispatch of {schedule.tokens} tokens to {options.choices} experts each"
+    what = (
+        f"combine of {schedule.tokens} tokens from" if options.combine else f"dispatch of {schedule.tokens} tokens to"
+    )
+    title = f"{options.route} {what} {options.choices} experts each"
     if options.output is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         print(f"{title}\n\n{draw.table(schedule.schedules, max(schedule.tokens, 1), width)}\n")

@@ -13,6 +13,7 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.array_checks import named
 from parallel.nn.compose import Wrapper
+from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement
 from parallel.nn.rewrite import operators_in, replaced
@@ -40,7 +41,10 @@ class PassErrors:
             exchanges = any(one.exchanges for one in operators_in(operator))
             return None if exchanges else GuardedOperator(operator, self)
 
-        return replaced(model, replacement), GuardedLoss(loss, self)
+        ours = replaced(model, replacement)
+        for group in (one for one in operators_in(ours) if isinstance(one, ExpertGroup)):
+            group.errors = self
+        return ours, GuardedLoss(loss, self)
 
 
 class _Like:

@@ -65,6 +65,9 @@ class ExpertGroup(Operator):
         Number of the first of them in the mixture, for names.
     """
 
+    errors: Any = None
+    """Notes errors of this rank's experts, in place of which zeros go on their way (its method `add`); None: raise."""
+
     def __init__(self, experts: Iterable[Operator], first: int = 0):
         self.experts, self.first = list(experts), first
 
@@ -78,20 +81,30 @@ class ExpertGroup(Operator):
 
     def forward_segments(self, rows: Array, counts: Sequence[int], run: PassMode) -> tuple[Array, Any]:
         """Apply expert e to ``counts[e]`` rows; return (results in the same order, saved values)."""
-        pairs = [expert.forward(rows[one], run) for expert, one in zip(self.experts, _segments(counts))]
-        for (y, _), count, expert in zip(pairs, counts, self.experts):
-            shape = count, rows.shape[1]
-            expect(y.shape == shape, expert, f"a result of shape {shape}", y)
-        results = kernels.array_namespace(rows).concatenate([rows[:0], *(y for y, _ in pairs)])
-        return results, (tuple(counts), *(saved for _, saved in pairs))
+        parts = [rows[one] for one in _segments(counts)]
+        pairs = [expert.forward(part, run) for expert, part in zip(self.experts, parts)]
+        results = [self._like(part, y, expert) for part, (y, _), expert in zip(parts, pairs, self.experts)]
+        joined = kernels.array_namespace(rows).concatenate([rows[:0], *results])
+        return joined, (tuple(counts), *(saved for _, saved in pairs))
+
+    def _like(self, x: Array, y: Array, expert: Operator) -> Array:
+        """The result, or gradient, y of an expert, which must have the shape of x."""
+        try:
+            expect(y.shape == x.shape, expert, f"a result of shape {x.shape}", y)
+        except ValueError as error:
+            if self.errors is None:
+                raise
+            self.errors.add(error)
+            return kernels.array_namespace(x).zeros_like(x)
+        return y
 
     def backward_segments(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         """Gradient of the rows; every expert passes its parameters' gradients on, also those without rows."""
         counts, *values = saved
-        parts = [
-            expert.backward(dy[one], own, grads) for expert, own, one in zip(self.experts, values, _segments(counts))
-        ]
-        return kernels.array_namespace(dy).concatenate([dy[:0], *parts])
+        parts = [dy[one] for one in _segments(counts)]
+        found = [expert.backward(part, own, grads) for expert, own, part in zip(self.experts, values, parts)]
+        found = [self._like(part, dx, expert) for part, dx, expert in zip(parts, found, self.experts)]
+        return kernels.array_namespace(dy).concatenate([dy[:0], *found])
 
     def send(self, tokens: Array, chosen: Assignments) -> Any:
         """Send tokens (tokens, width) to their experts; returns what `forward_sent` takes."""

@@ -28,6 +28,13 @@ def test_direct_route_has_more_copies_and_takes_longer():
     assert found.stdout.splitlines()[-1].startswith("8 copies of 4 tokens between 2 nodes; predicted 101 ms")
 
 
+@pytest.mark.parametrize(("route", "end"), [("direct", "8 copies"), ("hierarchical", "4 copies")])
+def test_way_back(route, end):
+    found = call(draw_dispatch.main, "--per-node", 2, "--choices", 4, "--combine", "--route", route)
+    title, *_, last = found.stdout.splitlines()
+    assert title == f"{route} combine of 4 tokens from 4 experts each" and last.startswith(end)
+
+
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "dispatch.svg"

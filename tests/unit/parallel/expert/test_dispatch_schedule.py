@@ -6,9 +6,9 @@ from support import thread_ranks
 
 from collectives.analysis.matching import ScheduleError
 from collectives.schedule.chunks import even
-from collectives.schedule.steps import Send
+from collectives.schedule.steps import Reduce, Send
 from parallel.expert.dispatch import Dispatch
-from parallel.expert.dispatch_schedule import dispatch_schedule
+from parallel.expert.dispatch_schedule import combine_schedule, dispatch_schedule
 from parallel.expert.hierarchical_route import relays
 from parallel.nn.expert_group import Assignments
 
@@ -37,6 +37,28 @@ def test_proof_and_copies(k, route, nodes):
     tokens = [(nodes[rank], of_expert[experts].tolist()) for rank in range(ranks) for experts in chosen[rank]]
     kind = set if route == "hierarchical" else list
     assert schedule.crossings(nodes) == sum(there != home for home, away in tokens for there in kind(away))
+
+
+@pytest.mark.parametrize("nodes", PLACEMENTS)
+@pytest.mark.parametrize("route", ["direct", "hierarchical"])
+@pytest.mark.parametrize("k", [1, 4, EXPERTS])
+def test_results_take_the_same_messages_backwards(k, route, nodes):
+    """Every rank gets the sum of its tokens' results, by as many rows between nodes."""
+    chosen, owners = choices(len(nodes), k), even(EXPERTS, len(nodes))
+    back = combine_schedule(chosen, owners, route, nodes)
+    back.prove()
+    assert back.crossings(nodes) == dispatch_schedule(chosen, owners, route, nodes).crossings(nodes)
+    assert [len(one) for one in back.outputs] == list(map(len, chosen))
+    assert sum(map(len, back.inputs)) == k * sum(map(len, chosen))
+
+
+@pytest.mark.parametrize("route", ["direct", "hierarchical"])
+def test_a_result_that_is_not_added_is_found(route):
+    """A term of the last sum left out."""
+    back = combine_schedule(choices(4, 4), (2,) * 4, route, (0, 0, 1, 1))
+    cut = [one[:-1] if any(isinstance(step, Reduce) for step in one[-1]) else one for one in back.schedules]
+    with pytest.raises(ScheduleError, match="does not get chunk"):
+        back._replace(schedules=cut).prove()
 
 
 def test_a_missing_message_is_found():

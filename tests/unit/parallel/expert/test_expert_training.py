@@ -251,6 +251,44 @@ class Faulty(Linear):
         return super().backward(dy, saved, grads)
 
 
+class Narrow(Linear):
+    """Expert that raises an error, or returns a result or gradient that is too narrow, as the set `faults` has it."""
+
+    def __init__(self, inputs, outputs, faults):
+        super().__init__(inputs, outputs)
+        self.faults = faults
+
+    def forward(self, x, run):
+        if "forward" in self.faults:
+            raise ValueError("it is broken")
+        y, saved = super().forward(x, run)
+        return (y[:, 1:] if "result" in self.faults else y), saved
+
+    def backward(self, dy, saved, grads):
+        dx = super().backward(dy, saved, grads)
+        return dx[:, 1:] if "gradient" in self.faults else dx
+
+
+@pytest.mark.parametrize("mesh", ["dp=3,ep=3", "tp=2,ep=2", "tp=2,dp=2,ep=4"])
+@pytest.mark.parametrize("what", ["forward", "result", "gradient"])
+def test_an_error_between_exchanges(what, mesh):
+    """Of one expert, while other ranks wait for its results; the training goes on."""
+    ranks = Mesh.parse(mesh).size
+
+    def main(comm):
+        made, faults = model(), set()
+        made.items[2].items[1].inner.items[1].experts.experts[4] = Narrow(WIDTH, WIDTH, faults)
+        with Engine(made, nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), **options(mesh=mesh)) as engine:
+            faults.add(what)
+            with pytest.raises(StepFailed, match=r"nothing was updated; rank \d"):
+                engine.step(*batch(0))
+            faults.clear()
+            return engine.step(*batch(1)).loss
+
+    losses = run_threads(ranks, main)
+    assert len(set(losses)) == 1 and np.isfinite(losses[0])
+
+
 @pytest.mark.parametrize("what", ["forward", "backward", "token", "length", "target"])
 def test_an_error_on_one_rank_is_raised_on_all(what):
     """Nothing is updated, and the training goes on."""
