@@ -1,19 +1,20 @@
 """Compare predicted with measured step times of 30 trainings, on one node and on an emulated cluster.
 
-python scripts/verify_plan.py --rows out/rows.json                         # measured before: fit and compare
 mpiexec -n 2 python scripts/verify_plan.py --rows out/rows.json --place node
 scripts/cluster --hosts 2 -- python scripts/verify_plan.py --rows out/rows.json --place cluster
+python scripts/verify_plan.py --rows out/rows.json                         # compare what was measured
 
-Under mpiexec all trainings of the table for this place and number of ranks are predicted, then run, and their rows
-added to the file, in place of older ones. Without it, the factors of `Calibration` are fitted to the rows marked `*`,
-at most six, and all rows compared. Exit status 1 if an error is beyond the bounds.
+Under mpiexec all trainings of the table for this place and number of ranks are predicted and run, one after another, in
+several turns; those that differ between turns, in more. All measurements are added to the file, those of the forecast
+too. Without mpiexec steps are predicted again from the file, the factors of `FACTORS` fitted to the rows marked `*`, at
+most six, and all rows compared. Exit status 1 if a number is beyond its bound.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -25,26 +26,24 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli import launcher
-from collectives.cli.launcher import say
+from collectives.cli.launcher import at_least, say
+from parallel.benchmark.plan_accuracy import CaseRow, compare
 from parallel.engine.settings import Settings, complete
+from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.step_forecast import StepForecaster
-from parallel.forecast.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
+from parallel.forecast.step_timeline import StepTimeline
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training
 
-SECONDS = 1.0  # of a measured training
-WINDOW, LEAST, MOST = 5, 2, 12  # steps of a window; least and most windows of a training
-WARM_UP = 5  # steps before the measured ones
+SECONDS, STEPS = 1.0, (10, 60)
+"""Seconds of a measured training in a turn, and least and most steps."""
 
+WARM_UP = 3
+"""Steps before the measured ones."""
 
-FACTORS = {"compute": (COMPUTE, IDLE), "update": (UPDATE,), "shared memory": (SHARED,), "network": (NETWORK,)}
-"""Fitted factors, and the causes of predicted time that each multiplies; beside them milliseconds of every step."""
-
-EXPECTED, CLOSE = np.array([1.15, 1.0, 1.0, 1.0, 1.0]), 0.2
-"""Factors that are expected, and by how much a unit of difference counts beside a relative error."""
-
-MEAN_ERROR, LARGEST_ERROR, CORRELATION = 0.10, 0.30, 0.95
+SPREAD, MORE_TURNS = 0.1, 2
+"""Relative difference of turns from which a training is measured again, in so many turns more."""
 
 
 class TrainingCase(NamedTuple):
@@ -61,6 +60,11 @@ class TrainingCase(NamedTuple):
     def name(self) -> str:
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.place} {self.ranks} {self.model} {self.layout} {options}".rstrip()
+
+    @property
+    def question(self) -> tuple[str, int, str]:
+        """Place, ranks and model, for which layouts compete."""
+        return self.place, self.ranks, self.model
 
     @property
     def settings(self) -> Settings:
@@ -107,109 +111,116 @@ CASES = [
 ]
 
 
-class CaseRow(NamedTuple):
-    """Seconds of a step: measured, predicted by cause without `Calibration`, and of measured events by name."""
+class Turn(NamedTuple):
+    """Measurements of one turn on some ranks: those of the forecast, and seconds of steps and events by training."""
 
-    measured: float
-    parts: dict[str, float]
-    events: dict[str, float]
-
-    def fastest(self, other: CaseRow) -> CaseRow:
-        """The faster measurement and the faster prediction of two: a disturbance of the machine only adds time."""
-        measured, _, events = min(self, other, key=lambda row: row.measured)
-        return CaseRow(measured, min(self.parts, other.parts, key=lambda parts: sum(parts.values())), events)
+    place: str
+    record: dict[str, Any]
+    steps: dict[str, list[float]]
+    events: dict[str, dict[str, float]]
 
 
-def read_rows(path: Path) -> dict[str, CaseRow]:
-    return {name: CaseRow(**row) for name, row in json.loads(path.read_text()).items()} if path.exists() else {}
+def read_turns(path: Path) -> list[Turn]:
+    """Turns of a file, none if there is none; ValueError if it has another form."""
+    try:
+        return [Turn(**turn) for turn in json.loads(path.read_text())] if path.exists() else []
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: no file of this program: {error}") from None
 
 
-def measured_step(settings: Settings, comm: Communicator, expected: float) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and of its events by name on rank 0 on average. Collective.
-
-    The fastest median of `WINDOW` steps in sequence counts, on the slowest rank: a disturbance only adds time.
-    """
-    steps = WARM_UP + WINDOW * min(MOST, max(LEAST, round(SECONDS / WINDOW / max(expected, 1e-6))))
+def measured_steps(settings: Settings, comm: Communicator, expected: float) -> tuple[list[float], dict[str, float]]:
+    """Seconds of steps on the slowest rank, and of their events by name on rank 0, on average. Collective."""
+    count = min(STEPS[1], max(STEPS[0], round(SECONDS / max(expected, 1e-6))))
     events: defaultdict[str, float] = defaultdict(float)
     seconds = []
-    with Training(replace(settings, steps=steps, trace=True), comm) as training:
+    with Training(replace(settings, steps=WARM_UP + count, trace=True), comm) as training:
         for record in training.run():
             seconds.append(record.seconds)
             if len(seconds) > WARM_UP:
                 for event in training.engine.events:
-                    events[event.name] += (event.end - event.start) / (steps - WARM_UP)
+                    events[event.name] += (event.end - event.start) / count
             training.engine.events.clear()
-    windows = [median(seconds[at : at + WINDOW]) for at in range(WARM_UP, steps, WINDOW)]
-    return min(map(max, zip(*comm.allgather(windows)))), {name: float(value) for name, value in events.items()}
+    slowest = np.array(seconds[WARM_UP:])
+    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+    return slowest.tolist(), {name: float(value) for name, value in events.items()}
 
 
-def measure(comm: Communicator, path: Path, place: str) -> None:
-    """Predict and measure all cases of this place and number of ranks, and write their rows. Collective."""
+def measure(comm: Communicator, path: Path, place: str, turns: int) -> None:
+    """Predict and measure all cases of this place and number of ranks, and add them to the file. Collective."""
     keep_freed_memory()
     limit_threads(1 if place == "cluster" else cores_per_rank(comm))
-    forecaster = StepForecaster(comm)
-    for case in CASES:
-        if (case.place, case.ranks) != (place, comm.Get_size()):
-            continue
+    here = [case for case in CASES if (case.place, case.ranks) == (place, comm.Get_size())]
+    done: list[Turn] = []
+    for number in range(turns + MORE_TURNS):
+        cases = here if number < turns else [case for case in here if spread(case, done) > SPREAD]
+        if not cases:
+            break
+        done.append(_turn(comm, place, cases))
+        if comm.Get_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([turn._asdict() for turn in [*read_turns(path), done[-1]]]) + "\n")
+
+
+def _turn(comm: Communicator, place: str, cases: Sequence[TrainingCase]) -> Turn:
+    """Predict and measure these cases once. Collective."""
+    record = MeasurementRecord.on(comm)
+    forecaster, turn = StepForecaster(record), Turn(place, {}, {}, {})
+    for case in cases:
         settings, job = forecaster.prepare(case.settings)
         step = forecaster.step(settings, job)
-        measured, events = measured_step(settings, comm, step.seconds)
-        row = CaseRow(measured, dict(step.parts), events)
-        if comm.Get_rank() == 0:
-            rows = read_rows(path)
-            rows[case.name] = row.fastest(rows.get(case.name, row))
-            path.write_text(json.dumps({name: each._asdict() for name, each in rows.items()}, indent=1) + "\n")
+        turn.steps[case.name], turn.events[case.name] = measured_steps(settings, comm, step.seconds)
         parts = ", ".join(f"{cause} {1e3 * seconds:.2f}" for cause, seconds in step.parts.items())
-        say(f"{case.name:44} {1e3 * measured:8.2f} ms, by parts {1e3 * step.seconds:8.2f}: {parts}")
+        measured = 1e3 * median(turn.steps[case.name])
+        say(f"{case.name:44} {measured:8.2f} ms, by parts {1e3 * step.seconds:8.2f}: {parts}")
+    return turn._replace(record=record.as_dict())
 
 
-def _vector(parts: Mapping[str, float]) -> np.ndarray:
-    """Seconds of a prediction that each of `FACTORS` multiplies."""
-    return np.array([*(sum(parts.get(cause, 0.0) for cause in causes) for causes in FACTORS.values()), 1e-3])
+def spread(case: TrainingCase, turns: Sequence[Turn]) -> float:
+    """Relative difference of the medians of two neighbouring turns among the sorted ones, at the middle."""
+    medians = sorted(median(turn.steps[case.name]) for turn in turns if case.name in turn.steps)
+    middle = len(medians) // 2
+    return medians[middle] / medians[middle - 1] - 1 if len(medians) > 1 else 0.0
 
 
-def fit(rows: Mapping[str, CaseRow]) -> np.ndarray:
-    """Factors, and milliseconds of every step, with least squares of relative errors, close to `EXPECTED`."""
-    known = [rows[case.name] for case in CASES if case.fitted and case.name in rows]
-    matrix = np.array([_vector(row.parts) / row.measured for row in known]).reshape(len(known), len(EXPECTED))
-    weight = CLOSE**2 * np.eye(len(EXPECTED))
-    found: np.ndarray = np.linalg.solve(matrix.T @ matrix + weight, matrix.sum(0) + weight @ EXPECTED)
-    return found
+def rows_of(turns: Sequence[Turn]) -> list[CaseRow]:
+    """Rows of all cases that were measured, predicted again from the records of their turns.
 
-
-def compare(rows: Mapping[str, CaseRow]) -> bool:
-    """Print measured and predicted steps with factors fitted to some rows; True if all errors are within the bounds."""
-    factors = fit(rows)
-    words = ", ".join(f"{name} {value:.2f}" for name, value in zip([*FACTORS, "ms a step"], factors))
-    print(f"factors, fitted to the rows with *: {words}")
-    print(f"{'':44} {'measured':>10} {'predicted':>10} {'error':>7}")
-    pairs = []
+    The median of the turns' medians counts, and the prediction from the turn whose sum is the median one.
+    """
+    found: defaultdict[str, list[tuple[float, StepTimeline]]] = defaultdict(list)
+    for turn in turns:
+        forecaster = StepForecaster(MeasurementRecord.from_dict(turn.record))
+        for case in CASES:
+            if case.name in turn.steps:
+                step = forecaster.step(*forecaster.prepare(case.settings))
+                found[case.name].append((median(turn.steps[case.name]), step))
+    rows = []
     for case in CASES:
-        if case.name in rows:
-            measured, predicted = rows[case.name].measured, float(_vector(rows[case.name].parts) @ factors)
-            pairs.append((measured, predicted))
-            mark = "*" if case.fitted else ""
-            times = f"{1e3 * measured:8.2f}ms {1e3 * predicted:8.2f}ms"
-            print(f"{case.name:44} {times} {predicted / measured - 1:>+7.0%}{mark}")
-    errors = [abs(predicted / measured - 1) for measured, predicted in pairs]
-    ranks = [np.argsort(np.argsort(values)) for values in zip(*pairs)]
-    order = float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(pairs) > 1 else 1.0
-    worst = f"mean error {np.mean(errors):.1%}, largest {max(errors):.1%}"
-    print(f"{len(pairs)} steps: {worst}, rank correlation {order:.3f}")
-    return bool(np.mean(errors) <= MEAN_ERROR and max(errors) <= LARGEST_ERROR and order >= CORRELATION)
+        if case.name in found:
+            measured = median(seconds for seconds, _ in found[case.name])
+            steps = sorted((step for _, step in found[case.name]), key=lambda step: step.seconds)
+            parts = steps[(len(steps) - 1) // 2].parts
+            rows.append(CaseRow(case.name, case.question, measured, dict(parts), case.fitted))
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure with --place, else compare; exit status 1 if an error is beyond the bounds, 2 without rows."""
+    """Measure with --place, else compare; exit status 1 if a number is beyond its bound, 2 without measurements."""
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
-    add("--rows", type=Path, required=True, metavar="FILE", help="measured rows, JSON")
+    add("--rows", type=Path, required=True, metavar="FILE", help="measurements, JSON")
     add("--place", choices=["node", "cluster"], help="measure the trainings of this place on the ranks here")
+    add("--turns", type=at_least(1, int), default=3, metavar="N", help="of all trainings (default 3)")
     args = parser.parse_args(argv)
+    try:
+        turns = read_turns(args.rows)
+    except ValueError as error:
+        parser.error(f"--rows: {error}")
     if args.place:
-        measure(Communicator(MPI.COMM_WORLD), args.rows, args.place)
+        measure(Communicator(MPI.COMM_WORLD), args.rows, args.place, args.turns)
         return 0
-    rows = read_rows(args.rows)
-    if not any(case.name in rows for case in CASES):
-        parser.error(f"--rows: {args.rows} has no measured rows; --place measures some")
-    return 0 if compare(rows) else 1
+    if not turns:
+        parser.error(f"--rows: {args.rows} has no measurements; --place makes some")
+    found = compare(rows_of(turns))
+    print("\n".join(found.lines()))
+    return 0 if found.within_bounds else 1

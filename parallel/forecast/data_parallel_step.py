@@ -46,7 +46,7 @@ class RankGroup(NamedTuple):
         """Seconds of a collective of gradients, or of `weights`."""
         precision = self.plan.precision
         itemsize = (precision.storage if weights else precision.wide).itemsize
-        return self.messages.collective(collective, self.ranks, elements * itemsize)
+        return self.messages.collective(collective, self.ranks, elements * itemsize, shared=True)
 
 
 class GradientExchange(NamedTuple):

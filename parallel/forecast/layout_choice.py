@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from collectives import Communicator
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import Settings
+from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.step_forecast import Job, StepForecaster
 from parallel.forecast.step_timeline import StepTimeline
 from parallel.runtime.collective_errors import collective_call
@@ -68,7 +69,7 @@ class LayoutChoice:
     """
 
     def __init__(self, comm: Communicator, limit: float):
-        self._comm, self._limit, self._forecaster = comm, limit, StepForecaster(comm)
+        self._comm, self._limit, self._forecaster = comm, limit, StepForecaster(MeasurementRecord.on(comm))
 
     def judge(self, settings: Settings) -> LayoutForecast | Refusal:
         """Memory and step of a layout, or why it is rejected."""

@@ -3,22 +3,24 @@
 Each is measured once; a trial takes a few milliseconds up to a few passes of the model.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import Communicator
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.divided_sequences import TENSOR
 from parallel.engine.model_on_mesh import cut_for
 from parallel.engine.settings import MODEL_FIELDS, Settings
-from parallel.forecast.core_sharing import CoreSharing, core_sharing, measured
+from parallel.forecast.core_sharing import CoreSharing
+from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.recording_comm import RecordingComm, TensorExchange
 from parallel.mesh.device_mesh import MeshAxis
 from parallel.mesh.mesh import Mesh
@@ -30,13 +32,11 @@ from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.precision import PRECISIONS, Precision
 from quant.types import Array
 
-T = TypeVar("T")
-
 UNIT_FIELDS = (*MODEL_FIELDS, "precision", "sequence_parallel", "tensor_shards", "reproducible")
 """Fields of `Settings` on which costs of a unit depend, beside the samples of a micro-batch and the ranks of tp."""
 
-TIMES = 3
-"""Repetitions of a measurement, beside a first one; the shortest time counts."""
+TIMES = 5
+"""Repetitions of a measurement, beside a first one; the median counts, as of the steps of a training."""
 
 
 class UnitCost(NamedTuple):
@@ -48,6 +48,12 @@ class UnitCost(NamedTuple):
     exchanges: tuple[TensorExchange, ...] = ()
     parameters: int = 0
 
+    @classmethod
+    def read(cls, values: Sequence[Any]) -> UnitCost:
+        """Cost from a list, as JSON has it."""
+        forward, backward, weights, exchanges, parameters = values
+        return cls(forward, backward, weights, tuple(TensorExchange(*each) for each in exchanges), parameters)
+
 
 class Workpiece(NamedTuple):
     """Model and loss of a training, and a function that takes so many samples."""
@@ -57,46 +63,40 @@ class Workpiece(NamedTuple):
     take: Callable[[int], tuple[Array, Array]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class MeasuredCosts:
-    """Measurements of a communicator's ranks, from a cache. All methods are collective; results are equal on all ranks.
+    """Costs of computation from a record. All methods are collective; results are equal on all ranks.
 
     Where more ranks than cores compute at once, each takes `sharing.crowd` times as long as measured.
     """
 
-    comm: Communicator
-    _found: dict[Hashable, Any] = field(default_factory=dict)
+    record: MeasurementRecord
 
-    def __post_init__(self) -> None:
-        self.sharing: CoreSharing
-        self.sharing, self._measures = core_sharing(self.comm)
+    @property
+    def sharing(self) -> CoreSharing:
+        return self.record.sharing
 
-    def _once(self, key: Hashable, measure: Callable[[], T], combine: Callable[[list[T]], Any]) -> Any:
-        if key not in self._found:
-            self._found[key] = combine(measured(self.comm, self._measures, measure))
-        return self._found[key]
-
-    def units(self, work: Workpiece, settings: Settings, samples: int, tp: int) -> Any:
-        """List of `UnitCost` of each unit for a micro-batch of `samples`, on a rank of `tp`."""
+    def units(self, work: Workpiece, settings: Settings, samples: int, tp: int) -> list[UnitCost]:
+        """Costs of all units for a micro-batch of `samples`, on a rank of `tp`."""
         trial = partial(_unit_costs, work, settings, samples, tp)
         key = "units", *(getattr(settings, name) for name in UNIT_FIELDS), samples, tp
-        return self._once(key, trial, _median_units)
+        return _median_units([[UnitCost.read(unit) for unit in units] for units in self.record.results(key, trial)])
 
     def update(self, optimizer: Optimizer, settings: Settings, elements: int) -> float:
         """Seconds to compute the norm of so many gradients and to update as many weights."""
         trial = partial(_update_seconds, optimizer, settings.precision, elements)
         key = "update", type(optimizer).__name__, settings.precision, elements
-        return float(self._once(key, trial, max))
+        return float(median(self.record.results(key, trial)))
 
     def sum_of_gradients(self, elements: int) -> float:
         """Seconds to add a gradient of so many elements to another one."""
-        return float(self._once(("add", elements), partial(_add_seconds, elements), max))
+        return float(median(self.record.results(("add", elements), partial(_add_seconds, elements))))
 
 
 def _unit_costs(work: Workpiece, settings: Settings, samples: int, tp: int) -> list[UnitCost]:
     """Costs of all units on rank 0 of an axis of `tp` ranks; the last includes the loss.
 
-    The shortest of several passes of the whole model counts, so that caches are as in a training.
+    The median of several passes of the whole model counts, so that caches are as in a training.
     """
     comm, recipe = RecordingComm(), PRECISIONS[settings.precision]
     model, loss = work.model, work.loss
@@ -106,7 +106,8 @@ def _unit_costs(work: Workpiece, settings: Settings, samples: int, tp: int) -> l
     trial = _TrialPass(model, loss, recipe, comm)
     x, y = work.take(samples)
     x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
-    seconds = np.array([trial.seconds(x, y) for _ in range(TIMES + 1)][1:]).min(axis=0)
+    seconds = np.array([trial.seconds(x, y) for _ in range(TIMES + 1)][1:])
+    seconds = np.median(seconds, axis=0)
     costs = zip(seconds, trial.exchanges, units_of(model))
     trial.close()
     return [
@@ -175,13 +176,13 @@ def _median_units(every: Sequence[list[UnitCost]]) -> list[UnitCost]:
     ]
 
 
-def _shortest(run: Callable[[], object]) -> float:
+def _median_seconds(run: Callable[[], object]) -> float:
     seconds = []
     for _ in range(TIMES + 1):
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+    return median(seconds[1:])
 
 
 def _update_seconds(optimizer: Optimizer, precision: str, elements: int) -> float:
@@ -197,9 +198,9 @@ def _update_seconds(optimizer: Optimizer, precision: str, elements: int) -> floa
         block_squares(gradient)
         optimizer.update([piece], 0, 1.0)
 
-    return _shortest(run)
+    return _median_seconds(run)
 
 
 def _add_seconds(elements: int) -> float:
     one, other = np.zeros(elements, np.float32), np.zeros(elements, np.float32)
-    return _shortest(partial(np.add, one, other, out=one))
+    return _median_seconds(partial(np.add, one, other, out=one))

@@ -1,18 +1,18 @@
 """Seconds of messages and collectives among any ranks, by the selection and the cost model of `collectives`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from collectives.analysis.cost_functions import LinearCost
 from collectives.selection.cost_model import Costs
 from collectives.selection.select import CallTraits, Selector, catalog_name, has_local_counts
-from collectives.selection.timing_table import BLOCKING
 from parallel.forecast.recording_comm import MESSAGE
 
 
-class MessageCosts(NamedTuple):
-    """Costs of messages, node of every rank, and cores of a node."""
+@dataclass(frozen=True)
+class MessageCosts:
+    """Messages priced by `costs`, with the node of every rank, and the cores of a node."""
 
     costs: Costs
     nodes: tuple[int, ...]
@@ -22,13 +22,16 @@ class MessageCosts(NamedTuple):
         """True if these ranks are on several nodes."""
         return len({self.nodes[rank] for rank in ranks}) > 1
 
-    def collective(self, name: str, ranks: Sequence[int], nbytes: int, form: str = BLOCKING) -> float:
-        """Seconds of a collective among these ranks, of a vector, or of all blocks together, of `nbytes`."""
+    def collective(self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False) -> float:
+        """Seconds of a collective among these ranks, of a vector, or of all blocks together, of `nbytes`.
+
+        `shared`: they are in shared memory.
+        """
         if len(ranks) < 2 or not nbytes:
             return 0.0
         base, nodes = catalog_name(name), [self.nodes[rank] for rank in ranks]
         selector = _selector(self._with_shared_cards(), tuple(map(sorted(set(nodes)).index, nodes)), self.cores)
-        traits = CallTraits(base, nbytes, form=form, v_form=base != name, local_counts=has_local_counts(name))
+        traits = CallTraits(base, nbytes, v_form=base != name, local_counts=has_local_counts(name), shared=shared)
         return selector.decide(traits).seconds
 
     def among(self, name: str, ranks: Sequence[int], nbytes: int) -> float:

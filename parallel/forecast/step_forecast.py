@@ -1,7 +1,7 @@
 """Predicted seconds of a training step on the ranks that there are, from settings alone.
 
-The units of the model and the update are measured once (`MeasuredCosts`), messages priced by the cost model of
-`collectives`, and both put together by the layout's own order: of its buckets, or of its pipeline schedule.
+The units of the model, the update and messages are measured once each (`MeasurementRecord`), and put together by the
+layout's own order: of its buckets, or of its pipeline schedule.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
-from collectives import Communicator
+from collectives.selection.cost_model import BUILT_IN
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.engine.divided_sequences import TENSOR
@@ -19,12 +20,14 @@ from parallel.engine.model_on_mesh import cut_for, forecast_axis, mesh_of
 from parallel.engine.settings import Settings
 from parallel.forecast.data_parallel_step import RankGroup, UnitWork, data_parallel_step
 from parallel.forecast.measured_costs import MeasuredCosts, UnitCost, Workpiece
-from parallel.forecast.message_costs import MessageCosts
+from parallel.forecast.measured_messages import MeasuredMessages
+from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.pipeline_step import PipelineWork, pipeline_step
 from parallel.forecast.server_step import server_step
-from parallel.forecast.step_timeline import NETWORK, SHARED, StepTimeline
+from parallel.forecast.step_timeline import NETWORK, SHARED, STEP, StepTimeline
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.pipeline import config
@@ -51,20 +54,20 @@ class Job(NamedTuple):
 
 
 class StepForecaster:
-    """Forecaster of the steps of trainings on the ranks of a communicator, which measures what it does not know yet.
+    """Forecaster of the steps of trainings on some ranks, from a record that grows by what it does not have yet.
 
     All methods are collective.
     """
 
-    def __init__(self, comm: Communicator):
-        self.comm, self.measured = comm, MeasuredCosts(comm)
-        nodes = comm.nodes or (0,) * comm.Get_size()
-        self.messages = MessageCosts(comm.costs, nodes, self.measured.sharing.cores)
+    def __init__(self, record: MeasurementRecord):
+        self.record, self.measured = record, MeasuredCosts(record)
+        self.ranks = len(record.nodes)
+        self.messages = MeasuredMessages(BUILT_IN, record.nodes, record.sharing.cores, record=record)
 
     def prepare(self, settings: Settings) -> tuple[Settings, Job]:
         """Data and model of a training, and its settings with the cuts of a pipeline; ValueError if they do not fit."""
         task, model, optimizer = collective_call(
-            self.comm, lambda: prepare(settings, self.comm.Get_size()), "this cannot be trained"
+            self.record.comm or MPI.COMM_SELF, lambda: prepare(settings, self.ranks), "this cannot be trained"
         )
         job = Job(task, model, loss_of(task), optimizer)
         if strategy_of(settings).measures and settings.cuts is None:
@@ -74,19 +77,24 @@ class StepForecaster:
     def step(self, settings: Settings, job: Job) -> StepTimeline:
         """Predicted step of a training, of settings and job as from `prepare`."""
         kind = settings.layout.partition(":")[0]
-        if kind in LAYOUTS:
-            return self._data_parallel(settings, job)
-        if kind == "pp":
-            return self._pipeline(settings, job)
+        if kind in LAYOUTS or kind == "pp":
+            found = self._data_parallel(settings, job) if kind in LAYOUTS else self._pipeline(settings, job)
+            found.spend("synchronise", STEP, self._synchronisation(job))
+            return found
         if kind == "ps":
             return self._servers(settings, job)
         known = ", ".join([*LAYOUTS, "pp", "ps"])
         raise ValueError(f"layout: expected one whose time can be forecast, of {known}; found {settings.layout}")
 
+    def _synchronisation(self, job: Job) -> float:
+        """Seconds of a step's small collectives: numbers of micro-batches, sums of the losses, squares of gradients."""
+        blocks = sum(-(-parameter.size // BLOCK) for parameter in job.model.parameters())
+        calls = (("allgatherv", 40 * self.ranks), ("allreduce", 16), ("allgatherv", 8 * blocks))
+        return sum(self.messages.collective(name, range(self.ranks), nbytes) for name, nbytes in calls)
+
     def _units(self, settings: Settings, job: Job, samples: int, tp: int) -> list[UnitCost]:
         work = Workpiece(job.model, job.loss, job.take)
-        found: list[UnitCost] = self.measured.units(work, settings, samples, tp)
-        return found
+        return self.measured.units(work, settings, samples, tp)
 
     def _work(
         self, settings: Settings, job: Job, samples: int, mesh: Mesh, rounds: int, crowd: float = 1.0
@@ -106,7 +114,7 @@ class StepForecaster:
         return found, NETWORK if self.messages.over_network(ranks) else SHARED
 
     def _data_parallel(self, settings: Settings, job: Job) -> StepTimeline:
-        ranks = self.comm.Get_size()
+        ranks = self.ranks
         mesh, crowd = mesh_of(settings, ranks), self.measured.sharing.crowd
         workers = strategy_of(settings).workers(settings, ranks)
         samples, microbatches = _micro_batches(settings, workers)
@@ -121,14 +129,14 @@ class StepForecaster:
         return data_parallel_step(settings.layout, units, rounds, group, update, tensor)
 
     def _cuts(self, settings: Settings, job: Job) -> str:
-        mesh = config.mesh_of(settings, self.comm.Get_size())
+        mesh = config.mesh_of(settings, self.ranks)
         parts = build(config.schedule_of(settings), mesh.sizes[AXIS], 1, virtual=settings.virtual).placement.parts
         samples, _ = _micro_batches(settings, config.workers(settings, mesh.size))
         costs = [LayerCost(*unit[:3]) for unit in self._units(settings, job, samples, mesh.sizes.get(TENSOR, 1))]
         return ",".join(map(str, (0, *(cut.stop for cut in partition(costs, parts)))))
 
     def _pipeline(self, settings: Settings, job: Job) -> StepTimeline:
-        mesh = config.mesh_of(settings, self.comm.Get_size())
+        mesh = config.mesh_of(settings, self.ranks)
         replicas, whole = config.workers(settings, mesh.size), mesh.without(TENSOR)
         samples, microbatches = _micro_batches(settings, replicas)
         units, _ = self._work(settings, job, samples, mesh, -(-microbatches // replicas))
@@ -150,7 +158,7 @@ class StepForecaster:
         )
 
     def _servers(self, settings: Settings, job: Job) -> StepTimeline:
-        ranks, sharing = self.comm.Get_size(), self.measured.sharing
+        ranks, sharing = self.ranks, self.measured.sharing
         workers = ranks - settings.servers
         samples, microbatches = _micro_batches(settings, workers)
         crowd = max(1.0, sharing.crowd * workers / ranks)

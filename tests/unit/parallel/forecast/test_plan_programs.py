@@ -7,6 +7,10 @@ import pytest
 
 pytest.importorskip("safetensors")
 
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.benchmark import plan_accuracy
 from parallel.benchmark.plan_plots import draw_step
 from parallel.cli import plan_layout, verify_plan
 from parallel.cli.main import find
@@ -58,11 +62,12 @@ def test_wrong_arguments(monkeypatch, capsys, words, message):
 
 def rows(noise):
     """Rows of all cases whose measured times are 1.2, 0.9, 2 and 1.1 times the parts, and 1 ms, but for `noise`."""
-    random, found = np.random.default_rng(0), {}
+    random, found = np.random.default_rng(0), []
     for case in verify_plan.CASES:
         parts = dict(zip(("compute", "update", "shared memory", "network"), random.uniform(0.01, 0.1, 4)))
         seconds = sum(factor * part for factor, part in zip((1.2, 0.9, 2.0, 1.1), parts.values())) + 1e-3
-        found[case.name] = verify_plan.CaseRow(seconds * random.uniform(1, 1 + noise), parts, {})
+        measured = seconds * random.uniform(1, 1 + noise)
+        found.append(plan_accuracy.CaseRow(case.name, case.question, measured, parts, case.fitted))
     return found
 
 
@@ -82,12 +87,43 @@ def test_few_cases_are_fitted():
     assert sum(case.place == "cluster" for case in verify_plan.CASES) == 15
 
 
-def test_comparison(capsys):
-    assert verify_plan.compare(rows(noise=0.0))
-    assert "30 steps: mean error" in capsys.readouterr().out
-    assert not verify_plan.compare(rows(noise=3.0))
+def test_comparison():
+    found = plan_accuracy.compare(rows(noise=0.0))
+    assert found.within_bounds and found.correlation > 0.98
+    assert list(found.lines())[32].startswith("30 steps: mean error ")
+    assert not plan_accuracy.compare(rows(noise=3.0)).within_bounds
 
 
-def test_the_fastest_of_two_measurements_counts():
-    one, other = (verify_plan.CaseRow(*values, {}) for values in ((3.0, {"compute": 1.0}), (2.0, {"compute": 4.0})))
-    assert one.fastest(other) == other.fastest(one) == verify_plan.CaseRow(2.0, {"compute": 1.0}, {})
+def test_regret_of_the_layout_that_is_chosen():
+    """Of two layouts the one that is predicted to be faster takes a quarter longer."""
+    question = ("node", 2, "mlp")
+    pair = [
+        plan_accuracy.CaseRow(name, question, measured, {"compute": predicted})
+        for name, measured, predicted in (("one", 1.25, 1.0), ("two", 1.0, 1.125))
+    ]
+    found = plan_accuracy.compare(pair)
+    assert found.regrets == {question: 0.25} and not found.within_bounds
+    assert list(found.lines())[-1].startswith("chosen layout of node 2 mlp: 25.0% slower")
+
+
+def test_steps_are_predicted_again_from_the_file(tmp_path, monkeypatch, capsys):
+    """The program predicts from a file what it predicted when it measured, without its ranks."""
+    case = verify_plan.TrainingCase("node", 1, "mlp:tiny", "dp", fitted=True)
+    monkeypatch.setattr(verify_plan, "CASES", [case])
+    monkeypatch.setattr(verify_plan, "SECONDS", 0.01)
+    path = tmp_path / "rows.json"
+    with Communicator(MPI.COMM_SELF) as comm:
+        verify_plan.measure(comm, path, "node", turns=1)
+    (turn,) = verify_plan.read_turns(path)
+    assert len(turn.steps[case.name]) >= verify_plan.STEPS[0] and "'update'" in str(turn.record["values"])
+    (row,) = verify_plan.rows_of([turn])
+    printed = capsys.readouterr().out
+    assert f"by parts {1e3 * sum(row.parts.values()):8.2f}: compute" in printed and row.fitted
+    slower = turn._replace(steps={case.name: [each * 3 for each in turn.steps[case.name]]})
+    assert verify_plan.rows_of([turn, slower])[0].measured == pytest.approx(2 * row.measured)
+    assert verify_plan.spread(case, [turn, slower]) == pytest.approx(2) and verify_plan.spread(case, [turn]) == 0
+    with pytest.raises(ValueError, match="expected a record with the measurement"):
+        verify_plan.rows_of([turn._replace(record={**turn.record, "values": {}})])
+    path.write_text("{}")
+    with pytest.raises(SystemExit):
+        verify_plan.main(["--rows", str(path)])

@@ -1,0 +1,146 @@
+"""Measured seconds of messages and collectives among any ranks here, at powers of two, and between them by a line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.forecast.measurement_record import MeasurementRecord
+from parallel.forecast.message_costs import MessageCosts
+
+LEAST = 64
+"""Bytes of the smallest message that is measured."""
+
+SECONDS, TIMES = 0.05, (3, 15)
+"""Seconds of a measurement, and least and most repetitions in it; the median counts."""
+
+
+@dataclass(frozen=True)
+class MeasuredMessages(MessageCosts):
+    """Messages as measured among the ranks here, all groups like the given one at the same time.
+
+    What the cost model does not know is included: processors that are shared with the ranks, buffers of the network,
+    copies. All methods are collective.
+    """
+
+    record: MeasurementRecord = field(kw_only=True)
+    _groups: dict[tuple[int, ...], tuple[Communicator, bool]] = field(default_factory=dict, kw_only=True)
+
+    def collective(self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False) -> float:
+        if len(ranks) < 2 or not nbytes:
+            return 0.0
+        first = groups_like(ranks, len(self.nodes))[0]
+        return _on_a_line(nbytes, partial(self._collective_seconds, name, first, shared))
+
+    def message(self, source: int, target: int, nbytes: float) -> float:
+        """Seconds of a message between two ranks: of the first pair of ranks with the same kind of link."""
+        far = self.over_network((source, target))
+        pair = next(pair for pair in combinations(range(len(self.nodes)), 2) if self.over_network(pair) == far)
+        return _on_a_line(nbytes, partial(self._message_seconds, pair))
+
+    def _collective_seconds(self, name: str, ranks: tuple[int, ...], shared: bool, nbytes: int) -> float:
+        def measure() -> float:
+            comm, _ = self._group(ranks)
+            return _median_seconds(comm, _call(comm, name, nbytes, shared))
+
+        member = self.record.comm is not None and self._group(ranks)[1]
+        return float(max(self.record.results((name, ranks, shared, nbytes), measure, member)))
+
+    def _message_seconds(self, pair: tuple[int, int], nbytes: int) -> float:
+        def measure() -> float:
+            comm, _ = self._group(pair)
+            return _median_seconds(comm, _round_trip(comm, nbytes)) / 2
+
+        member = self.record.comm is not None and self._group(pair)[1] and self.record.comm.Get_rank() in pair
+        return float(max(self.record.results(("message", pair, nbytes), measure, member)))
+
+    def _group(self, ranks: tuple[int, ...]) -> tuple[Communicator, bool]:
+        """Communicator of this rank's group among all like `ranks`, and True if it is in one. Collective."""
+        world = self.record.comm
+        assert world is not None
+        if ranks not in self._groups:
+            groups = groups_like(ranks, world.Get_size())
+            own = next((number for number, group in enumerate(groups) if world.Get_rank() in group), None)
+            together = len(groups) == 1 and own is not None and len(ranks) == world.Get_size()
+            comm = world if together else world.Split(len(groups) if own is None else own, world.Get_rank())
+            self._groups[ranks] = comm, own is not None
+        return self._groups[ranks]
+
+
+def groups_like(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """Groups without common ranks to which one group is moved: those of a mesh axis, from that of rank 0.
+
+    >>> groups_like((0, 2), 4), groups_like((0, 1), 5)
+    ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
+    """
+    found: list[tuple[int, ...]] = []
+    for shift in range(-min(ranks), size - max(ranks)):
+        moved = tuple(rank + shift for rank in ranks)
+        if not any(set(moved) & set(group) for group in found):
+            found.append(moved)
+    return found
+
+
+def _on_a_line(nbytes: float, at: Callable[[int], float]) -> float:
+    """Seconds of so many bytes on the line through those of the powers of two below and above."""
+    low = LEAST
+    while 2 * low <= nbytes:
+        low *= 2
+    if nbytes <= low:
+        return at(low)
+    first, last = at(low), at(2 * low)
+    return first + (last - first) * (nbytes - low) / low
+
+
+def _call(comm: Communicator, name: str, nbytes: int, shared: bool) -> Callable[[], Any]:
+    """Collective of float32 vectors, as the engines and operators call it; ValueError for one that they do not."""
+    counts = [-(-nbytes // (4 * comm.Get_size()))] * comm.Get_size()
+    zeros = comm.zeros if shared else np.zeros
+    whole, part = zeros(sum(counts), np.float32), zeros(counts[0], np.float32)
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
+        "allgatherv": lambda: comm.Allgatherv(MPI.IN_PLACE, [whole, counts]),
+        "reduce_scatter": lambda: comm.Reduce_scatter(whole, part, counts),
+    }
+    if name not in calls:
+        raise ValueError(f"collective: expected one of {', '.join(calls)}; found {name}")
+    return calls[name]
+
+
+def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
+    there, back = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+
+    def run() -> None:
+        if comm.Get_rank() == 0:
+            comm.Send(there, 1)
+            comm.Recv(back, 1)
+        elif comm.Get_rank() == 1:
+            comm.Recv(back, 0)
+            comm.Send(there, 0)
+
+    return run
+
+
+def _median_seconds(comm: Communicator, run: Callable[[], Any]) -> float:
+    """Median over repetitions of the time until the last rank has returned, after a barrier. Collective."""
+
+    def once() -> float:
+        comm.Barrier()
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    once()
+    first = comm.allreduce(once(), MPI.MAX)
+    count = min(TIMES[1], max(TIMES[0], int(SECONDS / max(first, 1e-9))))
+    seconds = np.array([once() for _ in range(count)])
+    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    return float(np.median(seconds))
