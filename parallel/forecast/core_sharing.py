@@ -30,11 +30,6 @@ class CoreSharing(NamedTuple):
         """Ranks per core, at least 1."""
         return max(1.0, self.ranks / self.cores)
 
-    @property
-    def has_idle_cores(self) -> bool:
-        """True if cores are left that can move messages while all ranks compute."""
-        return self.ranks < self.cores
-
 
 def core_sharing(comm: MPI.Intracomm) -> tuple[CoreSharing, bool]:
     """Sharing of cores, equal on all ranks, and True if this rank is among those that measure. Collective."""

@@ -1,7 +1,6 @@
 """Predicted step of data-parallel layouts (DDP, ZeRO): passes unit by unit, exchanges of gradients and weights.
 
-Within a node the cores that compute would also have to move the data, so messages are not hidden. Between nodes, what a
-layout starts early goes on beside the computation, if a core is left to move it.
+Of what a layout starts early a share goes on beside the computation: as much as cores and network cards move meanwhile.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,15 +27,11 @@ class UnitWork(NamedTuple):
 
 
 class RankGroup(NamedTuple):
-    """Ranks with the same parameters: the partition of these among them, and costs of messages.
-
-    `overlaps`: messages between nodes can go on beside the computation.
-    """
+    """Ranks with the same parameters: the partition of these among them, and costs of messages."""
 
     plan: PartitionSpec
     ranks: Sequence[int]
     messages: MessageCosts
-    overlaps: bool = False
 
     @property
     def cause(self) -> str:
@@ -111,7 +106,7 @@ class _DataParallelStep:
                     self._reduce(bucket for bucket, of in zip(self._buckets, self._users) if of[0] == number)
         if exchange.when == "end":
             self._reduce(self._buckets)
-        step.wait(self._sent, NETWORK)
+        step.wait(self._sent, self._group.cause)
         step.spend("update", UPDATE, update)
         if exchange.gathers_updates:
             for bucket in self._buckets:
@@ -129,10 +124,11 @@ class _DataParallelStep:
         for bucket in buckets:
             seconds = self._group.seconds(self._exchange.collective, bucket.span.size)
             label = f"{self._exchange.collective} {bucket.number}"
-            if self._exchange.overlaps and self._group.overlaps and self._group.cause == NETWORK:
-                self._sent = self._step.beside(label, NETWORK, max(self._sent, self._step.now), seconds)
-            else:
-                self._move(label, seconds)
+            hidden = self._group.messages.hidden(self._group.ranks) if self._exchange.overlaps else 0.0
+            self._move(label, (1 - hidden) * seconds)
+            if hidden:
+                start = max(self._sent, self._step.now)
+                self._sent = self._step.beside(label, self._group.cause, start, hidden * seconds)
 
     def _gather(self, unit: int) -> None:
         """Gather the weights of a unit, unless they are still there."""

@@ -6,7 +6,7 @@ Each is measured once; a trial takes a few milliseconds up to a few passes of th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ LEAST = 64
 
 SECONDS, TIMES = 0.05, (3, 15)
 """Seconds of a measurement, and least and most repetitions in it; the median counts."""
+
+BUCKET, WIDTH = 1 << 21, 256
+"""Bytes of an allreduce beside computation, and width of the square products of that computation."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,17 @@ class MeasuredMessages(MessageCosts):
             return 0.0
         first = groups_like(ranks, len(self.nodes))[0]
         return _on_a_line(nbytes, partial(self._collective_seconds, name, first, shared))
+
+    def hidden(self, ranks: Sequence[int]) -> float:
+        if len(ranks) < 2:
+            return 0.0
+        first = groups_like(ranks, len(self.nodes))[0]
+
+        def measure() -> float:
+            return _hidden_share(self._group(first)[0])
+
+        member = self.record.comm is not None and self._group(first)[1]
+        return float(median(self.record.results(("hidden", first), measure, member)))
 
     def message(self, source: int, target: int, nbytes: float) -> float:
         """Seconds of a message between two ranks: of the first pair of ranks with the same kind of link."""
@@ -127,6 +142,36 @@ def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
             comm.Send(there, 0)
 
     return run
+
+
+def _hidden_share(comm: Communicator) -> float:
+    """Share of an allreduce, or of as long a computation, that goes on beside the other one. Collective.
+
+    The computation tests the allreduce after every product, as a backward pass does after every gradient.
+    """
+    request = comm.Allreduce_init(MPI.IN_PLACE, comm.zeros(BUCKET // 4, np.float32))
+    left, right, out = np.zeros((3, WIDTH, WIDTH), np.float32)
+
+    def exchange() -> None:
+        request.Start()
+        request.Wait()
+
+    def compute(test: Callable[[], Any] = bool) -> None:
+        for _ in range(count):
+            np.matmul(left, right, out=out)
+            test()
+
+    def together() -> None:
+        request.Start()
+        compute(request.Test)
+        request.Wait()
+
+    count = 1
+    alone = _median_seconds(comm, exchange)
+    count = max(1, round(alone / _median_seconds(comm, compute)))
+    computing, both = _median_seconds(comm, compute), _median_seconds(comm, together)
+    request.Free()
+    return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
 
 
 def _median_seconds(comm: Communicator, run: Callable[[], Any]) -> float:

@@ -38,6 +38,10 @@ class MessageCosts:
         """Seconds of an exchange as `RecordingComm` records it: a collective, or a message between neighbours."""
         return self.message(ranks[0], ranks[1], nbytes) if name == MESSAGE else self.collective(name, ranks, nbytes)
 
+    def hidden(self, ranks: Sequence[int]) -> float:
+        """Share of an exchange among these ranks that goes on beside their computation."""
+        return float(self.over_network(ranks) and len(self.nodes) < self.cores)
+
     def _with_shared_cards(self) -> Costs:
         """Costs where all ranks of a node communicate at once, as they do in a training, over one network card."""
         wire, together = self.costs.network, max(map(self.nodes.count, self.nodes))

@@ -125,7 +125,7 @@ class StepForecaster:
         plan = plan_of(model, len(replicas), 0, settings)
         own = -(-plan.flat.length // len(replicas)) if LAYOUTS[settings.layout].divided else plan.flat.length
         update = self.measured.update(job.optimizer, settings, own) * crowd
-        group = RankGroup(plan, replicas, self.messages, self.measured.sharing.has_idle_cores)
+        group = RankGroup(plan, replicas, self.messages)
         return data_parallel_step(settings.layout, units, rounds, group, update, tensor)
 
     def _cuts(self, settings: Settings, job: Job) -> str:

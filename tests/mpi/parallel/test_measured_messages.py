@@ -47,6 +47,12 @@ def test_groups_measure_together(comm):
     assert messages_of(record).message(0, 1, 0) > 0
 
 
+def test_the_hidden_share_is_a_share(comm):
+    record = MeasurementRecord.on(comm)
+    share = messages_of(record).hidden(range(comm.size))
+    assert 0 <= share <= 1 and (comm.size > 1 or share == 0) and len(record.values) == (comm.size > 1)
+
+
 def test_messages_between_nodes(comm):
     """The pair that measures has a link of the same kind."""
     if comm.size < 3:

@@ -30,9 +30,9 @@ UNITS = [UnitWork(1.0, 1.5, 0.5)] * 3
 ONE_NODE, TWO_NODES = (MessageCosts(BUILT_IN, nodes, 8) for nodes in ((0, 0), (0, 1)))
 
 
-def group(messages, overlaps=False):
+def group(messages):
     settings = Settings(bucket_bytes=1, first_bytes=1)
-    return RankGroup(plan_of(mlp([8, 8, 8, 4]), 2, 0, settings), (0, 1), messages, overlaps)
+    return RankGroup(plan_of(mlp([8, 8, 8, 4]), 2, 0, settings), (0, 1), messages)
 
 
 @pytest.mark.parametrize("layout", EXCHANGES)
@@ -60,11 +60,20 @@ def test_number_of_exchanges(layout, reduced, gathered):
 
 def test_overlap_needs_a_core():
     """Between nodes the allreduce goes on beside the backward pass if a core is left; only the first unit's shows."""
-    alone = data_parallel_step("dp", UNITS, 1, group(TWO_NODES), 0.0)
-    beside = data_parallel_step("dp", UNITS, 1, group(TWO_NODES, overlaps=True), 0.0)
+    alone = data_parallel_step("dp", UNITS, 1, group(replace(TWO_NODES, cores=2)), 0.0)
+    beside = data_parallel_step("dp", UNITS, 1, group(TWO_NODES), 0.0)
     last = [span for span in beside.spans if span.lane == "messages"][-2:]
     assert alone.parts[NETWORK] > beside.parts[NETWORK] == pytest.approx(sum(s.end - s.start for s in last))
-    assert CoreSharing(2, 4).has_idle_cores and not CoreSharing(4, 4).has_idle_cores and CoreSharing(6, 4).crowd == 1.5
+    assert CoreSharing(2, 4).crowd == 1 and CoreSharing(6, 4).crowd == 1.5
+
+
+def test_a_share_of_the_allreduce_is_hidden(monkeypatch):
+    """With a half hidden, what shows is half of all buckets, and of the last unit's the other half as well."""
+    monkeypatch.setattr(MessageCosts, "hidden", lambda messages, ranks: 0.5)
+    half = data_parallel_step("dp", UNITS, 1, group(TWO_NODES), 0.0)
+    whole = data_parallel_step("dp-bucket", UNITS, 1, group(TWO_NODES), 0.0).parts[NETWORK]
+    last = [span for span in half.spans if span.lane == "messages"][-2:]
+    assert half.parts[NETWORK] == pytest.approx(whole / 2 + last[-1].end - half.spans[-3].end)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
