@@ -14,6 +14,7 @@ from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, Settings
 from parallel.forecast.core_sharing import CoreSharing
 from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork, data_parallel_step
 from parallel.forecast.measured_costs import UNIT_FIELDS, MeasuredCosts
+from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.message_costs import MessageCosts
 from parallel.forecast.pipeline_step import PipelineWork, pipeline_step
 from parallel.forecast.recording_comm import RecordingComm, TensorExchange
@@ -138,10 +139,9 @@ def test_units_of_another_model_are_measured_again(monkeypatch):
     options = [one for one in inspect.signature(build_model).parameters.values() if one.kind is one.KEYWORD_ONLY]
     assert tuple(one.name for one in options) == BUILD_FIELDS
     numbers = iter(range(100))
-    monkeypatch.setattr("parallel.forecast.measured_costs._unit_costs", lambda *given: next(numbers))
-    monkeypatch.setattr("parallel.forecast.measured_costs._median_units", lambda every: every[0])
+    monkeypatch.setattr("parallel.forecast.measured_costs._unit_costs", lambda *given: [(next(numbers), 0, 0, (), 0)])
     with Communicator(MPI.COMM_SELF) as comm:
-        costs = MeasuredCosts(comm)
+        costs = MeasuredCosts(MeasurementRecord.on(comm))
         found = [costs.units(None, settings, 8, 1) for settings in [DEFAULTS, replace(DEFAULTS, rate=0.5)]]
         found += [costs.units(None, replace(DEFAULTS, **{name: value}), 8, 1) for name, value in others.items()]
-    assert found == [0, *range(len(others) + 1)]
+    assert [unit.forward for (unit,) in found] == [0, *range(len(others) + 1)]
