@@ -26,7 +26,7 @@ from collectives.transport.mpi_transport import ImmediateTransport, PersistentTr
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_gpu import GpuChannel, share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
-from collectives.transport.shm import STREAMED, NodeAwareTransport
+from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Wire
 
 BLOCKING_CHANNEL = 0
@@ -123,13 +123,14 @@ class Transports:
         mark: int,
         channel: int | None = BLOCKING_CHANNEL,
         itemsize: int = 1,
-        shared: bool = False,
+        whole: bool = False,
         device: DeviceMemory | None = None,
     ) -> Wire:
         """Create the transport of a program: mailboxes of `channel` within the node, MPI with a tag between nodes.
 
         MPI alone without mailboxes, or if `channel` is None. Messages are split between elements: an element larger
-        than a cell needs reads from peer memory, or MPI. With pinned mailboxes `device` is that of the messages.
+        than a cell needs reads from peer memory, or MPI. `whole`: messages longer than a cell are not cut, if ranks may
+        read each other's memory. With pinned mailboxes `device` is that of the messages.
         """
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
@@ -145,7 +146,8 @@ class Transports:
         if mailboxes is not None and device is not None:
             copies = mailboxes.copies(device.number)
             return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies)
-        streamed = 0 if shared else STREAMED if mailboxes is None else MOST  # a peer's memory may be on a device
+        # Where a message may be in a device's memory, at either end, all go through cells.
+        streamed = MOST if mailboxes is not None else 0 if whole else self.node.streamed
         return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark)
 
     def gpu_channel(self, channel: int | None) -> GpuChannel | None:

@@ -54,8 +54,13 @@ class ProgramBuilder:
         shared: bool = False,
         device: DeviceMemory | None = None,
     ) -> Wire:
-        """Create the transport of a call's program; see `Transports.wire`."""
-        return self._transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, shared, device)
+        """Create the transport of a call's program; see `Transports.wire`.
+
+        Messages are not cut if they are read from `shared` memory, or copied by the progress thread: a wait for each
+        part takes it long.
+        """
+        whole = shared or (self._async_progress and form != BLOCKING)
+        return self._transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, whole, device)
 
     def bind(
         self,

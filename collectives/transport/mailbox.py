@@ -34,10 +34,10 @@ SLOTS = 16
 """Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
 ranks share cores."""
 
-CELLS = 2
+CELLS = 4
 """Eager buffers of medium messages from one rank to another, which they take in turn."""
 
-SHORT_PARTS = 64
+SHORT_PARTS = 32
 """A short message, which has the buffer of its slot, is at most a cell divided by this."""
 
 INLINE = 56
@@ -59,9 +59,13 @@ MARKS = 1 << 12
 KIND = LENGTHS * MARKS
 """Flags are the message's number times this, plus its label. Numbers have 45 bits: enough for a year of messages."""
 
-CELL = 1 << 18
-"""Most bytes of a cell, the eager buffer of a medium message. Messages up to `shm.STREAMED` that do not fit are cut:
-one part is read while the next is written. Longer ones are sent by address if ranks may read each other's memory."""
+CELL = 1 << 17
+"""Most bytes of a cell, the eager buffer of a medium message."""
+
+STREAMED = 1 << 23
+"""Bytes up to which messages are cut to go through cells: one part is read while the next is written. Longer ones are
+read at once out of the sender, if permitted: a system call for each, but one copy instead of two. Where ranks share
+cores, or copies do not go past the caches, messages that need each cell more than once are long."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -149,7 +153,8 @@ class NodeMemory:
     neighbours' memory. Lists are indexed by rank on the node; `places` maps ranks in `everyone` to it. `bytes`,
     `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
     addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
-    other's memory. `copied`: bytes up to which messages on each channel are copied into cells. `speed`: of messages on
+    other's memory. `streamed`: bytes up to which messages are cut. `copied` and `copied_compiled`: bytes up to which
+    Python and compiled code copy messages on each channel into cells. `speed`: of messages on
     the slowest node, equal on all ranks. `cores`: number that the ranks of the node may use, and `shares_cores`: it has
     more ranks than these.
     """
@@ -192,7 +197,10 @@ class NodeMemory:
         if self.size > 1 and not self.shares_cores:
             far, speed = measure(self)
         self.speed = speed.slowest(everyone)
-        self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far and not copies_past_caches() else self.cells
+        self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
+        self.copied_compiled = self.cells if copies_past_caches() else self.copied
+        streams = reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND)
+        self.streamed = STREAMED if streams else CELLS * self.cells[0]
 
     def _reads(self) -> bool:
         """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
@@ -251,7 +259,7 @@ class MailboxEdge:
             here + self.my_ack * 8,
             there + self.their_ack * 8,
             cell,
-            node.copied[channel],
+            node.copied_compiled[channel],
             short,
             here + short_out,
             there + short_in,

@@ -33,17 +33,13 @@ from collectives.transport.shm_messages import (
 from collectives.transport.wire import Iovec, Reduction
 from collectives.types import Wait
 
-STREAMED = 1 << 19
-"""Bytes up to which messages go through cells; longer ones are read by cross-memory attach, if permitted."""
-
 
 class NodeAwareTransport:
     """Transport: one channel of the mailboxes in shared memory within a node; MPI (`network`) between nodes.
 
     `edges` are those of the channel, by rank of the node. `streamed`: bytes up to which messages are cut to go
-    through cells; 0 if nearly all send buffers are in memory that the receiver has mapped; equal at both ends of every
-    edge. `mark` is a number below `MARKS` that both ends of every edge compute from the call: a message with another
-    mark raises.
+    through cells; equal at both ends of every edge. `mark` is a number below `MARKS` that both ends of every edge
+    compute from the call: a message with another mark raises.
     """
 
     in_mailboxes = True
@@ -54,7 +50,7 @@ class NodeAwareTransport:
         channel: int,
         edges: dict[int, MailboxEdge],
         network: PersistentTransport | ImmediateTransport,
-        streamed: int = STREAMED,
+        streamed: int,
         mark: int = 0,
     ) -> None:
         self.node, self._channel, self._edges, self._network = node, channel, edges, network

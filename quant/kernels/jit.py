@@ -14,7 +14,8 @@ between processes.
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -67,14 +68,32 @@ class KernelCache(FunctionCache):
                     os.unlink(own)
 
 
+_compiled_into: defaultdict[str, set[ModuleType]] = defaultdict(set)
+"""Modules whose constants and functions are compiled into those of a module, by its name."""
+
+
+def _files(modules: Iterable[ModuleType]) -> set[str]:
+    """Paths of modules and of all that are compiled into them."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module.__file__ not in found:
+            found.add(module.__file__)
+            waiting += _compiled_into.get(module.__name__, ())
+    return found
+
+
 def compiler(*modules: ModuleType, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: compile at the first call per signature, with `numba.njit(**options)`, or load from the cache on disk.
 
-    `modules` are those whose constants and functions are compiled into it, besides the function's own.
+    `modules` are those whose constants and functions are compiled into it, besides the function's own. Modules that are
+    compiled into these count too.
     """
-    others = b"".join(hashlib.sha256(Path(module.__file__).read_bytes()).digest() for module in modules)
+    others = b"".join(sorted(hashlib.sha256(Path(path).read_bytes()).digest() for path in _files(modules)))
 
     def compile_lazily(function: Callable[..., Any]) -> Any:
+        _compiled_into[function.__module__].update(modules)
         dispatcher = numba.njit(**options)(function)
         with suppress(RuntimeError):  # neither the package's folder nor the user's can be written
             dispatcher._cache = KernelCache(function, others)

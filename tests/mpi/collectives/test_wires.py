@@ -53,7 +53,7 @@ WIRES = {
 
 def mailboxes(comm, node):
     edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
-    return NodeAwareTransport(node, 1, edges, PersistentTransport(comm, 3))
+    return NodeAwareTransport(node, 1, edges, PersistentTransport(comm, 3), node.streamed)
 
 
 def fenced(node):

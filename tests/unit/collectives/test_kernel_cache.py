@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -127,17 +128,18 @@ def test_constants_of_other_modules_count(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text("ONE = 1")
 
-    class Module:
-        __file__ = str(other)
+    module, between = ModuleType("module"), ModuleType(__name__)
+    module.__file__, between.__file__ = str(other), __file__
 
     def function(x):
         return x + 1
 
-    def version():
-        made = compiler(Module)(function)
+    def version(*modules):
+        made = compiler(*modules)(function)
         assert made(np.int64(1)) == 2
         return hits(made)
 
-    assert [version(), version()] == [0, 1]
-    other.write_text("ONE = 2")
-    assert version() == 0
+    for modules in ((module,), (between,)):  # the second depends on it through the function
+        assert [version(*modules), version(*modules)] == [0, 1]
+        other.write_text(f"ONE = 2  # {modules[0].__name__}")
+        assert version(*modules) == 0
