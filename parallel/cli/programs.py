@@ -52,6 +52,7 @@ PROGRAMS = {
         "parallel.cli.plan_layout", "train with the fastest layout", guarded=True, blas_threads=True
     ),
     "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
+    "verify --forecasts": CommandEntry("parallel.cli.verify_forecasts", "check memory forecasts of random trainings"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),

@@ -31,13 +31,13 @@ def check_compression(settings: Settings, layout: str) -> None:
         parse(compress)
     if LAYOUTS[layout].divided:
         whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
-        why = f"only where every rank has the whole sum ({whole}) can there be more, and the layout is {layout}"
+        why = f"gradients are compressed only where every rank has the whole sum ({whole}), and the layout is {layout}"
     elif settings.reproducible:
         why = "a reproducible training adds gradients as they are, in canonical order"
     elif PRECISIONS[settings.precision].wide != np.float32:
         why = f"gradients are to be float32, and in {settings.precision} they are not"
     elif settings.device != "cpu":
-        why = f"on {settings.device} there is nothing else so far"
+        why = f"gradients on {settings.device} are not compressed"
     else:
         return
     raise ValueError(f"compress: expected {NONE}, since {why}; found {compress}")
