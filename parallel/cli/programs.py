@@ -46,6 +46,7 @@ PROGRAMS = {
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
     "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),
     "plan --scaling": CommandEntry("parallel.cli.plan_scaling", "predicted scaling of a training", mpi=False),
+    "plan --measure-device": CommandEntry("parallel.cli.measure_device", "measured device for a plan", mpi=False),
     "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
     "plan --search": CommandEntry("parallel.cli.plan_layout", "fastest layout of a training here", blas_threads=True),
     "plan --run": CommandEntry(

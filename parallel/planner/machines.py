@@ -1,25 +1,37 @@
 """Devices and clusters as numbers: dense peaks, memory, bandwidths, and the links between devices."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
 
 from collectives.analysis.cost_functions import LinearCost
 from parallel.planner.checked import expect_above_zero, expect_at_least, lookup
+
+EFFICIENCY = {"0": 0.1, "1e9": 0.6, "16e9": 0.9, "128e9": 0.99}
+"""Share of the attainable peak that a product reaches, by its FLOPs (Gao et al., vTrain)."""
 
 
 @dataclass(frozen=True)
 class Device:
     """Accelerator, or CPU: `peak` in FLOP/s by precision, dense; `memory` in bytes, its `bandwidth` in bytes/s.
 
-    Large matrix products reach the share `attainable` of the peak.
+    Large matrix products reach the share `attainable` of the peak, and others the share `efficiency` of that, by their
+    FLOPs, linear between.
     """
 
     peak: dict[str, float] = field(hash=False)
     memory: float
     bandwidth: float
     attainable: float = 0.8
+    efficiency: dict[str, float] = field(default_factory=EFFICIENCY.copy, hash=False)
     source: str = ""
 
     def __post_init__(self) -> None:
+        if not self.efficiency or not all(0 < share <= 1 for share in self.efficiency.values()):
+            raise ValueError(f"efficiency: expected shares above 0, up to 1, found {self.efficiency}")
+        if not min(self._curve[0]) >= 0:
+            raise ValueError(f"efficiency: expected FLOPs from 0 on, found {min(self._curve[0])}")
         if not 0 < self.attainable <= 1:
             raise ValueError(f"attainable: expected a share above 0, up to 1, found {self.attainable}")
         expect_above_zero(self, "memory", "bandwidth")
@@ -28,6 +40,18 @@ class Device:
         for precision, flops in self.peak.items():
             if not flops > 0:
                 raise ValueError(f"peak.{precision}: expected FLOP/s above 0, found {flops}")
+
+    @cached_property
+    def _curve(self) -> tuple[list[float], list[float]]:
+        try:
+            points = sorted((float(flops), share) for flops, share in self.efficiency.items())
+        except ValueError:
+            raise ValueError(f"efficiency: expected numbers of FLOPs, found {', '.join(self.efficiency)}") from None
+        return [flops for flops, _ in points], [share for _, share in points]
+
+    def efficiency_of(self, flops: float) -> float:
+        """Share of the attainable peak that a product of so many FLOPs reaches."""
+        return float(np.interp(flops, *self._curve))
 
     def peak_of(self, precision: str) -> float:
         """Dense peak in FLOP/s; ValueError if it is not known for this precision."""

@@ -10,8 +10,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from collectives.algorithms import catalog
 from parallel.pipeline.schedule.formulas import FORMULAS, evaluate
 from parallel.pipeline.schedule.stage_placement import Number
@@ -21,9 +19,6 @@ from parallel.planner.layout import ClusterLayout, accumulation
 from parallel.planner.machines import Cluster, Device, Link, Stack
 from parallel.planner.states import StateRecipe, WeightCount, state_bytes
 from parallel.planner.transformer import Product, Transformer
-
-EFFICIENCY = ((0.0, 1e9, 16e9, 128e9), (0.1, 0.6, 0.9, 0.99))
-"""FLOPs of a product, and the share of the attainable peak that it reaches; linear between (Gao et al., vTrain)."""
 
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2.5, 4.0
 """Times that the saved bytes of operators between products are moved: each array is written and read by the next one,
@@ -111,7 +106,7 @@ def _reached(link: Link, share: float) -> Link:
 def product_seconds(cost: OperatorCost, setup: Setup) -> float:
     """Seconds of a product: at least those to move its operands."""
     peak = setup.device.peak_of(setup.precision) * setup.device.attainable * setup.stack.products
-    share = float(np.interp(cost.flops / cost.repeats, *EFFICIENCY))
+    share = setup.device.efficiency_of(cost.flops / cost.repeats)
     return max(cost.flops / (peak * share), cost.nbytes() / setup.device.bandwidth)
 
 

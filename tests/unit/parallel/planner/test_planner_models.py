@@ -2,7 +2,9 @@
 
 import pytest
 
+from parallel.cli import measure_device
 from parallel.nn.models import transformer
+from parallel.planner import device_measurement
 from parallel.planner.presets import load, parse
 from parallel.planner.transformer import RoutedExperts, Transformer
 
@@ -114,3 +116,38 @@ def test_unreadable_files_and_unknown_devices(tmp_path):
     path.write_text(f"[clusters.lan]\ndevice = 'h10'\nper_node = 1\ninside = {link}\nbetween = {link}")
     with pytest.raises(ValueError, match=r"clusters.lan: device: expected one of .*; found 'h10' \(perhaps h100\)"):
         load([path])
+
+
+def test_a_measured_device_is_a_presets_file(tmp_path, monkeypatch, capsys):
+    """The command's file is loaded, and its curve is the one that was measured."""
+    monkeypatch.setattr(device_measurement, "SECONDS", 0.0)
+    found = device_measurement.measure_device(10**9, widths=(8, 64), copied=1 << 16)
+    assert max(found.efficiency.values()) == 1 and set(found.efficiency) == {1024, 524288}
+    presets = parse(found.as_toml("here"), "here")
+    device = presets.device_of(presets.clusters["here"])
+    assert device.efficiency_of(1024) == pytest.approx(found.efficiency[1024], abs=1e-4)
+    middle = sum(found.efficiency.values()) / 2
+    assert device.efficiency_of((1024 + 524288) / 2) == pytest.approx(middle, abs=1e-4)
+    assert device.memory == 1e9 and device.peak.keys() == {"fp32", "fp64"}
+    monkeypatch.setattr(measure_device, "measure_device", lambda memory: found)
+    path = tmp_path / "here.toml"
+    assert measure_device.main(["--measure-device", "here", "--output", str(path)]) == 0
+    assert path.read_text() == found.as_toml("here")
+    for words in (["--measure-device", "a b"], ["--measure-device", "a", "--output", "/dev/null/a"]):
+        with pytest.raises(SystemExit):
+            measure_device.main(words)
+
+
+@pytest.mark.parametrize(
+    ("curve", "message"),
+    [
+        ("{}", "efficiency: expected shares above 0"),
+        ("{ 1e9 = 1.5 }", "efficiency: expected shares above 0"),
+        ("{ much = 0.5 }", "efficiency: expected numbers of FLOPs, found much"),
+        ("{ -1 = 0.5 }", "efficiency: expected FLOPs from 0 on, found -1"),
+    ],
+)
+def test_wrong_efficiency(curve, message):
+    text = f"[devices.box]\npeak = {{ fp32 = 1e12 }}\nmemory = 1e9\nbandwidth = 1e9\nefficiency = {curve}\n"
+    with pytest.raises(ValueError, match=message):
+        parse(text, "mine.toml")
