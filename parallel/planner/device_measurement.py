@@ -52,7 +52,8 @@ def measure_device(memory: int, widths: tuple[int, ...] = WIDTHS, copied: int = 
 
 def _product_speed(width: int, dtype: type) -> float:
     """FLOP/s of a square product."""
-    left, right, out = (np.ones((width, width), dtype) for _ in range(3))
+    left: np.ndarray = np.ones((width, width), dtype)
+    right, out = left.copy(), left.copy()
     return 2 * width**3 / _fastest(lambda: np.matmul(left, right, out=out))
 
 
