@@ -92,14 +92,14 @@ class DirectRoute:
         Returns the results of this rank's own assignments.
         """
         mine, chosen = self._to_sources(results), self._chosen
-        kernels.add_rows(y, chosen.tokens, chosen.counts, chosen.weights * kernels.widen(mine))
+        kernels.add_rows(y, chosen.tokens, chosen.counts, kernels.widen(mine), chosen.weights)
         return mine
 
     def send_gradients(self, upper: Array, results: Array, dtype: np.dtype) -> None:
         """Start to send gradients of y, wide, to the experts, in their dtype; `results` are those of `combine`."""
-        of_tokens = upper[self._chosen.tokens]
-        self._to_experts(kernels.narrow(self._chosen.weights * of_tokens, dtype))
-        self._dweights = (of_tokens * kernels.widen(results)).sum(axis=-1)
+        tokens, weights = self._chosen.tokens, self._chosen.weights
+        rows, self._dweights = kernels.weighted_rows(upper, tokens, weights, kernels.widen(results))
+        self._to_experts(kernels.narrow(rows, dtype))
 
     def combine_gradients(self, drows: Array, dx: Array) -> Array:
         """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""

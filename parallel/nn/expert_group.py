@@ -114,15 +114,14 @@ class ExpertGroup(Operator):
         """Add the experts' weighted results, expert by expert, to the tokens' rows y, wide; returns saved values."""
         chosen, rows = sent
         results, saved = self.forward_segments(rows, chosen.counts, run)
-        kernels.add_rows(y, chosen.tokens, chosen.counts, chosen.weights * kernels.widen(results))
+        kernels.add_rows(y, chosen.tokens, chosen.counts, kernels.widen(results), chosen.weights)
         return chosen, results, saved
 
     def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> Any:
         """Send gradients of y, wide, to the experts, in their dtype; returns what `backward_sent` takes."""
         chosen, results, _ = saved
-        of_tokens = upper[chosen.tokens]
-        dweights = (of_tokens * kernels.widen(results)).sum(axis=-1)
-        return kernels.narrow(chosen.weights * of_tokens, dtype), dweights
+        rows, dweights = kernels.weighted_rows(upper, chosen.tokens, chosen.weights, kernels.widen(results))
+        return kernels.narrow(rows, dtype), dweights
 
     def backward_sent(self, sent: Any, saved: Any, dx: Array, grads: GradientSink) -> Array:
         """Add the gradients of the tokens to dx, wide; returns those of the weights of the assignments."""

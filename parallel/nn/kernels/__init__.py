@@ -22,7 +22,7 @@ TWINS = (
     *("biased_relu", "biased_gelu", "biased_gelu_tanh", "biased_silu", "masked", "keep", "sum_rows"),
     *("layer_norm", "layer_norm_backward", "causal_softmax", "softmax_backward"),
     *("visible_softmax", "visible_probabilities", "attention_gradient", "merge_attention"),
-    *("softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient"),
+    *("softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient", "add_rows", "weighted_rows"),
 )
 """Kernels that exist compiled or fused too; the others are those of the reference."""
 

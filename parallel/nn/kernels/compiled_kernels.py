@@ -16,6 +16,7 @@ from numba import njit
 from parallel.nn.kernels import reference_kernels
 from parallel.nn.kernels.compiled_elementwise import *  # noqa: F403
 from parallel.nn.kernels.compiled_elementwise import loop
+from parallel.nn.kernels.compiled_rows import *  # noqa: F403
 from parallel.nn.kernels.scalar import ONE, ZERO, F, exp_down
 
 ROWS = 64

@@ -248,13 +248,22 @@ def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
 # ------------------------------------------------------------------------------------------ rows of tokens
 
 
-def add_rows(y: Array, tokens: Array, counts: list[int], rows: Array) -> None:
-    """Add rows to the rows `tokens` of y in place: segments of `counts` rows, one after another.
+def add_rows(y: Array, tokens: Array, counts: list[int], rows: Array, weights: Array | None = None) -> None:
+    """Add rows, perhaps times weights (n, 1), to the rows `tokens` of y in place: segments of `counts` rows in order.
 
     `tokens` (n,) are distinct within a segment; `rows` has shape (n, width) and the dtype of y, float32 or float64.
     """
     start = 0
     for count in counts:
         one = slice(start, start + count)
-        y[tokens[one]] += rows[one]
+        y[tokens[one]] += rows[one] if weights is None else weights[one] * rows[one]
         start += count
+
+
+def weighted_rows(upper: Array, tokens: Array, weights: Array, results: Array) -> tuple[Array, Array]:
+    """Rows `tokens` (n,) of `upper`, times weights (n, 1); and their products with `results` (n, width), summed: (n,).
+
+    Gradients of results that `add_rows` has added, and of their weights. All but `tokens` are of one wide dtype.
+    """
+    of_tokens = upper[tokens]
+    return weights * of_tokens, (of_tokens * results).sum(axis=-1)
