@@ -55,8 +55,10 @@ def format_share(share: float) -> str:
 def format_speed(training: Training, speed: Throughput) -> str:
     words = [f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"]
     if speed.mfu is not None and speed.hfu is not None:
-        words.append(f"MFU {format_share(speed.mfu)}")
-        words += [f"HFU {format_share(speed.hfu)}"] * (speed.hfu > speed.mfu)
+        words.append(
+            f"MFU {format_share(speed.mfu)}" if speed.mfu <= 1 else "MFU unknown (peak measured on busy cores)"
+        )
+        words += [f"HFU {format_share(speed.hfu)}"] * (speed.mfu < speed.hfu <= 1)
     return ", ".join([*words, f"communication {format_share(speed.communication_share)}"])
 
 

@@ -1,5 +1,7 @@
 """Models as operators with explicit forward and backward passes, on NumPy and CuPy arrays, without MPI."""
 
+from typing import TYPE_CHECKING, Any
+
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
 from parallel.nn.compose import Recompute, Residual, Sequential
@@ -50,3 +52,13 @@ __all__ = [
     "self_attention",
     "transformer",
 ]
+
+TORCH_CLASSES = {"Module": "Operator", "CrossEntropyLoss": "SoftmaxCrossEntropy", "MSELoss": "MSE"}
+"""Names that stand in `torch.nn` for what has another name, and perhaps another interface, here."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """AttributeError, with the name here of a class of PyTorch."""
+        hint = f"; its counterpart is {TORCH_CLASSES[name]}" if name in TORCH_CLASSES else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

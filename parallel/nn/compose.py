@@ -20,11 +20,17 @@ from quant.types import Array
 class Sequential(Operator):
     """Operators applied in order. Of a whole model, the items are the *units* whose weights are gathered and freed.
 
-    `cuts`, the styles in which `parallel.tensor` cuts operators by names or patterns of names, is for whole models.
+    They are arguments, as in PyTorch, or one iterable; TypeError if one is no operator. `cuts`, the styles in which
+    `parallel.tensor` cuts operators by names or patterns of names, is for whole models.
     """
 
-    def __init__(self, items: Iterable[Operator], cuts: Mapping[str, str] | None = None):
-        self.items, self.cuts = list(items), dict(cuts or {})
+    def __init__(self, *items: Operator | Iterable[Operator], cuts: Mapping[str, str] | None = None):
+        given: Any = items[0] if len(items) == 1 and isinstance(items[0], Iterable) else items
+        self.items: list[Operator] = list(given)
+        self.cuts = dict(cuts or {})
+        for number, item in enumerate(self.items):
+            if not isinstance(item, Operator):
+                raise TypeError(f"Sequential: expected operators, found {item!r} as item {number}")
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (number as text, item), so that parameter names are "3.weight" rather than "items.3.weight"."""

@@ -57,4 +57,4 @@ class DepthLayers:
             MixtureOfDepths(item, width, self.fraction) if number in numbers else item
             for number, item in enumerate(model.items)
         ]
-        return Sequential(items, model.cuts)
+        return Sequential(items, cuts=model.cuts)

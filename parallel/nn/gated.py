@@ -101,7 +101,8 @@ def gated_transformer(
         ]
         units.append(unit_of([Residual(Sequential([*half, *drop])) for half in halves], kind == "full"))
     units.append(Sequential([RMSNorm(width), Unembedding(embedding)]))
-    return Sequential(units, {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary", **(CUTS if layers else {})})
+    cuts = {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary", **(CUTS if layers else {})}
+    return Sequential(units, cuts=cuts)
 
 
 CUTS = {

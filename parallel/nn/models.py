@@ -41,7 +41,7 @@ def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool | str = 
         linear = Linear(inputs, outputs, init=normal(math.sqrt((1 if last else 2) / inputs)), first=first)
         unit = [Flatten()] * first + [linear] + ([] if last else [ReLU(), *_dropouts(dropout)])
         units.append(unit_of(unit, whole and not last))
-    return Sequential(units, _mlp_cuts(widths, dropout))
+    return Sequential(units, cuts=_mlp_cuts(widths, dropout))
 
 
 def _mlp_cuts(widths: Sequence[int], dropout: float) -> dict[str, str]:
@@ -120,7 +120,7 @@ def transformer(
         halves = [Residual(Sequential([*half, *_dropouts(dropout)])) for half in (attention, forward)]
         units.append(unit_of(halves, kind == "full"))
     units.append(Sequential([LayerNorm(width), Unembedding(embedding)]))
-    return Sequential(units, _transformer_cuts(layers, dense))
+    return Sequential(units, cuts=_transformer_cuts(layers, dense))
 
 
 ATTENTION_CUTS = {"0.inner.1": "column", "0.inner.2": "heads", "0.inner.3": "row"}

@@ -37,3 +37,20 @@ def test_types_of_the_hyperparameters(name):
 
 def test_types_of_a_group():
     assert set(GroupArguments.__annotations__) == with_aliases(one.name for one in fields(ParamGroup)) - {"params"}
+
+
+def test_names_of_pytorch_that_differ():
+    with pytest.raises(AttributeError, match="no attribute 'Module'; its counterpart is Operator"):
+        _ = parallel.nn.Module
+    assert all(hasattr(parallel.nn, name) for name in parallel.nn.TORCH_CLASSES.values())
+    with pytest.raises(AttributeError, match="no attribute 'Linaer'$"):
+        _ = parallel.nn.Linaer
+
+
+def test_operators_as_arguments_or_in_a_list():
+    one, other = parallel.nn.ReLU(), parallel.nn.GELU()
+    for made in (parallel.nn.Sequential(one, other), parallel.nn.Sequential([one, other])):
+        assert made.items == [one, other] and made.cuts == {}
+    assert parallel.nn.Sequential(one).items == [one] and parallel.nn.Sequential().items == []
+    with pytest.raises(TypeError, match="Sequential: expected operators, found 3 as item 1"):
+        parallel.nn.Sequential(one, 3)
