@@ -43,7 +43,7 @@ def test_names_of_pytorch_that_differ():
     with pytest.raises(AttributeError, match="no attribute 'Module'; its counterpart is Operator"):
         _ = parallel.nn.Module
     assert all(hasattr(parallel.nn, name) for name in parallel.nn.TORCH_CLASSES.values())
-    with pytest.raises(AttributeError, match="no attribute 'Linaer'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Linaer'$"):
         _ = parallel.nn.Linaer
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
+from parallel.benchmark.training_output import format_speed
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
+from parallel.runtime.throughput import Throughput
 
 ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
@@ -413,3 +416,18 @@ def test_a_checkpoint_that_fails_does_not_end_the_training(tmp_path):
     told = f"no checkpoint has the end of the training; its last checkpoint is {tmp_path / 'd' / 'step-000000020'}"
     assert output.count(told) == 1 and "after 60 steps" in output and "Traceback" not in output, output
     assert lines(tmp_path / "m.jsonl")[-1]["final"]
+
+
+@pytest.mark.parametrize(
+    ("mfu", "hfu", "text"),
+    [
+        (0.5, 0.5, "MFU 50%, communication"),
+        (0.5, 0.7, "MFU 50%, HFU 70%, communication"),
+        (0.9, 1.2, "MFU 90%, communication"),
+        (1.3, 1.3, "MFU unknown (peak measured on busy cores), communication"),
+        (None, None, "samples/s, communication"),
+    ],
+)
+def test_utilisation_above_the_peak_is_not_printed(mfu, hfu, text):
+    training = SimpleNamespace(task=SimpleNamespace(is_text=False))
+    assert text in format_speed(training, Throughput(100.0, 0.1, mfu, hfu))
