@@ -9,6 +9,7 @@ Replicas have ZeRO-1 and steps of --batch sequences altogether (strong scaling) 
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from collectives.benchmark.size_arguments import format_time
 from collectives.cli.arguments import picture_file
@@ -17,12 +18,18 @@ from parallel.cli.plan_arguments import add_setup, check_files, setup_of
 from parallel.planner.checked import lookup
 from parallel.planner.presets import load
 from parallel.planner.scaling import (
+    BANDWIDTH,
+    EXCHANGES,
+    PIPELINES,
+    REPLICAS,
     SERVERS,
+    ScalingTables,
     bus_bandwidth,
     exchange_seconds,
     pipeline_efficiency,
     powers_of_two,
     replica_efficiency,
+    with_measured,
 )
 from parallel.planner.step_time import Setup
 from parallel.planner.transformer import Transformer
@@ -41,36 +48,37 @@ def parser() -> argparse.ArgumentParser:
     add_setup(result)
     add("--model", default="gpt2-xl", metavar="NAME", help="a preset, or a model of --presets (default gpt2-xl)")
     add("--batch", type=at_least(1, int), default=128, metavar="N", help="sequences (default 128)")
+    add("--measured", type=Path, metavar="FILE", help="add points of scripts/measure_scaling.py")
     add("--plot", type=picture_file, metavar="FILE", help="draw the tables (PNG, SVG, PDF)")
     return result
 
 
-def tables(model: Transformer, setup: Setup, most: int, batch: int) -> dict[str, dict[str, dict[int, float]]]:
-    """Numbers by table, line and position on the horizontal axis."""
+def tables(model: Transformer, setup: Setup, most: int, batch: int) -> ScalingTables:
+    """Predicted numbers of all tables."""
     counts = powers_of_two(most)
     several = counts[1:]
     nbytes = 2 * model.parameters
     return {
-        "share of ideal throughput, by replicas": {
+        REPLICAS: {
             "weak": replica_efficiency(model, setup, counts, batch, strong=False),
             "strong": replica_efficiency(model, setup, counts, batch, strong=True),
         },
-        "share of a step that 1F1B computes, by micro-batches": {
+        PIPELINES: {
             f"{stages} stages": {count: pipeline_efficiency(stages, count) for count in powers_of_two(64)}
             for stages in STAGES
         },
-        "bus bandwidth of a 256 MiB allreduce in GB/s, by nodes": {
+        BANDWIDTH: {
             name: {nodes: bus_bandwidth(setup.cluster, nodes, NBYTES, name) / 1e9 for nodes in several}
             for name in ALGORITHMS
         },
-        "seconds to sum the gradients, by workers": {
+        EXCHANGES: {
             name: {workers: exchange_seconds(setup.cluster, workers, nbytes)[name] for workers in several}
             for name in SERVERS
         },
     }
 
 
-def report(found: dict[str, dict[str, dict[int, float]]]) -> Iterator[str]:
+def report(found: ScalingTables) -> Iterator[str]:
     """Yield the tables as text."""
     for title, lines in found.items():
         columns = sorted({x for line in lines.values() for x in line})
@@ -95,9 +103,11 @@ def main(argv: list[str] | None = None) -> int:
         check_files(arguments, "plot")
         if devices < 2:
             raise ValueError(f"--cluster: expected 2 devices or more, found {devices}")
+        found = tables(model, setup, devices, arguments.batch)
+        if arguments.measured:
+            found = with_measured(found, arguments.measured)
     except (ValueError, OSError) as error:
         command.error(str(error))
-    found = tables(model, setup, devices, arguments.batch)
     print(f"{arguments.model} on {name}, predicted\n")
     print("\n".join(report(found)).rstrip())
     if arguments.plot:

@@ -64,7 +64,7 @@ class MeasuredMessages(MessageCosts):
     def _collective_seconds(self, name: str, ranks: tuple[int, ...], shared: bool, nbytes: int) -> float:
         def measure() -> float:
             comm, _ = self._group(ranks)
-            return _median_seconds(comm, _call(comm, name, nbytes, shared))
+            return median_seconds(comm, _call(comm, name, nbytes, shared))
 
         member = self.record.comm is not None and self._group(ranks)[1]
         return float(max(self.record.results((name, ranks, shared, nbytes), measure, member)))
@@ -72,7 +72,7 @@ class MeasuredMessages(MessageCosts):
     def _message_seconds(self, pair: tuple[int, int], nbytes: int) -> float:
         def measure() -> float:
             comm, _ = self._group(pair)
-            return _median_seconds(comm, _round_trip(comm, nbytes)) / 2
+            return median_seconds(comm, _round_trip(comm, nbytes)) / 2
 
         member = self.record.comm is not None and self._group(pair)[1] and self.record.comm.Get_rank() in pair
         return float(max(self.record.results(("message", pair, nbytes), measure, member)))
@@ -167,14 +167,14 @@ def _hidden_share(comm: Communicator) -> float:
         request.Wait()
 
     count = 1
-    alone = _median_seconds(comm, exchange)
-    count = max(1, round(alone / _median_seconds(comm, compute)))
-    computing, both = _median_seconds(comm, compute), _median_seconds(comm, together)
+    alone = median_seconds(comm, exchange)
+    count = max(1, round(alone / median_seconds(comm, compute)))
+    computing, both = median_seconds(comm, compute), median_seconds(comm, together)
     request.Free()
     return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
 
 
-def _median_seconds(comm: Communicator, run: Callable[[], Any]) -> float:
+def median_seconds(comm: Communicator, run: Callable[[], Any]) -> float:
     """Median over repetitions of the time until the last rank has returned, after a barrier. Collective."""
 
     def once() -> float:

@@ -1,6 +1,9 @@
 """Predicted scaling: data parallelism, pipelines, allreduce over nodes, and parameter servers, as tables of numbers."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
 
 from collectives.algorithms import catalog
 from parallel.pipeline.schedule.formulas import FORMULAS, evaluate
@@ -9,6 +12,17 @@ from parallel.planner.machines import Cluster
 from parallel.planner.search import heaviest
 from parallel.planner.step_time import Setup, step_time
 from parallel.planner.transformer import Transformer
+
+ScalingTables: TypeAlias = dict[str, dict[str, dict[int, float]]]
+"""Numbers by table, line and position on the horizontal axis."""
+
+REPLICAS = "share of ideal throughput, by replicas"
+PIPELINES = "share of a step that 1F1B computes, by micro-batches"
+BANDWIDTH = "bus bandwidth of a 256 MiB allreduce in GB/s, by nodes"
+EXCHANGES = "seconds to sum the gradients, by workers"
+
+MEASURED = ", measured"
+"""End of the names of measured lines."""
 
 SERVERS = {"one server": "linear", "as many servers as workers": "direct", "allreduce": "ring"}
 """Algorithms of allreduce that move what each arrangement moves: all gradients to one rank, or a part to each."""
@@ -65,3 +79,18 @@ def exchange_seconds(cluster: Cluster, workers: int, nbytes: int) -> dict[str, f
         name: float(catalog.find("allreduce", algorithm).seconds(workers, nbytes, alpha, beta, 0.0))
         for name, algorithm in SERVERS.items()
     }
+
+
+def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
+    """Tables with the points of a file of `scripts/measure_scaling.py` added; ValueError if it has another form."""
+    try:
+        found = json.loads(path.read_text())
+        points = {
+            title: {f"{name}{MEASURED}": {int(x): float(y) for x, y in line.items()} for name, line in lines.items()}
+            for title, lines in found.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: no measured points: {error}") from None
+    if unknown := points.keys() - predicted.keys():
+        raise ValueError(f"{path}: expected tables out of {', '.join(predicted)}; found {unknown.pop()!r}")
+    return {title: lines | points.get(title, {}) for title, lines in predicted.items()}

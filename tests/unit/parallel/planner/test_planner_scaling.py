@@ -1,11 +1,15 @@
 """Predicted scaling: closed forms, and the program."""
 
+import json
+
 import pytest
 
 from collectives.algorithms import catalog
 from parallel.cli import plan_scaling
 from parallel.planner.presets import load
 from parallel.planner.scaling import (
+    BANDWIDTH,
+    REPLICAS,
     bus_bandwidth,
     exchange_seconds,
     pipeline_efficiency,
@@ -59,7 +63,16 @@ def test_program(capsys, tmp_path):
     assert plan_scaling.main([*words, "--plot", str(path)]) == 0
     output = capsys.readouterr().out
     assert "1F1B" in output and "one server" in output and path.stat().st_size > 1000
+    measured = tmp_path / "measured.json"
+    measured.write_text(json.dumps({BANDWIDTH: {"ring": {"2": 0.125, "4": 0.25}}, REPLICAS: {"weak": {"2": 0.75}}}))
+    assert plan_scaling.main([*words, "--measured", str(measured), "--plot", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["ring,", "measured", "0.125", "0.25"] in lines and ["weak,", "measured", "0.75"] in lines
+    other = tmp_path / "other.json"
+    other.write_text('{"speed": {}}')
     for more, message in (
+        (["--measured", str(other)], "expected tables out of share of ideal throughput"),
+        (["--measured", str(tmp_path / "none")], "no measured points"),
         (["--cluster", "h100:1"], "expected 2 devices or more"),
         (["--model", "gtp2"], "perhaps gpt2"),
     ):
