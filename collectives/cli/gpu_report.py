@@ -19,6 +19,9 @@ from collectives.cli.launcher import ProgramParser
 FAILURE = re.compile(r"^(?:FAILED|ERROR) .*|^\S*Error: .*", re.MULTILINE)
 """Lines of a step's output that name what failed."""
 
+GOAL = re.compile(r"^below the goal: .*", re.MULTILINE)
+"""Lines that name what is slower than it should be."""
+
 MOST_FAILURES = 20
 
 
@@ -31,6 +34,7 @@ def step(folder: Path, row: str) -> dict[str, Any]:
     if probes.exists():
         made["probes"] = json.loads(probes.read_text())["probes"]
     made["failures"] = [] if status == "0" else FAILURE.findall(text)[:MOST_FAILURES]
+    made["goals"] = GOAL.findall(text)
     made["cause"] = cause_of(text) if made["failures"] else ""
     made["output"] = [row for row in text.splitlines() if row.strip()][-MOST_FAILURES:]
     return made
@@ -43,7 +47,7 @@ def page(steps: Sequence[dict[str, Any]]) -> str:
     for one in steps:
         rows += ["", f"## {one['step']}, ranks: {one['ranks']}", "", "```text"]
         rows += [line(result) for result in one["probes"]] if "probes" in one else one["output"]
-        rows += ["```", *(f"- {failure}" for failure in one["failures"])]
+        rows += ["```", *(f"- {text}" for text in (*one["failures"], *one["goals"]))]
         rows += [f"- likely cause: {one['cause']}"] if one["cause"] else []
     return "\n".join(rows) + "\n"
 
@@ -57,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (folder / "report.json").write_text(json.dumps(steps, indent=1) + "\n")
     (folder / "report.md").write_text(page(steps))
     print(f"\nreport: {folder / 'report.md'}")
+    for one in steps:
+        for goal in one["goals"]:
+            print(f"{one['step']} on {one['ranks']} ranks: {goal}")
     failed = [one for one in steps if one["status"] != "0"]
     for one in failed:
         print(f"{one['step']} on {one['ranks']} ranks: exit status {one['status']}", *one["failures"], sep="\n    ")

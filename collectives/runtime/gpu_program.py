@@ -8,6 +8,7 @@ is too small. If a rank's buffers are on the host, all ranks run the program for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from collectives.buffers.arguments import Buffer
 from collectives.buffers.staging import DeviceMemory
 from collectives.errors import Mismatch
-from collectives.runtime.call import Blocks, Call
+from collectives.runtime.call import BYTE, Blocks, Call
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.program import Program
 from collectives.transport.exported_memory import ExportedBlock
@@ -139,6 +140,13 @@ class _Steps:
             spins -= 1
             if spins < 0:
                 node.yielding(-spins)
+
+
+def without_owners(call: Call, device: DeviceMemory) -> Call:
+    """Copy of a call on the device that does not keep the user's arrays: views of the first byte take their place."""
+    views = {id(one): replace(one, owner=device.view(one.address, min(one.nbytes, 1), BYTE)) for one in call.buffers}
+    source, target = (None if one is None else views[id(one)] for one in (call.source, call.target))
+    return call._replace(source=source, target=target)
 
 
 class _Piece(NamedTuple):

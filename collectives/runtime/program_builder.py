@@ -12,7 +12,7 @@ from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
-from collectives.runtime.gpu_program import announced, gpu_program, suits_kernels
+from collectives.runtime.gpu_program import announced, gpu_program, suits_kernels, without_owners
 from collectives.runtime.program import ElementArray, Program
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.wire import Wire
@@ -76,9 +76,10 @@ class ProgramBuilder:
         meetings = self._transports.gpu_channel(channel)
         if meetings is None:
             return self._bind(call, choice, form, device, first, channel, shared)
-        on_host = partial(self._bind, call, choice, form, None, (), channel, shared)
         if device is None:
-            return announced(on_host(), meetings)
+            return announced(self._bind(call, choice, form, None, (), channel, shared), meetings)
+        call = without_owners(call, device)  # programs outlive the arrays
+        on_host = partial(self._bind, call, choice, form, None, (), channel, shared)
         return gpu_program(call, meetings, binding.call_mark(call, choice), device, first, on_host)
 
     def _bind(

@@ -77,9 +77,10 @@ class ExportedMemory:
         """Blocks without arrays since the last call; they stay allocated until they are released."""
         return [self._unused.popleft() for _ in range(len(self._unused))]
 
-    def release(self, blocks: Iterable[ExportedBlock]) -> None:
-        """Free blocks, which no other process has open."""
+    def release(self, blocks: list[ExportedBlock]) -> None:
+        """Free blocks, which no other process has open; the list is then empty."""
         handles = {block.handle for block in blocks}
+        blocks.clear()
         self.blocks = [block for block in self.blocks if block.handle not in handles]
 
     def open(self, handle: bytes) -> int:

@@ -161,6 +161,11 @@ def reduction_type(op: str, dtype: np.dtype[Any]) -> ReductionType | None:
     return None
 
 
+def widest(kind: ReductionType) -> int:
+    """Most elements of an access: eight, as more of one byte each would take too many registers."""
+    return min(PACK // kind.nbytes, 8)
+
+
 def reduction_source(kind: ReductionType, ranks: int, width: int) -> str:
     """CUDA source of `reduce_vectors` for elements of a kind, a number of ranks, and elements per access."""
     return (
@@ -245,7 +250,7 @@ class GpuKernels:
             if first < last:
                 addresses.append(target)
                 bounds += [first, 0 if last == count else last]
-        width = PACK // kind.nbytes
+        width = widest(kind)
         if any(at % PACK for at in addresses) or any(bound % width for bound in bounds):
             width = 1
         packs = count // width

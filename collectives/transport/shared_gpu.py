@@ -83,11 +83,16 @@ class SharedGpu:
 
         `OutOfMemory` on all ranks if one cannot allocate.
         """
-        unused = self.exported.unused()
-        self.exported.close(handle for handles in comm.allgather([one.handle for one in unused]) for handle in handles)
-        comm.Barrier()  # all have closed what is freed
+        unused, array, error = self.exported.unused(), None, ""
+        handles = [handle for handles in comm.allgather([one.handle for one in unused]) for handle in handles]
+        try:
+            self.exported.close(handles)
+        except RuntimeError as refused:
+            error = str(refused)
+        for rank, found in enumerate(comm.allgather(error)):  # also a barrier: all have closed what is freed
+            if found:
+                raise RuntimeError(f"rank {rank} cannot close the memory of other ranks: {found}")
         self.exported.release(unused)
-        array, error = None, ""
         try:
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             array = self.exported.array(self.exported.allocate(nbytes), shape, dtype)

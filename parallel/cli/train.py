@@ -34,7 +34,7 @@ from parallel.engine import settings
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
-from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.runtime.vector_memory import keep_freed_memory, namespace
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
 
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
@@ -138,6 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if problem := argument_error(args):
         parser.error(problem)
+    with contextlib.suppress(ValueError):  # raised again on all ranks
+        namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
     comm = Communicator(MPI.COMM_WORLD)
     try:
         training = begin(comm, args)

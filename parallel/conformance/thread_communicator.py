@@ -90,8 +90,8 @@ class ThreadCommunicator(Communicator):
 
     Free = free = close
 
-    def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
-        return np.empty(shape, dtype)
+    def empty(self, shape: Any, dtype: Any = float, like: Any = np) -> Any:
+        return like.empty(shape, dtype)
 
     # ------------------------------------------------------------------------------------------ objects
 

@@ -46,9 +46,14 @@ class VectorAllocator:
         return self._count(kind, self.xp.zeros(size, dtype))
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
-        """Allocate a vector of this rank, in memory that the node's ranks can read (on a GPU: private). Collective."""
+        """Allocate a vector of this rank, in memory that the node's ranks, or those of the GPU, can read. Collective.
+
+        `OutOfMemory` on all ranks if one cannot allocate.
+        """
         if self.xp is not np:
-            return self.private(kind, size, dtype)
+            vector = self.comm.empty(size, dtype, like=self.xp)
+            vector[...] = 0
+            return self._count(kind, vector)
         return self._count(kind, self.comm.zeros(size, dtype))
 
     def reserve(self, sizes: Sequence[int], dtypes: Sequence[Any]) -> None:

@@ -34,9 +34,9 @@ def cupy():
     return cupy
 
 
-@pytest.fixture(params=["staged", "direct"])
+@pytest.fixture(params=["staged", "pinned", "kernel", "direct"])
 def comm(request, world, cupy):
-    """A communicator that stages device arrays, and one that hands them over, if this MPI takes them."""
+    """A communicator with each transfer of device arrays that is possible here."""
     from collectives import Communicator
     from collectives.transport.device import cuda_aware
 
@@ -44,6 +44,10 @@ def comm(request, world, cupy):
     reachable = getattr(getattr(cupy, "GPU", None), "private", True) is False  # the stand-in's memory, by any MPI
     if direct and not (cuda_aware() or reachable):
         pytest.skip("this MPI does not say that it is CUDA-aware")
-    made = Communicator(world, cuda_aware=direct)
+    made = Communicator(world, cuda_aware=direct, gpu="staged" if direct else request.param)
+    found = made.device_transfer
+    if not found.startswith(request.param):
+        made.close()
+        pytest.skip(f"not {request.param}, but {found}")
     yield made
     made.close()

@@ -14,6 +14,7 @@ from collectives.buffers.arguments import vector
 from collectives.cli import gpu_probe
 from collectives.runtime import binding, call
 from collectives.transport.device_copies import DeviceCopies
+from collectives.transport.exported_memory import GRAIN, HANDLE, ExportedMemory
 from collectives.transport.wire import Iovec
 
 CUDA_CLASSES = ("Device", "Event", "ExternalStream", "MemoryPointer", "Stream", "UnownedMemory")
@@ -139,3 +140,25 @@ def test_reductions_are_accepted(cupy, op, dtype):
     device_call = binding.as_device_call(call.allreduce(x, y, getattr(MPI, op), 0, 2))
     assert device_call is not None
     device_call[0].combine.bind(x, y, cupy.asarray(np.ones(4, dtype)))()
+
+
+def test_exported_memory(cupy, monkeypatch):
+    """Blocks, arrays on them, handles and events, with functions of CuPy that take and return what CUDA's do."""
+    runtime = cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "ipcGetMemHandle", lambda pointer: b"m" * HANDLE)
+    monkeypatch.setattr(runtime, "ipcGetEventHandle", lambda event: b"e" * HANDLE)
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", lambda handle: 4096)
+    monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda pointer: None)
+    exported = ExportedMemory(cupy, 0)
+    block = exported.allocate(1000)
+    array = exported.array(block, (2, 3), np.dtype("f4"))
+    assert array.shape == (2, 3) and array.data.ptr == block.address and block.nbytes == GRAIN
+    assert (
+        exported.find(array[1].data.ptr, 12) == (b"m" * HANDLE, 12) and exported.find(block.address, GRAIN + 1) is None
+    )
+    del array
+    assert exported.unused() == [block] and exported.unused() == []
+    exported.release([block])
+    assert exported.open(b"x") == exported.open(b"x") == 4096
+    exported.close()
+    assert exported.new_event()[1] == b"e" * HANDLE

@@ -11,6 +11,7 @@ from support.operator_cases import chains
 from support.recorded_calls import decoded
 from support.standin import recorder
 
+from collectives.transport import gpu_kernels
 from parallel.nn.kernels import fused, reference_kernels
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
@@ -109,3 +110,41 @@ def test_small_floats_like_the_reference(cupy, on_host, code, key):
     reference_codecs.encode_float(rows, 8, by, True, code, key, expected)
     device_codecs.encode_float(cupy.asarray(rows), 8, cupy.asarray(by), True, code, key, found)
     np.testing.assert_array_equal(found.get(), expected)
+
+
+SHARED_GPU = {
+    f"{dtype} {op}, {ranks} ranks, {width} per access": gpu_kernels.reduction_source(kind, ranks, width)
+    for dtype, op in (
+        ("f4", "SUM"),
+        ("f2", "SUM"),
+        ("bfloat16", "SUM"),
+        ("f8", "MAX"),
+        ("i4", "MIN"),
+        ("i1", "PROD"),
+        ("?", "LXOR"),
+    )
+    for kind in [gpu_kernels.reduction_type(op, np.dtype(dtype))]
+    for ranks in (2, 4, gpu_kernels.MOST_RANKS)
+    for width in (1, gpu_kernels.widest(kind))
+} | {"copies": gpu_kernels.COPY}
+"""Sources of the kernels for ranks that share a GPU."""
+
+
+@pytest.mark.parametrize("name", SHARED_GPU)
+def test_kernels_of_a_shared_gpu(cupy, kernel_report, name):
+    found = [registers_and_spills(SHARED_GPU[name], gpu_kernels.OPTIONS, sm) for sm in ARCHITECTURES]
+    kernel_report[f"shared GPU: {name}", SHARED_GPU[name]] = found
+    assert all(used * gpu_kernels.THREADS <= 65536 and spilled == 0 for used, spilled in found), found
+
+
+def test_launches_of_a_shared_gpu(cupy):
+    """CuPy takes the tables of addresses as arguments, and launches what is built."""
+    x = cupy.zeros(1003, "f4")
+    kernels, kind = gpu_kernels.GpuKernels(cupy, 0), gpu_kernels.reduction_type("SUM", x.dtype)
+    at = x.data.ptr
+    outputs = [gpu_kernels.Reduced(at, 0, 1003), gpu_kernels.NOTHING]
+    launches = kernels.reduction(kind, [at, at], 1003, outputs) + kernels.copies([gpu_kernels.Copied(at, at + 16, 8)])
+    cupy_without_driver.LAUNCHED.clear()
+    for launch in launches:
+        launch.put()
+    assert [name for name, _ in cupy_without_driver.LAUNCHED] == ["reduce_vectors"] * 2 + ["copy_pieces"]

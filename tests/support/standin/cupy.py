@@ -405,6 +405,8 @@ def _close_memory(pointer):
     handle = next((handle for handle, (address, _) in GPU.opened.items() if address == pointer), None)
     if handle is None:
         raise CUDARuntimeError("cudaErrorInvalidValue: this memory was not opened")
+    if GPU.shared[pointer][0].words[interprocess.FREED]:
+        raise CUDARuntimeError("memory of another process is closed after that has freed it")
     GPU.opened[handle][1] -= 1
     if not GPU.opened[handle][1]:
         _free_shared(GPU, GPU.opened.pop(handle)[0])

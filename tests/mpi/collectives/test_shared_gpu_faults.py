@@ -1,0 +1,186 @@
+"""Planted faults in the kernels' transfer of ranks that share a GPU: each one makes the checks of this file fail."""
+
+import gc
+import time
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support.doc_examples import EXAMPLES
+from support.fakes import cupy
+
+from collectives import Communicator
+from collectives.buffers.staging import DeviceMemory
+from collectives.errors import OutOfMemory
+from collectives.runtime import gpu_program
+from collectives.runtime.gpu_program import _GpuCall
+from collectives.transport.exported_memory import Exported, ExportedMemory
+from collectives.transport.gpu_kernels import GpuKernels
+from collectives.transport.mailbox import NodeMemory
+from collectives.transport.shared_gpu import GpuChannel
+
+PATIENCE = 2
+"""Seconds that a rank waits for another one, which may have met an error."""
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Waits for other ranks end with an error."""
+    deadlines = {}
+
+    def yielding(self, turn=0):
+        if turn <= 1:
+            deadlines[id(self)] = time.monotonic() + PATIENCE
+        if time.monotonic() > deadlines[id(self)]:
+            raise TimeoutError
+        self.comm.Iprobe()
+
+    monkeypatch.setattr(NodeMemory, "yielding", yielding)
+    monkeypatch.setattr(cupy.interprocess, "PATIENCE", PATIENCE)
+
+
+def right(comm, name, allocate, turn):
+    """True if a collective gives the right values on a stream whose earlier work is late."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    example = EXAMPLES[name](rank, size, 400, "i4", 0, False)
+    send, recv = (None if x is None else allocate(x.shape, x.dtype) for x in (example.send, example.recv))
+    shift = turn if name != "scan" else 0
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        if rank == turn % size:
+            cupy.GPU.put(stream.number, lambda: time.sleep(0.03), [], ("delay", stream.number, 0))
+        if recv is not None:
+            recv[...] = cupy.full(recv.shape, -1, "i4")
+        if send is not None:
+            send[...] = cupy.asarray(example.send + shift)
+        getattr(comm, example.method)(*example.arguments(send, recv))
+        times = size if name == "allreduce" else 1
+        return recv is None or bool((np.asarray(recv.get()) == example.expected + times * shift).all())
+
+
+def passes(world):
+    """True if on all ranks the communicator finds the kernels, and collectives of two kinds of memory are right."""
+    engine, good = cupy.Engine(cupy.GPU, world.rank), True
+    comm = arena = None
+    try:
+        comm = Communicator(world, cuda_aware=False)
+        good = comm.device_transfer == "kernel"
+        good = world.allreduce(good, MPI.LAND)
+        arena = Arena(comm) if good else None
+    except (RuntimeError, TimeoutError, MPI.Exception):
+        good = False
+    for turn, (name, exported) in enumerate(product(("allgather", "allreduce", "scan"), (True, False, True))):
+        good = world.allreduce(good, MPI.LAND)
+        if not good:
+            break
+        try:
+            good = right(comm, name, arena.empty if exported else cupy.empty, turn)
+        except (RuntimeError, TimeoutError, OutOfMemory, MPI.Exception):
+            good = False
+    try:
+        if world.allreduce(good, MPI.LAND):
+            del arena
+            gc.collect()
+            comm.empty(1, like=cupy)
+    except (RuntimeError, TimeoutError, OutOfMemory, MPI.Exception):
+        good = False
+    for end in (lambda: comm and comm.close(), engine.stop):
+        try:
+            end()
+        except (RuntimeError, TimeoutError, MPI.Exception):
+            good = False
+    return world.allreduce(good, MPI.LAND)
+
+
+class Arena:
+    """Arrays one after the other in exported memory."""
+
+    def __init__(self, comm):
+        self.memory, self.used = comm.empty(1 << 16, "u1", like=cupy), 64
+
+    def empty(self, shape, dtype):
+        start = self.used
+        self.used += int(np.prod(shape)) * 4
+        return self.memory[start : self.used].view(dtype).reshape(shape)
+
+
+FIND, UNUSED, POST = ExportedMemory.find, ExportedMemory.unused, _GpuCall._post
+
+
+def on_another_stream(self, event):
+    with self._device:
+        event.record(cupy.cuda.Stream(non_blocking=True))
+
+
+def waits_on_another_stream(self, event):
+    cupy.cuda.runtime.streamWaitEvent(cupy.cuda.Stream(non_blocking=True).ptr, event)
+
+
+def without_offset(self, address, nbytes):
+    found = FIND(self, address, nbytes)
+    return found and Exported(found.handle, 0)
+
+
+def of_the_pool(self, nbytes):
+    """An allocation of the pool, whose handle CUDA refuses, or gives for the pool's own block."""
+    memory = cupy.zeros(nbytes, "u1")
+    return self._runtime.ipcGetMemHandle(memory.data.ptr)
+
+
+def records_in_reverse(self):
+    return [records[self.number % 2] for records in self._records][::-1]
+
+
+def does_not_meet(self, record):
+    """Posts, and waits for nobody: the leader waits for events before they are recorded."""
+    self.number += 1
+    self._records[self.gpu.rank][self.number % 2] = record
+    self.gpu.words[self.gpu.rank][self._at] = self.number
+    yield from ()
+
+
+def frees_after_the_call(self, part, parts):
+    """The memory is freed when the kernel is not on a stream yet."""
+    record = POST(self, part, parts)
+    for block in self._gpu.exported.blocks:
+        cupy.GPU.shared[block.address][0].words[cupy.interprocess.FREED] = 1
+    return record
+
+
+def frees_before_others_close(self):
+    blocks = UNUSED(self)
+    handles = [SimpleNamespace(handle=block.handle) for block in blocks]
+    self.release(blocks)
+    return handles
+
+
+FAULTS = {
+    "no wait for the other ranks' events": lambda: (DeviceMemory, "wait_for", lambda self, event: None),
+    "waits on the wrong stream": lambda: (DeviceMemory, "wait_for", waits_on_another_stream),
+    "event recorded on the wrong stream": lambda: (DeviceMemory, "record", on_another_stream),
+    "event never recorded": lambda: (DeviceMemory, "record", lambda self, event: None),
+    "event waited for before its record": lambda: (GpuChannel, "meet", does_not_meet),
+    "done before the launch": lambda: (GpuChannel, "is_launched", lambda self: True),
+    "handle without the offset": lambda: (ExportedMemory, "find", without_offset),
+    "handle of a pool": lambda: (ExportedMemory, "allocate", of_the_pool),
+    "freed too early": lambda: (_GpuCall, "_post", frees_after_the_call),
+    "wrong order of ranks": lambda: (GpuChannel, "records", property(records_in_reverse)),
+    "copies of the input left out": lambda: (GpuKernels, "copies", lambda self, pieces: []),
+    "prefixes in place of totals": lambda: (gpu_program, "TOTAL", 1),
+    "freed before the others close": lambda: (ExportedMemory, "unused", frees_before_others_close),
+}
+
+
+def test_without_a_fault(gpu, impatient, world):
+    if world.size == 1:
+        pytest.skip("needs two processes")
+    assert passes(world)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found(gpu, impatient, world, monkeypatch, fault):
+    if world.size == 1:
+        pytest.skip("needs two processes")
+    monkeypatch.setattr(*FAULTS[fault]())
+    assert not passes(world)
