@@ -123,14 +123,14 @@ class Transports:
         mark: int,
         channel: int | None = BLOCKING_CHANNEL,
         itemsize: int = 1,
-        whole: bool = False,
+        streamed: int = 0,
         device: DeviceMemory | None = None,
     ) -> Wire:
         """Create the transport of a program: mailboxes of `channel` within the node, MPI with a tag between nodes.
 
         MPI alone without mailboxes, or if `channel` is None. Messages are split between elements: an element larger
-        than a cell needs reads from peer memory, or MPI. `whole`: messages longer than a cell are not cut, if ranks may
-        read each other's memory. With pinned mailboxes `device` is that of the messages.
+        than a cell needs reads from peer memory, or MPI. Messages longer than a cell are cut up to `streamed` bytes, or
+        all of them if ranks may not read each other's memory. With pinned mailboxes `device` is that of the messages.
         """
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
@@ -146,8 +146,8 @@ class Transports:
         if mailboxes is not None and device is not None:
             copies = mailboxes.copies(device.number)
             return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies)
-        # Where a message may be in a device's memory, at either end, all go through cells.
-        streamed = MOST if mailboxes is not None else 0 if whole else self.node.streamed
+        if mailboxes is not None:  # a message may be in a device's memory, at either end
+            streamed = MOST
         return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark)
 
     def gpu_channel(self, channel: int | None) -> GpuChannel | None:

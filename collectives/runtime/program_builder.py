@@ -14,6 +14,7 @@ from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transp
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.gpu_program import announced, gpu_program, suits_kernels, without_owners
 from collectives.runtime.program import ElementArray, Program
+from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.wire import Wire
 
@@ -59,8 +60,11 @@ class ProgramBuilder:
         Messages are not cut if they are read from `shared` memory, or copied by the progress thread: a wait for each
         part takes it long.
         """
-        whole = shared or (self._async_progress and form != BLOCKING)
-        return self._transports.wire(form, binding.call_mark(call, choice), channel, call.unit.itemsize, whole, device)
+        node, streamed = self._transports.node, 0
+        if node is not None and not shared and not (self._async_progress and form != BLOCKING):
+            streamed = node.streamed if MEANINGS[call.collective].rooted else node.streamed_both_ways
+        mark = binding.call_mark(call, choice)
+        return self._transports.wire(form, mark, channel, call.unit.itemsize, streamed, device)
 
     def bind(
         self,

@@ -127,14 +127,8 @@ class TableLayout:
         self._places: dict[int, tuple[int, list[int]]] = {}  # by a stream's id: its number; ends of its operations
         self._sends: dict[int, int] = {}  # by the id of a send: its place
         for exchange in exchanges:
-            reads = Stream()  # the kernel may send these by address: the round then ends after they have been read
             for stream in exchange.streams:
                 self._add(stream)
-                for count, send in enumerate(stream.operations, 1):
-                    if isinstance(send, EagerSend) and send.address_label:
-                        reads.add(Acknowledgement(send, After(stream, count)))
-            if reads.calls:
-                self._add(reads)
             self.rounds.append(len(self.streams))
 
     def _add(self, stream: Stream) -> None:

@@ -62,10 +62,11 @@ KIND = LENGTHS * MARKS
 CELL = 1 << 17
 """Most bytes of a cell, the eager buffer of a medium message."""
 
-STREAMED = 1 << 23
+STREAMED, STREAMED_BOTH_WAYS = 1 << 23, 1 << 21
 """Bytes up to which messages are cut to go through cells: one part is read while the next is written. Longer ones are
-read at once out of the sender, if permitted: a system call for each, but one copy instead of two. Where ranks share
-cores, or copies do not go past the caches, messages that need each cell more than once are long."""
+read at once out of the sender, if permitted: a system call for each, but one copy instead of two. The second number is
+for ranks that send and receive at once, which must make both copies, between cores without a common cache. Where these
+share one, ranks share cores, or copies do not go past the caches, messages that need a cell twice are long."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -150,13 +151,17 @@ class NodeMemory:
     """Mailboxes of the ranks of a node, in shared memory. `free` also frees `comm`, the communicator of the node.
 
     Creation is collective over `everyone`, all ranks of all nodes; OSError on all of them if some may not map their
-    neighbours' memory. Lists are indexed by rank on the node; `places` maps ranks in `everyone` to it. `bytes`,
-    `words` and `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their
-    addresses here. `fence` is None on processors that keep stores and loads in order. `reads`: all ranks may read each
-    other's memory. `streamed`: bytes up to which messages are cut. `copied` and `copied_compiled`: bytes up to which
-    Python and compiled code copy messages on each channel into cells. `speed`: of messages on
-    the slowest node, equal on all ranks. `cores`: number that the ranks of the node may use, and `shares_cores`: it has
-    more ranks than these.
+    neighbours' memory. Lists are indexed by rank on the node; `places` maps ranks in `everyone` to it.
+
+    Attributes
+    ----------
+    bytes, words, addresses : mailboxes that each rank writes, as bytes, as 8-byte words, and their addresses here
+    fence : None on processors that keep stores and loads in order
+    reads : all ranks may read each other's memory
+    streamed, streamed_both_ways : bytes up to which messages are cut to go through cells, equal on all ranks
+    copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
+    speed : of messages on the slowest node, equal on all ranks
+    cores, shares_cores : cores that the ranks of the node may use, and if there are fewer than ranks
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -197,10 +202,14 @@ class NodeMemory:
         if self.size > 1 and not self.shares_cores:
             far, speed = measure(self)
         self.speed = speed.slowest(everyone)
-        self.copied = [min(cell, FAR_COPIED) for cell in self.cells] if far else self.cells
-        self.copied_compiled = self.cells if copies_past_caches() else self.copied
+        self.copied = FAR_COPIED if far else CELL
+        self.copied_compiled = CELL if copies_past_caches() else self.copied
         streams = reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND)
-        self.streamed = STREAMED if streams else CELLS * self.cells[0]
+        self.streamed = self.streamed_both_ways = CELLS * self.cells[0]
+        if streams:
+            self.streamed = STREAMED
+            if reduced(self.comm, far, MPI.LOR):
+                self.streamed_both_ways = STREAMED_BOTH_WAYS
 
     def _reads(self) -> bool:
         """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
@@ -259,7 +268,7 @@ class MailboxEdge:
             here + self.my_ack * 8,
             there + self.their_ack * 8,
             cell,
-            node.copied_compiled[channel],
+            min(cell, node.copied_compiled),
             short,
             here + short_out,
             there + short_in,

@@ -64,7 +64,7 @@ class NodeAwareTransport:
         nbytes = sum(piece.nbytes for piece in pieces)
         may_go_by_address = nbytes >= RENDEZVOUS_BYTES and stable and len(pieces) <= ADDRESSES
         is_shared = may_go_by_address and all(self.node.heap.is_shared(*piece) for piece in pieces)
-        if nbytes > self.node.copied[self._channel] or is_shared:
+        if nbytes > self.node.cells[self._channel] or is_shared:
             return RendezvousSend(edge, pieces, self.mark)
         return EagerSend(edge, pieces, self.mark, may_go_by_address)
 
@@ -92,7 +92,7 @@ class NodeAwareTransport:
         return 0 if whole else cell
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        return peer in self._edges and nbytes <= self.node.copied[self._channel] and before < CELLS
+        return peer in self._edges and nbytes <= self.node.cells[self._channel] and before < CELLS
 
     def stream_key(self, message: Any) -> tuple[str, int] | None:
         """Direction and node rank of a message through a mailbox, whose order matters; None for the network's."""

@@ -44,18 +44,31 @@ BYTE = np.dtype(np.uint8)
 class EagerSend:
     """Send that copies its data into the mailbox slot; complete as soon as it is copied.
 
-    `may_go_by_address`: its data may be read where it is, as of a rendezvous message, if the receiver has mapped it.
+    `may_go_by_address`: its data may be read where it is, as of a rendezvous message. Compiled code does so if the
+    receiver has mapped it, Python code if such copies are slow.
     """
 
-    number = 0  # as of an acknowledged message: an eager send has nothing to wait for
-
-    __slots__ = ("_copies", "_fence", "_flags", "_room", "address_label", "edge", "label", "nbytes", "pieces")
+    __slots__ = (
+        "_by_address",
+        "_copies",
+        "_fence",
+        "_flags",
+        "_room",
+        "address_label",
+        "edge",
+        "label",
+        "nbytes",
+        "number",
+        "pieces",
+    )
 
     def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, may_go_by_address: bool = False) -> None:
         self.edge, self.pieces, self._fence = edge, list(pieces), edge.node.fence
         self.nbytes = sum(piece.nbytes for piece in pieces)
         self.label = label(mark, self.nbytes)
         self.address_label = address_label(mark, len(pieces)) if may_go_by_address else 0
+        self._by_address = may_go_by_address and self.nbytes > edge.node.copied
+        self.number = 0  # to be acknowledged: none of an eager message
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         sources = [view(*piece, BYTE) for piece in pieces]
         slots = edge.outgoing.parts([piece.nbytes for piece in pieces])
@@ -63,8 +76,13 @@ class EagerSend:
         self._room = len(slots)  # further messages would use the same memory
 
     def attempt(self) -> bool:
-        """Copy the data into the next slot; False if none is free."""
+        """Copy the data, or write its address, into the next slot; False if none is free."""
         edge = self.edge
+        if self._by_address:
+            if not edge.has_room(SLOTS):
+                return False
+            self.number = _send_addresses(edge, self._flags, self.pieces, self.address_label)
+            return True
         counts, mine = edge.counts, edge.mine
         number = counts[SENT] + 1
         if number - counts[ACKED] > self._room and not edge.has_room(self._room):
@@ -109,19 +127,25 @@ class RendezvousSend:
         edge = self.edge
         if not edge.has_room(SLOTS):
             return False
-        number = self.number = edge.counts[SENT] = edge.counts[SENT] + 1
         for target, source in self.packs:
             target[...] = source
-        words, flag = edge.mine, self._flags[number & MASK]
-        at = flag
-        for address, nbytes in self.pieces:
-            words[at + 1] = address
-            words[at + 2] = nbytes
-            at += 2
-        if edge.node.fence is not None:
-            edge.node.fence()  # the addresses, and the data there, must be visible before the flag
-        words[flag] = number * KIND + self.address_label
+        self.number = _send_addresses(edge, self._flags, self.pieces, self.address_label)
         return True
+
+
+def _send_addresses(edge: MailboxEdge, flags: Sequence[int], pieces: Sequence[Iovec], address_label: int) -> int:
+    """Write addresses of a message into the next slot, which is free; return the message's number."""
+    number = edge.counts[SENT] = edge.counts[SENT] + 1
+    words, flag = edge.mine, flags[number & MASK]
+    at = flag
+    for address, nbytes in pieces:
+        words[at + 1] = address
+        words[at + 2] = nbytes
+        at += 2
+    if edge.node.fence is not None:
+        edge.node.fence()  # the addresses, and the data there, must be visible before the flag
+    words[flag] = number * KIND + address_label
+    return number
 
 
 class Acknowledgement(NamedTuple):
