@@ -150,8 +150,10 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     axis, errors = mesh.axis(TENSOR), PassErrors()
     shapes = {parameter.name: parameter.shape for parameter in name_all(model)}
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
-    blocks = _logical_blocks(model, loss, axis, mesh.mesh, settings)
+    one, shards = axis._replace(rank=0, size=1), shards_of(settings, axis)
+    every, _ = (model, None) if shards == 1 else cut(model, loss, one, shards, experts=expert_cut(settings, mesh.mesh))
     model, loss = cut_for(model, loss, axis, mesh.mesh, settings)
+    blocks = None if shards == 1 else _logical_blocks(every, model, axis)
     whole, experts = model, expert_division(model, mesh.mesh, settings)
     if experts is not None:
         relayed = Dispatch.parse(settings.dispatch).route == "hierarchical"
@@ -172,11 +174,7 @@ def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDi
     return ExpertDivision(ExpertTeams(share, settings.reproducible), holders_of(model, share))
 
 
-def _logical_blocks(model: Operator, loss: Any, axis: MeshAxis, mesh: Mesh, settings: Settings) -> LogicalBlocks | None:
-    if shards_of(settings, axis) == 1:
-        return None
-    experts = expert_cut(settings, mesh)
-    whole, _ = cut(model, loss, axis._replace(rank=0, size=1), shards_of(settings, axis), experts=experts)
-    others = (axis._replace(rank=rank) for rank in range(axis.size))
-    held = [lengths_of(FlatParams(cut_for(model, loss, other, mesh, settings)[0])) for other in others]
-    return LogicalBlocks(axis, lengths_of(FlatParams(whole)), held)
+def _logical_blocks(whole: Operator, model: Operator, axis: MeshAxis) -> LogicalBlocks:
+    """Blocks of the vector of a model with all shards, `whole`; a rank has those of its `model`. Collective."""
+    lengths = lengths_of(FlatParams(whole))
+    return LogicalBlocks(axis, lengths, axis.comm.allgather(lengths_of(FlatParams(model))))

@@ -316,13 +316,17 @@ def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Pa
 
 def _expect_in_tree(model: Operator) -> None:
     """Raise ValueError if an attribute holds an operator or parameter where `walk` does not find it, as in a set."""
-    there = [(path, value) for path, value in model.walk() if isinstance(value, Operator)]
-    known = {id(value) for _, value in model.walk()} | {id(model)}
-    for path, operator in [("", model), *there]:
+    there: dict[int, tuple[str, Parameter | Operator]] = {id(model): ("", model)}
+    for path, value in model.walk():
+        there.setdefault(id(value), (path, value))
+    operators = [(path, value) for path, value in there.values() if isinstance(value, Operator)]
+    for path, operator in operators:
         for name, value in vars(operator).items():
+            if id(value) in there:
+                continue
             # `members` may leave out an operator for what is in it, as that of `Recompute` does.
             for item in value.parameters() if isinstance(value, Operator) else _held_by(value):
-                if id(item) not in known:
+                if id(item) not in there:
                     raise ValueError(
                         f"{type(operator).__name__} {path or '(the model)'}: {name} holds a {type(item).__name__} in a "
                         f"{type(value).__name__}, and `members` does not find it; expected it as an attribute, or in "

@@ -1,15 +1,18 @@
 """Errors on one rank of a mesh: raised on all ranks, nothing is updated, and the training can go on."""
 
+import time
+
 import numpy as np
 import pytest
+from support.tiers import default
 
-from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.norm import LayerNorm
 from parallel.optim.optimizers import AdamW
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
+from parallel.trainer.strategies import strategy_of
 
 TOKENS, CONTEXT, HEADS, WIDTH = 29, 12, 12, 24
 
@@ -40,9 +43,12 @@ class FaultyNorm(LayerNorm):
         return super().backward(dy, saved, grads)
 
 
-def model(fault):
-    made = transformer(TOKENS, CONTEXT, 1, HEADS, WIDTH)
-    made.items[1].items[0].inner.items[0] = FaultyNorm(WIDTH, fault)
+def model(fault, layers=1):
+    """Transformer whose blocks, and the output, have a norm that can fail."""
+    made = transformer(TOKENS, CONTEXT, layers, HEADS, WIDTH)
+    for block in made.items[1:-1]:
+        block.items[0].inner.items[0] = FaultyNorm(WIDTH, fault)
+    made.items[-1].items[0] = FaultyNorm(WIDTH, fault)
     return made
 
 
@@ -55,9 +61,10 @@ def batches(numbers, at=None, what="x"):
         yield number, x, y, np.array([number])
 
 
-def engine(comm, mesh, fault=None, **settings):
+def engine(comm, mesh, fault=None, layers=1, **settings):
     settings = Settings(**{"first_bytes": 1, **mesh, **settings})
-    return DataParallelEngine(model(fault or Fault()), SoftmaxCrossEntropy(), comm, AdamW(rate=0.01), settings)
+    kind = strategy_of(settings).engine_class(settings)
+    return kind(model(fault or Fault(), layers), SoftmaxCrossEntropy(), comm, AdamW(rate=0.01), settings)
 
 
 def meshes(ranks):
@@ -80,6 +87,41 @@ def test_an_operator_that_raises_on_one_rank(comm, layout, where):
                 fault.active = where if comm.Get_rank() == last else ""
                 with pytest.raises(StepFailed, match=rf"nothing was updated; rank {last}: ValueError: it is broken"):
                     made.step(list(batches(made.share(3))))
+                fault.active = ""
+                report, expected = (one.step(list(batches(one.share(3)))) for one in (made, whole))
+                assert (report.loss, report.norm) == (expected.loss, expected.norm)
+
+
+def pipelines(ranks):
+    """Settings of pipelines whose stages are cut, or have parts of sequences, where there are ranks for it."""
+    if ranks % 2:
+        yield {"mesh": f"pp={ranks}"}
+        return
+    for names in (("tp",), ("cp",)) if ranks < 8 else (("cp", "tp"),):
+        sizes = [2] * (len(names) - 1) + [ranks // 2 ** len(names)]
+        mesh = ",".join(f"{name}={size}" for name, size in zip(names, sizes))
+        yield {"mesh": f"pp=2,{mesh}"}
+        if "cp" in names:
+            shards = {"tensor_shards": sizes[-1]} if "tp" in names else {}
+            yield {"mesh": f"pp=2,{mesh}", "reproducible": True, "sequence_parts": 4 * sizes[0], **shards}
+
+
+@pytest.mark.parametrize("schedule", default(["1f1b", "zb-h1", "interleaved"], "zb-h1"))
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_stage_or_a_shard_that_raises(comm, schedule, where):
+    """Errors are raised on all ranks within seconds; the pipeline goes on as one without errors."""
+    ranks = comm.Get_size()
+    layers = 2 * ranks
+    for mesh in pipelines(ranks):
+        options = {**mesh, "layout": f"pp:{schedule}", "microbatches": 3}
+        for victim in {0, ranks - 1}:
+            fault = Fault()
+            with engine(comm, options, layers=layers) as whole, engine(comm, options, fault, layers) as made:
+                fault.active = where if comm.Get_rank() == victim else ""
+                began = time.monotonic()
+                with pytest.raises(StepFailed, match=rf"nothing was updated; rank {victim}: ValueError: it is broken"):
+                    made.step(list(batches(made.share(3))))
+                assert time.monotonic() - began < 20
                 fault.active = ""
                 report, expected = (one.step(list(batches(one.share(3)))) for one in (made, whole))
                 assert (report.loss, report.norm) == (expected.loss, expected.norm)

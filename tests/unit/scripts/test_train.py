@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,74 +16,17 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
+from support.launched_training import KILLER, MPIEXEC, course, ended, lines, lines_so_far, run, same, start, until
+
+from collectives.conformance.launches import ROOT
 from parallel.benchmark.training_output import format_speed
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 from parallel.runtime.throughput import Throughput
-
-ROOT = Path(__file__).resolve().parents[3]
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
 pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(240)]
 
 TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--steps", "60", "--dropout", "0.1"]
 TASK += ["--test-every", "15", "--threads", "1"]
-TIMED = {"seconds", "communication", "samples_per_s", "mfu", "hfu", "peak_flops", "communication_share"}
-TIMED |= {"resident_bytes", "by_rank"}
-
-
-def start(*arguments, ranks=2, program=("-m", "parallel.cli.main", "train"), **more):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "COLUMNS": "200",
-    }
-    return subprocess.Popen(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *program, *map(str, arguments)],
-        env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
-
-
-def ended(process, limit=90):
-    try:
-        return process.communicate(timeout=limit)[0]
-    finally:
-        process.kill()
-
-
-def run(*arguments, ranks=2, status=0, **more):
-    process = start(*arguments, ranks=ranks, **more)
-    output = ended(process)
-    assert (process.returncode == 0) == (status == 0), output
-    return output
-
-
-def lines(path):
-    return [json.loads(text) for text in path.read_text().splitlines()]
-
-
-def course(path):
-    """What must be the same in two runs: every line without its times."""
-    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines(path)]
-
-
-def same(one, other):
-    pairs = list(zip(tensors_in(one), tensors_in(other), strict=True))
-    return all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in pairs) and len(pairs) > 5
-
-
-def until(condition, process, limit=60):
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -106,26 +48,6 @@ def test_what_a_training_leaves(whole):
         assert final[name] > 0
     assert 0 < final["communication_share"] < 1 and final["settings"]["data"] == "teacher_classes"
     assert f"test accuracy {final['test_accuracy']:.2%} after 60 steps" in output
-
-
-KILLER = """
-import os, signal, sys
-from mpi4py import MPI
-from parallel.cli import train
-from parallel.trainer.trainer import Training
-
-run, victim, at = Training.run, int(sys.argv.pop(1)), int(sys.argv.pop(1))
-
-def dying(self, stop):
-    for record in run(self, stop):
-        yield record
-        if self.done == at and MPI.COMM_WORLD.Get_rank() == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-Training.run = dying
-from collectives.cli import launcher
-launcher.run(train.main)
-"""
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
@@ -162,10 +84,6 @@ def test_ctrl_c_keeps_what_there_is(tmp_path, number):
     assert done == len(lines_so_far(tmp_path / "m.jsonl")) > 20, output
     output = run(*keep, "--resume", "--steps", done + 5)
     assert f"{done} steps were made" in output and f"after {done + 5} steps" in output
-
-
-def lines_so_far(path):
-    return path.read_text().splitlines()
 
 
 @pytest.mark.full
