@@ -25,7 +25,7 @@ from parallel.conformance.published_bugs import CASES
 from parallel.conformance.random_composition import draw
 
 MOST_FAILURES = 5
-SECONDS = 120.0  # for one composition; then all stacks are shown and the program ends
+SECONDS = 600.0  # for one composition; then all stacks are shown and the program ends
 STDERR = 2  # the file descriptor
 
 

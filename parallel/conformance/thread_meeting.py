@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-PATIENCE = 60.0
-"""Seconds after which a wait counts as a deadlock."""
+PATIENCE = 300.0
+"""Seconds after which a wait counts as a deadlock; a busy machine compiles for long."""
 
 
 class Meeting:
