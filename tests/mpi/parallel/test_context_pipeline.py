@@ -137,7 +137,7 @@ def test_batches_that_cannot_be_divided(comm):
     [
         ({"mesh": "pp=1,cp={n}", "sequence_parts": 7}, "sequence_parts: expected a multiple of cp, in .*; found 7"),
         ({"mesh": "pp={n}", "context": "ring"}, "context: ring is for sequences divided along cp; found pp="),
-        ({"mesh": "pp=1,cp={n},sp=1"}, r"mesh: expected axes of pp, .*, cp, tp, ep, found sp"),
+        ({"mesh": "pp=1,cp={n},sp=1"}, r"mesh: expected axes of pp, .*, cp, tp, ep, etp, found sp"),
         ({"mesh": "pp=2,cp={n}"}, r"mesh: .* is for . ranks, found .; pp=1,cp=. .*would fit"),
     ],
 )

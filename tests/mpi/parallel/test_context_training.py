@@ -137,7 +137,7 @@ def test_the_same_bits_after_twenty_steps(comm, alone, precision):
         ({"mesh": "cp={n}", "sequence_parts": 12}, r"sequence_parts: .* a power of two of parts, found 12; "),
         ({"mesh": "cp={n}", "context": "ring"}, "context: reproducible training needs allgather, found ring"),
         ({"mesh": "dp=2,cp={n}"}, r"mesh: .* is for . ranks, found .; .*dp=1,cp=. .*would fit"),
-        ({"mesh": "cp={n},sp=1"}, "mesh: expected axes of dp, cp, tp, ep, found sp"),
+        ({"mesh": "cp={n},sp=1"}, "mesh: expected axes of dp, cp, tp, ep, etp, found sp"),
         ({"mesh": "cp={n},ep=2"}, "mesh: expected ep to be a divisor of the 1 replicas along dp"),
     ],
 )

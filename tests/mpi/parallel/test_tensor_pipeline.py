@@ -116,5 +116,5 @@ def test_a_mesh_that_does_not_fit(comm):
     ranks = comm.Get_size()
     with pytest.raises(ValueError, match="would fit"):
         train(comm, net, layout="pp:1f1b", mesh=f"pp=2,tp={ranks}", microbatches=8)
-    with pytest.raises(ValueError, match=r"expected axes of pp, .*, tp, ep, found sp"):
+    with pytest.raises(ValueError, match=r"expected axes of pp, .*, tp, ep, etp, found sp"):
         train(comm, net, layout="pp:1f1b", mesh=f"pp=1,sp={ranks}", microbatches=8)

@@ -69,7 +69,7 @@ def test_ranks_and_micro_batches(settings, ranks, mesh, each):
         ({"stage_ranks": "auto", "cuts": "0,1,2"}, "cuts: stage_ranks auto finds them"),
         (
             {"mesh": "sp=2,pp=2"},
-            "mesh: expected axes of pp, dp-naive, dp, zero1, zero2, zero3, cp, tp, ep, found sp in sp=2,pp=2",
+            "mesh: expected axes of pp, dp-naive, dp, zero1, zero2, zero3, cp, tp, ep, etp, found sp in sp=2,pp=2",
         ),
         ({"mesh": "zero2=2,pp=2", "compress": "int8"}, "every rank has the whole sum"),
     ],
