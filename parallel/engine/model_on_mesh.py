@@ -17,10 +17,11 @@ from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, name_all
 from parallel.nn.placement import PlacementError
+from parallel.nn.rewrite import operators_in
 from parallel.runtime.collective_errors import collective_call
 from parallel.tensor.check import check_placements
 from parallel.tensor.cut_model import cut
-from parallel.tensor.mixture_shards import ExpertCut
+from parallel.tensor.mixture_shards import ExpertCut, GroupShards
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
@@ -169,9 +170,15 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
 
 def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDivision | None:
     """Division of a model's experts on a mesh; None if every rank has all. ValueError if it cannot be divided."""
-    if (share := mesh.expert_replicas) == 1:
+    if mesh.ep * mesh.etp == 1:
         return None
-    return ExpertDivision(ExpertTeams(share, settings.reproducible), holders_of(model, share))
+    share = mesh.expert_replicas
+    holders = holders_of(model, share)
+    if mesh.sizes.get(TENSOR, 1) > 1 and not any(isinstance(one, GroupShards) for one in operators_in(model)):
+        raise ValueError(
+            f"mesh: {mesh} needs a model with mixtures in its table `cuts`, as `experts`; found none there"
+        )
+    return None if share == 1 else ExpertDivision(ExpertTeams(share, settings.reproducible), holders)
 
 
 def _logical_blocks(whole: Operator, model: Operator, axis: MeshAxis) -> LogicalBlocks:

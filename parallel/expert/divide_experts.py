@@ -55,8 +55,8 @@ def holders_of(model: Operator, ranks: int) -> dict[int, int]:
             for parameter in expert.parameters():
                 _expect_one_use(parameter)
                 found.setdefault(id(parameter), owner)  # experts within an expert are not divided
-    if not found:
-        raise ValueError(f"mesh: ep={ranks} divides the experts of a model, and this one has none")
+    if not groups:
+        raise ValueError("mesh: ep and etp divide the experts of a model, and this one has none")
     return found
 
 

@@ -85,6 +85,15 @@ def test_experts_on_different_ranks(comm, layout):
     expect_same(trained(comm, "bias", mesh=f"dp={size},ep={size}", layout=layout), trained(MPI.COMM_SELF, "bias"))
 
 
+@pytest.mark.parametrize("folds", ["ep", "etp"])
+def test_experts_over_shards(comm, folds):
+    """Experts, or parts of them, on the ranks along tp."""
+    size = comm.Get_size()
+    shards = {"tensor_shards": size, "expert_shards": size if folds == "etp" else 1}
+    found = trained(comm, "bias", mesh=f"tp={size},{folds}={size}", **shards)
+    expect_same(found, trained(MPI.COMM_SELF, "bias", **shards))
+
+
 def test_loss_scale_of_fp16(comm):
     """Gradients of loss terms carry the loss scale: norms are near those of fp32, with the same weights."""
     whole, half = (

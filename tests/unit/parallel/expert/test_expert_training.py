@@ -364,6 +364,40 @@ def test_refused_settings(changed, message):
     run_threads(4 if changed.get("mesh", "").count("=2") == 3 else 2, main)
 
 
+def unnamed():
+    """Model whose table of cuts does not name its mixture."""
+    made = model()
+    made.cuts = {name: style for name, style in made.cuts.items() if style != "experts"}
+    return made
+
+
+@pytest.mark.parametrize("mesh", ["tp=2,ep=2", "tp=2,etp=2"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(lambda: nn.mlp([WIDTH, WIDTH, WIDTH]), "this one has none"), (unnamed, "mixtures in its table `cuts`")],
+)
+def test_shards_of_a_model_without_experts(make, message, mesh):
+    def main(comm):
+        with pytest.raises(ValueError, match=message):
+            Engine(make(), nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), mesh=mesh)
+
+    run_threads(2, main)
+
+
+def test_fewer_experts_than_ranks():
+    """Ranks without an expert of a mixture, along tp and among replicas."""
+    changed = {"reproducible": False, "precision": "fp64", "mesh": "tp=2,dp=2,ep=4"}
+    layers = ExpertLayers(1, RouterSettings(choices=1, balance_loss=0.1))
+
+    def main(comm, **options):
+        made = transformer(TOKENS, LENGTH, 1, 2, WIDTH, experts=layers)
+        with Engine(made, nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), batch=7, micro_batch=2, **options) as engine:
+            return engine.step(*batch(0)).norm
+
+    expected = run_threads(1, lambda comm: main(comm, precision="fp64"))[0]
+    assert run_threads(4, lambda comm: main(comm, **changed)) == pytest.approx([expected] * 4, rel=1e-12)
+
+
 def shared_weight():
     experts = [Linear(WIDTH, WIDTH) for _ in range(2)]
     experts[1].weight = experts[0].weight
@@ -371,7 +405,7 @@ def shared_weight():
 
 
 REFUSED_MODELS = {
-    "ep=2 divides the experts of a model, and this one has none": lambda: nn.mlp([WIDTH, WIDTH]),
+    "ep and etp divide the experts of a model, and this one has none": lambda: nn.mlp([WIDTH, WIDTH]),
     "0.experts.0.weight is used 2 times": shared_weight,
     r"maps \(1, 8\) to the same shape, found \(1, 9\)": lambda: nn.Sequential(
         [MixtureOfExperts(Router(WIDTH, 2), [Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH + 1)])]
