@@ -35,7 +35,10 @@ from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, s
 from parallel.trainer.task_setup import flops, loss_of, measure_of, prepare, sampler_of, specs, steps_of
 
 PARTS_PER_EVALUATION = 16
-"""Test micro-batches of each worker between two updates of the progress."""
+"""Most test micro-batches of each worker between two updates of the progress."""
+
+BYTES_PER_EVALUATION = 64 << 20
+"""Bytes of inputs that a worker loads between two updates of the progress, unless one micro-batch has more."""
 
 
 class _EvenSubset:
@@ -176,7 +179,8 @@ class Training(TrainingPlan):
         sampler = Sampler(count, max(1, count), self.sampler.micro_batch, shuffle=False)
         parts = [part for step in sampler.steps(0) for part in step.parts]
         # Every layout evaluates the same parts, so that rounding of the means is equal.
-        each = PARTS_PER_EVALUATION * self._comm.Get_size()
+        nbytes = specs(self.task, self.settings.precision, self.sampler.micro_batch)[0].nbytes
+        each = max(1, min(PARTS_PER_EVALUATION, BYTES_PER_EVALUATION // max(1, nbytes))) * self._comm.Get_size()
         found: list[Evaluation] = []
         for start in range(0, max(1, len(parts)), each):
             some = StepBatches(0, 0, tuple(parts[start : start + each]))

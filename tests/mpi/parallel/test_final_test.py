@@ -7,8 +7,9 @@ from parallel.trainer import trainer
 from parallel.trainer.trainer import Training
 
 
+@pytest.mark.parametrize("limit", ["PARTS_PER_EVALUATION", "BYTES_PER_EVALUATION"])
 @pytest.mark.parametrize("layout", ["dp", "zero3", "pp:1f1b", "ps", "local"])
-def test_in_parts_as_at_once(comm, layout, monkeypatch):
+def test_in_parts_as_at_once(comm, layout, limit, monkeypatch):
     if layout == "ps" and comm.size < 2:
         pytest.skip("a server and a worker")
     if layout.startswith("pp") and comm.size > 2:
@@ -19,7 +20,7 @@ def test_in_parts_as_at_once(comm, layout, monkeypatch):
         for _ in made.run():
             pass
         whole = made.score(100, tell=lambda done, count: at_once.append((done, count)))
-        monkeypatch.setattr(trainer, "PARTS_PER_EVALUATION", 1)
+        monkeypatch.setattr(trainer, limit, 1)
         parts = made.score(100, tell=lambda done, count: in_parts.append((done, count)))
     assert whole.loss == pytest.approx(parts.loss, rel=1e-6) and whole.accuracy == pytest.approx(parts.accuracy)
     assert at_once[-1] == in_parts[-1] == (100, 100) and in_parts == sorted(in_parts)
