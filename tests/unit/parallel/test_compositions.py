@@ -22,7 +22,7 @@ from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.storage import widen
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.placement import Features
-from parallel.tensor import grouped_shards, vocabulary
+from parallel.tensor import grouped_shards, mixture_shards, vocabulary
 from parallel.tensor.redistribute import CopyToShards
 from parallel.tensor.shards import DropoutShard
 from parallel.tensor.vocabulary import VocabularyCrossEntropy
@@ -212,7 +212,14 @@ def unsummed_heads(patch):
     patch.setattr(grouped_shards, "allreduce_among", lambda axis, terms, holders: [widen(term) for term in terms])
 
 
+def routers_of_own_experts(patch):
+    """Along tp, gradients of tokens and routers are those by the rank's own experts."""
+    total = mixture_shards.allreduce
+    patch.setattr(mixture_shards, "allreduce", lambda axis, x, how: widen(x) if x.ndim == 1 else total(axis, x, how))
+
+
 NAMED_MISTAKES = {
+    routers_of_own_experts: "gradients of experts on the ranks of an axis that shares tokens",
     unsummed_heads: "key/value heads with unequal numbers of copies",
     experts_by_their_ranks: "gradients of experts divided by the ranks that share them",
     routers_of_first_ranks: "gradients of routers summed over some of their copies",
