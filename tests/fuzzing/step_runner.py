@@ -92,7 +92,7 @@ class StepRunner:
             self.ops[place] = step.op, MPI.Op.Create(function, commute=commutes)
         return self.ops[place][1]
 
-    def _chosen(self, step: Step) -> dict[str, Any]:
+    def _chosen(self, step: Step, comm: Any) -> dict[str, Any]:
         """Keyword arguments `algorithm` and `segments`, where the step's flags include them; none for mpi4py."""
         if self.native or "algorithm" not in step.flags or step.method == "Barrier":
             return {}
@@ -101,7 +101,7 @@ class StepRunner:
         base = name.removesuffix("v")
         able = [one for one in algorithms(name) if one != "native"]
         if step.op == "affine":
-            able = [one for one in able if catalog.find(base, one).ordered]
+            able = [one for one in able if catalog.find(base, one).keeps_order(getattr(comm, "nodes", None))]
         chosen: dict[str, Any] = {"algorithm": able[step.pick % len(able)]}
         return chosen | ({"segments": 1 + step.pick % 3} if "segments" in step.flags else {})
 
@@ -111,7 +111,7 @@ class StepRunner:
             return
         self.calls += 1
         call = DrawnCall(step, comm, self.seed, self._op(step), self.native)
-        keywords = call.keywords | self._chosen(step)
+        keywords = call.keywords | self._chosen(step, comm)
         method = getattr(comm, step.method)
         turns = 1 + step.pick % 3 if step.form == "bound" else 1
         if self.native or step.form == "blocking":
@@ -148,7 +148,7 @@ class StepRunner:
     def _repeat(self, step: Step, comm: Any) -> None:
         """Repeat a call on other arrays each time, more often than it takes to be compiled."""
         begun = step.form == "begun again" and not self.native
-        method, keywords = getattr(comm, f"I{step.method.lower()}" if begun else step.method), self._chosen(step)
+        method, keywords = getattr(comm, f"I{step.method.lower()}" if begun else step.method), self._chosen(step, comm)
         for turn in range(2 + step.pick % 19):
             self.calls += 1
             call = DrawnCall(step, comm, self.seed, self._op(step), self.native, turn)

@@ -14,7 +14,7 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.transport import shm
 from collectives.transport.device_copies import PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
-from collectives.transport.mailbox import MailboxEdge, NodeMemory
+from collectives.transport.mailbox import FAR_COPIED, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shm import NodeAwareTransport
@@ -45,6 +45,7 @@ WIRES = {
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),
     "shared": lambda comm, node: mailboxes(comm, node),
+    "far cores": lambda comm, node: mailboxes(comm, far(node)),
     "weakly ordered": lambda comm, node: mailboxes(comm, fenced(node)),
     "symmetric": lambda comm, node: Told(node, mailboxes(comm, unreadable(node))),
     "symmetric, weakly ordered": lambda comm, node: Told(node, mailboxes(comm, unreadable(fenced(node)))),
@@ -54,6 +55,12 @@ WIRES = {
 def mailboxes(comm, node):
     edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
     return NodeAwareTransport(node, 1, edges, PersistentTransport(comm, 3), node.streamed)
+
+
+def far(node):
+    """As between cores for which copies into cells are slow."""
+    node.copied = FAR_COPIED
+    return node
 
 
 def fenced(node):
