@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from collectives.transport.shm_messages import RendezvousSend
+from collectives.transport.shm_messages import EagerSend, RendezvousSend
 from collectives.transport.wire import Iovec
 from support.loopback import LoopbackHub
 
@@ -83,7 +83,7 @@ def asking(wire, messages):
         left = [id(message) for stream in waiting.values() for message in stream]
         if any(id(message) in left for message in messages):
             return False
-        read = [message for message in messages if isinstance(message, RendezvousSend)]
+        read = [message for message in messages if isinstance(message, (EagerSend, RendezvousSend))]
         return all([test() for _, test in waits]) and all(one.edge.is_acknowledged(one.number) for one in read)
 
     return ended
@@ -99,7 +99,7 @@ def what_leaves_arrives(rank, size, wire):
     left, right = ring(rank, size)
     if size == 1:
         return
-    for count in (1, 5, 1000, 100_000):
+    for count in (1, 5, 1000, 5000, 100_000):
         mine, theirs = filled(rank, count), np.zeros(count, int)
         swap(wire, [wire.receive(left, [piece(theirs)]), wire.send(right, [piece(mine)])])
         assert (theirs == filled(left, count)).all()
