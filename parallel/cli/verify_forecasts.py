@@ -1,6 +1,6 @@
 """Check that the memory forecast of random trainings is their ledger, to the byte, on every rank.
 
-    chorus verify -n 3 --forecasts 200 --seed 0
+    chorus verify --forecasts 200 -n 3 --seed 0
 
 A seed draws layout (every strategy in turn), model, data, mesh, precision, optimizer and sizes of micro-batches and
 buckets. After two steps the forecast, made before the first one, is compared with the bytes that the engine expected

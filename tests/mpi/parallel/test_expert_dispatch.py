@@ -47,7 +47,7 @@ def test_losses(nodes, dispatch, error):
     "options, message",
     [
         ({"dispatch": "fast"}, "dispatch: expected direct or hierarchical, perhaps with :int8 or :fp8; found"),
-        ({"dispatch": "hierarchical"}, "dispatch: hierarchical is for experts on different ranks, along ep; found dp="),
+        ({"dispatch": "hierarchical"}, "dispatch: hierarchical is for replicas that share experts, by ep; found dp="),
         ({"dispatch": "direct:int8", "reproducible": True, "ep": True}, "reproducible training needs direct"),
         ({"dispatch": "hierarchical", "layout": "ps"}, "dispatch"),
     ],
