@@ -93,7 +93,7 @@ class Communicator(CollectiveMethods):
         Best transfer of GPU arrays that may be used; the ranks find out at creation which is possible, if CuPy was
         imported on all of them before (`device_transfer`). "kernel" (default): ranks that share one GPU read and write
         each other's memory there. "pinned": ranks of one node copy through pinned shared memory, 32 MiB per rank, as
-        do host arrays above 512 KiB. "staged": through host memory. The least of all ranks holds.
+        do long host arrays. "staged": through host memory. The least of all ranks holds.
 
     Raises
     ------
@@ -159,14 +159,10 @@ class Communicator(CollectiveMethods):
         bits = common(plain, (MPI.Query_thread() == MPI.THREAD_MULTIPLE) | (not async_progress) << 1)
         self._threads, self._async_progress = bool(bits & 1), not bits & 2
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
-        given_nodes = agree_on_nodes(plain, nodes)
-        self._cuda_aware, self._shared, self._given_nodes, self._gpu = (
-            cuda_aware,
-            shared,
-            given_nodes,
-            agree_on_gpu(plain, gpu),
-        )
-        transports = Transports(plain.Dup(), cuda_aware, shared, given_nodes, self._gpu)
+        self._cuda_aware, self._shared = cuda_aware, shared
+        self._given_nodes = agree_on_nodes(plain, nodes)
+        self._gpu = agree_on_gpu(plain, gpu)
+        transports = Transports(plain.Dup(), cuda_aware, shared, self._given_nodes, self._gpu)
         if self._async_progress and transports.nodes is not None and not self._threads:
             transports.free()
             transports.comm.Free()

@@ -63,10 +63,11 @@ CELL = 1 << 17
 """Most bytes of a cell, the eager buffer of a medium message."""
 
 STREAMED, STREAMED_BOTH_WAYS = 1 << 23, 1 << 21
-"""Bytes up to which messages are cut to go through cells: one part is read while the next is written. Longer ones are
-read at once out of the sender, if permitted: a system call for each, but one copy instead of two. The second number is
-for ranks that send and receive at once, which must make both copies, between cores without a common cache. Where these
-share one, ranks share cores, or copies do not go past the caches, messages that need a cell twice are long."""
+"""Bytes of the longest messages that go through the cells in parts: one part is read while the next is written. Longer
+ones are read by the receiver out of the sender's memory, if permitted: a system call for each, but one copy instead of
+two. The second number holds where ranks send and receive at once, so that each makes both copies, on cores without a
+common cache; with one, the second limit is `CELLS` cells. So are both limits if ranks share cores or copies do not go
+past the caches."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
