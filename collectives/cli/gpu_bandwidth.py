@@ -28,14 +28,24 @@ from collectives.transport.device import cuda_aware
 BUDGET, MOST = 0.5, 100
 """Seconds and calls of a measurement."""
 
+EXPORTED = "CuPy, exported"
+"""Name of the arrays of `comm.empty`, which the goals are for."""
 
-def seconds(world: MPI.Intracomm, call: Callable[[], object]) -> float:
-    """Median seconds of a call on the slowest rank; all ranks make equally many calls."""
+LONG, GOAL_OF_BOUND = 1 << 28, 0.7
+"""Bytes from which an allreduce on one GPU should reach this share of the bound."""
+
+SHORT, GOAL_SECONDS = 1 << 16, 40e-6
+"""Bytes up to which an allreduce on one GPU should take at most this time."""
+
+
+def seconds(world: MPI.Intracomm, call: Callable[[], object], end: Callable[[], object]) -> float:
+    """Median seconds of `call` and `end` on the slowest rank; all ranks make equally many calls."""
 
     def once() -> float:
         world.Barrier()
         start = time.perf_counter()
         call()
+        end()
         return float(world.allreduce(time.perf_counter() - start, MPI.MAX))
 
     first = max(once(), once(), 1e-6)
@@ -69,9 +79,6 @@ def contestants(world: MPI.Intracomm, cupy: Any, direct: bool) -> dict[str, Arra
     if (nccl := _nccl(world, cupy)) is not None:
         found["NCCL"] = nccl
     return found
-
-
-EXPORTED = "CuPy, exported"
 
 
 def _nccl(world: MPI.Intracomm, cupy: Any) -> ArrayTransfer | None:
@@ -137,11 +144,11 @@ def main() -> int:
             n = max(1, nbytes // 4)
             x, y = side.empty(n, "f4"), side.empty(n, "f4")
             x[...] = np.float32(rank + 1)
-            end = _nothing if name == "NumPy" else cupy.cuda.get_current_stream().synchronize
+            end = cupy.cuda.get_current_stream().synchronize if name != "NumPy" else lambda: None
             side.allreduce(x, y)
             wrong += not world.allreduce(bool((y == sum(range(1, size + 1))).all()), MPI.LAND)
-            first = seconds(world, partial(_run, partial(side.allreduce, x, y), end))
-            second = seconds(world, partial(_run, partial(side.broadcast, y), end))
+            first = seconds(world, partial(side.allreduce, x, y), end)
+            second = seconds(world, partial(side.broadcast, y), end)
             share = 2 * size * nbytes / rate / first
             cells = f"{first * 1e6:14.1f} {nbytes / first / 1e9:8.2f} {share:8.2f}"
             say(f"{nbytes:12} {name:14} {cells} {second * 1e6:14.1f} {nbytes / second / 1e9:8.2f}")
@@ -161,20 +168,6 @@ def goals_missed(nbytes: int, spent: float, share: float) -> list[str]:
     if nbytes <= SHORT and spent > GOAL_SECONDS:
         return [f"{what}: {spent * 1e6:.0f} us, expected {GOAL_SECONDS * 1e6:.0f}"]
     return []
-
-
-LONG, GOAL_OF_BOUND = 1 << 28, 0.7
-SHORT, GOAL_SECONDS = 1 << 16, 40e-6
-"""Goals of an allreduce on one GPU: share of the bound for long vectors, time of short ones."""
-
-
-def _nothing() -> None:
-    pass
-
-
-def _run(call: Callable[[], object], end: Callable[[], object]) -> None:
-    call()
-    end()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support.doc_examples import EXAMPLES, check
+from support.doc_examples import EXAMPLES, FORMS, call, check
 from support.fakes import Foreign, NoInterface
 
 from collectives import wait_all
@@ -17,24 +17,11 @@ def on_device(cupy, array):
     return None if array is None else cupy.asarray(array)
 
 
-def call(comm, example, form, arguments):
-    """Do the collective as a blocking, a non-blocking or a persistent call."""
-    if form == "blocking":
-        getattr(comm, example.method)(*arguments)
-    elif form == "nonblocking":
-        getattr(comm, "I" + example.method.lower())(*arguments).Wait()
-    else:
-        request = getattr(comm, example.method + "_init")(*arguments)
-        request.Start()
-        request.Wait()
-        request.Free()
-
-
 def run(cupy, comm, name, n, dtype, form="blocking", in_place=False):
     rank, size = comm.Get_rank(), comm.Get_size()
     example = EXAMPLES[name](rank, size, n, dtype, size - 1, in_place)
     send, recv = on_device(cupy, example.send), on_device(cupy, example.recv)
-    call(comm, example, form, example.arguments(send, recv))
+    call(comm, example.method, form, example.arguments(send, recv))
     if recv is not None:
         check(recv.get(), example.expected)
 
@@ -88,7 +75,7 @@ def test_nan_is_the_largest_and_the_smallest(cupy, comm):
 # ------------------------------------------------------------------------------------------ streams
 
 
-@pytest.mark.parametrize("form", ["blocking", "nonblocking", "persistent"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_stream_of_the_users(cupy, comm, form, in_place):
     """Work that was queued before the call is in the result, and the result is there for what is queued after it."""
@@ -99,7 +86,7 @@ def test_a_stream_of_the_users(cupy, comm, form, in_place):
         for _ in range(BUSY):
             x += 1
         arguments = (MPI.IN_PLACE, x) if in_place else (x, y)
-        call(comm, EXAMPLES["allreduce"](rank, size, 0, "f4", 0, False), form, arguments)
+        call(comm, "Allreduce", form, arguments)
         result = x if in_place else y
         result *= 2
         found = result.get()

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,23 @@ def folder(world):
     world.Barrier()
     if world.Get_rank() == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def impatient(monkeypatch, seconds=2):
+    """Waits for the other ranks of a node end with an error after `seconds`: these may have met an error."""
+    from support.fakes import cupy
+
+    from collectives.transport.mailbox import NodeMemory
+
+    deadlines = {}
+
+    def yielding(self, turn=0):
+        if turn <= 1:
+            deadlines[id(self)] = time.monotonic() + seconds
+        if time.monotonic() > deadlines[id(self)]:
+            raise TimeoutError
+        self.comm.Iprobe()
+
+    monkeypatch.setattr(NodeMemory, "yielding", yielding)
+    monkeypatch.setattr(cupy.interprocess, "PATIENCE", seconds)

@@ -11,6 +11,9 @@ from mpi4py import MPI
 
 UNTOUCHED = 7
 
+FORMS = ("blocking", "nonblocking", "persistent")
+"""Forms of a call."""
+
 
 class Example(NamedTuple):
     """One rank's part: the arrays to send from and to receive in (None: the rank has none), what the second must hold
@@ -227,3 +230,16 @@ def check(recv, expected):
     """Compare what was received, if anything was to be; in place, also what had to stay as it was."""
     if expected is not None:
         np.testing.assert_array_equal(recv, expected)
+
+
+def call(comm, method, form, arguments):
+    """Run a collective, given by the name of its blocking method, in one of `FORMS`."""
+    if form == "blocking":
+        getattr(comm, method)(*arguments)
+    elif form == "nonblocking":
+        getattr(comm, "I" + method.lower())(*arguments).Wait()
+    else:
+        request = getattr(comm, method + "_init")(*arguments)
+        request.Start()
+        request.Wait()
+        request.Free()

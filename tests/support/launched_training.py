@@ -1,44 +1,19 @@
 """Trainings started as a user starts them, under mpiexec, and the files that they leave."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 
 import numpy as np
 
-from collectives.conformance.launches import ROOT, find_mpiexec
 from parallel.checkpoint.checkpoint_files import tensors_in
-
-MPIEXEC = find_mpiexec()
+from support.launches import ended, start_ranks
 
 TIMED = {"seconds", "communication", "samples_per_s", "tokens_per_s", "mfu", "hfu", "peak_flops", "communication_share"}
 TIMED |= {"resident_bytes", "by_rank"}
 
 
 def start(*arguments, ranks=2, program=("-m", "parallel.cli.main", "train"), **more):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "COLUMNS": "200",
-    }
-    return subprocess.Popen(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *program, *map(str, arguments)],
-        env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
-
-
-def ended(process, limit=90):
-    try:
-        return process.communicate(timeout=limit)[0]
-    finally:
-        process.kill()
+    return start_ranks(ranks, (*program, *arguments), **more)
 
 
 def run(*arguments, ranks=2, status=0, **more):

@@ -9,7 +9,6 @@ import os
 import pkgutil
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,6 +18,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from support.launches import MPIEXEC, launch_environment
 from support.program_runs import call
 from support.sources import SOURCES
 
@@ -41,10 +41,6 @@ GENERATED = ROOT / "docs/reference/algorithms.md"
 """A page that exists only in the site; see scripts/site_pages.py."""
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
 PYTHON_LANGUAGES, SHELL_LANGUAGES = ("python",), ("console", "bash", "sh")
 CHEAP = {
@@ -105,17 +101,10 @@ def shown(path):
 
 
 def run(arguments, **options):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "200",
-        # As scripts/_environment.sh sets them, for a run of pytest by hand.
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
     return subprocess.run(
-        arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False, **options
-    )
+        arguments, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=100, check=False,
+        **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PAGES, ids=shown)

@@ -3,23 +3,19 @@
 Each test writes a small test file and runs it under mpiexec, as scripts/test does.
 """
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.launches import MPIEXEC, launch_environment, needs_mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
 pytestmark = [
-    pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"),
+    needs_mpiexec,
     pytest.mark.timeout(120),
 ]
 
@@ -39,16 +35,11 @@ def run(tmp_path):
     def run(ranks, source, *options):
         file = tmp_path / "test_generated.py"
         file.write_text(PREAMBLE + source)
-        # As scripts/_environment.sh sets them, for a run of pytest by hand.
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT / "tests"),
-            "COLUMNS": "160",
-            "NO_COLOR": "1",  # Open MPI gives its ranks a terminal
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        }
+        environment = launch_environment(
+            PYTHONPATH=str(ROOT / "tests"),
+            COLUMNS="160",
+            NO_COLOR="1",  # Open MPI gives its ranks a terminal
+        )
         command = [
             MPIEXEC, "-n", str(ranks), sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml",
             "--rootdir", tmp_path, "-p", "support.harness", "--with-mpi", *options, file,

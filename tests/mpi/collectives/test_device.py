@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support.doc_examples import EXAMPLES, check
+from support.doc_examples import EXAMPLES, FORMS, call, check
 from support.fakes import cupy
 
 from collectives import Communicator, wait_all
@@ -48,7 +48,7 @@ def on_device(array):
     return None if array is None else cupy.asarray(array)
 
 
-@pytest.mark.parametrize("form", ["blocking", "nonblocking", "persistent"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_collective(aware, name, form):
     rank, size = aware.Get_rank(), aware.Get_size()
@@ -66,10 +66,8 @@ def test_every_collective(aware, name, form):
                     for array, fresh in ((send, example.send), (recv, example.recv)):
                         if array is not None:
                             array[...] = cupy.asarray(fresh)
-                    if form == "blocking":
-                        getattr(aware, example.method)(*arguments)
-                    elif form == "nonblocking":
-                        getattr(aware, "I" + example.method.lower())(*arguments).Wait()
+                    if request is None:
+                        call(aware, example.method, form, arguments)
                     else:
                         request.Start()
                         request.Wait()
@@ -136,21 +134,13 @@ def test_host_and_device_in_one_call(aware):
         np.testing.assert_array_equal(cupy.asnumpy(recv), expected)
 
 
-@pytest.mark.parametrize("form", ["blocking", "nonblocking", "persistent"])
+@pytest.mark.parametrize("form", FORMS)
 def test_ranks_with_host_and_ranks_with_device_arrays(aware, form):
     """Each rank goes its own way, and messages between them must not care."""
     rank, size = aware.Get_rank(), aware.Get_size()
     for n in (5, 3000, 200_000):
         x = np.arange(n, dtype="i4") + rank
         mine, total = (cupy.asarray(x), cupy.zeros(n, "i4")) if rank % 2 else (x, np.zeros(n, "i4"))
-        if form == "blocking":
-            aware.Allreduce(mine, total)
-        elif form == "nonblocking":
-            aware.Iallreduce(mine, total).Wait()
-        else:
-            request = aware.Allreduce_init(mine, total)
-            request.Start()
-            request.Wait()
-            request.Free()
+        call(aware, "Allreduce", form, (mine, total))
         expected = size * np.arange(n) + size * (size - 1) // 2
         np.testing.assert_array_equal(cupy.asnumpy(total), expected)

@@ -1,6 +1,5 @@
 """Planted faults in the transfer of device memory: each one makes the checks of this file fail."""
 
-import time
 from itertools import product
 
 import numpy as np
@@ -14,25 +13,7 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.cli import gpu_probe
 from collectives.transport.device_copies import DeviceCopies, PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport, DeviceSend
-from collectives.transport.mailbox import KIND, MASK, WORDS, NodeMemory
-
-PATIENCE = 2
-"""Seconds that a rank waits for another one, which may have met an error."""
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Waits for mailboxes end with an error."""
-    deadlines = {}
-
-    def yielding(self, turn=0):
-        if turn <= 1:
-            deadlines[id(self)] = time.monotonic() + PATIENCE
-        if time.monotonic() > deadlines[id(self)]:
-            raise TimeoutError
-        self.comm.Iprobe()
-
-    monkeypatch.setattr(NodeMemory, "yielding", yielding)
+from collectives.transport.mailbox import KIND, MASK, WORDS
 
 
 def right(comm, name, n):

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support.doc_examples import EXAMPLES
+from support.doc_examples import EXAMPLES, FORMS, call
 from support.fakes import Foreign, cupy
 
 from collectives import Communicator, wait_all
@@ -44,18 +44,6 @@ class Arena:
         return part.view(dtype).reshape(shape)
 
 
-def run(comm, form, example, arguments):
-    if form == "blocking":
-        getattr(comm, example.method)(*arguments)
-    elif form == "nonblocking":
-        getattr(comm, "I" + example.method.lower())(*arguments).Wait()
-    else:
-        request = getattr(comm, example.method + "_init")(*arguments)
-        request.Start()
-        request.Wait()
-        request.Free()
-
-
 def right(comm, example, form, allocate, turns=1):
     """True if a collective gives the right values, each time on a stream of its own."""
     send, recv = (None if x is None else allocate(x.shape, x.dtype) for x in (example.send, example.recv))
@@ -66,7 +54,7 @@ def right(comm, example, form, allocate, turns=1):
                 if array is not None:
                     array[...] = cupy.asarray(fresh)
             cupy.GPU.log.clear()
-            run(comm, form, example, example.arguments(send, recv))
+            call(comm, example.method, form, example.arguments(send, recv))
             waits = [one for one in cupy.GPU.log if one[0] in ("wait", "query", "to_host", "to_device")]
             if recv is not None and example.expected is not None:
                 good &= bool((recv.get() == example.expected).all())
@@ -75,7 +63,7 @@ def right(comm, example, form, allocate, turns=1):
 
 
 @pytest.mark.parametrize("memory", ["pool", "exported"])
-@pytest.mark.parametrize("form", ["blocking", "nonblocking", "persistent"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shared", range(2), indirect=True)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_collective(shared, name, form, memory):

@@ -18,27 +18,7 @@ from collectives.runtime import gpu_program
 from collectives.runtime.gpu_program import _GpuCall
 from collectives.transport.exported_memory import Exported, ExportedMemory
 from collectives.transport.gpu_kernels import GpuKernels
-from collectives.transport.mailbox import NodeMemory
 from collectives.transport.shared_gpu import GpuChannel
-
-PATIENCE = 2
-"""Seconds that a rank waits for another one, which may have met an error."""
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Waits for other ranks end with an error."""
-    deadlines = {}
-
-    def yielding(self, turn=0):
-        if turn <= 1:
-            deadlines[id(self)] = time.monotonic() + PATIENCE
-        if time.monotonic() > deadlines[id(self)]:
-            raise TimeoutError
-        self.comm.Iprobe()
-
-    monkeypatch.setattr(NodeMemory, "yielding", yielding)
-    monkeypatch.setattr(cupy.interprocess, "PATIENCE", PATIENCE)
 
 
 def right(comm, name, allocate, turn):
@@ -179,7 +159,7 @@ def test_without_a_fault(gpu, impatient, world):
 
 
 SLOW = {"event waited for before its record", "event never recorded", "freed too early", "wrong order of ranks"}
-"""Faults that end with a rank's patience."""
+"""Faults that end with the time limit of `impatient`."""
 
 
 @pytest.mark.parametrize(

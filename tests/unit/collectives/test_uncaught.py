@@ -3,23 +3,18 @@
 Each test runs a program under mpiexec whose last rank raises. Without an abort the others wait for it for ever.
 """
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.launches import needs_mpiexec, start_ranks
 from support.tiers import default
 
 ROOT = Path(__file__).resolve().parents[3]
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
-pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(120)]
+pytestmark = [needs_mpiexec, pytest.mark.timeout(120)]
 
 LIMIT = 90
 """Seconds for a program with its start, on a machine that has other things to do."""
@@ -128,20 +123,8 @@ with Training(said, comm) as training:
 
 def run(source, *, shared=True, before=(), **more):
     """Run a program on three ranks: its exit status, what it has printed, and the seconds since it failed."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
     program = START.replace("SHARED", str(shared)) + source
-    process = subprocess.Popen(
-        [MPIEXEC, "-n", "3", sys.executable, *before, "-c", program],
-        env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
-    )  # fmt: skip
+    process = start_ranks(3, (*before, "-c", program), **more)
     try:
         output = process.communicate(timeout=LIMIT)[0]
         ended = time.time()

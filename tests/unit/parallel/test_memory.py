@@ -1,25 +1,21 @@
 """What the system says a training takes is what its ledger says, in every layout; each in fresh processes."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.launches import MPIEXEC, launch_environment, needs_mpiexec
 from support.tiers import default
 
 from parallel.data_parallel.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLLUP = Path("/proc/self/smaps_rollup")
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
 pytestmark = [
-    pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"),
+    needs_mpiexec,
     pytest.mark.skipif(
         not ROLLUP.exists() or "Pss_Anon" not in ROLLUP.read_text(),
         reason="the system does not tell a process's share of its memory",
@@ -68,7 +64,7 @@ if comm.Get_rank() == 0:
 @pytest.mark.parametrize("layout", default(LAYOUTS, "zero3"))
 def test_memory_grows_by_what_the_ledger_says(layout):
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", PROGRAM, layout]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    environment = launch_environment(OPENBLAS_NUM_THREADS="1")
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
     )

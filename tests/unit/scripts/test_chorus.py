@@ -9,15 +9,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.launches import needs_mpiexec
 
-from collectives.conformance.launches import find_mpiexec
 from parallel.cli import main as chorus
 from parallel.cli.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "MPI_", "HYDRA", "SLURM_", "CHORUS_RANKS")
-
-needs_mpiexec = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 
 
 def run(*words, output=subprocess.PIPE, **variables):

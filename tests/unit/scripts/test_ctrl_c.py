@@ -10,13 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.launches import MPIEXEC, needs_mpiexec
 from support.tiers import default
 
-from collectives.conformance.launches import ROOT, find_mpiexec
+from collectives.conformance.launches import ROOT
 
-MPIEXEC = find_mpiexec()
-
-pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(120)]
+pytestmark = [needs_mpiexec, pytest.mark.timeout(120)]
 
 PROGRAM = """
 import faulthandler, os, signal, sys, threading

@@ -5,22 +5,17 @@ of our own, after all else, at every request and every communicator that the lib
 """
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.launches import ended, needs_mpiexec, start_ranks
 from support.tiers import default
 
 ROOT = Path(__file__).resolve().parents[3]
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
-pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(120)]
+pytestmark = [needs_mpiexec, pytest.mark.timeout(120)]
 
 START = """
 import atexit, sys
@@ -127,21 +122,11 @@ later.Free()
 
 
 def run(source, ranks=2, shared=True, **more):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "MPIR_CVAR_ENABLE_LEAK_CHECK": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
     program = START.replace("SHARED", str(shared)) + source
-    return subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, "-X", "dev", "-W", "error", "-c", program],
-        env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+    words = ("-X", "dev", "-W", "error", "-c", program)
+    process = start_ranks(ranks, words, MPIR_CVAR_ENABLE_LEAK_CHECK="1", **more)
+    output = ended(process, 60)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 @pytest.mark.parametrize(

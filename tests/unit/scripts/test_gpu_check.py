@@ -2,21 +2,17 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.launches import MPIEXEC, needs_mpiexec
 
 from collectives.cli import gpu_report
 
 ROOT = Path(__file__).resolve().parents[3]
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 SHORT = ("--ranks", "2", "--sizes", "4K", "--bytes", "1M")
-needs_mpiexec = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
 
 
 def gpu_check(*arguments, **environment):

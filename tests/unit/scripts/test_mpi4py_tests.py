@@ -1,18 +1,10 @@
 """scripts/mpi4py_tests.py: what it makes of tests that pass, fail, hang and end the process."""
 
-import os
-import shutil
-import sys
-from pathlib import Path
-
 import pytest
+from support.launches import MPIEXEC, needs_mpiexec
 
 from collectives.cli import mpi4py_tests
 from collectives.conformance.test_files import FILES, reason
-
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-)
 
 TESTS = """
 import os, time, unittest
@@ -36,7 +28,7 @@ class Test(unittest.TestCase):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
+@needs_mpiexec
 def test_every_test_has_an_outcome(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "arrayimpl.py").write_text("ArrayBackends = []")

@@ -16,14 +16,15 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
-from support.launched_training import KILLER, MPIEXEC, course, ended, lines, lines_so_far, run, same, start, until
+from support.launched_training import KILLER, course, lines, lines_so_far, run, same, start, until
+from support.launches import ended, needs_mpiexec
 
 from collectives.conformance.launches import ROOT
 from parallel.benchmark.training_output import format_speed
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 from parallel.runtime.throughput import Throughput
 
-pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(240)]
+pytestmark = [needs_mpiexec, pytest.mark.timeout(240)]
 
 TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--steps", "60", "--dropout", "0.1"]
 TASK += ["--test-every", "15", "--threads", "1"]

@@ -10,12 +10,13 @@ from support.tiers import default
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
-from support.launched_training import KILLER, MPIEXEC, course, ended, lines, lines_so_far, run, same, start, until
+from support.launched_training import KILLER, course, lines, lines_so_far, run, same, start, until
+from support.launches import ended, needs_mpiexec
 
 from parallel.checkpoint.checkpoint_files import all_in
 from parallel.mesh.mesh import Mesh
 
-pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(400)]
+pytestmark = [needs_mpiexec, pytest.mark.timeout(400)]
 
 TASK = ["--data", "copy", "--model", "gpt:tiny", "--length", "16", "--batch", "8", "--micro-batch", "2"]
 TASK += ["--dropout", "0.1"]

@@ -1,0 +1,39 @@
+"""Programs that tests start on several ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from collectives.conformance.launches import ROOT, find_mpiexec
+from parallel.cli.main import LAUNCH_DEFAULTS
+
+MPIEXEC = find_mpiexec()
+
+needs_mpiexec = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
+
+
+def launch_environment(**more):
+    """This process's environment, in which any MPI starts more ranks than cores, also for root, and finds the project.
+
+    scripts/_environment.sh sets the same; this is for a run of pytest by hand.
+    """
+    return os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
+
+
+def start_ranks(ranks, words, **environment):
+    """Start Python with these words on all ranks; its output and errors are one stream of text."""
+    return subprocess.Popen(
+        [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, words)],
+        env=launch_environment(**environment), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+
+
+def ended(process, limit=90):
+    """Output of a program that `start_ranks` started, after its end; killed after `limit` seconds."""
+    try:
+        return process.communicate(timeout=limit)[0]
+    finally:
+        process.kill()
