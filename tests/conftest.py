@@ -71,6 +71,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--apart", action="store_true", help="test communicators whose ranks share no memory: MPI carries all messages"
     )
+    parser.addoption("--gpu-seconds", type=float, default=0, help="seconds after which tests/gpu begins no test")
     parser.addoption("--real-cupy", action="store_true", help="use CuPy without a driver: for tests/real_cupy alone")
 
 

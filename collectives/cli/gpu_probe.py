@@ -7,6 +7,7 @@ Without a probe's ability Chorus stages GPU arrays in host memory; an error here
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -28,22 +29,36 @@ TOKEN = 4096
 """Bytes that a rank reads of its neighbour's memory."""
 
 CAUSES = {
+    "libnvrtc": "NVRTC, which builds CuPy's kernels, is not installed: pip install 'cupy-cuda13x[ctk]'",
+    "cuda_fp16": "CUDA's headers are not installed: pip install 'cupy-cuda13x[ctk]', or set CUDA_PATH",
+    "headers": "CUDA's headers are not installed: pip install 'cupy-cuda13x[ctk]', or set CUDA_PATH",
+    "libcublas": "cuBLAS is not installed: pip install nvidia-cublas",
+    "CUBLAS_STATUS": "cuBLAS refuses a product: another version than CuPy's, or no memory left on the GPU",
+    "InvalidSource": "NVRTC is newer than the driver: install that of the driver's CUDA",
+    "UnsupportedPtx": "NVRTC is newer than the driver: install that of the driver's CUDA",
+    "DevicesUnavailable": "another program has the GPU for itself (compute mode), or runs under MPS",
     "InsufficientDriver": "the driver is older than the CUDA of this CuPy; install the CuPy of an older CUDA",
+    "OutOfMemory": "no memory left on the GPU; end other programs, or start fewer ranks",
     "MemoryAllocation": "no memory left on the GPU; end other programs, or start fewer ranks",
     "InvalidValue": "memory of another kind than cudaMalloc's, or a container that hides its neighbours' processes",
     "NotSupported": "the system has no CUDA IPC: WSL, MIG, or a virtual GPU",
     "InvalidResourceHandle": "the other process ended, or has freed what it exported",
     "HostMemoryAlreadyRegistered": "another library has pinned the same memory",
     "NotPermitted": "the limit of locked memory is too low (ulimit -l)",
+    "IllegalAddress": "a defect of Chorus: a kernel used memory that is not its own",
+    "TimeoutError": "a rank waited for another one, which had failed or was stopped",
 }
 """Likely causes by a part of an error's text."""
 
 
 class Figure(NamedTuple):
-    """Result of a probe on one rank; ``unit`` is "GB/s", where less is worse, "us", where more is, or "" for a text."""
+    """Result of a probe on one rank; ``unit`` is one of `RATES`, where less is worse, a time, or "" for a text."""
 
     value: float | str
     unit: str = ""
+
+
+RATES = ("GB/s", "TFLOP/s")
 
 
 class Bench(NamedTuple):
@@ -95,6 +110,35 @@ def _transfer(bench: Bench) -> Figure:
         return Figure(with_all.device_transfer)
     finally:
         with_all.close()
+
+
+def _kernel(bench: Bench) -> Figure:
+    """Seconds to build a kernel, which needs NVRTC and CUDA's headers, and to launch it first."""
+    start = time.perf_counter()
+    double = bench.cupy.ElementwiseKernel("float32 x", "float32 y", "y = 2 * x;", f"probe_{time.time_ns()}")
+    out = bench.cupy.zeros(3, np.float32)
+    double(bench.cupy.asarray(np.arange(3, dtype=np.float32)), out)
+    half = bench.cupy.asarray(np.arange(3, dtype=np.float16))
+    if (out.get() != [0, 2, 4]).any() or ((half + half).get() != [0, 2, 4]).any():
+        raise ValueError("wrong results of a kernel")
+    return Figure(time.perf_counter() - start, "s")
+
+
+def _product(bench: Bench, name: str) -> Figure:
+    """TFLOP/s of products of matrices, which need cuBLAS."""
+    side = math.isqrt(bench.nbytes // 16)
+    a, b = (bench.cupy.full((side, side), value, np.dtype(name)) for value in (1, 0.5))
+    out = a @ b
+    if float(out.max()) != side / 2:
+        raise ValueError(f"expected {side / 2}, found {float(out.max())}")
+    spent = bench.seconds(partial(bench.cupy.matmul, a, b, out=out))
+    return Figure(2 * side**3 / spent / 1e12, "TFLOP/s")
+
+
+def _free_memory(bench: Bench) -> Figure:
+    """Memory of the GPU that is free, with the contexts of all ranks."""
+    free, total = bench.cupy.cuda.runtime.memGetInfo()
+    return Figure(f"{free / 1e9:.1f} of {total / 1e9:.1f} GB")
 
 
 def _on_device(bench: Bench) -> Figure:
@@ -187,6 +231,10 @@ def _event(bench: Bench) -> Figure:
 
 PROBES: dict[str, Callable[[Bench], Figure]] = {
     "device": _device,
+    "free memory": _free_memory,
+    "build of a kernel": _kernel,
+    "product of matrices, float32": partial(_product, name="float32"),
+    "product of matrices, float16": partial(_product, name="float16"),
     "transfer of GPU arrays": _transfer,
     "kernel launch and wait": _launch,
     "copy on the device": _on_device,
@@ -208,7 +256,7 @@ def probe(bench: Bench, name: str, call: Callable[[Bench], Figure]) -> dict[str,
     """Run a probe on all ranks; the slowest rank's figure, or the first error. Collective."""
     try:
         found, error = call(bench), ""
-    except (RuntimeError, ValueError, AttributeError, MemoryError) as refused:
+    except Exception as refused:  # of CUDA, of the compiler, of libraries that are not installed
         found, error = Figure(""), f"{type(refused).__name__}: {refused}"
     results = bench.world.allgather((*found, error))
     bench.exported.clear()
@@ -216,7 +264,7 @@ def probe(bench: Bench, name: str, call: Callable[[Bench], Figure]) -> dict[str,
     if errors:
         return {"probe": name, "error": errors[0], "cause": cause_of(errors[0])}
     values, unit = [value for value, _, _ in results], found.unit
-    worst = min(values) if unit == "GB/s" else max(values) if unit else values[0]
+    worst = min(values) if unit in RATES else max(values) if unit else values[0]
     return {"probe": name, "value": worst, "unit": unit}
 
 
@@ -235,11 +283,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     bench = Bench(MPI.COMM_WORLD, import_module("cupy"), args.bytes, [])
     probes = {**PROBES, **(BETWEEN_PROCESSES if bench.world.Get_size() > 1 else {})}
-    results = [probe(bench, name, call) for name, call in probes.items()]
-    for result in results:
-        say(line(result))
-    if args.json and bench.world.Get_rank() == 0:
-        args.json.write_text(json.dumps({"ranks": bench.world.Get_size(), "probes": results}, indent=1) + "\n")
+    results: list[dict[str, Any]] = []
+    for name, call in probes.items():  # written at once, as the next one may not return
+        results.append(probe(bench, name, call))
+        say(line(results[-1]))
+        if args.json and bench.world.Get_rank() == 0:
+            args.json.write_text(json.dumps({"ranks": bench.world.Get_size(), "probes": results}, indent=1) + "\n")
     return 0
 
 

@@ -55,6 +55,8 @@ class _Attention(nn.Module):
 class TorchModel:
     """PyTorch copy of a `parallel.nn` model, with the same weights; TypeError for an operator without a counterpart.
 
+    `device` is PyTorch's name of the parameters' device.
+
     Attributes
     ----------
     module : torch.nn.Module
@@ -64,7 +66,8 @@ class TorchModel:
         By the operator's name.
     """
 
-    def __init__(self, model: Operator):
+    def __init__(self, model: Operator, device: str = "cpu"):
+        self._device = device
         self.pairs: list[tuple[Parameter, nn.Parameter, bool]] = []
         self._converted: dict[int, nn.Parameter] = {}
         self.operators: dict[str, Operator] = {}
@@ -82,7 +85,7 @@ class TorchModel:
         """PyTorch parameter with the values of a `parallel.nn` parameter; the same object for every use of it."""
         if id(parameter) not in self._converted:
             values = np.array(parameter.data.T if transposed else parameter.data, order="C")
-            self._converted[id(parameter)] = nn.Parameter(torch.from_numpy(values))
+            self._converted[id(parameter)] = nn.Parameter(torch.from_numpy(values).to(self._device))
             self.pairs.append((parameter, self._converted[id(parameter)], transposed))
         return self._converted[id(parameter)]
 
@@ -120,6 +123,23 @@ COUNTERPARTS: dict[type, Callable[[TorchModel, Any], nn.Module]] = {
 }
 
 
+def adamw_of(model: TorchModel, optimizer: AdamW) -> torch.optim.AdamW:
+    """PyTorch's fused AdamW with the settings of an optimizer; the rate is that of its first step."""
+    kinds: dict[tuple[bool, type], list[nn.Parameter]] = {}  # fused updates take tensors of one type
+    for ours, theirs, _ in model.pairs:
+        kinds.setdefault((ours.decay, type(theirs.data)), []).append(theirs)
+    groups = [
+        {"params": some, "weight_decay": optimizer.decay if decays else 0.0} for (decays, _), some in kinds.items()
+    ]
+    rate, betas = rate_at(optimizer.rate, 0), (optimizer.beta1, optimizer.beta2)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optimizer.eps, fused=True)
+
+
+def mean_loss(scores: Any, targets: Any) -> Any:
+    """Mean cross entropy over the targets that are not negative."""
+    return F.cross_entropy(scores.reshape(-1, scores.shape[-1]), targets.reshape(-1), ignore_index=-1)
+
+
 class TorchTraining:
     """Training of a model with PyTorch DDP and AdamW. The constructor and all methods are collective.
 
@@ -146,14 +166,7 @@ class TorchTraining:
         self.model = TorchModel(model)
         self.orders: dict[str, Any] = {}
         self.module = self._distributed(model, comm)
-        kinds: dict[tuple[bool, type], list[nn.Parameter]] = {}  # fused updates take tensors of one type
-        for ours, theirs, _ in self.model.pairs:
-            kinds.setdefault((ours.decay, type(theirs.data)), []).append(theirs)
-        groups = [
-            {"params": some, "weight_decay": optimizer.decay if decays else 0.0} for (decays, _), some in kinds.items()
-        ]
-        rate, betas = rate_at(optimizer.rate, 0), (optimizer.beta1, optimizer.beta2)
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optimizer.eps, fused=True)
+        self.optimizer = adamw_of(self.model, optimizer)
 
     def _distributed(self, model: Operator, comm: MPI.Intracomm) -> nn.Module:
         """The module, distributed over the ranks."""
@@ -162,7 +175,7 @@ class TorchTraining:
     def _backward(self, x: Array, y: Array) -> Any:
         self.optimizer.zero_grad(set_to_none=True)
         scores = self.module(torch.from_numpy(x))
-        loss = F.cross_entropy(scores.reshape(-1, scores.shape[-1]), torch.from_numpy(y).reshape(-1), ignore_index=-1)
+        loss = mean_loss(scores, torch.from_numpy(y))
         loss.backward()
         return loss
 

@@ -14,7 +14,10 @@ from collectives import Communicator
 from collectives.cli import launcher
 from parallel.data.datasets import LearningTask, load
 from parallel.data.sampler import Batch, Sampler
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import DEFAULTS, Settings, complete
+from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.models import build
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
@@ -74,6 +77,15 @@ def begin(options: argparse.Namespace, together: bool = False) -> tuple[Communic
     steps = Sampler(len(task.train), total, options.micro_batch).ahead()
     batches = (next(step.batches(task.train, [share])) for step in steps if step.samples == total)
     return comm, task, batches
+
+
+def first_model(name: str, shape: tuple[int, ...], classes: int) -> Sequential:
+    """Model by name, as of `parallel.nn.models.build`, with the first weights of an engine with default settings."""
+    flat = FlatParams(model := build(name, shape, classes))
+    vector = np.empty(flat.length, np.float32)
+    flat.initialise(vector, DEFAULTS.seed)
+    flat.bind(vector)
+    return model
 
 
 class TrainingTurn(NamedTuple):

@@ -26,11 +26,9 @@ from parallel.benchmark.expert_race import mixture_of, race
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import DEFAULTS, Settings
-from parallel.nn.flat_params import FlatParams
+from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
-from parallel.nn.operator import Operator
 from parallel.nn.placement import logical_name
 from parallel.optim.optimizers import SGD, AdamW
 
@@ -70,15 +68,6 @@ def chorus_side(
     model = build(options.model, task.inputs, task.outputs)
     settings = Settings(mesh=f"tp={comm.Get_size()}" if options.tensor_parallel else None)
     return DataParallelEngine(model, SoftmaxCrossEntropy(), comm, optimizer, settings)
-
-
-def first_model(task: LearningTask, options: argparse.Namespace) -> Operator:
-    """The whole model with the first weights of `chorus_side`."""
-    flat = FlatParams(model := build(options.model, task.inputs, task.outputs))
-    vector = np.empty(flat.length, np.float32)
-    flat.initialise(vector, DEFAULTS.seed)
-    flat.bind(vector)
-    return model
 
 
 def chorus_gradients(
@@ -130,7 +119,10 @@ def main(argv: list[str] | None = None) -> int:
     unit = "tokens" if task.is_text else "samples"
     first = next(source)
     adamw = AdamW(rate=3e-4, beta2=0.95, decay=0.1)
-    ours, model = chorus_side(task, options, comm, adamw), first_model(task, options)
+    ours, model = (
+        chorus_side(task, options, comm, adamw),
+        workload.first_model(options.model, task.inputs, task.outputs),
+    )
     torch_side = TorchTensorParallel if options.tensor_parallel else TorchTraining
     theirs = torch_side(model, adamw, MPI.COMM_WORLD, options.threads)
     equal, text = gradients_compared(chorus_gradients(task, options, comm, first), theirs.gradients(first.x, first.y))

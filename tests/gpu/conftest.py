@@ -1,14 +1,21 @@
 """Tests on a real GPU: scripts/gpu_check runs them; without CuPy or a GPU they are skipped and say why."""
 
+import time
+import warnings
 from pathlib import Path
 
 import pytest
+
+BEGAN = time.monotonic()
+LEFT_OUT = []
+"""Tests for which there was no time."""
 
 
 def missing():
     """What stands in the way of a CuPy array on a GPU, or None."""
     try:
-        import cupy
+        with warnings.catch_warnings(action="ignore"):  # about libraries that are not installed
+            import cupy
     except ImportError as error:
         return f"no CuPy ({error})"
     try:
@@ -25,6 +32,20 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.mpi)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def time_left(request, world):
+    """Skip tests, the same ones on all ranks, after the seconds of --gpu-seconds."""
+    seconds = request.config.getoption("--gpu-seconds")
+    if seconds and world.bcast(time.monotonic() - BEGAN > seconds):
+        LEFT_OUT.append(request.node.name)
+        pytest.skip("no time left")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if LEFT_OUT:
+        terminalreporter.line(f"below the goal: {len(LEFT_OUT)} tests were left out: no time")
 
 
 @pytest.fixture

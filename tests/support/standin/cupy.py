@@ -8,8 +8,8 @@ It is stricter than a GPU where a mistake could pass unseen there:
 - asynchronous copies take pinned memory only, kernels the arrays of the current device only.
 
 With ``GPU.private = False`` (or STANDIN_PRIVATE=0 in the environment) a real MPI can reach device memory, as a
-CUDA-aware one could. `GPU.log` tells who waited for which stream.
-``PYTHONPATH=tests/standin`` puts this in place of CuPy.
+CUDA-aware one could. STANDIN_ENGINE=SEED in the environment starts an `Engine`, which processes that share a GPU need.
+`GPU.log` tells who waited for which stream. ``PYTHONPATH=tests/standin`` puts this in place of CuPy.
 """
 
 import ctypes
@@ -27,6 +27,7 @@ from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 
@@ -42,6 +43,7 @@ interprocess, raw_kernels = _beside("interprocess"), _beside("raw_kernels")
 
 __version__ = "stand-in"
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN = 1 << 62  # beyond what any process can map
 
 
@@ -63,13 +65,21 @@ class _Gpu:
         self.events = weakref.WeakValueDictionary()  # by number
         self.opened_events = []
         self.asynchronous_pool = False
+        self.total, self.limit = 1 << 40, 0
         self.turns = interprocess.Turns(os.environ.get("STANDIN_GPU"))
         self.engine = None
         self.log = []  # ("wait" | "query" | "to_host" | "to_device" | "kernel", stream, bytes)
         self._next = HIDDEN
 
+    def used(self):
+        """Bytes of arrays in memory of the pool."""
+        blocks = [block() for block, _ in self.memory.values()]
+        return sum(block.nbytes for block in blocks if block is not None)
+
     def allocate(self, nbytes, device):
         with self.lock:
+            if self.limit and self.used() + nbytes > self.limit:
+                raise OutOfMemoryError(nbytes, self.used(), self.limit)
             block = np.full(max(nbytes, 1), 0xA5, np.uint8)
             address = self._next if self.private else block.ctypes.data
             self._next += -(-nbytes // 512) * 512 + 4096
@@ -191,6 +201,8 @@ class Engine:
 
 
 GPU = _Gpu()
+if "STANDIN_ENGINE" in os.environ:
+    Engine(GPU, int(os.environ["STANDIN_ENGINE"]))
 
 
 # ------------------------------------------------------------------------------------------ streams and devices
@@ -366,6 +378,38 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class OutOfMemoryError(MemoryError):
+    def __init__(self, size, total, limit=0):
+        text = f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes"
+        super().__init__(f"{text}, limit set to: {limit:,} bytes)." if limit else f"{text}).")
+
+
+class MemoryPool:
+    """The pool of all arrays, which keeps nothing that is freed."""
+
+    def used_bytes(self):
+        return GPU.used()
+
+    def total_bytes(self):
+        return GPU.used()
+
+    def free_all_blocks(self, stream=None):
+        GPU.log.append(("free blocks", 0, 0))
+
+    def get_limit(self):
+        return GPU.limit
+
+    def set_limit(self, size=None, fraction=None):
+        GPU.limit = size
+
+
+_pool = MemoryPool()
+
+
+def get_default_memory_pool():
+    return _pool
+
+
 def _memcpy_async(target, source, nbytes, direction, stream):
     there, here = (source, target) if direction == runtime.memcpyDeviceToHost else (target, source)
     pinned = [memory for memory in [ref() for ref in GPU.pinned] if memory is not None]
@@ -485,7 +529,8 @@ runtime = types.SimpleNamespace(
     memcpyAsync=_memcpy_async,
     CUDARuntimeError=CUDARuntimeError,
     getDeviceCount=lambda: 1,
-    getDeviceProperties=lambda device: {"name": b"stand-in for a GPU"},
+    memGetInfo=lambda: (GPU.total - GPU.used(), GPU.total),
+    getDeviceProperties=lambda device: {"name": b"stand-in for an H100 GPU"},
     pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=GPU.find(pointer, 0)[1]),
 )
 cuda = types.SimpleNamespace(
@@ -498,6 +543,7 @@ cuda = types.SimpleNamespace(
     UnownedMemory=UnownedMemory,
     alloc_pinned_memory=alloc_pinned_memory,
     get_current_stream=get_current_stream,
+    memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     runtime=runtime,
 )
 
@@ -511,7 +557,11 @@ class ndarray:
     def __init__(self, shape, dtype=float, memptr=None, strides=None):
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.dtype = np.dtype(dtype)
-        if self.dtype.kind not in "biufc" or self.dtype.itemsize > 16 or self.dtype == np.longdouble:
+        if (
+            (self.dtype.kind not in "biufc" and self.dtype != BFLOAT16)
+            or self.dtype.itemsize > 16
+            or self.dtype == np.longdouble
+        ):
             raise TypeError(f"cupy has no dtype {self.dtype}")
         self.strides = strides if strides is not None else np.empty(self.shape, self.dtype).strides
         self.size = int(np.prod(self.shape))
