@@ -122,7 +122,7 @@ def _stream(cupy: Any) -> int:
 
 
 class Bounds(NamedTuple):
-    """What limits transfers here.
+    """Speeds of copies, which limit transfers.
 
     Attributes
     ----------

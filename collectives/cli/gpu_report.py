@@ -72,7 +72,7 @@ def page(steps: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(steps: Sequence[dict[str, Any]]) -> list[str]:
-    """What was left out, what is below its goal, what CUDA refused, and what failed, with likely causes."""
+    """Lines about what was left out, what is below its goal, what CUDA refused, and what failed, with likely causes."""
     texts = []
     for one in steps:
         where = f"{one['step']} on {one['ranks']} ranks"
