@@ -19,7 +19,7 @@ from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import shape_and_dtype
 from collectives.buffers.memory import on_gpu
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
-from collectives.runtime.agreement import agree_on_gpu, agree_on_nodes, common, gather_or_raise
+from collectives.runtime.agreement import agree_on_gpu, agree_on_nodes, common, gather_or_raise, without_attributes
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
@@ -162,7 +162,7 @@ class Communicator(CollectiveMethods):
         self._cuda_aware, self._shared = cuda_aware, shared
         self._given_nodes = agree_on_nodes(plain, nodes)
         self._gpu = agree_on_gpu(plain, gpu)
-        transports = Transports(plain.Dup(), cuda_aware, shared, self._given_nodes, self._gpu)
+        transports = Transports(without_attributes(plain), cuda_aware, shared, self._given_nodes, self._gpu)
         if self._async_progress and transports.nodes is not None and not self._threads:
             transports.free()
             transports.comm.Free()

@@ -44,8 +44,12 @@ class InvalidBuffer(InvalidArgument, BufferError):
     """Buffer in unusable memory: not contiguous, read-only, or too small."""
 
 
-class UnknownDatatype(InvalidType, KeyError):
-    """Unsupported element type: an unknown typecode, an object dtype, or a structured one unlike MPI's pair types."""
+class OutOfRange(InvalidArgument, OverflowError):
+    """Number too large for MPI: a root of more than 32 bits, a count or displacement of more than 64."""
+
+
+class UnknownDatatype(InvalidType, KeyError, BufferError):
+    """Unsupported element type: an unknown typecode, an object dtype, foreign byte order, structures unlike MPI's pairs."""
 
     __str__ = InvalidInput.__str__  # KeyError would quote it
 

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from collectives.buffers.datatypes import ElementType, datatype_name, dense_elements
 from collectives.buffers.memory import MemoryView, memory_of
-from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType
+from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, OutOfRange
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -141,7 +141,10 @@ def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
         for i, (count, displ) in enumerate(zip(lengths, places, strict=True)):
             what = f"block {i} (count {count}, displacement {displ})"
             _check_fits(count, displ * element.extent, memory, name, what)
-    return _buffer(memory, 0, sum(lengths), 0, lengths, places)
+    lowest = min([0, *(displ for count, displ in zip(lengths, places, strict=True) if count)])
+    if lowest:  # so that all blocks are behind the address
+        places = tuple(displ - lowest if count else 0 for count, displ in zip(lengths, places, strict=True))
+    return _buffer(memory, lowest * element.extent, sum(lengths), 0, lengths, places)
 
 
 def numbers(values: Any, size: int, name: str) -> tuple[int, ...]:
@@ -249,12 +252,25 @@ def _check_fits(count: int, offset: int, memory: MemoryView, name: str, what: st
     span = (count - 1) * element.extent
     low = offset + min(0, span) + element.low
     high = offset + max(0, span) + element.high
-    if low < 0:
+    if low < -_bytes_before(memory):
         raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: {what} begins {-low} bytes before the buffer")
     if high > memory.nbytes:
         have = f" ({memory.nbytes // element.extent} elements)" if element.extent > 0 else ""
         needs = f"{name}: {what} of {datatype_name(element.datatype)} needs {high} bytes"
         raise InvalidBuffer(MPI.ERR_TRUNCATE, f"{needs}, the buffer has {memory.nbytes} bytes{have}")
+
+
+def _bytes_before(memory: MemoryView) -> int:
+    """Bytes that an array's memory has before its first element: those of the array of which it is a part.
+
+    Negative displacements and lower bounds reach them, as behind a pointer to the middle of an array in C.
+    """
+    whole = memory.owner
+    while isinstance(whole, np.ndarray) and isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    if not isinstance(whole, np.ndarray) or not whole.size:
+        return 0
+    return memory.address - np.lib.array_utils.byte_bounds(whole)[0]
 
 
 def _buffer(
@@ -287,7 +303,7 @@ def _to_int(value: Any, error_class: int, name: str) -> int:
     except TypeError:
         raise InvalidType(error_class, f"{name}: expected an integer, found {value!r}") from None
     if not -(1 << 63) <= number < 1 << 63:
-        raise InvalidArgument(error_class, f"{name}: {number} does not fit in 64 bits")
+        raise OutOfRange(error_class, f"{name}: {number} does not fit in 64 bits")
     return number
 
 

@@ -151,10 +151,10 @@ def element_of_code(code: object, name: str) -> ElementType:
 
 
 def element_of_format(form: str, name: str) -> ElementType:
-    """Element type of a buffer-protocol format string; InvalidType if in foreign byte order."""
+    """Element type of a buffer-protocol format string; UnknownDatatype if in foreign byte order."""
     native, foreign = "<>" if np.little_endian else "><"
     if form[:1] == foreign:
-        raise InvalidType(MPI.ERR_TYPE, f"{name}: elements {form!r} are not in native byte order; convert a copy")
+        raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: elements {form!r} are not in native byte order; convert a copy")
     return element_of_code(form[1:] if form[:1] in ("@", native) else form, name)
 
 
@@ -177,7 +177,7 @@ def _new_dtype(dtype: np.dtype[Any], name: str) -> ElementType:
         return _of_pair(dtype, name)
     if not dtype.isnative:
         hint = "convert with x.astype(x.dtype.newbyteorder('='))"
-        raise InvalidType(MPI.ERR_TYPE, f"{name}: dtype {dtype.str!r} is not in native byte order; {hint}")
+        raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: dtype {dtype.str!r} is not in native byte order; {hint}")
     if dtype.kind in "biufc" or dtype.str[1:] in ("S1", "U1"):
         try:
             datatype = MPI.Datatype.fromcode(dtype.char)

@@ -1,5 +1,6 @@
 """Memory of one argument: address, size and element type of an array, a buffer, or a device array."""
 
+import os
 import sys
 from math import prod
 from typing import Any, NamedTuple
@@ -100,7 +101,40 @@ def _cuda_array(
     if writable and readonly:
         raise _read_only(name, "the device array")
     found = element_of_dtype(dtype, name) if element is None else element
-    return MemoryView(int(pointer or 0), prod(shape) * dtype.itemsize, found, bool(readonly), True, obj)
+    address, nbytes = int(pointer or 0), prod(shape) * dtype.itemsize
+    return MemoryView(address, nbytes, found, bool(readonly), _on_device(obj, address, nbytes), obj)
+
+
+_UNREGISTERED = 0
+"""CUDA's number (cudaMemoryTypeUnregistered) of memory that it does not know: of the host, and not pinned."""
+
+
+def _on_device(obj: Any, address: int, nbytes: int) -> bool:
+    """False if memory with a CUDA array interface is ordinary host memory: the CPU reads it, and CUDA does not know it.
+
+    mpi4py passes any address to the MPI, so programs also give it host memory by this interface.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and (isinstance(obj, cupy.ndarray) or not nbytes):
+        return True
+    if nbytes and not _readable(address):
+        return True
+    try:
+        return cupy is not None and cupy.cuda.runtime.pointerGetAttributes(address).type != _UNREGISTERED
+    except RuntimeError:  # no CUDA driver
+        return False
+
+
+def _readable(address: int) -> bool:
+    """True if the CPU can read the byte at an address: the kernel refuses to copy any other into a pipe."""
+    reader, writer = os.pipe()
+    try:
+        return os.write(writer, MPI.buffer.fromaddress(address, 1)) == 1
+    except OSError:  # EFAULT
+        return False
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def _dlpack(obj: Any, element: ElementType | None, name: str, writable: bool) -> MemoryView:

@@ -27,6 +27,14 @@ def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Va
     return values
 
 
+def without_attributes(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Duplicate a communicator, but not its attributes: users see how often these are copied. Collective."""
+    group = comm.Get_group()
+    duplicate = MPI.Intracomm(MPI.Intracomm.Create(comm, group))
+    group.Free()
+    return duplicate
+
+
 def common(comm: MPI.Intracomm, bits: int) -> int:
     """Bitwise AND of `bits` over all ranks. Collective."""
     mine, common_bits = np.array([bits]), np.zeros(1, np.int64)

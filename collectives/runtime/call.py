@@ -18,7 +18,7 @@ from collectives.buffers import arguments
 from collectives.buffers.arguments import Buffer
 from collectives.buffers.memory import InPlace
 from collectives.buffers.staging import DeviceMemory
-from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType
+from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, OutOfRange
 from collectives.runtime.ops import Combiner, combine
 
 Blocks: TypeAlias = Mapping[int, int]
@@ -101,11 +101,13 @@ def call_device(call: Call) -> DeviceMemory | None:
 
 def _root(root: Any, size: int) -> int:
     try:
-        rank = index(root)
+        # mpi4py truncates floats; `size / 2` is a rank, 0.5 is none.
+        rank = int(root) if isinstance(root, float) and root.is_integer() else index(root)
     except TypeError:
         raise InvalidType(MPI.ERR_ROOT, f"root: expected a rank, found {root!r}") from None
     if not 0 <= rank < size:
-        raise InvalidArgument(MPI.ERR_ROOT, f"root: expected a rank from 0 to {size - 1}, found {rank}")
+        kind = InvalidArgument if abs(rank) < 1 << 31 else OutOfRange
+        raise kind(MPI.ERR_ROOT, f"root: expected a rank from 0 to {size - 1}, found {rank}")
     return rank
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
-from collectives.runtime.agreement import gather_or_raise
+from collectives.runtime.agreement import gather_or_raise, without_attributes
 from collectives.runtime.binding import check_no_overlap
 from collectives.runtime.call import Call
 from collectives.runtime.ops import OP_NAMES
@@ -77,7 +77,7 @@ class DesyncChecker:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = MPI.Intracomm.Dup(comm)
+        self._comm = without_attributes(comm)
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._refusals: list[Callable[[], bool]] = []
         self.reported = False

@@ -59,7 +59,7 @@ class NonblockingPrograms:
 
     def compile(self, program: Program, key: CallKey, channel: int, call: Call) -> None:
         """Compile the program of a repeated call if calls are frequent, for any arrays with these arguments."""
-        if key is UNCACHEABLE or len(self.compiled[channel]) >= MAX_PROGRAMS or not key.is_lasting:
+        if key is UNCACHEABLE or len(self.compiled[channel]) >= MAX_PROGRAMS or not key.identifies(call):
             return
         if key.arguments not in self._made:
             if len(self._made) >= 4 * MAX_PROGRAMS:

@@ -59,10 +59,13 @@ class CallKey(NamedTuple):
             raise TypeError
         return self.arguments, *((_address(array), array.strides, array.flags.writeable) for array in self[1:3])
 
-    @property
-    def is_lasting(self) -> bool:
-        """True if the operation is one of MPI's own, so that its id in the key stands for it."""
-        return is_constant(self.arguments[1])
+    def identifies(self, call: Call) -> bool:
+        """True if calls with this key are like `call`: an operation of MPI's own, and no memory before the arrays.
+
+        Other arrays may have none there.
+        """
+        ends = zip(memories(call), (self.sendbuf, self.recvbuf))
+        return is_constant(self.arguments[1]) and all(at is None or at >= _address(array) for at, array in ends)
 
     @property
     def plain(self) -> bool:
@@ -173,7 +176,7 @@ class ProgramCache:
         a full cache. Once calls are frequent, the program is compiled.
         """
         entry = self.bound.get(bound)
-        if key is UNCACHEABLE or entry is None or len(self.calls) >= 4 * MAX_PROGRAMS or not key.is_lasting:
+        if key is UNCACHEABLE or entry is None or len(self.calls) >= 4 * MAX_PROGRAMS or not key.identifies(call):
             return
         name, s, r, program = key.arguments[0], key.sendbuf, key.recvbuf, program_of(entry)
         compiled = self.compile(program, key, call)

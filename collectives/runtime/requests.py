@@ -34,7 +34,7 @@ class Request(Operation):
     """Handle of a collective: started by an ``I...`` method, or persistent, created by an ``..._init`` method.
 
     It has the methods of mpi4py's requests: `Start` (persistent requests only), `Test`, `Wait`, `Get_status`, `Free`,
-    and their lower-case forms; `Cancel` raises, as MPI has it for collectives. `wait_all` takes lists of requests,
+    and their lower-case forms, of which `wait` returns None and `test` a pair; `Cancel` raises, as MPI has it for collectives. `wait_all` takes lists of requests,
     including mpi4py's own.
 
     Requests of ``I...`` methods are `MPI.Request` too, and mpi4py's ``Waitall``, ``Waitany``, ``Testsome`` and so on
@@ -153,6 +153,14 @@ class Request(Operation):
             self._report(status)
         return True
 
+    def wait(self, status: MPI.Status | None = None) -> None:
+        """`Wait`, but return the received object as mpi4py's method does: None for a collective."""
+        self.Wait(status)
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
+        """`Test`, but return a pair with the received object as mpi4py's method does: None for a collective."""
+        return self.Test(status), None
+
     def _ended_by_compiled_code(self, status: MPI.Status | None) -> None:
         if not self.persistent:
             self._ended_in_wait()
@@ -198,7 +206,7 @@ class Request(Operation):
         if self.persistent and not self._lapsed:
             self.owner.release(self)
 
-    start, test, wait, free, cancel, get_status = Start, Test, Wait, Free, Cancel, Get_status
+    start, free, cancel, get_status = Start, Free, Cancel, Get_status
     Startall, Waitall, Testall = staticmethod(start_all), staticmethod(wait_all), staticmethod(test_all)
 
     def _check(self, verb: str) -> None:

@@ -145,6 +145,35 @@ def test_counts_per_rank_of_equal_blocks(comm):
     assert room.tolist() == [x for r in range(size) for x in brought(r)[:2]]
 
 
+@pytest.mark.parametrize("form", ["Allgatherv", "Iallgatherv", "Allgatherv_init"])
+def test_negative_displacements_reach_the_array_that_a_part_is_of(comm, form):
+    """Also in calls that are cached. Memory before an array of its own is no part of it, whatever went before."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    spec = [2] * size, [-2 * (r + 1) for r in range(size)], MPI.INT
+    method = getattr(comm, form)
+    for _ in range(120 if form == "Allgatherv" else 3):
+        whole = np.full(2 * size + 3, -1, "i4")
+        request = method(brought(rank)[:2], [whole[2 * size :], *spec])
+        if form == "Allgatherv_init":
+            request.Start()
+        if request is not None:
+            request.Wait()
+        received = [x for r in reversed(range(size)) for x in brought(r)[:2].tolist()]
+        assert whole.tolist() == [*received, -1, -1, -1]
+    with pytest.raises(ValueError, match="block 0 .* begins 8 bytes before the buffer"):
+        method(brought(rank)[:2], [np.zeros(3, "i4"), *spec])
+
+
+def test_a_root_that_is_a_float(comm):
+    """As in mpi4py, for ``size / 2``."""
+    root = float(comm.Get_size() - 1)
+    vector = brought(comm.Get_rank())
+    comm.Bcast(vector, root)
+    assert vector.tolist() == brought(comm.Get_size() - 1).tolist()
+    with pytest.raises(TypeError, match="root: expected a rank, found 0.5"):
+        comm.Bcast(vector, 0.5)
+
+
 # ------------------------------------------------------------------------------------------ derived datatypes
 
 

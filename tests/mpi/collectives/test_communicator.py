@@ -186,6 +186,23 @@ def test_topologies_and_attributes(comm):
     MPI.Comm.Free_keyval(key)
 
 
+def test_attributes_are_copied_once(world):
+    """Users count references in the functions that copy and delete an attribute."""
+    copied, deleted = [], []
+    key = MPI.Comm.Create_keyval(lambda *given: (copied.append(given), given[-1])[1], lambda *given: deleted.append(given))
+    own = world.Dup()
+    own.Set_attr(key, 5)
+    with Communicator(own, debug=True):
+        assert not copied
+    ours = Communicator(own)
+    twin = ours.Dup()
+    assert len(copied) == 1 and twin.Get_attr(key) == 5
+    for comm in (twin, ours):
+        comm.Free()
+    assert len(deleted) == 2
+    MPI.Comm.Free_keyval(key)
+
+
 def test_our_messages_never_meet_the_user_s(comm):
     """Receives from anyone with any tag, posted before collectives of every kind, get only the user's message."""
     rank, size = comm.Get_rank(), comm.Get_size()

@@ -28,6 +28,7 @@ BAD = {
         ValueError,
         r"root: expected a rank from 0 to \d+, found",
     ),
+    "root beyond an int": ("Bcast", lambda c: ((X, 1 << 40), {}), OverflowError, r"root: expected a rank .*found 1099"),
     "root below zero": (
         "Reduce",
         lambda c: ((X, Y), {"root": -1}),

@@ -250,6 +250,26 @@ def test_dlpack_refuses_what_cannot_be_used():
         vector(Refuses(x, 1), "x")
 
 
+class OnCuda:
+    """Shows memory at an address by the CUDA array interface and by nothing else."""
+
+    def __init__(self, x, address=None):
+        data = (x.ctypes.data if address is None else address), not x.flags.writeable
+        self.__cuda_array_interface__ = {"version": 3, "shape": x.shape, "typestr": x.dtype.str, "data": data}
+
+
+def test_host_memory_with_a_cuda_array_interface():
+    """mpi4py gives such addresses to the MPI; its own tests do."""
+    x = np.arange(6.0)
+    b = vector(OnCuda(x), "x", writable=True)
+    assert not b.device and b.count == 6 and payload(b) == x.tobytes()
+    assert not vector(OnCuda(x[:0]), "x").device
+    x.flags.writeable = False
+    with pytest.raises(InvalidBuffer, match="read-only"):
+        vector(OnCuda(x), "x", writable=True)
+    assert vector(OnCuda(x, address=64), "x").device, "the CPU cannot read it"
+
+
 # --- datatypes ----------------------------------------------------------------------------------------------
 
 
@@ -323,7 +343,7 @@ WRONG_TYPES = [
         r"x: dtype datetime64\[s\].* has no MPI datatype; send its integers",
     ),
     (np.zeros(2, "S4"), UnknownDatatype, r"x: dtype bytes32 \('\|S4'\) has no MPI datatype"),
-    (np.zeros(2, np.dtype("i4").newbyteorder()), InvalidType, "not in native byte order"),
+    (np.zeros(2, np.dtype("i4").newbyteorder()), UnknownDatatype, "not in native byte order"),
     ([np.zeros(2), "zz"], UnknownDatatype, "x: 'zz' names no MPI datatype"),
     ([np.zeros(2), 1, 2.5], UnknownDatatype, r"x: 2.5 names no MPI datatype"),
     ([np.zeros(2), MPI.DATATYPE_NULL], InvalidType, "x: the datatype is MPI.DATATYPE_NULL"),

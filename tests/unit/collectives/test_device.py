@@ -17,7 +17,7 @@ from support.fakes import Foreign, GpuHub, NoInterface, cupy
 
 from collectives import Communicator
 from collectives.algorithms import catalog
-from collectives.buffers import staging
+from collectives.buffers import memory, staging
 from collectives.buffers.arguments import vector
 from collectives.runtime import binding, communicator_transports
 from collectives.runtime import call as calls
@@ -383,6 +383,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     comm = alone()
     x = cupy.zeros(3)
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(memory, "_readable", lambda address: False)  # as that of a GPU
     with pytest.raises(ImportError, match=r"array of type 'ndarray' is on a device.*pip install cupy-cuda12x"):
         comm.Allreduce(MPI.IN_PLACE, x)
     comm.Free()
