@@ -27,20 +27,13 @@ FILES = (
 )
 """Modules of mpi4py's folder ``test``."""
 
-FAKE_GPU = "memory of the host that pretends to be on a GPU: MPI would read it, CuPy cannot"
-
 EXCLUDED = (
-    ("test_msgspec.TestMessage*CAI*", FAKE_GPU),
-    ("test_msgspec.TestMessage*GPU*", FAKE_GPU),
     ("test_comm.TestComm[SW]*[fd].testPickle", "pickles COMM_WORLD by its name, under which ours is found here"),
     ("test_objmodel.TestObjModel.testHandle", "fromhandle gives mpi4py's class for objects of any derived class"),
     ("test_objmodel.TestObjModel.testCAPI", "the C interface gives mpi4py's class for objects of any derived class"),
     ("test_objmodel.TestObjModel.testSafeFreeConstant", "ours is not mpi4py's constant, which alone outlasts free()"),
 )
 """Cases that are not run, as patterns of ``module.class.method``, each with the reason."""
-
-EXCLUDED_ARRAYS = "FakeGPUArray"
-"""Start of the names of the classes in mpi4py's ``arrayimpl`` that no case is run with, as for `FAKE_GPU`."""
 
 
 def reason(name: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from mpi4py import MPI
 
-from collectives.conformance.test_files import EXCLUDED_ARRAYS, reason
+from collectives.conformance.test_files import reason
 
 Case = unittest.TestCase
 
@@ -68,26 +68,31 @@ def flatten(suite: unittest.TestSuite) -> Iterator[Any]:
             yield item
 
 
+def loaded(module: str) -> list[Any]:
+    """Test cases of a module, without arrays of libraries that need a GPU, as in mpi4py's own runner."""
+    libraries = dict.fromkeys(("cupy", "numba"))
+    sys.modules |= libraries  # type: ignore[arg-type]
+    cases = list(flatten(unittest.defaultTestLoader.loadTestsFromName(module)))
+    for library in libraries:
+        del sys.modules[library]  # collectives use numba
+    return cases
+
+
 def main() -> None:
     """Run the test module on this rank; write outcomes and stacks to the rank's files."""
     folder, tests, module, seconds, *options = sys.argv[1:]
     sys.path.insert(0, tests)
-    for library in ("cupy", "numba"):  # as mpi4py's own runner does it: no arrays of libraries that need a GPU
-        sys.modules[library] = None  # type: ignore[assignment]
     rank = MPI.COMM_WORLD.Get_rank()
     if "--native" not in options:
         from collectives import Communicator
 
         for name in ("COMM_WORLD", "COMM_SELF"):
             setattr(MPI, name, Communicator(getattr(MPI, name)))
-    import arrayimpl  # type: ignore[import-not-found]  # of mpi4py's tests
-
-    kinds = arrayimpl.ArrayBackends
-    kinds[:] = [kind for kind in kinds if not kind.__name__.startswith(EXCLUDED_ARRAYS)]
+    cases = loaded(module)
     known = set(Path(folder, "known").read_text().splitlines())
     with open(Path(folder, f"rank-{rank}"), "w") as lines, open(Path(folder, f"stack-{rank}"), "w") as stack:
         results = Results(lines, stack, float(seconds))
-        for case in flatten(unittest.defaultTestLoader.loadTestsFromName(module)):
+        for case in cases:
             if case.id() in known:
                 continue
             if (why := reason(case.id())) is not None:

@@ -189,7 +189,9 @@ def test_topologies_and_attributes(comm):
 def test_attributes_are_copied_once(world):
     """Users count references in the functions that copy and delete an attribute."""
     copied, deleted = [], []
-    key = MPI.Comm.Create_keyval(lambda *given: (copied.append(given), given[-1])[1], lambda *given: deleted.append(given))
+    key = MPI.Comm.Create_keyval(
+        lambda *given: (copied.append(given), given[-1])[1], lambda *given: deleted.append(given)
+    )
     own = world.Dup()
     own.Set_attr(key, 5)
     with Communicator(own, debug=True):
