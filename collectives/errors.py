@@ -49,7 +49,7 @@ class OutOfRange(InvalidArgument, OverflowError):
 
 
 class UnknownDatatype(InvalidType, KeyError, BufferError):
-    """Unsupported element type: an unknown typecode, an object dtype, foreign byte order, structures unlike MPI's pairs."""
+    """Unsupported elements: an unknown typecode, an object dtype, foreign byte order, or structs unlike MPI's pairs."""
 
     __str__ = InvalidInput.__str__  # KeyError would quote it
 

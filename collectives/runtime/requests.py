@@ -34,8 +34,8 @@ class Request(Operation):
     """Handle of a collective: started by an ``I...`` method, or persistent, created by an ``..._init`` method.
 
     It has the methods of mpi4py's requests: `Start` (persistent requests only), `Test`, `Wait`, `Get_status`, `Free`,
-    and their lower-case forms, of which `wait` returns None and `test` a pair; `Cancel` raises, as MPI has it for collectives. `wait_all` takes lists of requests,
-    including mpi4py's own.
+    and their lower-case forms, of which `wait` returns None and `test` a pair; `Cancel` raises, as MPI has it for
+    collectives. `wait_all` takes lists of requests, including mpi4py's own.
 
     Requests of ``I...`` methods are `MPI.Request` too, and mpi4py's ``Waitall``, ``Waitany``, ``Testsome`` and so on
     take them in any list (if ``MPI.Query_thread()`` is ``THREAD_MULTIPLE``, which is mpi4py's default). Those of

@@ -160,7 +160,7 @@ def test_negative_displacements_reach_the_array_that_a_part_is_of(comm, form):
             request.Wait()
         received = [x for r in reversed(range(size)) for x in brought(r)[:2].tolist()]
         assert whole.tolist() == [*received, -1, -1, -1]
-    with pytest.raises(ValueError, match="block 0 .* begins 8 bytes before the buffer"):
+    with pytest.raises(ValueError, match=r"block 0 .* begins 8 bytes before the buffer"):
         method(brought(rank)[:2], [np.zeros(3, "i4"), *spec])
 
 
@@ -170,7 +170,7 @@ def test_a_root_that_is_a_float(comm):
     vector = brought(comm.Get_rank())
     comm.Bcast(vector, root)
     assert vector.tolist() == brought(comm.Get_size() - 1).tolist()
-    with pytest.raises(TypeError, match="root: expected a rank, found 0.5"):
+    with pytest.raises(TypeError, match=r"root: expected a rank, found 0\.5"):
         comm.Bcast(vector, 0.5)
 
 
