@@ -157,7 +157,7 @@ class EndedRequest(NativeRequest):
             clear_status(status)
         return True
 
-    Test = Wait  # type: ignore[assignment]
+    Test = Wait
     start = Start
 
     def take_back(self) -> None:
