@@ -129,7 +129,7 @@ def _readable(address: int) -> bool:
     """True if the CPU can read the byte at an address: the kernel refuses to copy any other into a pipe."""
     reader, writer = os.pipe()
     try:
-        return os.write(writer, memoryview(view(address, 1, np.dtype(np.uint8)))) == 1
+        return os.write(writer, view(address, 1, np.dtype(np.uint8)).data) == 1
     except OSError:  # EFAULT
         return False
     finally:
