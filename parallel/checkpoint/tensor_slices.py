@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from parallel.checkpoint.step_folders import FAMILIES, CheckpointError
 from parallel.nn.flat_params import Span
-from parallel.nn.operator import ArraySpec
+from parallel.nn.operator import ArraySpec, Parameter
 from parallel.nn.placement import TensorCut, logical_name
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.runtime.vector_memory import to_host
@@ -59,10 +59,14 @@ def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iter
             for kind, vector in vectors.items():
                 for start, stop, write in _divided(place.unpadded.intersection(piece.span), mine):
                     array = vector[start - piece.span.start : stop - piece.span.start]
-                    parameter, at = place.parameter, start - place.span.start
-                    name, cut = f"{kind}/{logical_name(parameter.name)}", parameter.cut
-                    shape, at = (parameter.shape, at) if cut is None else (cut.shape, at + cut.offset)
-                    yield TensorSlice(name, shape, at, array, write, cut)
+                    yield slice_of(place.parameter, kind, start - place.span.start, array, write)
+
+
+def slice_of(parameter: Parameter, kind: str, start: int, array: Array, mine: bool) -> TensorSlice:
+    """Slice of values like a parameter's, from its element `start` on, with the name of its logical tensor."""
+    name, cut = f"{kind}/{logical_name(parameter.name)}", parameter.cut
+    shape, at = (parameter.shape, start) if cut is None else (cut.shape, start + cut.offset)
+    return TensorSlice(name, shape, at, array, mine, cut)
 
 
 def taken_once(slices: Iterable[TensorSlice], axis: Any) -> Iterator[TensorSlice]:

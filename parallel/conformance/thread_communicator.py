@@ -142,24 +142,33 @@ class ThreadCommunicator(Communicator):
             self.meeting, self._rank, lambda: self._given("allreduce", recv if send is MPI.IN_PLACE else send), take
         )
 
+    def Iallreduce(self, send: Any, recv: np.ndarray) -> StartedCall:
+        return self.Allreduce_init(send, recv).Start()
+
     def Allgather(self, send: np.ndarray, recv: np.ndarray) -> None:
         self.Allgatherv(send, [recv])
 
+    def Iallgather(self, send: Any, recv: np.ndarray) -> StartedCall:
+        counts = [recv.size // self.Get_size()] * self.Get_size()
+        return self.Allgatherv_init(send, [recv, counts]).Start()
+
     def Allgatherv(self, send: Any, recv: Any) -> None:
-        recv[0].reshape(-1)[...] = np.concatenate(self._arrays("allgather", self._block(send, recv)))
+        _put(self._arrays("allgather", self._block(send, recv)), recv)
 
     def Allgatherv_init(self, send: Any, recv: Any) -> StartedCall:
-        def take(every: list[Any]) -> None:
-            recv[0].reshape(-1)[...] = np.concatenate(self._same(every))
-
-        return StartedCall(self.meeting, self._rank, lambda: self._given("allgather", self._block(send, recv)), take)
+        return StartedCall(
+            self.meeting,
+            self._rank,
+            lambda: self._given("allgather", self._block(send, recv)),
+            lambda every: _put(self._same(every), recv),
+        )
 
     def _block(self, send: Any, recv: Any) -> np.ndarray:
         """Array that this rank sends: of an exchange in place its part of the receive buffer."""
         if send is not MPI.IN_PLACE:
             return np.asarray(send)
-        ends = [*accumulate(recv[1], initial=0)]
-        return np.asarray(recv[0].reshape(-1)[ends[self._rank] : ends[self._rank + 1]])
+        start = _starts(recv)[self._rank]
+        return np.asarray(recv[0].reshape(-1)[start : start + recv[1][self._rank]])
 
     def Reduce_scatter(
         self, send: np.ndarray, recv: np.ndarray, counts: Sequence[int], op: MPI.Op = MPI.SUM, algorithm: Any = None
@@ -178,10 +187,13 @@ class ThreadCommunicator(Communicator):
         """Exchange blocks; `calls` leaves out the one that stays here."""
         self._take_blocks(recv, self.allgather(self._blocks(send)))
 
-    def Ialltoallv(self, send: Any, recv: Any) -> StartedCall:
+    def Alltoallv_init(self, send: Any, recv: Any) -> StartedCall:
         return StartedCall(
             self.meeting, self._rank, lambda: self._blocks(send), lambda every: self._take_blocks(recv, every)
-        ).Start()
+        )
+
+    def Ialltoallv(self, send: Any, recv: Any) -> StartedCall:
+        return self.Alltoallv_init(send, recv).Start()
 
     def _blocks(self, send: Any) -> list[np.ndarray]:
         (array, counts), starts = send[:2], _starts(send)
@@ -189,9 +201,7 @@ class ThreadCommunicator(Communicator):
         return [array.reshape(-1)[start : start + count].copy() for start, count in zip(starts, counts)]
 
     def _take_blocks(self, recv: Any, every: Sequence[list[np.ndarray]]) -> None:
-        arriving, into = [blocks[self._rank] for blocks in every], recv[0].reshape(-1)
-        for start, count, block in zip(_starts(recv), recv[1], arriving, strict=True):
-            into[start : start + count] = block
+        _put([blocks[self._rank] for blocks in every], recv)
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -217,6 +227,15 @@ class ThreadCommunicator(Communicator):
 def _starts(spec: Sequence[Any]) -> Sequence[int]:
     """Displacements of a buffer argument, by default one block after another."""
     return spec[2] if len(spec) > 2 else list(accumulate(spec[1][:-1], initial=0))
+
+
+def _put(blocks: Sequence[np.ndarray], recv: Sequence[Any]) -> None:
+    """Write the blocks of all ranks into a buffer argument; without counts, one after another."""
+    if len(recv) == 1:
+        recv = [*recv, [len(block) for block in blocks]]
+    into = recv[0].reshape(-1)
+    for start, count, block in zip(_starts(recv), recv[1], blocks, strict=True):
+        into[start : start + count] = block
 
 
 def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:

@@ -51,7 +51,7 @@ class NaiveDDP:
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
-        return [plan.flat.places]
+        return plan.runs()
 
     def part(self) -> Array:
         """Allocate the receive buffer of the reduce-scatter; None, as this layout uses allreduce."""

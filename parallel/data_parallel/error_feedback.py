@@ -9,11 +9,12 @@ from mpi4py import MPI
 from collectives.compressed import Motion
 from collectives.runtime.request_lists import wait_all
 from collectives.runtime.requests import Request
-from parallel.checkpoint.tensor_slices import TensorSlice
+from parallel.checkpoint.tensor_slices import TensorSlice, slice_of
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.data_parallel.reducers import START, PlainReducer, StepScale, Turns
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
+from parallel.nn.placement import TensorCut
 from quant.types import Array
 
 
@@ -100,10 +101,12 @@ class ErrorFeedbackReducer(PlainReducer):
         mine = self._context.plan.rank == 0
         for place in self.bucket.places if self._feedback else ():
             start = place.span.start - self.bucket.span.start
-            name, shape = place.parameter.name, place.parameter.shape
-            yield TensorSlice(f"feedback/lost/{name}", shape, 0, self.residual[start : start + place.size], mine)
+            array = self.residual[start : start + place.size]
+            yield slice_of(place.parameter, "feedback/lost", 0, array, mine)
+        cut = self.bucket.places[0].parameter.cut  # all tensors of the bucket are on the same ranks
         for name, array in self.compressor.state().items():
-            yield TensorSlice(f"feedback/{name}", array.shape, 0, array.reshape(-1), mine)
+            whole = None if cut is None else TensorCut.whole(array.shape, cut.holders)
+            yield TensorSlice(f"feedback/{name}", array.shape, 0, array.reshape(-1), mine, whole)
 
     def close(self) -> None:
         self.compressor.close()

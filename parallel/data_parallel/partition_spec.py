@@ -1,7 +1,9 @@
 """Partition of a model's flat parameter vector, from shapes and settings alone. Imports no MPI, allocates nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from parallel.engine.settings import Settings
@@ -38,7 +40,19 @@ class PartitionSpec:
         """Parameters of each gradient bucket; sizes are raised so that there are at most `most` + 1 buckets."""
         itemsize = self.precision.wide.itemsize
         least = 0 if most is None else -(-self.flat.length * itemsize // most)
-        return buckets(self.flat.places, max(self.bucket_bytes, least), self.first_bytes, itemsize)
+        nbytes = max(self.bucket_bytes, least)
+        runs = reversed(self.runs())
+        return tuple(some for run in runs for some in buckets(run, nbytes, self.first_bytes, itemsize))
+
+    def runs(self) -> list[Sequence[ParamSpan]]:
+        """Neighbouring parameters that may share a bucket: with compression, those that the same ranks have.
+
+        The values of a compressed sum depend on the other tensors of the bucket and on their positions. Ranks with
+        copies of a tensor and other shards beside it would get different sums for it.
+        """
+        if self.compress is None:
+            return [self.flat.places] if self.flat.places else []
+        return [tuple(run) for _, run in groupby(self.flat.places, lambda place: place.parameter.placement)]
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:

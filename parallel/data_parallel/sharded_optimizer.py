@@ -20,6 +20,7 @@ from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.kernels.storage import narrow
+from parallel.nn.placement import Shard
 from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
@@ -60,16 +61,12 @@ class ParamShard(NamedTuple):
             place.parameter.data = None
 
 
-def _copied(place: ParamSpan) -> bool:
-    """True if several ranks with other shards have the parameter."""
-    return place.parameter.cut is None or len(place.parameter.cut.holders) > 1
-
-
 def copies(parts: Sequence[ParamShard], axis: Any) -> list[tuple[Communicator, list[ParamSpan]]]:
     """Ranks with parameters that all of them have; `axis` has ranks with other shards of some, or is None."""
     found = [(part.context.comm, part.copied) for part in parts if part.weights.replicated]
     if axis is not None and axis.size > 1:
-        found.append((axis.comm, [place for part in parts for place in part.copied if _copied(place)]))
+        held = [place for part in parts for place in part.copied]
+        found.append((axis.comm, [place for place in held if not isinstance(place.parameter.placement, Shard)]))
     return found
 
 

@@ -268,7 +268,7 @@ class TrainEngine(BaseEngine):
         yield from taken_once(self._sharded.tensor_slices(), self._axis)
         for reducer in self._compressed():
             reducer.average_residual(self._workers)
-            yield from reducer.tensor_slices()
+            yield from taken_once(reducer.tensor_slices(), self._axis)
 
     def gradient_slices(self) -> Iterator[TensorSlice]:
         """Yield this rank's slices of the gradients of the last step: sums over targets, times the loss scale."""

@@ -1,5 +1,7 @@
 """Gradient compression of an engine, from `Settings.compress`: validity, choice of "auto", and the factory."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from collectives import Communicator
@@ -7,15 +9,26 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import Settings
 from parallel.grad_compression import AUTO, NONE, CompressorFactory, parse
 from parallel.grad_compression.auto_select import choose
+from parallel.mesh.mesh import SHARDS, STAGES, Mesh
 from parallel.optim.precision import PRECISIONS
 
+NOT_SUMMED = STAGES, SHARDS
+"""Axes whose ranks have different parameters: gradients are summed over all others."""
 
-def choose_compression(comm: Communicator, compress: str, length: int) -> tuple[str, tuple[str, ...]]:
-    """Compression to use for sums of `length` elements, and remarks on it: "auto" is decided here. Collective."""
-    if compress != AUTO:
-        return compress, ()
-    chosen, why = choose(comm, length)
-    return chosen, (f"compress {AUTO}: {why}",)
+
+def resolve_compression(
+    settings: Settings, comm: Communicator, mesh: Mesh, length: int
+) -> tuple[Settings, tuple[str, ...]]:
+    """Settings with ``compress="auto"`` decided, and remarks on it, for a model of `length` elements. Collective.
+
+    Ranks with the same shards of the same stage measure; the choice of rank 0's is that of all.
+    """
+    if settings.compress != AUTO:
+        return settings, ()
+    rank, groups = comm.Get_rank(), mesh.groups(mesh.without(*NOT_SUMMED).sizes)
+    with comm.Split(next(at for at, ranks in enumerate(groups) if rank in ranks), rank) as replicas:
+        chosen, why = comm.bcast(choose(replicas, length // len(groups)))
+    return replace(settings, compress=chosen), (f"compress {AUTO}: {why}",)
 
 
 def compressor_of(compress: str) -> CompressorFactory | None:

@@ -16,7 +16,7 @@ from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
-from parallel.engine.compression import check_compression, choose_compression, compressor_of
+from parallel.engine.compression import check_compression, compressor_of, resolve_compression
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, batch_without_samples, empty_pass
@@ -77,11 +77,11 @@ class DataParallelEngine(TrainEngine):
         self._mesh = DeviceMesh(comm, mesh_of(settings, comm.Get_size()))
         here = place_model(model, loss, self._mesh, settings)
         self._layout, replicas = LAYOUTS[settings.layout], here.replicas
-        plan = plan_of(here.whole, replicas.Get_size(), replicas.Get_rank(), settings)
-        compress, remarks = choose_compression(replicas, settings.compress, plan.flat.length)
+        settings, remarks = resolve_compression(settings, comm, self._mesh.mesh, FlatParams(model).length)
         self.remarks = (*remarks, *self._mesh.remarks)
-        self._plan = replace(plan, compress=compressor_of(compress))
-        self._units = plan.units
+        compress = compressor_of(settings.compress)
+        self._plan = plan_of(here.whole, replicas.Get_size(), replicas.Get_rank(), settings, compress)
+        self._units = self._plan.units
         self._memory = memory or VectorAllocator(replicas, settings.device)
         context = RunContext(self._plan, replicas, self._memory, Profiler(settings.trace))
         self._groups = RankGroups.of(self._plan, here.experts)

@@ -45,7 +45,7 @@ def check_cut(settings: Settings, mesh: Mesh) -> None:
     expert_cut(settings, mesh)
     if shards == 1:
         return
-    _refuse(settings, f"operators that are cut into {shards} shards")
+    _refuse(settings, f"operators that are cut into {shards} shards", *NOT_CUT)
     if settings.optimizer == "lamb":
         raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
 
@@ -53,7 +53,7 @@ def check_cut(settings: Settings, mesh: Mesh) -> None:
 def _check_experts(settings: Settings, mesh: Mesh) -> None:
     dispatch = Dispatch.parse(settings.dispatch)
     if mesh.ep * mesh.etp > 1:
-        _refuse(settings, f"experts on different ranks; found {mesh}")
+        _refuse(settings, f"experts on different ranks; found {mesh}", *NOT_CUT, "compress")
     if settings.dispatch != DEFAULTS.dispatch and mesh.expert_replicas == 1:
         raise ValueError(f"dispatch: {settings.dispatch} is for replicas that share experts, by ep; found {mesh}")
     if mesh.ep * mesh.etp > 1 and mesh.sizes.get(CONTEXT, 1) > 1:
@@ -76,13 +76,13 @@ def expert_cut(settings: Settings, mesh: Mesh) -> ExpertCut:
     return ExpertCut(slices, spread)
 
 
-def _refuse(settings: Settings, what: str) -> None:
-    for name in NOT_CUT:
+def _refuse(settings: Settings, what: str, *names: str) -> None:
+    for name in names:
         if (found := getattr(settings, name)) != getattr(DEFAULTS, name):
             raise ValueError(f"{name}: {found} is not for {what}")
 
 
-NOT_CUT = ("compress", "pool", "products", "fake_quant", "fake_quant_inputs", "prune")
+NOT_CUT = ("pool", "products", "fake_quant", "fake_quant_inputs", "prune")
 """Settings that must have their defaults if operators are cut, or experts on different ranks."""
 
 

@@ -59,9 +59,9 @@ class DitheredQuantizer(CodecCompressor):
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
         self._codec = QuantCodec(spec, norms if euclidean else None, comm.Get_rank())
         super().__init__(comm, bucket.span.size, self._codec, feedback=False)
-        self._name, self._seed = f"{bucket.number} {comm.Get_rank()}", seed
+        self._name, self._seed = f"{bucket.places[0].parameter.name} {comm.Get_rank()}", seed
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
-        """As `Compressor.exchange`; random numbers of the rounding differ between steps and ranks."""
+        """As `Compressor.exchange`; random numbers of the rounding differ between steps, buckets and ranks."""
         self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

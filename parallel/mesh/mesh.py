@@ -34,7 +34,7 @@ AXES = {"pp": "pipeline stages", "dp": "replicas", "cp": "parts of the sequence"
 EXPERTS, EXPERT_REPLICAS, EXPERT_TENSOR = "ep", "edp", "etp"
 """Replicas with different experts, and those with the same (`Mesh.expert_groups`); parts of an expert."""
 
-SEQUENCES, SHARDS = "cp", "tp"
+STAGES, SEQUENCES, SHARDS = "pp", "cp", "tp"
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def placement(self) -> Placement:
+        """Along the axis of its cut: `Replicate()`, `Shard(dim)`, or `Copies(dim, ranks)`."""
+        return Replicate() if self.cut is None else self.cut.placement
+
+    @property
     def data(self) -> Array:
         """Values, an array of `shape`; ParameterNotGathered if they are not in memory."""
         if self._data is None:

@@ -9,6 +9,8 @@ Along an axis, a value is one of these; its gradient then has the placement on t
     ``Replicate(partial=True)``        the whole, for this rank's shards    a term of the sum over the ranks
     ``Partial()``                      a term of the sum over the ranks     the whole
     ``Shard(dim)``                     a part, cut along one dimension      the same part
+    ``Copies(dim, ranks)``             a part that these ranks have         the same part
+    ``Copies(..., partial=True)``      a part that these ranks have         a term of the sum over these ranks
     =================================  ===================================  ==================================
 
 (Names as in PyTorch's DTensor.) An operator maps the placement of its input to that of its result (`Operator.place`),
@@ -65,6 +67,22 @@ class Shard(Placement):
 
     def __str__(self) -> str:
         return f"a value sharded along dimension {self.dim}" + (f" in {self.units} units" if self.units else "")
+
+
+@dataclass(frozen=True)
+class Copies(Placement):
+    """Equal copies of a part, cut along dimension `dim`, on some neighbouring `ranks`; other ranks have other parts.
+
+    Gradients are equal copies too, or, if `partial`, terms of a sum over these ranks.
+    """
+
+    dim: int
+    ranks: range
+    partial: bool = False
+
+    def __str__(self) -> str:
+        end = ", whose gradient is a partial sum over them" if self.partial else ""
+        return f"a part of dimension {self.dim} on ranks {self.ranks[0]} to {self.ranks[-1]}{end}"
 
 
 class Features(NamedTuple):
@@ -164,6 +182,15 @@ class TensorCut(NamedTuple):
     ranges: Ranges
     before: int
     holders: range = range(1)
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...], holders: range) -> TensorCut:
+        """All of a tensor that only some ranks have."""
+        return cls(shape, 0, ((0, shape[0]),), 0, holders)
+
+    @property
+    def placement(self) -> Shard | Copies:
+        return Shard(self.dim) if len(self.holders) == 1 else Copies(self.dim, self.holders)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

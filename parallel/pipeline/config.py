@@ -9,7 +9,7 @@ from collectives import Communicator
 from collectives.compressed.compression_model import fitted
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
-from parallel.engine.compression import check_compression, choose_compression
+from parallel.engine.compression import check_compression
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences
 from parallel.engine.model_on_mesh import check_cut
 from parallel.engine.settings import Settings
@@ -121,14 +121,6 @@ def _numbers(name: str, text: str, example: str) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() for word in words):
         raise ValueError(f"{name}: expected numbers as in {example}, found {text!r}")
     return tuple(int(word) for word in words)
-
-
-def resolve_compression(settings: Settings, comm: Communicator, length: int) -> tuple[Settings, tuple[str, ...]]:
-    """Decide ``compress="auto"`` by what the replicas of rank 0's stage measure; returns also remarks. Collective."""
-    stage = mesh_of(settings, comm.Get_size()).coordinates(comm.Get_rank())[AXIS]
-    with comm.Split(stage, comm.Get_rank()) as replicas:
-        chosen, remarks = comm.bcast(choose_compression(replicas, settings.compress, length))
-    return replace(settings, compress=chosen), remarks
 
 
 def resolve(

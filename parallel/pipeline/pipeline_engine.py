@@ -17,7 +17,7 @@ from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
-from parallel.engine.compression import check_compression, compressor_of
+from parallel.engine.compression import check_compression, compressor_of, resolve_compression
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure, batch_without_samples
@@ -90,7 +90,7 @@ class Pipeline(TrainEngine):
         consistency_check.check_equal(comm, [*facts, *actions, *facts_of(FlatParams(model), optimizer)])
         if plan.stages != self.mesh.sizes[AXIS]:
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
-        settings, remarks = config.resolve_compression(settings, comm, FlatParams(model).length)
+        settings, remarks = resolve_compression(settings, comm, self.mesh, FlatParams(model).length)
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS, EXPERT_TENSOR))
         self.remarks = (*remarks, *self._mesh.remarks)

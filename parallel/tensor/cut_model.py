@@ -33,7 +33,7 @@ from parallel.nn.placement import (
 )
 from parallel.nn.rewrite import replaced
 from parallel.tensor.gradient_sums import with_gradient_sums
-from parallel.tensor.grouped_shards import GroupedShards, holders
+from parallel.tensor.grouped_shards import GroupedShards, SumCopies, holders
 from parallel.tensor.mixture_shards import ExpertCut, cut_experts
 from parallel.tensor.redistribute import CopyToShards, GatherSequence, ScatterSequence, SumShards
 from parallel.tensor.sequence import DropoutOfPart, EqualParts, GatheredInput, OnWholeSequence, PositionsOfPart
@@ -218,7 +218,9 @@ def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
         number: shard(number, division.shared, (number - cutter.shards, number - cutter.shards + 1), some)
         for number, some in sharers.items()
     }
-    return cutter.spread(shards, GroupedShards(cutter.axis, shards, shared, sharers, division.placement))
+    sums = SumCopies(cutter.axis)
+    grouped = GroupedShards(cutter.axis.name, shards, shared, sharers, division.placement, sums)
+    return cutter.spread(shards, grouped)
 
 
 def _row(linear: Linear, cutter: Cutter) -> list[Operator]:

@@ -6,22 +6,42 @@
     values      v_0        v_0        v_1        v_1
 
 A rank with several sharers has one copy of a shared part and computes its result once. Ranks with others have copies:
-the gradient of its result is summed over the sharers, so that gradients of the copies are equal (Ainslie et al.,
-arXiv:2305.13245, of heads that are replicated where there are more partitions).
+their placement is `Copies`, and the gradient of its result is summed over these ranks, so that gradients of the copies
+are equal (Ainslie et al., arXiv:2305.13245, of heads that are replicated where there are more partitions).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from parallel.nn import kernels
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
-from parallel.nn.placement import Placement, Replicate, Shard
+from parallel.nn.placement import Copies, Placement, Replicate, Shard
 from parallel.tensor.exchange import allreduce_among, tree_sum
 from parallel.tensor.shards import Shards
 from quant.types import Array
+
+
+class SumCopies:
+    """Exchange between copies of a value and the shards that use them; like f, but of the ranks with each copy.
+
+    Forward nothing, backward a sum over these ranks.
+    """
+
+    def __init__(self, axis: Any):
+        self.axis = axis
+
+    def place(self, x: Copies) -> Copies:
+        """Placement of the copies as shards use them, each of which has a term of their gradient."""
+        return replace(x, partial=True)
+
+    def backward(self, terms: Sequence[Array], places: Sequence[Shard | Copies]) -> list[Array]:
+        """Sums of the gradients of several values, from this rank's terms, wide (`allreduce_among`)."""
+        own = range(self.axis.rank, self.axis.rank + 1)
+        return allreduce_among(self.axis, terms, [one.ranks if isinstance(one, Copies) else own for one in places])
 
 
 class GroupedShards(Shards):
@@ -37,23 +57,24 @@ class GroupedShards(Shards):
     sharers : mapping of int to range
         Shards, of all ranks, that share each of them.
     gives : Shard
+    sums : SumCopies or None
+        None: gradients of shared parameters remain terms, which `check_placements` refuses.
     """
 
     exchanges = True
 
     def __init__(
         self,
-        axis: Any,
+        axis: str,
         operators: Mapping[int, Operator],
         shared: Mapping[int, Operator],
         sharers: Mapping[int, range],
         gives: Shard,
+        sums: SumCopies | None,
     ):
-        super().__init__(axis.name, operators, Replicate(partial=True), gives)
-        each = len(operators)
-        self._ranks = axis
+        super().__init__(axis, operators, Replicate(partial=True), gives)
+        self.sums = sums
         self._sharers = [sharers[number] for number in shared]
-        self._holders = [holders(ranks, each) for ranks in self._sharers]
         self.shared_numbers, self.shared = tuple(shared), tuple(shared.values())
         self._of = [next((k for k, some in enumerate(self._sharers) if n in some), None) for n in self.numbers]
 
@@ -78,7 +99,9 @@ class GroupedShards(Shards):
             found.append(operator.backward(_columns(part, 0, width), values, grads))
             if (k := self._of[at]) is not None:
                 terms[k][at] = _columns(part, width, part.shape[-1])
-        sums = allreduce_among(self._ranks, [tree_sum(some) for some in terms], self._holders)
+        sums = [tree_sum(some) for some in terms]
+        if self.sums is not None:
+            sums = self.sums.backward(sums, [placement_of(operator) for operator in self.shared])
         for operator, total, values, sharers in zip(self.shared, sums, common, self._sharers):
             dx = operator.backward(narrow(total, dy.dtype), values, grads)
             if sharers[0] in self.numbers and dx is not None:  # every holder has the same: it counts once
@@ -87,9 +110,11 @@ class GroupedShards(Shards):
         return None if found[0] is None else self._joined(found, self.takes)
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
-        if axis != self.axis:
-            for operator in self.shared:
+        for operator in self.shared:
+            if axis != self.axis:
                 operator.place(axis, x, partial)
+            elif isinstance(y := placement_of(operator), Copies) and not (self.sums and self.sums.place(y).partial):
+                partial.update(operator.parameters())
         return super().place(axis, x, partial)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
@@ -102,6 +127,12 @@ class GroupedShards(Shards):
         work = max(one.work for one in [*own, *common]) + 4 * y.nbytes + 3 * x.nbytes
         saved = tuple(one.saved for one in own), tuple(one.saved for one in common)
         return OperatorOutline(y, saved, work=work, **sum_flops([*own, *common]))
+
+
+def placement_of(shared: Operator) -> Shard | Copies:
+    """Placement of the parameters of a shared operator, and so of its result."""
+    (placement,) = {replace(cast(Shard | Copies, one.placement), dim=-1) for one in shared.parameters()}
+    return placement
 
 
 def holders(sharers: range, each: int) -> range:

@@ -1,7 +1,7 @@
 """Table of training strategies: for each layout, the engine class, checks of settings and automatic choices."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from collectives import Communicator
@@ -11,8 +11,9 @@ from parallel.decentralized import styles
 from parallel.decentralized.federated_engine import FederatedEngine
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine.compression import choose_compression
+from parallel.engine.compression import resolve_compression
 from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings, workers
+from parallel.engine.model_on_mesh import mesh_of
 from parallel.engine.settings import DEFAULTS, MESH_FIELDS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
@@ -71,8 +72,8 @@ class Strategy(NamedTuple):
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:
-    chosen, remarks = choose_compression(job.comm, settings.compress, FlatParams(job.model).length)
-    return Resolved(replace(settings, compress=chosen), remarks)
+    mesh = mesh_of(settings, job.comm.Get_size())
+    return Resolved(*resolve_compression(settings, job.comm, mesh, FlatParams(job.model).length))
 
 
 def _pipeline_class(settings: Settings) -> type[Pipeline]:
@@ -80,7 +81,8 @@ def _pipeline_class(settings: Settings) -> type[Pipeline]:
 
 
 def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
-    settings, remarks = pipeline_config.resolve_compression(settings, job.comm, FlatParams(job.model).length)
+    mesh = pipeline_config.mesh_of(settings, job.comm.Get_size())
+    settings, remarks = resolve_compression(settings, job.comm, mesh, FlatParams(job.model).length)
     return Resolved(pipeline_config.resolve(settings, job.comm, job.model, job.loss, job.optimizer, take), remarks)
 
 
