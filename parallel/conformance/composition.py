@@ -49,6 +49,8 @@ class Composition:
     shards, slices, parts : logical shards of operators, parts of experts in them, and parts of sequences
     sequence : ranks of tp have parts of the sequence between operators that are cut
     precision, optimizer, clip, reproducible, context, bucket_bytes : as of `Settings`
+    compress : as of `Settings`; not "none": weights do not change, and what all steps have sent, with what remains to
+        be sent, is compared
     microbatches, samples : of a step; samples of a micro-batch
     ignored : leave out some targets, unevenly
     smoothing : of labels, in the loss of transformers
@@ -84,6 +86,7 @@ class Composition:
     reproducible: bool = False
     context: str = "auto"
     bucket_bytes: int = 1 << 22
+    compress: str = "none"
     microbatches: int = 1
     samples: int = 1
     ignored: bool = False
@@ -141,6 +144,7 @@ class Composition:
             batch=self.samples * self.microbatches,
             bucket_bytes=self.bucket_bytes,
             first_bytes=1,
+            compress=self.compress,
             seed=self.seed,
             check_every=1,
             **own,

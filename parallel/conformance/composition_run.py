@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,16 @@ import numpy as np
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.conformance.composition import Composition, simpler
 from parallel.conformance.thread_communicator import run_threads
+from parallel.grad_compression import NONE
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import SGD, AdamW
 from parallel.trainer.engine import Engine
 
-TOLERANCE = 1e-6
+TOLERANCE = {"fp64": 1e-6, "fp32": 1e-4}
 """Largest difference of a value that is not reproducible, relative to the largest element of its tensor."""
+
+EVERYTHING = "topk:1"
+"""Compression that sends all elements: of one rank, when gradients are compressed."""
 
 
 class Observation(NamedTuple):
@@ -27,6 +32,9 @@ class Observation(NamedTuple):
     name: str
     value: Any
 
+
+LOST = "feedback/lost/"
+"""Beginning of the names of slices of what remains to be sent, the mean of the ranks."""
 
 Launch = Callable[[int, Callable[[Any], Any]], Any]
 """Function of a number of ranks and ``main(communicator)``, that returns rank 0's result (None on other ranks)."""
@@ -41,19 +49,22 @@ def difference(composition: Composition, launch: Launch = on_threads) -> str:
     """First difference between a training on the composition's meshes and on one rank, as text; empty if there is none.
 
     Losses, gradients, norms, an evaluation, weights and optimizer state are compared: bit for bit if reproducible, else
-    to `TOLERANCE`. An error that a rank raises is a difference too.
+    to `TOLERANCE`. Compressed gradients are compared as sums over all steps (`Sent`). An error that a rank raises is a
+    difference too.
     """
-    alone = (("dp=1", "dp"), ("dp=1", "dp"))
+    alone, one_rank = (("dp=1", "dp"), ("dp=1", "dp")), composition
+    if composition.compress != NONE:
+        one_rank = replace(composition, compress=EVERYTHING)
     meshes = (composition.mesh, composition.layout), (composition.next_mesh, composition.next_layout)
     try:
         with shared_folder() as folder:
             found = launch(composition.ranks, lambda comm: observed(comm, composition, meshes, folder / "mesh"))
             if found is None:
                 return ""
-            expected = on_threads(1, lambda comm: observed(comm, composition, alone, folder / "alone"))
+            expected = on_threads(1, lambda comm: observed(comm, one_rank, alone, folder / "alone"))
     except Exception as error:  # of any kind: the composition has failed
         return f"{type(error).__name__}: {error}"
-    return compare(found, expected, exact=composition.reproducible)
+    return compare(found, expected, 0 if composition.reproducible else TOLERANCE[composition.precision])
 
 
 @contextmanager
@@ -66,6 +77,7 @@ def observed(comm: Any, composition: Composition, meshes: Any, folder: Path) -> 
     """All observations of a training; with a second mesh, it continues there from a checkpoint. Collective."""
     (mesh, layout), (next_mesh, next_layout) = meshes
     found: list[Observation] = []
+    trained = Sent() if composition.compress != NONE else train
     with engine_of(comm, composition, mesh, layout) as engine:
         found += trained(engine, composition, range(composition.steps))
         if composition.next_mesh:
@@ -79,11 +91,13 @@ def observed(comm: Any, composition: Composition, meshes: Any, folder: Path) -> 
 
 def engine_of(comm: Any, composition: Composition, mesh: str, layout: str) -> Engine:
     """Engine of a composition. Collective."""
-    optimizer: Optimizer = SGD(rate=0.1, momentum=0.9) if composition.optimizer == "sgd" else AdamW(rate=0.01)
+    changes = composition.compress == NONE
+    sgd = composition.optimizer == "sgd"
+    optimizer: Optimizer = SGD(rate=0.1 * changes, momentum=0.9) if sgd else AdamW(rate=0.01 * changes)
     return Engine(composition.model(), composition.loss(), comm, optimizer, composition.settings(mesh, layout))
 
 
-def trained(engine: Engine, composition: Composition, steps: range) -> list[Observation]:
+def train(engine: Engine, composition: Composition, steps: range) -> list[Observation]:
     """Observations of some steps, of an evaluation, and of the state after them."""
     found: list[Observation] = []
     inner: Any = engine.inner
@@ -99,6 +113,32 @@ def trained(engine: Engine, composition: Composition, steps: range) -> list[Obse
     biases = inner.state().get("biases", {})
     found += [Observation(f"bias {name}", np.array(values)) for name, values in biases.items()]
     return found + tensors(inner, inner.tensor_slices(), "state")
+
+
+class Sent:
+    """Steps with compressed gradients, of equal weights: what they have sent in the mean, with what remains to be sent.
+
+    Compression with error feedback loses nothing: together these are the sums of the exact mean gradients, whatever was
+    sent in which step, on any mesh.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def __call__(self, engine: Engine, composition: Composition, steps: range) -> list[Observation]:
+        """Observations of some steps, and sums over these and all steps before."""
+        found: list[Observation] = []
+        inner: Any = engine.inner
+        for step in steps:
+            report = engine.step(*data(composition, step))
+            found += [Observation(f"step {step}: loss", report.loss)]
+            for name, gradient in tensors(inner, inner.gradient_slices(), "gradient"):
+                self._sums[name] = self._sums.get(name, 0) + gradient / max(report.count, 1)
+        slices, ranks = list(inner.tensor_slices()), inner.state()["ranks"]
+        found += tensors(inner, (one for one in slices if one.name.startswith("model/")), "state")
+        kept = (one._replace(name=one.name.replace(LOST, "model/")) for one in slices if one.name.startswith(LOST))
+        every = dict(tensors(inner, kept, "gradient"))
+        return found + [Observation(name, sent + ranks * every.get(name, 0)) for name, sent in self._sums.items()]
 
 
 def data(composition: Composition, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,18 +168,18 @@ def tensors(engine: Any, slices: Iterable[TensorSlice], what: str) -> list[Obser
     return [Observation(f"{what} {name}", tensor) for name, tensor in sorted(whole.items())]
 
 
-def compare(found: list[Observation], expected: list[Observation], exact: bool) -> str:
-    """First observation that differs, as text; empty if none does."""
+def compare(found: list[Observation], expected: list[Observation], tolerance: float) -> str:
+    """First observation that differs, as text; empty if none does. Without tolerance bits are compared."""
     if [one.name for one in found] != [one.name for one in expected]:
         return f"expected the values {[one.name for one in expected]}, found {[one.name for one in found]}"
     for (name, here), (_, there) in zip(found, expected):
         a, b = (np.asarray(np.nan if one is None else one) for one in (here, there))
         if a.shape != b.shape:
             return f"{name}: expected shape {b.shape}, found {a.shape}"
-        if exact and a.tobytes() == b.tobytes():
+        if not tolerance and a.tobytes() == b.tobytes():
             continue
         error, scale = np.abs(a - b).max(initial=0), np.abs(b).max(initial=0)
-        if exact or not (error <= TOLERANCE * max(scale, 1e-3) or np.array_equal(a, b, equal_nan=True)):
+        if not tolerance or not (error <= tolerance * max(scale, 1e-3) or np.array_equal(a, b, equal_nan=True)):
             return f"{name}: differs from one rank by {error:.2g}, where the largest is {scale:.2g}"
     return ""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
 from parallel.conformance.composition import ROUTERS, Composition
 from parallel.context.ulysses_attention import refusal
+from parallel.data_parallel.layouts import LAYOUTS as DATA_PARALLEL
 from parallel.mesh.mesh import Mesh
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
@@ -16,6 +18,7 @@ LAYOUTS = ("dp", "dp-naive", "dp-bucket", "zero1", "zero2", "zero3")
 REPLICAS = ("dp", "dp", "zero1", "zero2", "zero3")
 PIPELINES = tuple(name for name, entry in SCHEDULES.items() if entry.version is None)
 CONTEXTS = ("auto", "ring", "ring", "allgather", "ulysses")
+COMPRESSIONS = ("int8", "int4", "sign", "topk:0.1", "powersgd:1")
 SIZES = (1, 1, 1, 2, 2, 3, 4)
 """Sizes of an axis; those that come up more often stand here more often, as in the other tables."""
 
@@ -57,7 +60,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
     heads = max(1, shards * random.choice([1, 1, 2]) + random.choice([0, 0, 1, -1]))
     mixtures = _mixtures(random, layers, reproducible) if mixed else {}
     kv_heads = random.choice([one for one in range(1, heads + 1) if heads % one == 0]) if family == "gated" else 0
-    return Composition(
+    composition = Composition(
         family=family,
         vocabulary=max(shards, 2) + random.randrange(20),
         length=length,
@@ -90,6 +93,20 @@ def draw(seed: int, most_ranks: int) -> Composition:
         steps=random.choice([1, 2]),
         seed=seed,
     )
+    return _compressed(random, composition) if not (reproducible or mixed) else composition
+
+
+def _compressed(random: Random, composition: Composition) -> Composition:
+    """The composition; half of the time with compressed gradients, if replicas have the whole sums.
+
+    Stages without replicas have no place for what remains to be sent by another mesh.
+    """
+    meshes = [(composition.mesh, composition.layout), (composition.next_mesh, composition.next_layout)]
+    layouts = [Mesh.parse(mesh).replicas if layout.startswith("pp") else layout for mesh, layout in meshes if mesh]
+    alone = composition.next_layout.startswith("pp") and Mesh.parse(composition.next_mesh).without("pp", "tp").size == 1
+    if random.random() < 0.5 or alone or any(DATA_PARALLEL[layout].divided for layout in layouts):
+        return composition
+    return replace(composition, compress=random.choice(COMPRESSIONS), precision="fp32")
 
 
 def _sizes(random: Random, most: int, pipelines: bool, whole: bool) -> dict[str, int]:

@@ -67,6 +67,7 @@ def signs(comm: Communicator, bucket: GradBucket) -> CodecCompressor:
     """Sign compressor of a gradient bucket; padding at the end of tensors is left out of the mean of a block."""
     real = np.full(bucket.span.size // BLOCK, BLOCK)
     for place in bucket.places:
-        last = (place.span.stop - bucket.span.start) // BLOCK - 1
-        real[last] -= place.span.size - place.size
+        if place.size:
+            last = (place.span.stop - bucket.span.start) // BLOCK - 1
+            real[last] -= place.span.size - place.size
     return CodecCompressor(comm, bucket.span.size, SignCompressor(real))

@@ -29,8 +29,8 @@ def with_gradient_sums(model: Operator, axis: Any, algorithm: str) -> Operator:
     for number, unit in enumerate(units):
         found: set[Parameter] = set()
         x = unit.place(axis.name, x, found)
-        if found:
-            units[number] = GradientSums(unit, axis, found, algorithm)
+        if copies := {parameter for parameter in found if parameter.placement == Replicate()}:
+            units[number] = GradientSums(unit, axis, copies, algorithm)
     return model if isinstance(model, Sequential) else units[0]
 
 

@@ -116,7 +116,6 @@ def test_checkpoints_of_any_mesh(comm, folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compress": "int8"}, "compress: int8 is not for operators that are cut"),
         ({"pool": True}, "pool: True is not for operators that are cut"),
     ],
 )

@@ -7,14 +7,18 @@ import pytest
 from support.cut_models import CASES, CONTEXT, TOKENS, expect_close, one_pass
 from support.thread_ranks import run
 
+from parallel.mesh.device_mesh import MeshAxis
 from parallel.nn.flat_params import FlatParams
+from parallel.nn.gated import gated_transformer
 from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import convnet, mlp, transformer
 from parallel.nn.operator import PassMode, name_all
-from parallel.nn.placement import Partial, PlacementError, Replicate, Shard, logical_name
+from parallel.nn.placement import Copies, Partial, PlacementError, Replicate, Shard, logical_name
+from parallel.nn.rewrite import operators_in
 from parallel.tensor.check import check_placements
 from parallel.tensor.cut_model import cut
+from parallel.tensor.grouped_shards import GroupedShards
 from parallel.tensor.vocabulary import VocabularyCrossEntropy
 
 
@@ -205,6 +209,22 @@ def test_a_gradient_that_is_not_summed():
         check_placements(model, loss, {"dp": Shard(0)}, ())
     partial = check_placements(model, loss, {"dp": Shard(0), "tp": Replicate()}, {"dp"})
     assert partial == {"dp": set(model.parameters()), "tp": set()}
+
+
+def test_gradients_of_copies_that_are_not_summed():
+    """Two of four ranks have copies of each key/value head; the gradient of no copy is whole without `SumCopies`."""
+    axis = MeshAxis("tp", 1, 4, None)
+    model, loss = cut(gated_transformer(9, 4, 1, 4, 8, kv_heads=2), SoftmaxCrossEntropy(), axis)
+    (grouped,) = (one for one in operators_in(model) if isinstance(one, GroupedShards))
+    assert {one.placement for one in grouped.shared[0].parameters()} == {Copies(1, range(2))}
+    assert not check_placements(model, loss, {"tp": Replicate()}, ())["tp"]
+    grouped.sums = None
+    with pytest.raises(PlacementError, match=r"the gradient of 1.0.inner.1.@4.weight is a partial sum along tp, not"):
+        check_placements(model, loss, {"tp": Replicate()}, ())
+    alone, loss = cut(gated_transformer(9, 4, 1, 4, 8, kv_heads=2), loss, axis._replace(rank=0, size=1), 4)
+    (grouped,) = (one for one in operators_in(alone) if isinstance(one, GroupedShards))
+    grouped.sums = None  # one rank has no copies
+    assert not check_placements(alone, loss, {"tp": Replicate()}, ())["tp"]
 
 
 def test_a_loss_of_other_scores():

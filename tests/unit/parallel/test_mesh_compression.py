@@ -1,0 +1,150 @@
+"""Compressed gradients beside tp, cp and pp: equal copies, sums of the same bits, residuals on other meshes."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from support.tiers import default
+
+from parallel.conformance.composition import Composition
+from parallel.conformance.composition_run import difference
+from parallel.conformance.thread_communicator import run_threads
+from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.memory_ledger import Workload
+from parallel.engine.settings import Settings
+from parallel.mesh.mesh import Mesh
+from parallel.nn.gated import gated_transformer
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.operator import ArraySpec
+from parallel.nn.placement import Copies, Replicate, Shard
+from parallel.optim.optimizers import SGD
+from parallel.runtime.consistency_check import ParameterMismatch
+from parallel.trainer.engine import Engine
+
+TOKENS, LENGTH, SAMPLES = 37, 4, 6
+HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "powersgd:1")
+BY_BLOCK = ("int8", "int4", "sign")
+"""Compressions of which a block of the sum depends on nothing but that block of the ranks."""
+
+
+def model():
+    """Heads and tokens that no mesh divides, and one key/value head, of which ranks have copies."""
+    return gated_transformer(TOKENS, LENGTH, 1, 3, 12, kv_heads=1)
+
+
+def options(how, mesh, **more):
+    more = {"bucket_bytes": 3000, "first_bytes": 1, "micro_batch": 1, "batch": SAMPLES, "check_every": 1, **more}
+    return Settings(compress=how, mesh=mesh, **more)
+
+
+def optimizer():
+    return SGD(rate=0.05, momentum=0.9)
+
+
+def shapes(samples):
+    return tuple(ArraySpec((samples, LENGTH), np.dtype(np.int64)) for _ in range(2))
+
+
+def step(engine, number):
+    return engine.step(*np.random.default_rng(number).integers(0, TOKENS, (2, SAMPLES, LENGTH)))
+
+
+def on_mesh(comm, how, mesh, steps, **more):
+    with Engine(model(), SoftmaxCrossEntropy(), comm, optimizer(), options(how, mesh, **more)) as engine:
+        losses = [step(engine, number).loss for number in range(steps)]
+        ledger = engine.inner.ledger
+        assert ledger.allocated == ledger.predicted
+        return losses, engine.state_dict(), ledger.predicted
+
+
+@pytest.mark.parametrize("how", default(HOWS, "int4", "qsgd:6", "topk:0.05"))
+@pytest.mark.parametrize("mesh", default(("dp=2,tp=2", "tp=3,dp=2", "dp=2,cp=2,tp=2"), "dp=2,tp=2"))
+def test_copies_stay_equal_and_the_memory_is_as_forecast(how, mesh):
+    ranks = Mesh.parse(mesh).size
+    found = run_threads(ranks, lambda comm: on_mesh(comm, how, mesh, 4))
+    losses, _, _ = found[0]
+    assert all(one[0] == losses for one in found)
+    for rank, (_, _, predicted) in enumerate(found):
+        workload = Workload(rank, ranks, shapes, [(1,) * SAMPLES])
+        forecast = DataParallelEngine.forecast(
+            model(), SoftmaxCrossEntropy(), optimizer(), workload, options(how, mesh)
+        )
+        assert forecast.predicted == predicted
+
+
+def test_buckets_that_mix_copies_with_shards_would_make_copies_differ(monkeypatch):
+    monkeypatch.setattr(PartitionSpec, "runs", lambda self: [self.flat.places])
+    with pytest.raises(ParameterMismatch, match="after step"):
+        run_threads(4, lambda comm: on_mesh(comm, "topk:0.05", "dp=2,tp=2", 3))
+
+
+@pytest.mark.parametrize("how", ["none", *HOWS])
+def test_buckets_of_compressed_gradients_are_on_the_same_ranks(how):
+    def kinds(comm):
+        with Engine(model(), SoftmaxCrossEntropy(), comm, optimizer(), options(how, "tp=2")) as engine:
+            buckets = engine.inner._gradients.buckets
+            places = [place for bucket in reversed(buckets) for place in bucket.places]
+            assert [one.span.start for one in places] == sorted(one.span.start for one in places)
+            assert all(one.span.stop == other.span.start for one, other in pairwise(places))
+            return [{place.parameter.placement for place in bucket.places} for bucket in buckets]
+
+    found = [kind for some in run_threads(2, kinds) for kind in some]
+    assert (max(map(len, found)) == 1) == (how != "none")
+    assert {type(one) for some in found for one in some} == {Replicate, Shard, Copies}
+
+
+@pytest.mark.parametrize("how", BY_BLOCK)
+def test_a_first_step_has_the_bits_of_the_mesh_without_tp(how):
+    """With as many logical shards; from the second on, the ranks that keep the error of a sum are others."""
+    _, expected, _ = run_threads(2, lambda comm: on_mesh(comm, how, "dp=2", 1, tensor_shards=2))[0]
+    _, found, _ = run_threads(4, lambda comm: on_mesh(comm, how, "dp=2,tp=2", 1))[0]
+    _, plain, _ = run_threads(4, lambda comm: on_mesh(comm, "none", "dp=2,tp=2", 1))[0]
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert not all(np.array_equal(found[name], plain[name]) for name in expected)
+
+
+CONTINUED = (
+    Composition(mesh="dp=2,tp=2", heads=3, head_width=4, next_mesh="dp=4", compress="sign"),
+    Composition(mesh="dp=4", heads=4, head_width=4, next_mesh="tp=4", compress="int4"),
+    Composition(mesh="dp=2,tp=2", family="gated", heads=4, head_width=4, next_mesh="cp=2,tp=2", compress="topk:0.1"),
+    Composition(mesh="pp=2,dp=2,tp=2", layout="pp:zb-h1", heads=2, next_mesh="dp=4,tp=2", compress="powersgd:1"),
+    Composition(mesh="dp=2,cp=2,tp=2", heads=2, length=8, next_mesh="tp=4,dp=2", compress="int8"),
+)
+
+
+def continued(composition):
+    """The composition with other data in each of several steps, before and after a checkpoint."""
+    changes = {"precision": "fp32", "microbatches": 4, "steps": 2, "kv_heads": (composition.family == "gated") * 1}
+    return Composition(**{**vars(composition), **changes})
+
+
+@pytest.mark.parametrize("composition", default(CONTINUED, *CONTINUED[:3]), ids=str)
+def test_nothing_is_lost_on_other_meshes(composition):
+    assert not difference(continued(composition))
+
+
+@pytest.mark.parametrize("method", ["average_residual", "divide_residual"])
+def test_a_residual_that_is_lost_is_found(method, monkeypatch):
+    monkeypatch.setattr(ErrorFeedbackReducer, method, lambda self, *_: self.residual.fill(0))
+    assert "differs from one rank" in difference(continued(CONTINUED[0]))
+
+
+def test_a_restart_continues_bit_for_bit(tmp_path):
+    """Factors of shards are in the checkpoint too."""
+
+    def run(comm):
+        found = []
+        for first in (True, False):
+            settings = options("powersgd:1", "dp=2,tp=2")
+            with Engine(model(), SoftmaxCrossEntropy(), comm, optimizer(), settings) as engine:
+                if first:
+                    _ = [step(engine, number) for number in range(3)]
+                    engine.save(tmp_path)
+                else:
+                    engine.load(tmp_path)
+                found.append([step(engine, number).norm for number in range(3, 6)])
+        return found
+
+    assert all(went_on == again for went_on, again in run_threads(4, run))
