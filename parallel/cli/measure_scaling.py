@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +37,8 @@ from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training
 
+T = TypeVar("T")
+
 STEPS, WARM_UP = 12, 3
 """Steps of a training, the first of which do not count; the median of the others does."""
 
@@ -55,9 +58,13 @@ class RankPrefixes:
     def counts(self) -> list[int]:
         return powers_of_two(self._comm.Get_size())
 
+    def results(self, count: int, run: Callable[[Communicator], T]) -> list[T]:
+        """Results of `run` on the first `count` ranks, in a communicator of these."""
+        return measured(self._comm, self._rank < count, partial(run, self._prefixes[count]))
+
     def seconds(self, count: int, run: Callable[[Communicator], float]) -> float:
         """Seconds that `run` returns on the slowest of the first `count` ranks."""
-        return float(max(measured(self._comm, self._rank < count, partial(run, self._prefixes[count]))))
+        return float(max(self.results(count, run)))
 
 
 def step_seconds(options: dict[str, object], comm: Communicator) -> float:

@@ -37,6 +37,7 @@ PROGRAMS = {
     "bench collectives": CommandEntry("collectives.cli.bench", "speed of collectives, beside the MPI's own"),
     "bench compressed": CommandEntry("collectives.cli.bench_compressed", "speed and error of compressed allreduce"),
     "bench layouts": CommandEntry("parallel.cli.bench_layouts", "speed of data-parallel layouts"),
+    "bench meshes": CommandEntry("parallel.cli.bench_meshes", "speed and memory of operators that are cut"),
     "bench pipeline": CommandEntry("parallel.cli.bench_pipeline", "idle time of pipelines, beside the simulator's"),
     "bench servers": CommandEntry("parallel.cli.bench_servers", "speed of a parameter server's push and pull", least=2),
     "bench dispatch": CommandEntry("parallel.cli.bench_dispatch", "time to exchange tokens between experts"),

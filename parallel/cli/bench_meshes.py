@@ -1,0 +1,109 @@
+"""Speed and memory of a training whose operators are cut over 1, 2, 4 ... of the ranks here, and a plot of both.
+
+chorus bench meshes -n 4 --output out/node.json
+scripts/cluster --hosts 4 -- python scripts/bench_meshes.py --output out/cluster.json
+chorus bench meshes --plot out/tensor.png out/node.json out/cluster.json
+
+All meshes train the same batches in turns, while the other ranks sleep. A row of the file has the seconds of every step
+after the first ones of each turn, and the bytes of a rank by kind; a plot has the median of the steps.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.cli import launcher
+from collectives.cli.launcher import at_least, say
+from collectives.selection.timing_file import machine, mpi_name
+from parallel.benchmark.mesh_scaling_plots import draw_mesh_scaling, medians
+from parallel.cli.measure_scaling import RankPrefixes
+from parallel.engine.memory_ledger import KINDS
+from parallel.engine.settings import complete
+from parallel.runtime.resources import limit_threads
+from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.trainer.trainer import Training
+
+WARM_UP = 2
+"""Steps of a turn that do not count."""
+
+
+class Turn(NamedTuple):
+    """Seconds of the steps of a turn, and bytes by kind, on one rank."""
+
+    seconds: list[float]
+    nbytes: dict[str, int]
+
+
+def variants(counts: list[int]) -> Iterator[tuple[int, bool]]:
+    """Ranks along tp, and True with sequence parallelism."""
+    yield from ((count, sequence) for count in counts for sequence in (False, True)[: min(count, 2)])
+
+
+def turn(options: dict[str, Any], comm: Communicator) -> Turn:
+    """Train some steps on all ranks of a communicator. Collective."""
+    with Training(complete(options), comm) as training:
+        seconds = [record.seconds for record in training.run()][WARM_UP:]
+        ledger = training.engine.ledger.allocated
+        return Turn(seconds, {kind: ledger[kind] for kind in KINDS})
+
+
+def measure(comm: Communicator, options: dict[str, Any], turns: int) -> list[dict[str, Any]]:
+    """Rows of all variants, those of ranks and sequence parallelism. Collective."""
+    prefixes, nodes = RankPrefixes(comm), comm.nodes or (0,) * comm.Get_size()
+    rows: dict[tuple[int, bool], dict[str, Any]] = {}
+    for _ in range(turns):
+        for count, sequence in variants(prefixes.counts):
+            mesh = {"mesh": f"tp={count}"} | ({"sequence_parallel": True} if sequence else {})
+            found = prefixes.results(count, partial(turn, options | mesh))
+            row = {"tp": count, "sequence_parallel": sequence, "nodes": len(set(nodes[:count])), "seconds": []}
+            row = rows.setdefault((count, sequence), row)
+            row["seconds"] += [max(step) for step in zip(*(one.seconds for one in found))]
+            row["bytes"] = max((one.nbytes for one in found), key=lambda one: sum(one.values()))
+    return list(rows.values())
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("files", type=Path, nargs="*", metavar="FILE", help="rows to plot, JSON")
+    add("--plot", type=Path, metavar="FILE", help="plot the rows of files, and measure nothing")
+    add("--output", type=Path, metavar="FILE", help="rows, JSON")
+    add("--model", default="gpt:small", metavar="NAME", help="a gpt (default gpt:small)")
+    add("--length", type=at_least(1, int), default=64, metavar="N", help="tokens of a sample (default 64)")
+    add("--batch", type=at_least(1, int), default=8, metavar="N", help="samples of a step (default 8)")
+    add("--steps", type=at_least(1, int), default=6, metavar="N", help=f"of a turn, after {WARM_UP} (default 6)")
+    add("--turns", type=at_least(1, int), default=3, metavar="N", help="default 3")
+    options = parser.parse_args(argv)
+    if (options.plot is None) != (not options.files) or (options.plot is None) == (options.output is None):
+        parser.error("expected --output FILE, or --plot FILE and files of rows")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and write rows; or plot those of files."""
+    options = parse(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    if options.plot is not None:
+        if comm.Get_rank() == 0:
+            draw_mesh_scaling(options.plot, [json.loads(path.read_text()) for path in options.files])
+        return 0
+    keep_freed_memory()
+    limit_threads(1)
+    job = {"data": "pydoc", "model": options.model, "length": options.length, "batch": options.batch}
+    rows = measure(comm, job | {"steps": options.steps + WARM_UP}, options.turns)
+    tokens = options.length * options.batch
+    found = {"mpi": mpi_name(), "machine": machine(), "model": options.model, "tokens": tokens, "rows": rows}
+    if comm.Get_rank() == 0:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    for (count, sequence), seconds in medians(found).items():
+        what = f"tp={count}" + ", sequence" * sequence
+        say(f"{what:15} {tokens / seconds:8.0f} tokens/s, median of {options.steps * options.turns} steps")
+    say(f"{options.output} written")
+    return 0
