@@ -24,6 +24,11 @@ from parallel.trainer.trainer import TrainingPlan
 
 COLUMNS = (*KINDS, "temporaries")
 
+NOT_COUNTED = (
+    "not counted: the process (libraries and compiled kernels, about 200 MB), and what it reads of other ranks"
+)
+"""Memory that forecasts leave out; the resident size of a process includes shared pages of other ranks."""
+
 
 def table(needed: list[dict[str, int]]) -> str:
     """Format forecast bytes by rank and kind as a table in MB; consecutive ranks with equal memory share a row.
@@ -58,4 +63,5 @@ def main(argv: list[str] | None = None) -> int:
     if needed is not None:
         say("memory by rank, in MB:")
         say(table(needed))
+        say(NOT_COUNTED)
     return 0
