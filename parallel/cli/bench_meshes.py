@@ -59,10 +59,10 @@ def measure(comm: Communicator, options: dict[str, Any], turns: int) -> list[dic
     rows: dict[tuple[int, bool], dict[str, Any]] = {}
     for _ in range(turns):
         for count, sequence in variants(prefixes.counts):
-            mesh = {"mesh": f"tp={count}"} | ({"sequence_parallel": True} if sequence else {})
+            mesh: dict[str, Any] = {"mesh": f"tp={count}"} | ({"sequence_parallel": True} if sequence else {})
             found = prefixes.results(count, partial(turn, options | mesh))
-            row = {"tp": count, "sequence_parallel": sequence, "nodes": len(set(nodes[:count])), "seconds": []}
-            row = rows.setdefault((count, sequence), row)
+            fixed = {"tp": count, "sequence_parallel": sequence, "nodes": len(set(nodes[:count]))}
+            row = rows.setdefault((count, sequence), {**fixed, "seconds": []})
             row["seconds"] += [max(step) for step in zip(*(one.seconds for one in found))]
             row["bytes"] = max((one.nbytes for one in found), key=lambda one: sum(one.values()))
     return list(rows.values())
