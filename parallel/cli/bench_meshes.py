@@ -33,7 +33,7 @@ WARM_UP = 2
 """Steps of a turn that do not count."""
 
 
-class Turn(NamedTuple):
+class MeshTurn(NamedTuple):
     """Seconds of the steps of a turn, and bytes by kind, on one rank."""
 
     seconds: list[float]
@@ -45,12 +45,12 @@ def variants(counts: list[int]) -> Iterator[tuple[int, bool]]:
     yield from ((count, sequence) for count in counts for sequence in (False, True)[: min(count, 2)])
 
 
-def turn(options: dict[str, Any], comm: Communicator) -> Turn:
+def turn(options: dict[str, Any], comm: Communicator) -> MeshTurn:
     """Train some steps on all ranks of a communicator. Collective."""
     with Training(complete(options), comm) as training:
         seconds = [record.seconds for record in training.run()][WARM_UP:]
         ledger = training.engine.ledger.allocated
-        return Turn(seconds, {kind: ledger[kind] for kind in KINDS})
+        return MeshTurn(seconds, {kind: ledger[kind] for kind in KINDS})
 
 
 def measure(comm: Communicator, options: dict[str, Any], turns: int) -> list[dict[str, Any]]:
