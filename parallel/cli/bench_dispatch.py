@@ -125,7 +125,9 @@ def main(argv: list[str] | None = None) -> int:
         text += f"{copies:8.2f}{1e-6 * sent[name]:9.1f}"
         if dispatch.code:
             codec = RowCodec(dispatch.code)
-            lost = codec.decode(codec.encode(x), x.shape, x.dtype) - x
+            codec.encode(x, wire := np.empty(codec.nbytes(x.size), np.uint8))
+            codec.decode(wire, lost := np.empty_like(x))
+            lost -= x
             text += f"{predicted_error(dispatch.code):17.4f}{np.sqrt((lost**2).mean() / (x**2).mean()):8.4f}"
         say(text)
     return 0

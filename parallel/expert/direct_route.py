@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parallel.expert.row_codec import RowCodec
-from parallel.expert.row_exchange import RowExchange, RowPart
+from parallel.expert.row_exchange import RowExchange, RowPart, RowsByRank, segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
 from quant.types import Array
@@ -66,43 +66,49 @@ class DirectRoute:
     ):
         self._axis, self._chosen, self._codec = axis, chosen, codec
         every = counts_of_all(axis, chosen.counts) if counts is None else counts
-        bounds = [0, *accumulate(owners)]
+        self._bounds = bounds = [0, *accumulate(owners)]
         per_rank = np.stack([every[:, start:stop].sum(axis=1) for start, stop in pairwise(bounds)], axis=1)
         self.received = every[:, bounds[axis.rank] : bounds[axis.rank + 1]]
         self.sends: list[int] = per_rank[axis.rank].tolist()
         self._receives: list[int] = per_rank[:, axis.rank].tolist()
 
-    def _to_experts(self, rows: Array) -> None:
-        self._exchange = RowExchange(self._axis, [RowPart(rows, self.sends, self._receives, self._codec)])
+    def _to_experts(self, rows: RowsByRank) -> None:
+        self._exchange = RowExchange(self._axis, [RowPart(rows, self._receives, self._codec)])
 
-    def _to_sources(self, rows: Array) -> Array:
-        return RowExchange(self._axis, [RowPart(rows, self._receives, self.sends, self._codec)]).finish()[0]
+    def _to_sources(self, rows: RowsByRank) -> list[Array]:
+        """Send rows back; returns those of each expert that come back to this rank."""
+        return self._by_expert(RowExchange(self._axis, [RowPart(rows, self.sends, self._codec)]).finish()[0])
+
+    def _by_expert(self, rows: RowsByRank) -> list[Array]:
+        """Rows of this rank's assignments to each expert: views."""
+        counts = [self._chosen.counts[start:stop] for start, stop in pairwise(self._bounds)]
+        return [some for part, of_rank in zip(rows.parts, counts) for some in segments(part, of_rank)]
 
     def send(self, tokens: Array) -> None:
         """Start to send tokens (tokens, width) to their experts."""
-        self._to_experts(tokens[self._chosen.tokens])
+        self._to_experts(RowsByRank.taken(tokens, self._chosen.tokens, self.sends, self._axis.rank))
 
-    def receive(self) -> Array:
-        """Rows that were sent to this rank's experts, by `send` or `send_gradients`: by source, then by expert."""
+    def receive(self) -> RowsByRank:
+        """Rows that were sent to this rank's experts, by `send` or `send_gradients`: of a source, by expert."""
         return self._exchange.finish()[0]
 
-    def combine(self, results: Array, y: Array) -> Array:
+    def combine(self, results: RowsByRank, y: Array) -> list[Array]:
         """Send results of the received rows back; add them, weighted, to y, expert by expert.
 
-        Returns the results of this rank's own assignments.
+        Returns the results of this rank's own assignments, of each expert.
         """
-        mine, chosen = self._to_sources(results), self._chosen
-        kernels.add_rows(y, chosen.tokens, chosen.counts, kernels.widen(mine), chosen.weights)
+        mine = self._to_sources(results)
+        self._chosen.add(y, mine)
         return mine
 
-    def send_gradients(self, upper: Array, results: Array, dtype: np.dtype) -> None:
+    def send_gradients(self, upper: Array, results: Sequence[Array], dtype: np.dtype) -> None:
         """Start to send gradients of y, wide, to the experts, in their dtype; `results` are those of `combine`."""
-        tokens, weights = self._chosen.tokens, self._chosen.weights
-        rows, self._dweights = kernels.weighted_rows(upper, tokens, weights, kernels.widen(results))
-        self._to_experts(kernels.narrow(rows, dtype))
+        none = kernels.array_namespace(upper).empty((0, upper.shape[1]), dtype)
+        rows = RowsByRank(none, none, [], self._axis.rank).empty(self.sends)
+        self._dweights = self._chosen.gradients(upper, results, self._by_expert(rows))
+        self._to_experts(rows)
 
-    def combine_gradients(self, drows: Array, dx: Array) -> Array:
+    def combine_gradients(self, drows: RowsByRank, dx: Array) -> Array:
         """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""
-        mine = self._to_sources(drows)
-        kernels.add_rows(dx, self._chosen.tokens, self._chosen.counts, kernels.widen(mine))
+        self._chosen.add(dx, self._to_sources(drows), weighted=False)
         return self._dweights

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,18 +12,12 @@ from parallel.expert.direct_route import DirectRoute
 from parallel.expert.dispatch import Dispatch
 from parallel.expert.exchange_traffic import ExchangeTraffic
 from parallel.expert.hierarchical_route import HierarchicalRoute
+from parallel.expert.row_exchange import RowsByRank, segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
 from parallel.nn.placement import logical_name
 from quant.types import Array
-
-
-class RowBatch(NamedTuple):
-    """Rows on which experts compute together: their positions, ordered by expert, and the number for each expert."""
-
-    positions: slice | Array
-    counts: list[int]
 
 
 class ExpertRanks(ExpertGroup):
@@ -92,14 +85,17 @@ class ExpertRanks(ExpertGroup):
         traffic.add_copies(sent.sends, self.axis)
         with traffic:
             arrived = sent.receive()
-        xp, saved = kernels.array_namespace(arrived), []
-        batches, results = self._batches(sent.received, xp), xp.empty(arrived.shape, arrived.dtype)
-        for positions, of_experts in batches:
-            results[positions], values = self.forward_segments(arrived[positions], of_experts, run)
+        saved: list[Any] = []
+
+        def compute(_: int, rows: list[Array]) -> list[Array]:
+            results, values = self.forward_rows(rows, run)
             saved.append(values)
+            return results
+
+        results = self._computed(arrived, sent.received, compute)
         with traffic:
             mine = sent.combine(results, y)
-        return sent, mine, batches, saved, traffic
+        return sent, mine, saved, traffic
 
     def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> DirectRoute | HierarchicalRoute:
         """Start to send gradients of y along the routes of the forward pass."""
@@ -109,25 +105,32 @@ class ExpertRanks(ExpertGroup):
 
     def backward_sent(self, sent: DirectRoute | HierarchicalRoute, saved: Any, dx: Array, grads: GradientSink) -> Array:
         """Gradients of this rank's experts by the rows that arrive; exchange those of the rows, and add them to dx."""
-        _, _, batches, values, traffic = saved
+        _, _, values, traffic = saved
         with traffic:
             arrived = sent.receive()
-        drows = kernels.array_namespace(arrived).empty(arrived.shape, arrived.dtype)
-        for (positions, _), own in zip(batches, values):
-            drows[positions] = self.backward_segments(arrived[positions], own, grads)
+        drows = self._computed(
+            arrived, sent.received, lambda batch, rows: self.backward_rows(rows, values[batch], grads)
+        )
         with traffic:
             return sent.combine_gradients(drows, dx)
 
-    def _batches(self, received: np.ndarray, xp: Any) -> list[RowBatch]:
-        """Batches of the rows that arrived, ordered by source and expert, from their numbers (sources, experts)."""
-        bounds = [0, *accumulate(received.reshape(-1).tolist())]
-        if self.by_source:
-            every = range(0, len(bounds), max(len(self.experts), 1))
-            return [
-                RowBatch(slice(bounds[start], bounds[stop]), counts.tolist())
-                for (start, stop), counts in zip(pairwise(every), received)
-            ]
-        ranges = np.array([slice(*pair) for pair in pairwise(bounds)], object).reshape(received.shape)
-        numbers = np.arange(bounds[-1])
-        positions = np.concatenate([numbers[:0], *(numbers[one] for one in ranges.T.flat)])
-        return [RowBatch(xp.asarray(positions), received.sum(axis=0).tolist())]
+    def _computed(
+        self, arrived: RowsByRank, received: np.ndarray, compute: Callable[[int, list[Array]], list[Array]]
+    ) -> RowsByRank:
+        """Results of rows that arrived, `received` (sources, experts) of them, in their order.
+
+        ``compute(batch, rows)`` maps the rows of each expert, of all sources or of source `batch`, to results.
+        """
+        results, concatenate = arrived.empty(), kernels.array_namespace(arrived.own).concatenate
+        rows, places = (
+            [segments(part, counts) for part, counts in zip(every.parts, received.tolist())]
+            for every in (arrived, results)
+        )
+        sources = list(range(len(rows)))
+        for batch, some in enumerate([[one] for one in sources] if self.by_source else [sources]):
+            of_experts = [concatenate([rows[one][expert] for one in some]) for expert in range(len(self.experts))]
+            for expert, found in enumerate(compute(batch, of_experts)):
+                into = [places[one][expert] for one in some]
+                for place, part in zip(into, segments(found, list(map(len, into)))):
+                    place[...] = part
+        return results

@@ -19,7 +19,7 @@ import numpy as np
 
 from parallel.expert.direct_route import DirectRoute, counts_of_all
 from parallel.expert.row_codec import RowCodec
-from parallel.expert.row_exchange import RowExchange, RowPart
+from parallel.expert.row_exchange import RowExchange, RowPart, RowsByRank, segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
 from quant.types import Array
@@ -147,17 +147,20 @@ class HierarchicalRoute:
 
     def _to_relays(self, rows: Array, *assigned: Array) -> None:
         """Start to send rows (tokens, width), once to each node, and arrays of the assignments, ordered by node."""
-        copies = RowPart(rows[self._xp.asarray(self._plan.tokens)], *self._copies, self._codec)
-        self._exchange = RowExchange(self._axis, [copies, *(RowPart(one, *self._assigned) for one in assigned)])
+        (sends, receives), rank = self._copies, self._axis.rank
+        copies = RowsByRank.taken(rows, self._xp.asarray(self._plan.tokens), sends, rank)
+        others = [RowsByRank.divided(one, self._assigned[0], rank) for one in assigned]
+        parts = [RowPart(copies, receives, self._codec), *(RowPart(one, self._assigned[1]) for one in others)]
+        self._exchange = RowExchange(self._axis, parts)
 
     def send(self, tokens: Array) -> None:
         """Start to send tokens (tokens, width) to their relays, with their assignments there."""
         copies = self._xp.asarray(self._plan.copies.astype(np.int32))
         self._to_relays(tokens, copies, self._chosen.weights[self._xp.asarray(self._plan.order)])
 
-    def receive(self) -> Array:
-        """Rows that were sent to this rank's experts, by `send` or `send_gradients`: by relay, then by expert."""
-        rows, *assigned = self._exchange.finish()
+    def receive(self) -> RowsByRank:
+        """Rows that were sent to this rank's experts, by `send` or `send_gradients`: of a relay, by expert."""
+        rows, *assigned = (part.joined() for part in self._exchange.finish())
         if assigned:
             copies, weights = assigned
             order = self._xp.asarray(self._sorted)
@@ -170,38 +173,40 @@ class HierarchicalRoute:
             self._inner.send_gradients(kernels.widen(rows), self._results, rows.dtype)
         return self._inner.receive()
 
-    def combine(self, results: Array, y: Array) -> Array:
+    def combine(self, results: RowsByRank, y: Array) -> list[Array]:
         """Send results to the relays, and their weighted sums to the sources; add these to y, in the order of relays.
 
         Returns the results of the assignments that this rank relayed.
         """
         sums = self._xp.zeros((self._number, y.shape[1]), y.dtype)
         mine = self._inner.combine(results, sums)
-        self._add(self._to_sources(kernels.narrow(sums, results.dtype))[0], y)
+        self._add(self._to_sources(kernels.narrow(sums, results.own.dtype))[0], y)
         return mine
 
-    def _to_sources(self, rows: Array, *others: Array) -> list[Array]:
-        sends, receives = self._copies
-        parts = [RowPart(rows, receives, sends, self._codec)]
-        parts += [RowPart(one, self._assigned[1], self._assigned[0]) for one in others]
+    def _to_sources(self, rows: Array, *others: Array) -> list[RowsByRank]:
+        (sends, receives), rank = self._copies, self._axis.rank
+        parts = [RowPart(RowsByRank.divided(rows, receives, rank), sends, self._codec)]
+        parts += [RowPart(RowsByRank.divided(one, self._assigned[1], rank), self._assigned[0]) for one in others]
         return RowExchange(self._axis, parts).finish()
 
-    def _add(self, rows: Array, y: Array) -> None:
-        kernels.add_rows(y, self._xp.asarray(self._plan.tokens), self._copies[0], kernels.widen(rows))
+    def _add(self, rows: RowsByRank, y: Array) -> None:
+        """Add sums of relays to the rows of their tokens."""
+        for tokens, part in zip(segments(self._xp.asarray(self._plan.tokens), rows.counts), rows.parts):
+            kernels.add_rows(y, tokens, kernels.widen(part))
 
-    def send_gradients(self, upper: Array, results: Array, dtype: np.dtype) -> None:
+    def send_gradients(self, upper: Array, results: Sequence[Array], dtype: np.dtype) -> None:
         """Start to send gradients of y, wide, to the relays, in the experts' dtype."""
         self._results = results
         self._to_relays(kernels.narrow(upper, dtype))
 
-    def combine_gradients(self, drows: Array, dx: Array) -> Array:
+    def combine_gradients(self, drows: RowsByRank, dx: Array) -> Array:
         """As `combine`, of gradients; returns those of the assignments' weights."""
         sums = self._xp.zeros((self._number, dx.shape[1]), dx.dtype)
         sorted_weights = self._inner.combine_gradients(drows, sums)
         arrived = self._xp.empty_like(sorted_weights)
         arrived[self._xp.asarray(self._sorted)] = sorted_weights
-        rows, by_node = self._to_sources(kernels.narrow(sums, drows.dtype), arrived)
+        rows, by_node = self._to_sources(kernels.narrow(sums, drows.own.dtype), arrived)
         self._add(rows, dx)
-        dweights = self._xp.empty_like(by_node)
-        dweights[self._xp.asarray(self._plan.order)] = by_node
+        dweights = self._xp.empty_like(arrived, shape=len(self._plan.order))
+        dweights[self._xp.asarray(self._plan.order)] = by_node.joined()
         return dweights

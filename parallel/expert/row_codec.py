@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from statistics import NormalDist
 
@@ -29,20 +28,19 @@ class RowCodec:
         """Bytes of `count` encoded elements."""
         return self._codec.nbytes(count) if count else 0
 
-    def encode(self, rows: Array) -> Array:
-        """Bytes of the rows."""
-        values = kernels.widen(rows).reshape(-1).astype(np.float32, copy=False)
-        wire = kernels.array_namespace(rows).empty(self.nbytes(values.size), np.uint8)
-        if values.size:
-            self._codec.encode(values, wire)
-        return wire
-
-    def decode(self, wire: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Rows of this shape and dtype from their bytes."""
-        rows = kernels.array_namespace(wire).empty(math.prod(shape), np.float32)
+    def encode(self, rows: Array, wire: Array) -> None:
+        """Encode rows into the bytes `wire`."""
         if rows.size:
-            self._codec.decode(wire, rows)
-        return kernels.narrow(rows, dtype).reshape(shape)
+            self._codec.encode(kernels.widen(rows).reshape(-1).astype(np.float32, copy=False), wire)
+
+    def decode(self, wire: Array, rows: Array) -> None:
+        """Decode the bytes `wire` into the rows, C-contiguous."""
+        if rows.dtype == np.float32 and rows.size:
+            self._codec.decode(wire, rows.reshape(-1))
+        elif rows.size:
+            values = kernels.array_namespace(wire).empty(rows.shape, np.float32)
+            self._codec.decode(wire, values.reshape(-1))
+            kernels.narrow(values, rows.dtype, rows)
 
 
 @cache

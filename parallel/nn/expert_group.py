@@ -39,6 +39,30 @@ class Assignments(NamedTuple):
         counts = [int(count) for count in (by_expert != 0).sum(axis=1)]
         return cls(found % len(weights), counts, by_expert.reshape(-1)[found][:, None])
 
+    @property
+    def places(self) -> list[slice]:
+        """Assignments of each expert."""
+        return [slice(start, stop) for start, stop in pairwise(accumulate(self.counts, initial=0))]
+
+    def add(self, y: Array, rows: Sequence[Array], weighted: bool = True) -> None:
+        """Add the rows of each expert, perhaps times weights, to those of their tokens in y, wide, expert by expert."""
+        for place, some in zip(self.places, rows):
+            weights = self.weights[place] if weighted else None
+            kernels.add_rows(y, self.tokens[place], kernels.widen(some), weights)
+
+    def gradients(self, upper: Array, results: Sequence[Array], out: Sequence[Array]) -> Array:
+        """Write gradients of each expert's results, by those of y, wide, to `out`; return those of the weights.
+
+        `add` has added the results to y.
+        """
+        dweights = kernels.array_namespace(upper).empty(len(self.tokens), upper.dtype)
+        for place, result, rows in zip(self.places, results, out):
+            wide = rows if rows.dtype == upper.dtype else kernels.widen(rows)
+            about = self.tokens[place], self.weights[place], kernels.widen(result)
+            dweights[place] = kernels.weighted_rows(upper, *about, wide)
+            kernels.narrow(wide, rows.dtype, rows)
+        return dweights
+
     def of_experts(self, start: int, stop: int) -> Assignments:
         """Assignments to the experts from `start` to `stop`, numbered from 0."""
         first = sum(self.counts[:start])
@@ -79,13 +103,11 @@ class ExpertGroup(Operator):
         """Yield (number as text, expert), so that parameter names are "3.0.weight" rather than "experts.3.0.weight"."""
         yield from ((str(number), expert) for number, expert in enumerate(self.experts, self.first))
 
-    def forward_segments(self, rows: Array, counts: Sequence[int], run: PassMode) -> tuple[Array, Any]:
-        """Apply expert e to ``counts[e]`` rows; return (results in the same order, saved values)."""
-        parts = [rows[one] for one in _segments(counts)]
-        pairs = [expert.forward(part, run) for expert, part in zip(self.experts, parts)]
-        results = [self._like(part, y, expert) for part, (y, _), expert in zip(parts, pairs, self.experts)]
-        joined = kernels.array_namespace(rows).concatenate([rows[:0], *results])
-        return joined, (tuple(counts), *(saved for _, saved in pairs))
+    def forward_rows(self, rows: Sequence[Array], run: PassMode) -> tuple[list[Array], Any]:
+        """Apply each expert to its rows; return (results, saved values)."""
+        pairs = [expert.forward(some, run) for expert, some in zip(self.experts, rows)]
+        results = [self._like(some, y, expert) for some, (y, _), expert in zip(rows, pairs, self.experts)]
+        return results, [saved for _, saved in pairs]
 
     def _like(self, x: Array, y: Array, expert: Operator) -> Array:
         """The result, or gradient, y of an expert, which must have the shape of x."""
@@ -98,43 +120,35 @@ class ExpertGroup(Operator):
             return kernels.array_namespace(x).zeros_like(x)
         return y
 
-    def backward_segments(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Gradient of the rows; every expert passes its parameters' gradients on, also those without rows."""
-        counts, *values = saved
-        parts = [dy[one] for one in _segments(counts)]
-        found = [expert.backward(part, own, grads) for expert, own, part in zip(self.experts, values, parts)]
-        found = [self._like(part, dx, expert) for part, dx, expert in zip(parts, found, self.experts)]
-        return kernels.array_namespace(dy).concatenate([dy[:0], *found])
+    def backward_rows(self, dy: Sequence[Array], saved: Any, grads: GradientSink) -> list[Array]:
+        """Gradients of each expert's rows; every expert passes its parameters' gradients on, also without rows."""
+        found = [expert.backward(some, own, grads) for expert, own, some in zip(self.experts, saved, dy)]
+        return [self._like(some, dx, expert) for some, dx, expert in zip(dy, found, self.experts)]
 
     def send(self, tokens: Array, chosen: Assignments) -> Any:
         """Send tokens (tokens, width) to their experts; returns what `forward_sent` takes."""
-        return chosen, tokens[chosen.tokens]
+        return chosen, [tokens[chosen.tokens[place]] for place in chosen.places]
 
     def forward_sent(self, sent: Any, y: Array, run: PassMode) -> Any:
         """Add the experts' weighted results, expert by expert, to the tokens' rows y, wide; returns saved values."""
         chosen, rows = sent
-        results, saved = self.forward_segments(rows, chosen.counts, run)
-        kernels.add_rows(y, chosen.tokens, chosen.counts, kernels.widen(results), chosen.weights)
+        results, saved = self.forward_rows(rows, run)
+        chosen.add(y, results)
         return chosen, results, saved
 
     def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> Any:
         """Send gradients of y, wide, to the experts, in their dtype; returns what `backward_sent` takes."""
         chosen, results, _ = saved
-        rows, dweights = kernels.weighted_rows(upper, chosen.tokens, chosen.weights, kernels.widen(results))
-        return kernels.narrow(rows, dtype), dweights
+        rows = [kernels.array_namespace(upper).empty(result.shape, dtype) for result in results]
+        return rows, chosen.gradients(upper, results, rows)
 
     def backward_sent(self, sent: Any, saved: Any, dx: Array, grads: GradientSink) -> Array:
         """Add the gradients of the tokens to dx, wide; returns those of the weights of the assignments."""
         (dresults, dweights), (chosen, _, of_experts) = sent, saved
-        drows = self.backward_segments(dresults, of_experts, grads)
-        kernels.add_rows(dx, chosen.tokens, chosen.counts, kernels.widen(drows))
+        chosen.add(dx, self.backward_rows(dresults, of_experts, grads), weighted=False)
         return dweights
 
     def outline_rows(self, x: ArraySpec) -> OperatorOutline:
         """Outline for rows like `x` in all segments together, if saved values are in proportion to the rows."""
         outline = self.experts[0].outline(x)
         return outline._replace(y=ArraySpec(*x), work=outline.work + 2 * x.nbytes)
-
-
-def _segments(counts: Sequence[int]) -> list[slice]:
-    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]

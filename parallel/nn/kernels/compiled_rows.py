@@ -28,9 +28,9 @@ def _add_weighted_rows(y, tokens, rows, weights):
 
 
 @wraps(reference_kernels.add_rows)
-def add_rows(y, tokens, counts, rows, weights=None):
+def add_rows(y, tokens, rows, weights=None):
     if not (_fits(y, rows) and _fits(y, rows if weights is None else weights) and tokens.dtype == np.int64):
-        reference_kernels.add_rows(y, tokens, counts, rows, weights)
+        reference_kernels.add_rows(y, tokens, rows, weights)
     elif weights is None:
         _add_rows(y, tokens, rows)
     else:
@@ -48,12 +48,12 @@ def _weighted_rows(upper, tokens, weights, results, rows, products):
 
 
 @wraps(reference_kernels.weighted_rows)
-def weighted_rows(upper, tokens, weights, results):
-    if not (_fits(upper, results) and _fits(upper, weights) and tokens.dtype == np.int64):
-        return reference_kernels.weighted_rows(upper, tokens, weights, results)
-    rows, products = np.empty_like(results), np.empty(len(results), np.float32)
-    _weighted_rows(upper, tokens, weights.reshape(-1), results, rows, products)
-    return rows, products
+def weighted_rows(upper, tokens, weights, results, out):
+    if not (_fits(upper, results) and _fits(weights, out) and tokens.dtype == np.int64):
+        return reference_kernels.weighted_rows(upper, tokens, weights, results, out)
+    products = np.empty(len(results), np.float32)
+    _weighted_rows(upper, tokens, weights.reshape(-1), results, out, products)
+    return products
 
 
 def _fits(x, y):

@@ -248,22 +248,20 @@ def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
 # ------------------------------------------------------------------------------------------ rows of tokens
 
 
-def add_rows(y: Array, tokens: Array, counts: list[int], rows: Array, weights: Array | None = None) -> None:
-    """Add rows, perhaps times weights (n, 1), to the rows `tokens` of y in place: segments of `counts` rows in order.
+def add_rows(y: Array, tokens: Array, rows: Array, weights: Array | None = None) -> None:
+    """Add rows, perhaps times weights (n, 1), to the rows `tokens` of y in place.
 
-    `tokens` (n,) are distinct within a segment; `rows` has shape (n, width) and the dtype of y, float32 or float64.
+    `tokens` (n,) are distinct; `rows` has shape (n, width) and the dtype of y, float32 or float64.
     """
-    start = 0
-    for count in counts:
-        one = slice(start, start + count)
-        y[tokens[one]] += rows[one] if weights is None else weights[one] * rows[one]
-        start += count
+    y[tokens] += rows if weights is None else weights * rows
 
 
-def weighted_rows(upper: Array, tokens: Array, weights: Array, results: Array) -> tuple[Array, Array]:
-    """Rows `tokens` (n,) of `upper`, times weights (n, 1); and their products with `results` (n, width), summed: (n,).
+def weighted_rows(upper: Array, tokens: Array, weights: Array, results: Array, out: Array) -> Array:
+    """Write rows `tokens` (n,) of `upper`, times weights (n, 1), to `out`; return the sums of rows times results: (n,).
 
-    Gradients of results that `add_rows` has added, and of their weights. All but `tokens` are of one wide dtype.
+    Gradients of results that `add_rows` has added, and of their weights. `results` and `out` have shape (n, width); all
+    but `tokens` are of one wide dtype.
     """
     of_tokens = upper[tokens]
-    return weights * of_tokens, (of_tokens * results).sum(axis=-1)
+    out[...] = weights * of_tokens
+    return (of_tokens * results).sum(axis=-1)
