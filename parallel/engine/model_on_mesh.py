@@ -56,8 +56,6 @@ def _check_experts(settings: Settings, mesh: Mesh) -> None:
         _refuse(settings, f"experts on different ranks; found {mesh}", *NOT_CUT, "compress")
     if settings.dispatch != DEFAULTS.dispatch and mesh.expert_replicas == 1:
         raise ValueError(f"dispatch: {settings.dispatch} is for replicas that share experts, by ep; found {mesh}")
-    if mesh.ep * mesh.etp > 1 and mesh.sizes.get(CONTEXT, 1) > 1:
-        raise ValueError(f"mesh: routers choose within whole sequences, and cp divides them; found {mesh}")
     if settings.reproducible and not dispatch.is_exact:
         raise ValueError(f"dispatch: reproducible training needs direct, found {settings.dispatch}")
 

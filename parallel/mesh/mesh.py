@@ -11,8 +11,8 @@ The axis with most traffic comes last. In the usual order (Narayanan et al., "Ef
 Training on GPU Clusters Using Megatron-LM", SC 2021, section 3) these are ``pp,dp,cp,tp``.
 
 The axis ``ep`` is no factor of the number of ranks: `ep` ranks share the experts of a mixture, and hold the rest of the
-model as the other axes say. It is folded over ``tp``, and then over the replicas (``cp`` and ``dp``). With ``etp``, so
-many ranks along ``tp`` have parts of the same experts.
+model as the other axes say. It is folded over ``tp``, and then over the replicas. With ``etp``, so many ranks along
+``tp`` have parts of the same experts. Neither goes with ``cp``: routers choose within whole sequences.
 
 >>> mesh = Mesh.parse("dp=4,tp=2,ep=4")
 >>> mesh.size, mesh.expert_shards, mesh.expert_replicas
@@ -105,20 +105,20 @@ class Mesh:
 
     @property
     def expert_replicas(self) -> int:
-        """Neighbouring replicas, along ``cp`` and ``dp``, that share the experts."""
+        """Neighbouring replicas that share the experts."""
         return self.ep // self.expert_shards
 
     def expert_groups(self, name: str) -> list[list[int]]:
         """Groups of ranks along ``ep``, of replicas that share the experts, or ``edp``, of those with the same ones.
 
-        >>> mesh = Mesh.parse("dp=2,cp=2,tp=2,ep=4")
+        >>> mesh = Mesh.parse("dp=4,tp=2,ep=4")
         >>> mesh.expert_groups("ep")
         [[0, 2], [4, 6], [1, 3], [5, 7]]
         >>> mesh.expert_groups("edp")
         [[0, 4], [2, 6], [1, 5], [3, 7]]
         """
         share, found = self.expert_replicas, list[list[int]]()
-        for line in self.groups([self.replicas, SEQUENCES]):
+        for line in self.groups([self.replicas]):
             starts = range(0, len(line), share)
             every = [line[start : start + share] for start in starts]
             found += every if name == EXPERTS else [list(some) for some in zip(*every)]
@@ -188,7 +188,9 @@ class Mesh:
             raise ValueError(f"mesh: expected {EXPERT_TENSOR} to be {expected}, found {self}")
         if self.ep in fits:
             return
-        over = [name for name in (self.replicas, SEQUENCES, SHARDS) if self.sizes.get(name, 1) > 1] or [self.replicas]
+        if not fits:
+            raise ValueError(f"mesh: routers choose within whole sequences, and cp divides them; found {self}")
+        over = [name for name in (self.replicas, SHARDS) if self.sizes.get(name, 1) > 1] or [self.replicas]
         expected = f"a divisor of the {max(fits)} ranks along {' and '.join(over)}"
         if self.expert_shards > 1:
             expected += f", and a multiple of the {self.expert_shards} along {SHARDS} with different experts"
@@ -200,8 +202,10 @@ class Mesh:
 
     @property
     def _foldable(self) -> list[int]:
-        """Sizes that ``ep`` may have."""
-        replicas = self.sizes.get(self.replicas, 1) * self.sizes.get(SEQUENCES, 1)
+        """Sizes that ``ep`` may have; none if sequences are divided."""
+        if self._folded and self.sizes.get(SEQUENCES, 1) > 1:
+            return []
+        replicas = self.sizes.get(self.replicas, 1)
         return [self.expert_shards * share for share in range(1, replicas + 1) if replicas % share == 0]
 
     def _fitting(self, ranks: int) -> list[Mesh]:

@@ -96,6 +96,10 @@ def test_groups_of_any_axes_divide_the_ranks(text):
             "4 ranks along dp and tp, and a multiple of the 2 along tp with different experts, found",
         ),
         ("dp=2,tp=4,ep=2", 8, "found dp=2,tp=4,ep=2; ep=4 or ep=8 or ep=2,etp=2 would fit"),
+        ("cp=3,ep=2", 3, "mesh: routers choose within whole sequences, and cp divides them; found cp=3,ep=2"),
+        ("cp=2,tp=2,etp=2", 4, "mesh: routers choose within whole sequences, and cp divides them; found cp=2,tp=2,etp"),
+        ("cp=2,dp=2,ep=2", 8, "is for 4 ranks, found 8; a product of 8 would fit"),
+        ("cp=1,dp=2,ep=2", 6, "is for 2 ranks, found 6; cp=1,dp=6,ep=2 would fit"),
         ("tp=4,etp=3", 4, "mesh: expected etp to be a divisor of the 4 ranks along tp, found tp=4,etp=3"),
         ("tp=4,etp=2", 4, "a multiple of the 2 along tp with different experts, found tp=4,etp=2; ep=2 would fit"),
     ],
@@ -124,7 +128,7 @@ def test_experts_are_folded_over_the_other_axes():
         ("tp=4,etp=2,ep=2", 2, 1),
         ("tp=2,etp=2", 1, 1),
         ("dp=2,tp=2,etp=2,ep=2", 1, 2),
-        ("dp=2,cp=2,tp=2,ep=8", 2, 4),
+        ("dp=4,cp=1,tp=2,ep=8", 2, 4),
     ],
 )
 def test_folded_experts(text, shards, replicas):
