@@ -85,14 +85,13 @@ class ExpertRanks(ExpertGroup):
         traffic.add_copies(sent.sends, self.axis)
         with traffic:
             arrived = sent.receive()
-        saved: list[Any] = []
+        saved = {}
 
-        def compute(_: int, rows: list[Array]) -> list[Array]:
-            results, values = self.forward_rows(rows, run)
-            saved.append(values)
-            return results
+        def compute(batch: int, number: int, rows: Array) -> Array:
+            y, saved[batch, number] = self.forward_rows(number, rows, run)
+            return y
 
-        results = self._computed(arrived, sent.received, compute)
+        results = self._computed(arrived, sent.received, range(len(self.experts)), compute)
         with traffic:
             mine = sent.combine(results, y)
         return sent, mine, saved, traffic
@@ -108,18 +107,26 @@ class ExpertRanks(ExpertGroup):
         _, _, values, traffic = saved
         with traffic:
             arrived = sent.receive()
-        drows = self._computed(
-            arrived, sent.received, lambda batch, rows: self.backward_rows(rows, values[batch], grads)
-        )
+        last_first = reversed(range(len(self.experts)))  # whose saved values are in the caches
+
+        def compute(batch: int, number: int, dy: Array) -> Array:
+            return self.backward_rows(number, dy, values[batch, number], grads)
+
+        drows = self._computed(arrived, sent.received, list(last_first), compute)
         with traffic:
             return sent.combine_gradients(drows, dx)
 
     def _computed(
-        self, arrived: RowsByRank, received: np.ndarray, compute: Callable[[int, list[Array]], list[Array]]
+        self,
+        arrived: RowsByRank,
+        received: np.ndarray,
+        order: Sequence[int],
+        compute: Callable[[int, int, Array], Array],
     ) -> RowsByRank:
         """Results of rows that arrived, `received` (sources, experts) of them, in their order.
 
-        ``compute(batch, rows)`` maps the rows of each expert, of all sources or of source `batch`, to results.
+        ``compute(batch, expert, rows)`` maps an expert's rows, of all sources or of source `batch`, to results; it is
+        called for the experts in this order.
         """
         results, concatenate = arrived.empty(), kernels.array_namespace(arrived.own).concatenate
         rows, places = (
@@ -128,8 +135,8 @@ class ExpertRanks(ExpertGroup):
         )
         sources = list(range(len(rows)))
         for batch, some in enumerate([[one] for one in sources] if self.by_source else [sources]):
-            of_experts = [concatenate([rows[one][expert] for one in some]) for expert in range(len(self.experts))]
-            for expert, found in enumerate(compute(batch, of_experts)):
+            for expert in order:
+                found = compute(batch, expert, concatenate([rows[one][expert] for one in some]))
                 into = [places[one][expert] for one in some]
                 for place, part in zip(into, segments(found, list(map(len, into)))):
                     place[...] = part

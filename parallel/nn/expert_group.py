@@ -103,11 +103,10 @@ class ExpertGroup(Operator):
         """Yield (number as text, expert), so that parameter names are "3.0.weight" rather than "experts.3.0.weight"."""
         yield from ((str(number), expert) for number, expert in enumerate(self.experts, self.first))
 
-    def forward_rows(self, rows: Sequence[Array], run: PassMode) -> tuple[list[Array], Any]:
-        """Apply each expert to its rows; return (results, saved values)."""
-        pairs = [expert.forward(some, run) for expert, some in zip(self.experts, rows)]
-        results = [self._like(some, y, expert) for some, (y, _), expert in zip(rows, pairs, self.experts)]
-        return results, [saved for _, saved in pairs]
+    def forward_rows(self, number: int, rows: Array, run: PassMode) -> tuple[Array, Any]:
+        """Apply the expert of this number here to rows; return (result, saved values)."""
+        y, saved = self.experts[number].forward(rows, run)
+        return self._like(rows, y, self.experts[number]), saved
 
     def _like(self, x: Array, y: Array, expert: Operator) -> Array:
         """The result, or gradient, y of an expert, which must have the shape of x."""
@@ -120,10 +119,9 @@ class ExpertGroup(Operator):
             return kernels.array_namespace(x).zeros_like(x)
         return y
 
-    def backward_rows(self, dy: Sequence[Array], saved: Any, grads: GradientSink) -> list[Array]:
-        """Gradients of each expert's rows; every expert passes its parameters' gradients on, also without rows."""
-        found = [expert.backward(some, own, grads) for expert, own, some in zip(self.experts, saved, dy)]
-        return [self._like(some, dx, expert) for some, dx, expert in zip(dy, found, self.experts)]
+    def backward_rows(self, number: int, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """Gradient of the rows of an expert, which passes its parameters' gradients on, also without rows."""
+        return self._like(dy, self.experts[number].backward(dy, saved, grads), self.experts[number])
 
     def send(self, tokens: Array, chosen: Assignments) -> Any:
         """Send tokens (tokens, width) to their experts; returns what `forward_sent` takes."""
@@ -132,9 +130,10 @@ class ExpertGroup(Operator):
     def forward_sent(self, sent: Any, y: Array, run: PassMode) -> Any:
         """Add the experts' weighted results, expert by expert, to the tokens' rows y, wide; returns saved values."""
         chosen, rows = sent
-        results, saved = self.forward_rows(rows, run)
+        pairs = [self.forward_rows(number, some, run) for number, some in enumerate(rows)]
+        results = [y for y, _ in pairs]
         chosen.add(y, results)
-        return chosen, results, saved
+        return chosen, results, [saved for _, saved in pairs]
 
     def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> Any:
         """Send gradients of y, wide, to the experts, in their dtype; returns what `backward_sent` takes."""
@@ -145,7 +144,9 @@ class ExpertGroup(Operator):
     def backward_sent(self, sent: Any, saved: Any, dx: Array, grads: GradientSink) -> Array:
         """Add the gradients of the tokens to dx, wide; returns those of the weights of the assignments."""
         (dresults, dweights), (chosen, _, of_experts) = sent, saved
-        chosen.add(dx, self.backward_rows(dresults, of_experts, grads), weighted=False)
+        last_first = reversed(range(len(self.experts)))  # whose saved values are in the caches
+        found = [self.backward_rows(number, dresults[number], of_experts[number], grads) for number in last_first]
+        chosen.add(dx, found[::-1], weighted=False)
         return dweights
 
     def outline_rows(self, x: ArraySpec) -> OperatorOutline:
