@@ -85,10 +85,11 @@ class ExpertRanks(ExpertGroup):
         traffic.add_copies(sent.sends, self.axis)
         with traffic:
             arrived = sent.receive()
-        saved = {}
+        saved = []
 
-        def compute(batch: int, number: int, rows: Array) -> Array:
-            y, saved[batch, number] = self.forward_rows(number, rows, run)
+        def compute(_: int, number: int, rows: Array) -> Array:
+            y, values = self.forward_rows(number, rows, run)
+            saved.append(values)
             return y
 
         results = self._computed(arrived, sent.received, range(len(self.experts)), compute)
@@ -107,12 +108,13 @@ class ExpertRanks(ExpertGroup):
         _, _, values, traffic = saved
         with traffic:
             arrived = sent.receive()
-        last_first = reversed(range(len(self.experts)))  # whose saved values are in the caches
+        count = len(self.experts)
 
         def compute(batch: int, number: int, dy: Array) -> Array:
-            return self.backward_rows(number, dy, values[batch, number], grads)
+            return self.backward_rows(number, dy, values[batch * count + number], grads)
 
-        drows = self._computed(arrived, sent.received, list(last_first), compute)
+        last_first = range(count)[::-1]  # whose saved values are in the caches
+        drows = self._computed(arrived, sent.received, last_first, compute)
         with traffic:
             return sent.combine_gradients(drows, dx)
 
@@ -123,10 +125,10 @@ class ExpertRanks(ExpertGroup):
         order: Sequence[int],
         compute: Callable[[int, int, Array], Array],
     ) -> RowsByRank:
-        """Results of rows that arrived, `received` (sources, experts) of them, in their order.
+        """Results of rows that arrived, `received` (sources, experts) of them.
 
         ``compute(batch, expert, rows)`` maps an expert's rows, of all sources or of source `batch`, to results; it is
-        called for the experts in this order.
+        called for each batch and, in it, for the experts in this order.
         """
         results, concatenate = arrived.empty(), kernels.array_namespace(arrived.own).concatenate
         rows, places = (
