@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from collectives.algorithms import (
+    binary_tree,
     census,
     chain,
     circulant,
@@ -237,7 +238,9 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "linear": Algorithm(
             linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", depth="2", ordered=True, total="2*(p-1)"
         ),
-        "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True, symmetry="binomial tree"),
+        "mst": Algorithm(
+            mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True, total="2*(p-1)", symmetry="binomial tree"
+        ),
         "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", total="2*(p-1)"),
         "recursive_doubling": Algorithm(
             recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True, symmetry="exclusive or"
@@ -248,6 +251,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             "2*(P-1)/P+odd",
             "(P-1)/P+odd",
             beta="2*(P-1)/P+2*odd",
+            total="2*(p-1)",
             blocks="P",
             symmetry="exclusive or",
         ),
@@ -277,6 +281,18 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         ),
         "direct": Algorithm(
             direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True, total="2*(p-1)"
+        ),
+        "binary_tree": Algorithm(
+            binary_tree.allreduce,
+            "4*f",
+            "min(3,p-1)",
+            "min(2,p-1)",
+            beta="4*f",
+            gamma="2*f",
+            ordered=True,
+            total="2*(p-1)",
+            blocks="1",
+            exact=False,
         ),
         "tree": Algorithm(tree.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", depth="2", ordered=True, total="2*(p-1)"),
         "hierarchical": Algorithm(

@@ -14,7 +14,7 @@ from pathlib import Path
 from collectives.benchmark.size_arguments import format_time
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.cli.plan_arguments import add_setup, check_files, setup_of
+from parallel.cli.plan_arguments import add_setup, check_files, expect_tokens, setup_of
 from parallel.planner.checked import lookup
 from parallel.planner.presets import load
 from parallel.planner.scaling import (
@@ -23,12 +23,14 @@ from parallel.planner.scaling import (
     PIPELINES,
     REPLICAS,
     SERVERS,
+    SUMS,
     ScalingTables,
     bus_bandwidth,
     exchange_seconds,
     pipeline_efficiency,
     powers_of_two,
     replica_efficiency,
+    sum_costs,
     with_measured,
 )
 from parallel.planner.step_time import Setup
@@ -38,7 +40,6 @@ NBYTES = 256 << 20
 """Bytes of the allreduce over nodes."""
 
 STAGES = (2, 4, 8, 16)
-ALGORITHMS = ("ring", "rabenseifner", "mst", "linear")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,8 +69,7 @@ def tables(model: Transformer, setup: Setup, most: int, batch: int) -> ScalingTa
             for stages in STAGES
         },
         BANDWIDTH: {
-            name: {nodes: bus_bandwidth(setup.cluster, nodes, NBYTES, name) / 1e9 for nodes in several}
-            for name in ALGORITHMS
+            name: {nodes: bus_bandwidth(setup.cluster, nodes, NBYTES, name) / 1e9 for nodes in several} for name in SUMS
         },
         EXCHANGES: {
             name: {workers: exchange_seconds(setup.cluster, workers, nbytes)[name] for workers in several}
@@ -91,6 +91,18 @@ def report(found: ScalingTables) -> Iterator[str]:
         yield ""
 
 
+def traffic_lines(setup: Setup, nodes: int) -> Iterator[str]:
+    """Yield a table of the allreduce over `nodes` by algorithm: time, bandwidth, and traffic in vectors."""
+    yield f"256 MiB allreduce among {nodes} nodes; traffic in vectors of 256 MiB"
+    yield f"{'':28}{'time':>10}{'bandwidth':>12}{'busiest':>10}{'together':>10}"
+    for name, cost in sum_costs(setup.cluster, nodes, NBYTES).items():
+        speed, known = (
+            f"{cost.bandwidth / 1e9:.3g} GB/s",
+            SUMS[name] if SUMS[name] == name else f"{name} ({SUMS[name]})",
+        )
+        yield f"{known:28}{format_time(cost.seconds):>10}{speed:>12}{cost.busiest:>10.4g}{cost.traffic:>10.4g}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; exit status 2 for wrong arguments."""
     command = parser()
@@ -100,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         presets = load(arguments.presets)
         model = lookup("--model", arguments.model, presets.models)
         setup = setup_of(arguments, presets)
+        expect_tokens(arguments.batch * devices, model.context)
         check_files(arguments, "plot")
         if devices < 2:
             raise ValueError(f"--cluster: expected 2 devices or more, found {devices}")
@@ -109,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         command.error(str(error))
     print(f"{arguments.model} on {name}, predicted\n")
-    print("\n".join(report(found)).rstrip())
+    print("\n".join([*report(found), *traffic_lines(setup, powers_of_two(devices)[-1])]))
     if arguments.plot:
         from parallel.benchmark.scaling_plots import draw_scaling
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from collectives.algorithms import catalog
 from parallel.pipeline.schedule.formulas import FORMULAS, evaluate
@@ -23,6 +23,17 @@ EXCHANGES = "seconds to sum the gradients, by workers"
 
 MEASURED = ", measured"
 """End of the names of measured lines."""
+
+SUMS = {
+    "linear": "to one rank and back",
+    "binary_tree": "binary tree",
+    "mst": "binomial tree",
+    "direct": "K reduces",
+    "ring": "ring",
+    "rabenseifner": "butterfly",
+}
+"""Algorithms of allreduce that are compared, and the names by which they are known; K reduces: one for each rank's
+part of the vector, all at once."""
 
 SERVERS = {"one server": "linear", "as many servers as workers": "direct", "allreduce": "ring"}
 """Algorithms of allreduce that move what each arrangement moves: all gradients to one rank, or a part to each."""
@@ -70,6 +81,30 @@ def bus_bandwidth(cluster: Cluster, nodes: int, nbytes: int, algorithm: str) -> 
     alpha, beta = cluster.between.cost
     seconds = catalog.find("allreduce", algorithm).seconds(nodes, nbytes, alpha, beta, 0.0)
     return float(2 * (nodes - 1) / nodes * nbytes / seconds)
+
+
+class SumCost(NamedTuple):
+    """Cost of an allreduce of n bytes: seconds, bus bandwidth in bytes per second, and traffic in units of n.
+
+    Traffic is what the busiest rank sends or receives, and what all ranks send together.
+    """
+
+    seconds: float
+    bandwidth: float
+    busiest: float
+    traffic: float
+
+
+def sum_costs(cluster: Cluster, nodes: int, nbytes: int) -> dict[str, SumCost]:
+    """Costs of the algorithms of `SUMS` among so many nodes, one rank on each."""
+    alpha, beta = cluster.between.cost
+    found = {}
+    for name in SUMS:
+        entry = catalog.find("allreduce", name)
+        seconds = float(entry.seconds(nodes, nbytes, alpha, beta, 0.0))
+        busiest, traffic = (float(catalog.evaluate(each, nodes)) for each in (entry.volume, entry.total))
+        found[name] = SumCost(seconds, bus_bandwidth(cluster, nodes, nbytes, name), busiest, traffic)
+    return found
 
 
 def exchange_seconds(cluster: Cluster, workers: int, nbytes: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from collectives.algorithms import catalog
+from collectives.schedule.steps import Send
 from parallel.cli import plan_scaling
 from parallel.planner.presets import load
 from parallel.planner.scaling import (
@@ -15,6 +16,7 @@ from parallel.planner.scaling import (
     pipeline_efficiency,
     replica_efficiency,
     sequences_per_second,
+    sum_costs,
 )
 from parallel.planner.states import RECIPES
 from parallel.planner.step_time import Setup
@@ -45,6 +47,20 @@ def test_servers_against_allreduce():
         assert found["as many servers as workers"] == pytest.approx(found["allreduce"], rel=1e-9)
 
 
+@pytest.mark.parametrize("nodes", [2, 5, 8])
+def test_sums_move_as_much_together(nodes):
+    """Every algorithm sends 2 (p - 1) vectors, as its schedule does; what they differ in is the busiest rank."""
+    found = sum_costs(CLUSTER, nodes, 1 << 20)
+    for name, cost in found.items():
+        schedules, count = catalog.build_all("allreduce", name, nodes), catalog.blocks("allreduce", name, nodes)
+        sends = (step for rounds in schedules for steps in rounds for step in steps if isinstance(step, Send))
+        moved = sum(len(part) for step in sends for part in step.chunks)
+        assert moved == count * cost.traffic == count * 2 * (nodes - 1)
+        assert cost.bandwidth == bus_bandwidth(CLUSTER, nodes, 1 << 20, name)
+    assert found["linear"].busiest == nodes - 1 and found["ring"].busiest == pytest.approx(2 * (nodes - 1) / nodes)
+    assert found["binary_tree"].busiest <= 3
+
+
 def test_replicas():
     model = PRESETS.models["gpt2-xl"]
     counts = [1, 2, 3, 8, 64]
@@ -62,7 +78,12 @@ def test_program(capsys, tmp_path):
     words = ["--scaling", "--cluster", "h100:4", "--model", "gpt2", "--batch", "4"]
     assert plan_scaling.main([*words, "--plot", str(path)]) == 0
     output = capsys.readouterr().out
-    assert "1F1B" in output and "one server" in output and path.stat().st_size > 1000
+    assert (
+        "1F1B" in output
+        and "one server" in output
+        and "binary_tree (binary tree)" in output
+        and path.stat().st_size > 1000
+    )
     measured = tmp_path / "measured.json"
     measured.write_text(json.dumps({BANDWIDTH: {"ring": {"2": 0.125, "4": 0.25}}, REPLICAS: {"weak": {"2": 0.75}}}))
     assert plan_scaling.main([*words, "--measured", str(measured), "--plot", str(path)]) == 0
