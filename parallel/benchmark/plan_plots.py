@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from parallel.benchmark.plan_report import PlanQuestion
 from parallel.forecast.step_timeline import CAUSES, StepTimeline
@@ -45,28 +46,72 @@ def draw_memory(path: Path, question: PlanQuestion, choice: PlanChoice) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_nodes(path: Path, plans: Sequence[tuple[PlanQuestion, PlanChoice]]) -> None:
-    """Draw the speed of the best layouts by number of devices, with their names, and a line of equal efficiency."""
+PARTS = {
+    "compute": ("compute", "#0b6fbf"),
+    "recompute": ("recomputation", "#7fb8e6"),
+    "memory": ("memory-bound operators", "#2a9d8f"),
+    "tensor": ("exposed: tp", "#e07b00"),
+    "context": ("exposed: cp", "#f2b134"),
+    "experts": ("exposed: ep", "#8a5a2b"),
+    "stages": ("exposed: pp", "#c4453b"),
+    "replicas": ("exposed: dp", "#8e3b8e"),
+    "bubble": ("pipeline bubble", "#bbbbbb"),
+    "update": ("optimizer", "#333333"),
+}
+"""Label and colour of the parts of a step, from the bottom up."""
+
+LEAST_SHARE = 0.1
+"""Percent of a step from which a part is drawn."""
+
+
+def draw_nodes(path: Path, plans: Sequence[tuple[PlanQuestion, PlanChoice | None]]) -> None:
+    """Draw the best layouts by number of devices: speed beside a line of equal efficiency, and the parts of a step.
+
+    None stands for devices on which no layout fits.
+    """
     from matplotlib.figure import Figure
 
-    devices = [question.devices for question, _ in plans]
-    speeds = [question.tokens / choice.time.total for question, choice in plans]
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axis = figure.subplots()
-    axis.plot(devices, [speeds[0] * count / devices[0] for count in devices], color="grey", lw=0.8, ls="--")
-    axis.plot(devices, speeds, marker="o", color="#0b6fbf")
-    for count, speed, (question, choice) in zip(devices, speeds, plans):
-        text = "\n".join([*str(choice.layout).split(", "), f"MFU {question.mfu(choice.time.total):.0%}"])
-        axis.annotate(text, (count, speed), (8, -6), textcoords="offset points", fontsize=7, va="top")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=10)
-    axis.set_xticks(devices, [str(count) for count in devices])
-    axis.set_xlim(devices[0] / 1.3, devices[-1] * 2)
-    axis.set_ylim(speeds[0] / 3, max(speeds) * 1.5)  # below the first point is its text
-    axis.set_xlabel(f"devices ({plans[0][0].setup.cluster.per_node} a node)")
-    axis.set_ylabel("tokens/s, predicted")
-    figure.suptitle(f"{plans[0][0].model_name}, {plans[0][0].sequences} sequences a step: best layouts", fontsize=10)
+    question = plans[0][0]
+    figure = Figure(figsize=(max(7, 1.5 * len(plans) + 2.5), 7.5), layout="constrained")
+    speed, share = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.3))
+    _draw_speeds(speed, plans)
+    _draw_parts(share, [choice for _, choice in plans])
+    names = []
+    for place, (one, choice) in enumerate(plans):
+        seconds = choice.time.total if choice else 0.0
+        text = f"{seconds:.3g} s, MFU {one.mfu(seconds):.0%}" if choice else "no layout\nfits"
+        share.annotate(text, (place, 101 if choice else 3), ha="center", va="bottom", fontsize=7)
+        nodes = f"{one.devices // question.setup.cluster.per_node} ({one.devices})"
+        names.append("\n".join([nodes, "", *(str(choice.layout).split(", ") if choice else ())]))
+    share.set_xticks(range(len(plans)), names, fontsize=7)
+    share.set_xlabel("nodes (devices), and their best layout")
+    figure.legend(*share.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    sequences = f"{question.sequences} sequences of {question.model.context} tokens a step"
+    figure.suptitle(f"{question.model_name} on {question.cluster_name}, {sequences}: best layouts", fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def _draw_speeds(axis: Any, plans: Sequence[tuple[PlanQuestion, PlanChoice | None]]) -> None:
+    found = [(place, *each) for place, each in enumerate(plans)]
+    speeds = [(place, one.devices, one.tokens / choice.time.total) for place, one, choice in found if choice]
+    places, devices, tokens = zip(*speeds)
+    ideal = [tokens[0] * count / devices[0] for count in devices]
+    axis.plot(places, ideal, color="grey", lw=0.8, ls="--", label="efficiency of the first")
+    axis.plot(places, tokens, marker="o", color="#0b6fbf", label="predicted")
+    axis.set_yscale("log", base=10)
+    axis.set_ylabel("tokens/s")
+    axis.legend(fontsize=8, frameon=False, loc="upper left")
+
+
+def _draw_parts(axis: Any, choices: Sequence[PlanChoice | None]) -> None:
+    bottom = [0.0] * len(choices)
+    for name, (label, colour) in PARTS.items():
+        values = [100 * getattr(each.time, name) / each.time.total if each else 0.0 for each in choices]
+        if max(values) > LEAST_SHARE:
+            axis.bar(range(len(choices)), values, 0.6, bottom, label=label, color=colour)
+            bottom = [low + value for low, value in zip(bottom, values)]
+    axis.set_ylim(0, 108)
+    axis.set_ylabel("share of the step, %")
 
 
 COLOURS = dict(zip(CAUSES, ("#0b6fbf", "#e07b00", "#c4453b", "#bbbbbb", "#2a9d52", "#5b4fc4"), strict=True))

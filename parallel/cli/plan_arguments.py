@@ -12,13 +12,32 @@ from parallel.planner.presets import Presets
 from parallel.planner.states import RECIPES
 from parallel.planner.step_time import Setup
 
+MOST_DEVICES, MOST_TOKENS = 1 << 20, 1 << 40
+"""Devices of a cluster, and tokens of a step, beyond which a number is taken for a slip."""
+
 
 def cluster_size(text: str) -> tuple[str, int]:
     """Argument type: name of a cluster and number of devices, as in h100:64."""
     name, _, count = text.partition(":")
     if not count.isdecimal() or not int(count):
         raise argparse.ArgumentTypeError(f"expected a cluster and a number of devices, as h100:64; found {text!r}")
+    if int(count) > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_DEVICES} devices, found {count}")
     return name, int(count)
+
+
+def expect_tokens(sequences: int, length: int) -> None:
+    """Raise ValueError for a batch of more than `MOST_TOKENS`."""
+    if sequences * length > MOST_TOKENS:
+        most = MOST_TOKENS // length
+        raise ValueError(f"--batch: expected at most {most} sequences of {length} tokens, found {sequences}")
+
+
+def json_target(text: str) -> str:
+    """Argument type: a file's name, or - for the standard output."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a file's name, or - for the standard output; found ''")
+    return text
 
 
 def add_setup(parser: argparse.ArgumentParser, *, stack: str | None = None) -> None:
@@ -33,7 +52,8 @@ def add_setup(parser: argparse.ArgumentParser, *, stack: str | None = None) -> N
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="result for programs; - for the standard output instead of text")
+    text = "result for programs; - for the standard output instead of text"
+    parser.add_argument("--json", type=json_target, metavar="FILE", help=text)
 
 
 def setup_of(arguments: argparse.Namespace, presets: Presets) -> Setup:

@@ -4,8 +4,9 @@
     chorus plan --cluster h100:64 --model llama-3-70b --batch 512 --fix tp=8,pp=4 --tokens 15T
     chorus plan --cluster lab:16 --presets lab.toml --model mine --batch 256 --json -
 
-All layouts of dp, tp, pp, cp and ep, ZeRO stages, micro-batches, recomputation and pipeline schedules are judged: by
-divisibility, then memory, then estimated time. Memory and FLOPs follow from the model's numbers; times are estimates.
+All layouts of dp, tp, pp, cp and ep, ZeRO stages, micro-batches, recomputation, pipeline schedules and, with
+--compress, compressed gradients are judged: by divisibility, memory, estimated time. Memory and FLOPs follow from the
+numbers of the model; times are estimates.
 """
 
 import argparse
@@ -15,9 +16,9 @@ from typing import Any
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.plan_report import PlanQuestion, as_dict, report
-from parallel.cli.plan_arguments import add_json, add_setup, check_files, setup_of, write_json
+from parallel.cli.plan_arguments import add_json, add_setup, check_files, expect_tokens, setup_of, write_json
 from parallel.planner.checked import lookup
-from parallel.planner.layout import ClusterLayout
+from parallel.planner.layout import COMPRESSED_BITS, ClusterLayout
 from parallel.planner.presets import Presets, load
 from parallel.planner.search import PlanChoice, search
 
@@ -59,6 +60,8 @@ def fixed_fields(text: str) -> dict[str, Any]:
             )
         if kinds[name] is not str and not value.isdecimal():
             raise argparse.ArgumentTypeError(f"{name}: expected a whole number, found {value!r}")
+        if kinds[name] is bool and value not in ("0", "1"):
+            raise argparse.ArgumentTypeError(f"{name}: expected 0 or 1, found {value!r}")
         found[name] = value if kinds[name] is str else bool(int(value)) if kinds[name] is bool else int(value)
     try:
         ClusterLayout(**found)
@@ -74,6 +77,13 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="NAME", help="a preset, or a model of --presets")
     add("--batch", type=batch_size, required=True, metavar="SIZE", help="of a step: 512, or 4M-tokens (M: 2^20)")
     add("--fix", type=fixed_fields, default={}, metavar="NAME=VALUE,...", help="fields of the layout that are given")
+    add(
+        "--compress",
+        action="append",
+        choices=COMPRESSED_BITS,
+        default=[],
+        help="sum gradients so, too; may be repeated",
+    )
     add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
     add("--tokens", type=token_count, metavar="COUNT", help="tokens of the whole training, for its time: 15T")
     add("--price", type=at_least(0, float), metavar="PRICE", help="of an hour of one device")
@@ -83,13 +93,16 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def plans_by_nodes(question: PlanQuestion, fixed: dict[str, Any]) -> list[tuple[PlanQuestion, PlanChoice]]:
-    """Best plans of 1, 2, 4 ... nodes, up to the devices of the question, where any layout fits."""
-    found, devices = [], question.setup.cluster.per_node
+def plans_by_nodes(
+    question: PlanQuestion, fixed: dict[str, Any], compressions: list[str]
+) -> list[tuple[PlanQuestion, PlanChoice | None]]:
+    """Best plans of 1, 2, 4 ... nodes, up to the devices of the question; None where no layout fits."""
+    found: list[tuple[PlanQuestion, PlanChoice | None]] = []
+    devices = question.setup.cluster.per_node
     while devices <= question.devices:
         one = question._replace(devices=devices)
-        choices = search(one.model, one.setup, devices, one.sequences, fixed).choices
-        found += [(one, choices[0])] if choices else []
+        choices = search(one.model, one.setup, devices, one.sequences, fixed, compressions).choices
+        found.append((one, choices[0] if choices else None))
         devices *= 2
     return found
 
@@ -100,6 +113,7 @@ def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion
     name, devices = arguments.cluster
     number, unit = arguments.batch
     sequences = -(-number // model.context) if unit == "tokens" else number
+    expect_tokens(sequences, model.context)
     return PlanQuestion(arguments.model, model, name, setup_of(arguments, presets), devices, sequences)
 
 
@@ -113,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         command.error(str(error))
     model, setup = question.model, question.setup
-    found = search(model, setup, question.devices, question.sequences, arguments.fix)
+    found = search(model, setup, question.devices, question.sequences, arguments.fix, arguments.compress)
     if not found.choices and not found.rejected:
         given = ", ".join(f"{name}={value}" for name, value in arguments.fix.items())
         command.error(f"--fix: no layout of {question.devices} devices has {given}")
@@ -125,9 +139,9 @@ def main(argv: list[str] | None = None) -> int:
 
         draw_memory(arguments.plot, question, found.choices[0])
         print(f"{arguments.plot} drawn", file=sys.stderr)
-    if arguments.plot_nodes and (plans := plans_by_nodes(question, arguments.fix)):
+    if arguments.plot_nodes and found.choices:
         from parallel.benchmark.plan_plots import draw_nodes
 
-        draw_nodes(arguments.plot_nodes, plans)
+        draw_nodes(arguments.plot_nodes, plans_by_nodes(question, arguments.fix, arguments.compress))
         print(f"{arguments.plot_nodes} drawn", file=sys.stderr)
     return 0 if found.choices else 1

@@ -18,7 +18,7 @@ from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.graph_report import as_dict, plan_lines, resharding_lines, stage_lines
 from parallel.cli.plan_arguments import add_json, add_setup, check_files, setup_of, write_json
-from parallel.planner.checked import lookup
+from parallel.planner.checked import expect_above_zero, lookup
 from parallel.planner.graph_costs import GraphCosts, GraphPlan
 from parallel.planner.graph_presets import read_graph, transformer_block, two_layers
 from parallel.planner.graph_stages import StagePlanner, mesh_of
@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         graph = graph_of(arguments, presets)
         check_files(arguments, "plot", "json")
         if arguments.resharding is not None:
+            expect_above_zero(arguments, "resharding")
             print("\n".join(resharding_lines(mesh_of(sizes, setup.cluster), arguments.resharding)))
             return 0
         limit = setup.device.memory if arguments.memory is None else arguments.memory

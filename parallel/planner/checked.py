@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -74,6 +75,8 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
     accepted = (int, float) if hint is float else (hint,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where}: expected {TYPE_NAMES[hint]}, found {value!r}")
+    if hint is float and not isfinite(value):
+        raise ValueError(f"{where}: expected a finite number, found {value!r}")
     return hint(value)
 
 

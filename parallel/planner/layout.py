@@ -10,6 +10,11 @@ from parallel.planner.transformer import Transformer
 RECOMPUTE = ("none", "selective", "full")
 """Activation recomputation: of nothing, of attention scores (as flash attention does), of whole layers."""
 
+COMPRESSED_BITS = {"int8": 8, "int4": 4}
+"""Bits of an element of compressed gradients, beside a float32 scale for each block."""
+
+NO_COMPRESSION = "none"
+
 
 @dataclass(frozen=True)
 class ClusterLayout:
@@ -26,6 +31,8 @@ class ClusterLayout:
         Sequences.
     schedule, virtual : str, int
         Pipeline schedule, and parts of the model on a stage.
+    compress : str
+        Compression of gradients between replicas, with error feedback: none, or of `COMPRESSED_BITS`.
     """
 
     dp: int = 1
@@ -39,6 +46,7 @@ class ClusterLayout:
     recompute: str = "none"
     schedule: str = "1f1b"
     virtual: int = 1
+    compress: str = NO_COMPRESSION
 
     def __post_init__(self) -> None:
         expect_at_least(self, 1, "dp", "tp", "pp", "cp", "ep", "micro_batch", "virtual")
@@ -47,6 +55,10 @@ class ClusterLayout:
             raise ValueError(f"zero: expected a stage from 0 to 3, found {self.zero}")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTE)}; found {self.recompute!r}")
+        if self.compress != NO_COMPRESSION:
+            lookup("compress", self.compress, COMPRESSED_BITS)
+            if self.zero:
+                raise ValueError(f"compress: expected zero=0, where ranks have whole sums; found zero={self.zero}")
 
     @property
     def ranks(self) -> int:
@@ -73,6 +85,7 @@ class ClusterLayout:
         words = [" ".join(numbers) or "dp=1", f"zero{self.zero}" * (self.zero > 0), "sp" * self.sequence]
         words += [f"{self.schedule} v={self.virtual}" * (self.virtual > 1), f"micro-batch {self.micro_batch}"]
         words += [f"recompute {self.recompute}" * (self.recompute != "none")]
+        words += [f"compress {self.compress}" * (self.compress != NO_COMPRESSION)]
         return ", ".join(word for word in words if word)
 
     def as_dict(self) -> dict[str, object]:

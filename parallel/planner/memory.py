@@ -11,10 +11,18 @@ from parallel.pipeline.schedule.simulator import ActionTimes, simulate
 from parallel.pipeline.schedule.stage_placement import Number
 from parallel.planner.activations import embedding_bytes, head_bytes, layer_bytes, recomputed_bytes
 from parallel.planner.layout import ClusterLayout, layer_ranges
-from parallel.planner.states import STATE_KINDS, StateRecipe, WeightCount, layer_weights, part_weights, state_bytes
+from parallel.planner.states import (
+    RESIDUAL,
+    STATE_KINDS,
+    StateRecipe,
+    WeightCount,
+    layer_weights,
+    part_weights,
+    state_bytes,
+)
 from parallel.planner.transformer import Transformer
 
-MEMORY_KINDS = (*STATE_KINDS, "activations", "recomputed", "gathered")
+MEMORY_KINDS = (*STATE_KINDS, RESIDUAL, "activations", "recomputed", "gathered")
 """Kinds of memory; recomputed: of the layer whose backward runs; gathered: whole weights of two layers in ZeRO-3."""
 
 ROUNDS_OF_STAGES = 4

@@ -4,12 +4,12 @@ Every rejected candidate keeps its reason.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import product
 from typing import NamedTuple
 
-from parallel.planner.layout import RECOMPUTE, ClusterLayout, accumulation, layer_ranges, misfits
+from parallel.planner.layout import NO_COMPRESSION, RECOMPUTE, ClusterLayout, accumulation, layer_ranges, misfits
 from parallel.planner.memory import stage_memory
 from parallel.planner.states import WeightCount, part_weights, state_bytes
 from parallel.planner.step_time import Setup, StepTime, step_time
@@ -53,26 +53,39 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def candidates(model: Transformer, setup: Setup, devices: int, fixed: Mapping[str, object]) -> Iterator[ClusterLayout]:
+def candidates(
+    model: Transformer, setup: Setup, devices: int, fixed: Mapping[str, object], compressions: Sequence[str] = ()
+) -> Iterator[ClusterLayout]:
     """All layouts of so many devices, with the values of `fixed` by field; tp stays within a node.
 
-    Sequence parallelism is used with tp, ZeRO from stage 1 with replicas. ValueError for an unknown field.
+    Replicas without ZeRO sum their gradients as they are and in each of `compressions`, or as `fixed` says. Sequence
+    parallelism is used with tp, ZeRO from stage 1 with replicas. ValueError for an unknown field.
     """
     known = [each.name for each in fields(ClusterLayout)]
     if unknown := [name for name in fixed if name not in known]:
         raise ValueError(f"layout: expected fields out of {', '.join(known)}; found {unknown[0]!r}")
     experts = model.experts.count if model.experts else 1
+    sums = [str(fixed.get("compress", each)) for each in (NO_COMPRESSION, *compressions)]
     for tp, cp, pp in product(divisors(devices), CONTEXT_RANKS, divisors(devices)):
         if devices % (tp * cp * pp) or (tp > setup.cluster.per_node and "tp" not in fixed):
             continue
         dp = devices // (tp * cp * pp)
         shares = [ep for ep in divisors(experts) if dp * cp % ep == 0]
-        stages = (0, 1, 2, 3) if dp * cp > 1 else (0,)
+        several = dp * cp > 1
+        exchanges = [*((0, each) for each in dict.fromkeys(sums if several else [NO_COMPRESSION]))]
+        exchanges += [(stage, NO_COMPRESSION) for stage in (1, 2, 3) if several]
         forms = PIPELINE_FORMS if pp > 1 else PIPELINE_FORMS[:1]
         levels = RECOMPUTE[1:] if cp > 1 else RECOMPUTE  # along cp scores are computed again in any case
-        for ep, zero, micro, recompute, (schedule, virtual) in product(shares, stages, MICRO_BATCHES, levels, forms):
+        kinds = product(shares, exchanges, MICRO_BATCHES, levels, forms)
+        for ep, (zero, compress), micro, recompute, (schedule, virtual) in kinds:
             options: dict[str, object] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
-            options |= {"micro_batch": micro, "recompute": recompute, "sequence": tp > 1, "virtual": virtual}
+            options |= {
+                "compress": compress,
+                "micro_batch": micro,
+                "recompute": recompute,
+                "sequence": tp > 1,
+                "virtual": virtual,
+            }
             options["schedule"] = schedule
             if all(options[name] == value for name, value in fixed.items()):
                 yield ClusterLayout(**options)  # type: ignore[arg-type]
@@ -111,13 +124,19 @@ def too_much(memory: Counter[str], setup: Setup) -> str:
 
 
 def search(
-    model: Transformer, setup: Setup, devices: int, sequences: int, fixed: Mapping[str, object] | None = None
+    model: Transformer,
+    setup: Setup,
+    devices: int,
+    sequences: int,
+    fixed: Mapping[str, object] | None = None,
+    compressions: Sequence[str] = (),
 ) -> SearchResult:
     """Judge all candidates; ValueError without devices or sequences, or for a precision that the device lacks."""
     if devices < 1 or sequences < 1:
         raise ValueError(f"expected at least 1 device and 1 sequence, found {devices} and {sequences}")
     setup.device.peak_of(setup.precision)
-    found = [judge(model, layout, setup, sequences) for layout in candidates(model, setup, devices, fixed or {})]
+    layouts = candidates(model, setup, devices, fixed or {}, compressions)
+    found = [judge(model, layout, setup, sequences) for layout in layouts]
     choices = [each for each in found if isinstance(each, PlanChoice)]
     choices.sort(key=lambda each: (each.time.total, each.nbytes))
     return SearchResult(choices, [each for each in found if isinstance(each, Rejection)])

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel.planner.layout import ClusterLayout
+from parallel.planner.layout import NO_COMPRESSION, ClusterLayout
 from parallel.planner.transformer import Transformer
 
 
@@ -84,12 +84,16 @@ def part_weights(model: Transformer, layers: range, layout: ClusterLayout) -> We
 
 
 def state_bytes(weights: WeightCount, recipe: StateRecipe, layout: ClusterLayout) -> Counter[str]:
-    """Bytes of weights, gradients and optimizer of one rank; each part is rounded up."""
+    """Bytes of weights, gradients, optimizer, and residuals of compression of one rank; each part is rounded up."""
     found: Counter[str] = Counter()
     for count, ranks in ((weights.dense, layout.replicas), (weights.experts, layout.replicas // layout.ep)):
         for kind, nbytes, least in zip(STATE_KINDS, recipe, DIVIDED_FROM):
             found[kind] += -(-count * nbytes // (ranks if layout.zero >= least else 1))
+    if layout.compress != NO_COMPRESSION:
+        found[RESIDUAL] = RESIDUAL_BYTES * sum(weights)
     return found
 
 
 STATE_KINDS = ("weights", "gradients", "optimizer")
+RESIDUAL, RESIDUAL_BYTES = "residual", 2 * 4
+"""Error feedback of compressed gradients: float32, of this step and of the one before."""

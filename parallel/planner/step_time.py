@@ -11,11 +11,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.algorithms import catalog
+from parallel.nn.flat_params import BLOCK
 from parallel.pipeline.schedule.formulas import FORMULAS, evaluate
 from parallel.pipeline.schedule.stage_placement import Number
 from parallel.planner.activations import HALF, layer_bytes
 from parallel.planner.flops import OperatorCost, operators
-from parallel.planner.layout import ClusterLayout, accumulation
+from parallel.planner.layout import COMPRESSED_BITS, NO_COMPRESSION, ClusterLayout, accumulation
 from parallel.planner.machines import Cluster, Device, Link, Stack
 from parallel.planner.states import StateRecipe, WeightCount, state_bytes
 from parallel.planner.transformer import Product, Transformer
@@ -27,6 +28,11 @@ among several values as those that fit published steps best."""
 
 LOGIT_TRAFFIC = 6
 """Times that float32 logits are moved: written, read for maximum, sum and loss, and their gradient twice."""
+
+
+FEEDBACK_TRAFFIC = 6 * 4
+"""Bytes moved for an element of a compressed sum, in float32: gradient and residual read, residual written, the sum of
+received parts read and written, and the result written."""
 
 
 class Setup(NamedTuple):
@@ -229,17 +235,20 @@ def _idle(layout: ClusterLayout, rounds: int, busy: float) -> float:
 
 def _replica_seconds(layout: ClusterLayout, setup: Setup, weights: WeightCount, rounds: int, busy: float) -> float:
     """Seconds of gradients and gathered weights of replicas that no computation hides; `busy` in a micro-batch."""
-    stride = layout.strides()["cp"]
-    sent = setup.recipe.weights if layout.zero else setup.recipe.gradients
+    stride, gradients, coding = layout.strides()["cp"], float(setup.recipe.gradients), 0.0
+    if layout.compress != NO_COMPRESSION:
+        gradients = (COMPRESSED_BITS[layout.compress] + 32 / BLOCK) / 8
+        coding = FEEDBACK_TRAFFIC * sum(weights) / setup.device.bandwidth
+    sent = setup.recipe.weights if layout.zero else gradients
     scatter, gather = (
         ring_seconds(collective, layout.replicas, stride, sum(weights) * nbytes, setup)
-        for collective, nbytes in (("reduce_scatter", setup.recipe.gradients), ("allgather", sent))
+        for collective, nbytes in (("reduce_scatter", gradients), ("allgather", sent))
     )
     forward, backward = (busy / 3, busy * 2 / 3) if setup.stack.hides_replicas else (0.0, 0.0)
     if layout.zero == 3:  # weights of every layer for both passes, beside the layer before
         return max(0.0, rounds * (2 * gather + scatter - forward - backward))
     scatters = rounds if layout.zero == 2 else 1  # gradients of every micro-batch, or of the last one
-    return scatters * max(0.0, scatter - backward) + max(0.0, gather - forward)
+    return coding + scatters * max(0.0, scatter - backward) + max(0.0, gather - forward)
 
 
 def _update_seconds(layout: ClusterLayout, setup: Setup, weights: WeightCount) -> float:

@@ -99,7 +99,7 @@ def test_users_file(tmp_path):
         ),
         ("[devices.x]\nmemory = 1\nbandwidth = 1\npeak = 3", "f: devices.x.peak: expected a table of numbers, found 3"),
         ("[devices.x]\nmemory = 1\nbandwidth = 1\npeak = {}", "f: devices.x: peak: expected FLOP/s of at least one"),
-        ("[devices.x]\nmemory = nan\nbandwidth = 1\npeak = { a = 1 }", "f: devices.x: memory: expected a number above"),
+        ("[devices.x]\nmemory = nan\nbandwidth = 1\npeak = { a = 1 }", "f: devices.x.memory: expected a finite number"),
         ("[devices", "f: "),
     ],
 )

@@ -15,7 +15,7 @@ from parallel.planner.machines import Stack
 from parallel.planner.memory import stage_memory
 from parallel.planner.presets import load, parse
 from parallel.planner.search import PlanChoice, Rejection, candidates, heaviest, judge, search
-from parallel.planner.states import RECIPES
+from parallel.planner.states import RECIPES, state_bytes
 from parallel.planner.step_time import (
     Setup,
     StepTime,
@@ -58,7 +58,7 @@ CASES = [
 def test_the_best_is_that_of_enumeration(layers, devices, sequences, limit):
     """All candidates, priced one by one, without the order of the checks; in devices of several memories."""
     model, setup, best = replace(SMALL, layers=layers), SETUP._replace(device=replace(SETUP.device, memory=limit)), None
-    for layout in candidates(model, setup, devices, {}):
+    for layout in candidates(model, setup, devices, {}, ("int8", "int4")):
         if list(misfits(model, layout, sequences)):
             continue
         rounds = sequences // (layout.dp * layout.micro_batch)
@@ -66,7 +66,7 @@ def test_the_best_is_that_of_enumeration(layers, devices, sequences, limit):
         seconds = step_time(model, layout, setup, sequences, heaviest(model, layout)).total
         if nbytes <= limit and (best is None or (seconds, nbytes) < best[:2]):
             best = seconds, nbytes, layout
-    choices = search(model, setup, devices, sequences).choices
+    choices = search(model, setup, devices, sequences, None, ("int8", "int4")).choices
     assert best == ((choices[0].time.total, choices[0].nbytes, choices[0].layout) if choices else None)
 
 
@@ -94,6 +94,24 @@ def test_fixed_values():
 def test_nothing_to_plan(devices, sequences):
     with pytest.raises(ValueError, match="expected at least 1 device and 1 sequence, found"):
         search(SMALL, SETUP, devices, sequences)
+
+
+def test_compressed_gradients():
+    """Candidates without ZeRO only; residuals of 8 bytes a parameter; it pays where gradients are exchanged slowly."""
+    every = list(candidates(SMALL, SETUP, 4, {}, ["int8"]))
+    plain = [layout for layout in every if layout.compress == "none"]
+    assert plain == list(candidates(SMALL, SETUP, 4, {})) and len(set(every)) == len(every) > len(plain)
+    assert {(layout.zero, layout.replicas > 1) for layout in every if layout.compress != "none"} == {(0, True)}
+    fixed = {each.compress for each in candidates(SMALL, SETUP, 4, {"compress": "int4"})}
+    assert fixed == {"int4"}
+    alone, packed = ClusterLayout(dp=16), ClusterLayout(dp=16, compress="int4")
+    states = [state_bytes(heaviest(SMALL, layout), SETUP.recipe, layout) for layout in (alone, packed)]
+    assert states[1]["residual"] == 8 * sum(heaviest(SMALL, packed)) == states[1].total() - states[0].total()
+    slow = SETUP._replace(cluster=replace(H100, between=replace(H100.between, rate=1e9)))
+    for setup, pays in ((SETUP, False), (slow, True)):
+        times = [step_time(SMALL, layout, setup, 16, heaviest(SMALL, layout)).total for layout in (alone, packed)]
+        assert (times[1] < times[0]) == pays
+    assert "compress int4" in str(packed)
 
 
 def test_messages_are_priced_by_the_catalogue():
@@ -190,15 +208,21 @@ def test_nothing_fits(monkeypatch, capsys):
         ("--model", "llama-3-7b", "--model: expected one of .*; found 'llama-3-7b' (perhaps llama-3-70b)"),
         ("--cluster", "h100", "expected a cluster and a number of devices, as h100:64; found 'h100'"),
         ("--cluster", "h100:0", "expected a cluster and a number of devices, as h100:64; found 'h100:0'"),
+        ("--cluster", "h100:9999999", "expected at most 1048576 devices, found 9999999"),
         ("--cluster", "h100:-4", "expected a cluster and a number of devices, as h100:64; found 'h100:-4'"),
         ("--cluster", "h10:4", "--cluster: expected one of "),
         ("--batch", "4M-token", "expected a batch such as 512, 512-sequences or 4M-tokens; found '4M-token'"),
+        ("--batch", "9" * 30, "--batch: expected at most 1073741824 sequences of 1024 tokens, found 999"),
         ("--batch", "0", "expected a batch such as 512, 512-sequences or 4M-tokens; found '0'"),
         ("--precision", "fp4", "precision: expected one of bf16, "),
         ("--fix", "tp", "tp: expected a whole number, found ''"),
         ("--fix", "tpp=2", "expected NAME=VALUE with names out of dp, tp, "),
         ("--fix", "tp=3,recompute=full", "--fix: no layout of 8 devices has tp=3, recompute=full"),
         ("--fix", "zero=4", "zero: expected a stage from 0 to 3, found 4"),
+        ("--fix", "sequence=7", "sequence: expected 0 or 1, found '7'"),
+        ("--fix", "compress=int8,zero=1", "compress: expected zero=0, where ranks have whole sums; found zero=1"),
+        ("--compress", "int3", "invalid choice: 'int3'"),
+        ("--json", "", "expected a file's name, or - for the standard output; found ''"),
         ("--tokens", "-1", "expected a number of tokens such as 15T or 300B; found '-1'"),
         ("--presets", "none.toml", "none.toml: cannot be read"),
         ("--json", "/dev/null/plan.json", "/dev/null"),
@@ -210,7 +234,9 @@ def test_wrong_arguments(monkeypatch, capsys, option, value, message):
     with pytest.raises(SystemExit) as exit_:
         plan_cluster.main([f"{name}={text}" for name, text in words.items()])
     assert exit_.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert not printed.out
     before, _, after = message.partition(".*")
     assert before in lines[-1] and after in lines[-1]
 
