@@ -1,10 +1,11 @@
-"""Find the fastest layout of a training on the ranks that there are, and run it: DDP, ZeRO, tp, pipelines, servers.
+"""Find the fastest layout of a training on the ranks that there are, and run it: DDP, ZeRO, tp, cp, ep, pipelines, ps.
 
 chorus plan --search -n 4 --data pydoc --model gpt:small --batch 16
 chorus plan --run -n 4 --data pydoc --model gpt:small --batch 16 --steps 1000 --checkpoint out/gpt
 
-Options are those of `chorus train`; its layout and micro-batches are searched for. The units of the model are measured
-here, for some seconds; memory is the engines' own forecast. With --run the first layout is trained.
+Options are those of `chorus train`; its layout and micro-batches are searched for; with --compress, layouts with and
+without that compression of gradients. The units of the model are measured here, for some seconds; memory is the
+engines' own forecast. With --run the first layout is trained.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.engine import settings
 from parallel.engine.settings import Settings
 from parallel.forecast.layout_choice import LayoutChoice, LayoutForecast, Refusal
+from parallel.grad_compression import AUTO, NONE, parse
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 
@@ -48,14 +50,17 @@ def add_own(parser: argparse.ArgumentParser) -> None:
     add("--plan-json", type=Path, metavar="FILE", help="all layouts, with seconds, bytes and reasons, for programs")
 
 
-def words_of(found: Settings) -> list[str]:
-    """Options of `chorus train` for a layout.
+def words_of(found: Settings, compress: bool = False) -> list[str]:
+    """Options of `chorus train` for a layout; with `compress`, also that there is no compression.
 
     >>> words_of(Settings(layout="dp", mesh="dp=2,tp=2", accumulate=2, recompute="none"))
     ['--parallel', 'dp', '--mesh', 'dp=2,tp=2', '--accumulate', '2']
     """
     values = {option: getattr(found, name) for name, option in FOUND.items()}
-    return [word for name, value in values.items() if value not in (None, "none") for word in (f"--{name}", str(value))]
+    values = {name: value for name, value in values.items() if value not in (None, NONE)}
+    if compress or found.compress != NONE:
+        values["compress"] = found.compress
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def report(fitting: list[LayoutForecast], refused: list[Refusal], top: int) -> Iterator[str]:
@@ -106,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
             if path := getattr(args, option):
                 collective_call(comm, partial(check_writable, path), f"--{option.replace('_', '-')}", root=0)
         chosen = settings.complete(given)
+        if chosen.compress not in (NONE, AUTO):
+            parse(chosen.compress)
         train.limit_threads(comm, args, chosen)
         limit = args.limit or (resources.node_memory() or float("inf")) / comm.Get_size()
         fitting, refused = LayoutChoice(comm, comm.bcast(limit)).search(chosen)
@@ -119,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         draw_step(args.plan_plot, f"{chosen.model}: {shlex.join(words_of(fitting[0].settings))}", fitting[0].step)
     if not fitting or not args.run:
         return 0 if fitting else 1
-    words = [*_words_for_training(sys.argv[1:] if argv is None else argv), *words_of(fitting[0].settings)]
+    given_words = _words_for_training(sys.argv[1:] if argv is None else argv)
+    words = [*given_words, *words_of(fitting[0].settings, compress=chosen.compress != NONE)]
     say(f"chorus train -n {comm.Get_size()} {shlex.join(words)}")
     return train.main(words)
 

@@ -7,14 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from collectives import Communicator
+from parallel.engine.divided_sequences import CONTEXT, REPLICAS, TENSOR
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import Settings
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.step_forecast import Job, StepForecaster
 from parallel.forecast.step_timeline import StepTimeline
+from parallel.grad_compression import AUTO, NONE
+from parallel.grad_compression.auto_select import WIDTHS
+from parallel.mesh.mesh import Mesh
+from parallel.nn.mixture import MixtureOfExperts
+from parallel.nn.rewrite import operators_in
+from parallel.planner.search import divisors
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.strategies import strategy_of
 from parallel.trainer.task_setup import sampler_of, specs
@@ -46,20 +53,42 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def candidates(given: Settings, ranks: int) -> Iterator[Settings]:
-    """Settings of all layouts on so many ranks: DDP and ZeRO with tp, pipelines, a parameter server."""
+def candidates(given: Settings, ranks: int, experts: bool = False) -> Iterator[Settings]:
+    """Settings of all layouts on so many ranks: DDP and ZeRO with tp and cp, pipelines, a parameter server.
+
+    With `experts` also with ep. Each is also with the compression of gradients that is given, if any; "auto" stands for
+    all between which it chooses.
+    """
     fresh = replace(given, micro_batch=None, accumulate=None, microbatches=None, stages=None, mesh=None, cuts=None)
-    divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
-    for layout, tp, accumulate, recompute in product(DATA_PARALLEL, divisors, ACCUMULATE, RECOMPUTE):
-        if ranks // tp > 1 or layout == "dp":
-            mesh = f"dp={ranks // tp},tp={tp}" if tp > 1 else None
-            yield replace(fresh, layout=layout, mesh=mesh, accumulate=accumulate, recompute=recompute)
-    for schedule, stages, count, recompute in product(PIPELINES, divisors[1:], MICROBATCHES, RECOMPUTE):
-        mesh = f"pp={stages},dp={ranks // stages}"
-        options: dict[str, Any] = {"mesh": mesh, "microbatches": count, "recompute": recompute}
-        yield replace(fresh, layout=f"pp:{schedule}", virtual=2 if schedule == "interleaved" else None, **options)
+    fresh = replace(fresh, compress=NONE)
+    ways = {NONE: (NONE,), AUTO: (NONE, *WIDTHS)}.get(given.compress, (NONE, given.compress))
+    for compress, mesh, layout in product(ways, meshes(ranks, experts), DATA_PARALLEL):
+        if mesh.without(TENSOR).size > 1 or (layout == "dp" and compress == NONE):
+            text = None if [*mesh.sizes] == [REPLICAS] and mesh.ep == 1 else str(mesh)
+            for accumulate, recompute in product(ACCUMULATE, RECOMPUTE):
+                form = replace(fresh, layout=layout, mesh=text, compress=compress)
+                yield replace(form, accumulate=accumulate, recompute=recompute)
+    for compress, schedule, stages in product(ways, PIPELINES, divisors(ranks)[1:]):
+        text, virtual = f"pp={stages},dp={ranks // stages}", 2 if schedule == "interleaved" else None
+        for count, recompute in product(MICROBATCHES if stages < ranks or compress == NONE else (), RECOMPUTE):
+            form = replace(fresh, layout=f"pp:{schedule}", virtual=virtual, mesh=text, compress=compress)
+            yield replace(form, microbatches=count, recompute=recompute)
     if ranks > 1:
         yield replace(fresh, layout="ps", servers=1)
+
+
+def meshes(ranks: int, experts: bool) -> Iterator[Mesh]:
+    """Meshes of dp, cp and tp, with `experts` also of ep.
+
+    >>> [str(mesh) for mesh in meshes(2, experts=True)]
+    ['dp=2', 'dp=2,ep=2', 'cp=2', 'cp=2,ep=2', 'tp=2', 'tp=2,ep=2']
+    """
+    for tp, cp in product(divisors(ranks), divisors(ranks)):
+        if ranks % (tp * cp) == 0:
+            sizes = {REPLICAS: ranks // (tp * cp), CONTEXT: cp, TENSOR: tp}
+            sizes = {name: size for name, size in sizes.items() if size > 1} or {REPLICAS: 1}
+            for ep in divisors(ranks) if experts else (1,):
+                yield Mesh(sizes, ep)
 
 
 class LayoutChoice:
@@ -96,8 +125,10 @@ class LayoutChoice:
 
     def search(self, given: Settings) -> tuple[list[LayoutForecast], list[Refusal]]:
         """All layouts that fit, fastest first, and all others; ValueError if the simplest one cannot be trained."""
-        layouts = list(candidates(given, self._comm.Get_size()))
-        self._forecaster.prepare(layouts[0])
+        simplest = next(candidates(given, self._comm.Get_size()))
+        _, job = self._forecaster.prepare(simplest)
+        experts = any(isinstance(one, MixtureOfExperts) for one in operators_in(job.model))
+        layouts = candidates(given, self._comm.Get_size(), experts)
         found = [self.judge(settings) for settings in layouts]
         fitting = [each for each in found if isinstance(each, LayoutForecast)]
         fitting.sort(key=lambda each: each.step.seconds)

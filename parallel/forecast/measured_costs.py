@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel.data.sampler import Batch
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
-from parallel.engine.divided_sequences import TENSOR
+from parallel.engine.divided_sequences import CONTEXT, TENSOR, sequence_models
 from parallel.engine.model_on_mesh import cut_for
 from parallel.engine.settings import MODEL_FIELDS, Settings
 from parallel.forecast.core_sharing import CoreSharing
 from parallel.forecast.measurement_record import MeasurementRecord
-from parallel.forecast.recording_comm import RecordingComm, TensorExchange
+from parallel.forecast.recording_comm import AxisExchange, RecordingComm
 from parallel.mesh.device_mesh import MeshAxis
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK, FlatParams, ParamSpan, Span
@@ -29,30 +30,30 @@ from parallel.nn.operator import Operator, Parameter, PassMode, constant
 from parallel.optim.grad_norm import block_squares
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.precision import PRECISIONS, Precision
+from parallel.optim.precision import PRECISIONS
 from quant.types import Array
 
-UNIT_FIELDS = (*MODEL_FIELDS, "precision", "sequence_parallel", "tensor_shards", "reproducible")
-"""Fields of `Settings` on which costs of a unit depend, beside the samples of a micro-batch and the ranks of tp."""
+UNIT_FIELDS = (
+    *MODEL_FIELDS,
+    *("precision", "sequence_parallel", "tensor_shards", "reproducible", "sequence_parts", "context"),
+)
+"""Fields of `Settings` on which costs of a unit depend, beside the samples of a micro-batch and the ranks of `AXES`."""
 
-TIMES = 5
-"""Repetitions of a measurement, beside a first one; the median counts, as of the steps of a training."""
+AXES = (TENSOR, CONTEXT)
+"""Mesh axes whose ranks share the units of a model."""
+
+SECONDS, TIMES = 0.2, (5, 25)
+"""Seconds of a measurement, and least and most repetitions, beside a first one; the median counts, as of steps."""
 
 
 class UnitCost(NamedTuple):
-    """Seconds of a unit for one micro-batch: forward, gradients of its input and its weights; exchanges along tp."""
+    """Seconds of a unit for one micro-batch: forward, gradients of its input and its weights; exchanges of `AXES`."""
 
     forward: float
     backward: float
     weights: float
-    exchanges: tuple[TensorExchange, ...] = ()
+    exchanges: tuple[AxisExchange, ...] = ()
     parameters: int = 0
-
-    @classmethod
-    def read(cls, values: Sequence[Any]) -> UnitCost:
-        """Cost from a list, as JSON has it."""
-        forward, backward, weights, exchanges, parameters = values
-        return cls(forward, backward, weights, tuple(TensorExchange(*each) for each in exchanges), parameters)
 
 
 class Workpiece(NamedTuple):
@@ -76,65 +77,97 @@ class MeasuredCosts:
     def sharing(self) -> CoreSharing:
         return self.record.sharing
 
-    def units(self, work: Workpiece, settings: Settings, samples: int, tp: int) -> list[UnitCost]:
-        """Costs of all units for a micro-batch of `samples`, on a rank of `tp`."""
-        trial = partial(_unit_costs, work, settings, samples, tp)
-        key = "units", *(getattr(settings, name) for name in UNIT_FIELDS), samples, tp
-        return _median_units([[UnitCost.read(unit) for unit in units] for units in self.record.results(key, trial)])
+    def units(self, work: Workpiece, settings: Settings, samples: int, mesh: Mesh) -> list[UnitCost]:
+        """Costs of all units for a micro-batch of `samples`, on a rank of the mesh."""
+        sizes = [mesh.sizes.get(axis, 1) for axis in AXES]
+        trial = partial(_unit_costs, work, settings, samples, mesh)
+        trials = self.record.results(("units", *_unit_key(settings, samples), *sizes), trial)
+        return _slowest(trials, together=max(sizes) > 1)
 
-    def update(self, optimizer: Optimizer, settings: Settings, elements: int) -> float:
-        """Seconds to compute the norm of so many gradients and to update as many weights."""
-        trial = partial(_update_seconds, optimizer, settings.precision, elements)
-        key = "update", type(optimizer).__name__, settings.precision, elements
-        return float(median(self.record.results(key, trial)))
+    def update(
+        self, optimizer: Optimizer, settings: Settings, elements: int, work: Workpiece | None = None, samples: int = 0
+    ) -> float:
+        """Seconds to compute the norm of so many gradients and to update as many weights.
+
+        With `work` after a pass of the model for `samples`, with the contents of caches that it leaves.
+        """
+        trial = partial(_update_seconds, optimizer, settings, elements, work, samples)
+        passes = None if work is None else _unit_key(settings, samples)
+        key = "update", type(optimizer).__name__, settings.precision, elements, passes
+        return float(max(self.record.results(key, trial)))
 
     def sum_of_gradients(self, elements: int) -> float:
         """Seconds to add a gradient of so many elements to another one."""
         return float(median(self.record.results(("add", elements), partial(_add_seconds, elements))))
 
 
-def _unit_costs(work: Workpiece, settings: Settings, samples: int, tp: int) -> list[UnitCost]:
-    """Costs of all units on rank 0 of an axis of `tp` ranks; the last includes the loss.
+def _unit_key(settings: Settings, samples: int) -> tuple[Any, ...]:
+    return *(getattr(settings, name) for name in UNIT_FIELDS), samples
 
-    The median of several passes of the whole model counts, so that caches are as in a training.
+
+def _unit_costs(work: Workpiece, settings: Settings, samples: int, mesh: Mesh) -> dict[str, Any]:
+    """Seconds of all units in several passes of the whole model, on rank 0 of the mesh.
+
+    The last unit includes the loss. Caches are as in a training.
     """
-    comm, recipe = RecordingComm(), PRECISIONS[settings.precision]
+    exchanges: list[AxisExchange] = []
+    tensor, context = (MeshAxis(axis, 0, mesh.sizes.get(axis, 1), RecordingComm(axis, exchanges)) for axis in AXES)
     model, loss = work.model, work.loss
-    if tp > 1:
-        mesh = Mesh.parse(settings.mesh or f"{TENSOR}={tp}")
-        model, loss = cut_for(model, loss, MeshAxis(TENSOR, 0, tp, comm), mesh, settings)
-    trial = _TrialPass(model, loss, recipe, comm)
+    if tensor.size > 1:
+        model, loss = cut_for(model, loss, tensor, mesh, settings)
     x, y = work.take(samples)
-    x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
-    seconds = np.array([trial.seconds(x, y) for _ in range(TIMES + 1)][1:])
-    seconds = np.median(seconds, axis=0)
-    costs = zip(seconds, trial.exchanges, units_of(model))
+    here = sequence_models(model, loss, context, settings).of_shape(x.shape)
+    part = here.part(Batch(0, x, y, np.arange(samples)))
+    trial = _TrialPass(here.model, here.loss, settings.precision, part, tensor.comm)
+    seconds = _repeated(trial.seconds)
+    sizes = [sum(parameter.size for parameter in unit.parameters()) for unit in units_of(here.model)]
     trial.close()
+    return {"passes": seconds, "exchanges": trial.exchanges, "parameters": sizes}
+
+
+def _slowest(trials: Sequence[dict[str, Any]], together: bool) -> list[UnitCost]:
+    """Units with the median seconds of all passes, multiplied so that their sum is that of ranks that wait for others.
+
+    That is the median over simultaneous passes of the slowest rank's; ranks that share units, `together`, wait for the
+    slowest in each.
+    """
+    count = min(len(trial["passes"]) for trial in trials)
+    seconds = np.array([trial["passes"][:count] for trial in trials])  # rank, pass, unit, part
+    middle = np.median(seconds, axis=(0, 1))
+    whole = seconds.max(0).sum((1, 2)) if together else seconds.sum((2, 3)).max(0)
+    middle *= np.median(whole) / middle.sum()
+    exchanges = ([AxisExchange(*each) for each in unit] for unit in trials[0]["exchanges"])
     return [
-        UnitCost(float(forward), float(backward), float(weights), tuple(exchanges), _size(unit))
-        for (forward, backward, weights), exchanges, unit in costs
+        UnitCost(float(forward), float(backward), float(weights), tuple(along), size)
+        for (forward, backward, weights), along, size in zip(middle, exchanges, trials[0]["parameters"])
     ]
 
 
-def _size(unit: Operator) -> int:
-    return sum(parameter.size for parameter in unit.parameters())
+def _repeated(run: Callable[[], Any]) -> list[Any]:
+    """Results of repetitions, as many as `SECONDS` and `TIMES` say, after a first one."""
+    began = time.perf_counter()
+    run()
+    count = round(SECONDS / (time.perf_counter() - began))
+    return [run() for _ in range(min(TIMES[1], max(TIMES[0], count)))]
 
 
 class _TrialPass:
     """Passes of a model with weights and gradients of its own."""
 
-    def __init__(self, model: Operator, loss: Any, recipe: Precision, comm: RecordingComm):
+    def __init__(self, model: Operator, loss: Any, precision: str, batch: Batch, comm: RecordingComm):
+        recipe, (_, x, y, _) = PRECISIONS[precision], batch
+        self._x, self._y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
         self._flat, self._units, self._loss, self._comm = FlatParams(model), units_of(model), loss, comm
         weights = np.empty(self._flat.length, recipe.wide)
         self._flat.initialise(weights, 0)
         self._flat.bind(weights.astype(recipe.storage))
         self._gradient = np.zeros(self._flat.length, recipe.wide)
         self._starts = {id(place.parameter): place.span.start for place in self._flat.places}
-        self.exchanges: list[list[TensorExchange]] = []
+        self.exchanges: list[list[AxisExchange]] = []
 
-    def seconds(self, x: Array, y: Array) -> list[tuple[float, float, float]]:
+    def seconds(self) -> list[tuple[float, float, float]]:
         """Seconds of each unit's forward pass, and of the gradients of its input and its weights."""
-        run, saved, comm = PassMode(samples=np.arange(len(x))), [], self._comm
+        x, run, saved, comm = self._x, PassMode(samples=np.arange(len(self._x))), [], self._comm
         forward, backward, exchanges = [], [], []
         for unit in self._units:
             began = time.perf_counter()
@@ -143,7 +176,7 @@ class _TrialPass:
             saved.append(kept)
             exchanges.append(comm.take())
         began = time.perf_counter()
-        dy = self._loss.backward(1.0, self._loss.forward(x, y)[1])
+        dy = self._loss.backward(1.0, self._loss.forward(x, self._y)[1])
         of_loss, of_loss_exchanges = time.perf_counter() - began, comm.take()
         for unit, kept, own in zip(reversed(self._units), reversed(saved), reversed(exchanges)):
             later: list[tuple[Parameter, Callable[[Array], object]]] = []
@@ -164,29 +197,22 @@ class _TrialPass:
             place.parameter.data = None
 
 
-def _median_units(every: Sequence[list[UnitCost]]) -> list[UnitCost]:
-    """Units with the median seconds of all ranks that measured."""
-    return [
-        units[0]._replace(
-            forward=median(unit.forward for unit in units),
-            backward=median(unit.backward for unit in units),
-            weights=median(unit.weights for unit in units),
-        )
-        for units in zip(*every)
-    ]
+def _median_seconds(run: Callable[[], object], before: Callable[[], object] = bool) -> float:
+    """Median seconds of `run`, with a call of `before` each time that does not count."""
 
-
-def _median_seconds(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(TIMES + 1):
+    def once() -> float:
+        before()
         began = time.perf_counter()
         run()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds[1:])
+        return time.perf_counter() - began
+
+    return float(median(_repeated(once)))
 
 
-def _update_seconds(optimizer: Optimizer, precision: str, elements: int) -> float:
-    recipe, size = PRECISIONS[precision], -(-elements // BLOCK) * BLOCK
+def _update_seconds(
+    optimizer: Optimizer, settings: Settings, elements: int, work: Workpiece | None, samples: int
+) -> float:
+    recipe, size = PRECISIONS[settings.precision], -(-elements // BLOCK) * BLOCK
     if not size:
         return 0.0
     weights, gradient = np.zeros(size, recipe.wide), np.full(size, 1e-3, recipe.wide)
@@ -198,7 +224,13 @@ def _update_seconds(optimizer: Optimizer, precision: str, elements: int) -> floa
         block_squares(gradient)
         optimizer.update([piece], 0, 1.0)
 
-    return _median_seconds(run)
+    if work is None:
+        return _median_seconds(run)
+    batch = Batch(0, *work.take(samples), np.arange(samples))
+    trial = _TrialPass(work.model, work.loss, settings.precision, batch, RecordingComm())
+    found = _median_seconds(run, trial.seconds)
+    trial.close()
+    return found
 
 
 def _add_seconds(elements: int) -> float:

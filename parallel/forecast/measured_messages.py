@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,14 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.runtime.request_lists import wait_all
+from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.message_costs import MessageCosts
+from parallel.grad_compression import parse
+from parallel.nn.flat_params import ParamSpan, Span
+from parallel.nn.operator import Parameter, constant
+from quant.types import Array
 
 LEAST = 64
 """Bytes of the smallest message that is measured."""
@@ -32,28 +39,36 @@ class MeasuredMessages(MessageCosts):
     """Messages as measured among the ranks here, all groups like the given one at the same time.
 
     What the cost model does not know is included: processors that are shared with the ranks, buffers of the network,
-    copies. All methods are collective.
+    copies. A network that limits a rate lets a burst pass after a pause (a token bucket), so collectives over it are
+    measured after a pause and one after another: every second of a pause saves a second, up to the difference.
+    All methods are collective.
     """
 
     record: MeasurementRecord = field(kw_only=True)
     _groups: dict[tuple[int, ...], tuple[Communicator, bool]] = field(default_factory=dict, kw_only=True)
 
-    def collective(self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False) -> float:
+    def collective(
+        self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False, idle: float = math.inf
+    ) -> float:
         if len(ranks) < 2 or not nbytes:
             return 0.0
         first = groups_like(ranks, len(self.nodes))[0]
-        return _on_a_line(nbytes, partial(self._collective_seconds, name, first, shared))
+        rested = _on_a_line(nbytes, partial(self._collective_seconds, name, first, shared, True))
+        if not self.over_network(ranks):
+            return rested
+        sustained = _on_a_line(nbytes, partial(self._collective_seconds, name, first, shared, False))
+        return max(rested, sustained - idle)
 
-    def hidden(self, ranks: Sequence[int]) -> float:
+    def hidden(self, ranks: Sequence[int], name: str) -> float:
         if len(ranks) < 2:
             return 0.0
-        first = groups_like(ranks, len(self.nodes))[0]
+        first, name = groups_like(ranks, len(self.nodes))[0], name.partition(":")[0]
 
         def measure() -> float:
-            return _hidden_share(self._group(first)[0])
+            return _hidden_share(self._group(first)[0], name)
 
         member = self.record.comm is not None and self._group(first)[1]
-        return float(median(self.record.results(("hidden", first), measure, member)))
+        return float(median(self.record.results(("hidden", name, first), measure, member)))
 
     def message(self, source: int, target: int, nbytes: float) -> float:
         """Seconds of a message between two ranks: of the first pair of ranks with the same kind of link."""
@@ -61,13 +76,15 @@ class MeasuredMessages(MessageCosts):
         pair = next(pair for pair in combinations(range(len(self.nodes)), 2) if self.over_network(pair) == far)
         return _on_a_line(nbytes, partial(self._message_seconds, pair))
 
-    def _collective_seconds(self, name: str, ranks: tuple[int, ...], shared: bool, nbytes: int) -> float:
+    def _collective_seconds(self, name: str, ranks: tuple[int, ...], shared: bool, rested: bool, nbytes: int) -> float:
         def measure() -> float:
             comm, _ = self._group(ranks)
-            return median_seconds(comm, _call(comm, name, nbytes, shared))
+            call, vector = _call(comm, name, nbytes, shared)
+            return median_seconds(comm, call, partial(vector.fill, 0) if rested else None)
 
         member = self.record.comm is not None and self._group(ranks)[1]
-        return float(max(self.record.results((name, ranks, shared, nbytes), measure, member)))
+        key = name, ranks, shared, "rested" if rested else "sustained", nbytes
+        return float(max(self.record.results(key, measure, member)))
 
     def _message_seconds(self, pair: tuple[int, int], nbytes: int) -> float:
         def measure() -> float:
@@ -115,19 +132,40 @@ def _on_a_line(nbytes: float, at: Callable[[int], float]) -> float:
     return first + (last - first) * (nbytes - low) / low
 
 
-def _call(comm: Communicator, name: str, nbytes: int, shared: bool) -> Callable[[], Any]:
-    """Collective of float32 vectors, as the engines and operators call it; ValueError for one that they do not."""
-    counts = [-(-nbytes // (4 * comm.Get_size()))] * comm.Get_size()
+def _call(comm: Communicator, name: str, nbytes: int, shared: bool) -> tuple[Callable[[], Any], Array]:
+    """Collective of float32 vectors, as the engines and operators call it, and the vector that it sends from.
+
+    A name may have a compression after a colon. ValueError for a collective that they do not call.
+    """
+    ranks, (name, _, compress) = comm.Get_size(), name.partition(":")
+    counts = [-(-nbytes // (4 * ranks))] * ranks
     zeros = comm.zeros if shared else np.zeros
     whole, part = zeros(sum(counts), np.float32), zeros(counts[0], np.float32)
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
         "allgatherv": lambda: comm.Allgatherv(MPI.IN_PLACE, [whole, counts]),
         "reduce_scatter": lambda: comm.Reduce_scatter(whole, part, counts),
+        "alltoallv": lambda: comm.Alltoallv([whole, counts], [np.empty_like(whole), counts]),
     }
-    if name not in calls:
+    if name not in calls or (compress and name != "allreduce"):
         raise ValueError(f"collective: expected one of {', '.join(calls)}; found {name}")
-    return calls[name]
+    if compress:
+        return _compressed_sum(comm, compress, whole), whole
+    return calls[name], whole
+
+
+def _compressed_sum(comm: Communicator, compress: str, vector: Array) -> Callable[[], None]:
+    """Allreduce with compressed gradients and error feedback, in place."""
+    place = ParamSpan(Parameter((len(vector),), constant(0.0)), Span(0, len(vector)))
+    compressor = parse(compress)(comm, GradBucket(0, [place], comm.Get_size(), comm.Get_rank()), 0)
+    residual = np.zeros_like(vector)
+
+    def run() -> None:
+        np.add(vector, residual, out=vector)
+        for requests in compressor.exchange(vector, vector, residual, 0):
+            wait_all(requests)
+
+    return run
 
 
 def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
@@ -144,12 +182,17 @@ def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
     return run
 
 
-def _hidden_share(comm: Communicator) -> float:
-    """Share of an allreduce, or of as long a computation, that goes on beside the other one. Collective.
+def _hidden_share(comm: Communicator, name: str) -> float:
+    """Share of a collective, or of as long a computation, that goes on beside the other one. Collective.
 
-    The computation tests the allreduce after every product, as a backward pass does after every gradient.
+    As in a training, the computation tests an allreduce after every product, and leaves a gather of weights alone.
     """
-    request = comm.Allreduce_init(MPI.IN_PLACE, comm.zeros(BUCKET // 4, np.float32))
+    ranks, whole = comm.Get_size(), comm.zeros(BUCKET // 4, np.float32)
+    if name == "allreduce":
+        request = comm.Allreduce_init(MPI.IN_PLACE, whole)
+    else:
+        part = comm.zeros(len(whole) // ranks, np.float32)
+        request = comm.Allgatherv_init(part, [whole[: ranks * len(part)], [len(part)] * ranks])
     left, right, out = np.zeros((3, WIDTH, WIDTH), np.float32)
 
     def exchange() -> None:
@@ -163,7 +206,7 @@ def _hidden_share(comm: Communicator) -> float:
 
     def together() -> None:
         request.Start()
-        compute(request.Test)
+        compute(request.Test if name == "allreduce" else bool)
         request.Wait()
 
     count = 1
@@ -174,10 +217,16 @@ def _hidden_share(comm: Communicator) -> float:
     return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
 
 
-def median_seconds(comm: Communicator, run: Callable[[], Any]) -> float:
-    """Median over repetitions of the time until the last rank has returned, after a barrier. Collective."""
+def median_seconds(comm: Communicator, run: Callable[[], Any], rest: Callable[[], Any] | None = None) -> float:
+    """Median over repetitions of the time until the last rank has returned, after a barrier. Collective.
 
-    def once() -> float:
+    Before each repetition `rest` is called as long as one takes.
+    """
+
+    def once(pause: float = 0.0) -> float:
+        until = time.perf_counter() + pause
+        while rest is not None and time.perf_counter() < until:
+            rest()
         comm.Barrier()
         began = time.perf_counter()
         run()
@@ -186,6 +235,6 @@ def median_seconds(comm: Communicator, run: Callable[[], Any]) -> float:
     once()
     first = comm.allreduce(once(), MPI.MAX)
     count = min(TIMES[1], max(TIMES[0], int(SECONDS / max(first, 1e-9))))
-    seconds = np.array([once() for _ in range(count)])
+    seconds = np.array([once(first) for _ in range(count)])
     comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
     return float(np.median(seconds))

@@ -1,5 +1,6 @@
 """Seconds of messages and collectives among any ranks, by the selection and the cost model of `collectives`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +23,13 @@ class MessageCosts:
         """True if these ranks are on several nodes."""
         return len({self.nodes[rank] for rank in ranks}) > 1
 
-    def collective(self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False) -> float:
+    def collective(
+        self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False, idle: float = math.inf
+    ) -> float:
         """Seconds of a collective among these ranks, of a vector, or of all blocks together, of `nbytes`.
 
-        `shared`: they are in shared memory.
+        `shared`: they are in shared memory. `idle`: seconds since these ranks' last collective, which the cost model
+        ignores.
         """
         if len(ranks) < 2 or not nbytes:
             return 0.0
@@ -38,8 +42,8 @@ class MessageCosts:
         """Seconds of an exchange as `RecordingComm` records it: a collective, or a message between neighbours."""
         return self.message(ranks[0], ranks[1], nbytes) if name == MESSAGE else self.collective(name, ranks, nbytes)
 
-    def hidden(self, ranks: Sequence[int]) -> float:
-        """Share of an exchange among these ranks that goes on beside their computation."""
+    def hidden(self, ranks: Sequence[int], name: str) -> float:
+        """Share of a collective among these ranks that goes on beside their computation."""
         return float(self.over_network(ranks) and len(self.nodes) < self.cores)
 
     def _with_shared_cards(self) -> Costs:

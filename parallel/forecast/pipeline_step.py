@@ -1,5 +1,6 @@
 """Predicted step of a pipeline: its schedule simulated with the stages' times, then gradients and update of a stage."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from parallel.forecast.core_sharing import CoreSharing
 from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork
 from parallel.forecast.message_costs import MessageCosts
 from parallel.forecast.step_timeline import COMPUTE, IDLE, UPDATE, StepTimeline, TimeSpan
+from parallel.grad_compression import NONE
 from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
 from parallel.pipeline.stage_params import Portion
 
@@ -21,12 +23,14 @@ class PipelineWork(NamedTuple):
     units, outputs : work, and bytes of the output, of each unit for a micro-batch
     portions : shares of the ranks of one pipeline, by stage
     ranks : numbers of the ranks of `Portion.mesh` among all
+    compress : compression of gradients
     """
 
     units: Sequence[UnitWork]
     outputs: Sequence[int]
     portions: Sequence[Portion]
     ranks: Sequence[int]
+    compress: str = NONE
 
 
 def pipeline_step(
@@ -41,7 +45,7 @@ def pipeline_step(
     whole = float(timeline.makespan) * sharing.crowd
     step = StepTimeline(spans=_spans(timeline), now=whole)
     step.parts |= {COMPUTE: max(busy) * sharing.crowd, IDLE: whole - max(busy) * sharing.crowd}
-    stages = [_after(portion, work.ranks, messages) for portion in work.portions]
+    stages = [_after(portion, work, messages) for portion in work.portions]
     sums = [sum(seconds for _, seconds in each) for each, _ in stages]
     slowest = sums.index(max(sums))
     for cause, seconds in stages[slowest][0]:
@@ -68,17 +72,20 @@ def _times(work: PipelineWork, messages: MessageCosts) -> ActionTimes:
     )
 
 
-def _after(portion: Portion, ranks: Sequence[int], messages: MessageCosts) -> tuple[list[tuple[str, float]], int]:
+def _after(portion: Portion, work: PipelineWork, messages: MessageCosts) -> tuple[list[tuple[str, float]], int]:
     """Seconds of the gradient sums of a stage's parameter groups by cause, and elements that a rank updates."""
-    sums, own = [], 0
+    sums: list[tuple[str, float]] = []
+    own = 0
     for group, plan in portion.held:
         layout = portion.layout_of(group)
         exchange, kind = EXCHANGES[layout], LAYOUTS[layout]
-        members = RankGroup(plan, [ranks[rank] for rank in portion.holders[group.number]], messages)
+        holders = [work.ranks[rank] for rank in portion.holders[group.number]]
+        members = RankGroup(plan, holders, messages, work.compress)
         length = plan.flat.length
-        sums.append((members.cause, members.seconds(exchange.collective, length)))
+        idle = 0.0 if sums else math.inf
+        sums.append((members.cause, members.seconds(exchange.collective, length, idle=idle)))
         if exchange.gathers_updates or exchange.gathers_units:
-            sums.append((members.cause, members.seconds("allgatherv", length, weights=True)))
+            sums.append((members.cause, members.seconds("allgatherv", length, weights=True, idle=0.0)))
         own += -(-length // plan.ranks) if kind.divided else length
     return sums, own
 

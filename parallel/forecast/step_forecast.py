@@ -13,22 +13,27 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.selection.cost_model import BUILT_IN
+from parallel.data_parallel.expert_shards import RankGroups
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of, units_of
+from parallel.engine.compression import compressor_of
 from parallel.engine.divided_sequences import TENSOR
-from parallel.engine.model_on_mesh import cut_for, forecast_axis, mesh_of
+from parallel.engine.model_on_mesh import cut_for, expert_division, forecast_axis, mesh_of
 from parallel.engine.settings import Settings
 from parallel.forecast.data_parallel_step import RankGroup, UnitWork, data_parallel_step
-from parallel.forecast.measured_costs import MeasuredCosts, UnitCost, Workpiece
+from parallel.forecast.measured_costs import MeasuredCosts, Workpiece
 from parallel.forecast.measured_messages import MeasuredMessages
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.pipeline_step import PipelineWork, pipeline_step
+from parallel.forecast.recording_comm import AxisExchange
 from parallel.forecast.server_step import server_step
 from parallel.forecast.step_timeline import NETWORK, SHARED, STEP, StepTimeline
-from parallel.mesh.mesh import Mesh
+from parallel.forecast.tiny_training import tiny_settings, tiny_step_seconds
+from parallel.mesh.mesh import EXPERT_REPLICAS, EXPERTS, Mesh
 from parallel.nn.compose import Sequential
-from parallel.nn.flat_params import BLOCK
-from parallel.nn.operator import Operator
+from parallel.nn.mixture import MixtureOfExperts
+from parallel.nn.operator import ArraySpec, Operator
+from parallel.nn.rewrite import operators_in
 from parallel.optim.optimizer import Optimizer
 from parallel.pipeline import config
 from parallel.pipeline.param_division import cuts_for
@@ -52,6 +57,10 @@ class Job(NamedTuple):
         data = self.task.train
         return data.take(np.arange(count) % len(data))
 
+    @property
+    def work(self) -> Workpiece:
+        return Workpiece(self.model, self.loss, self.take)
+
 
 class StepForecaster:
     """Forecaster of the steps of trainings on some ranks, from a record that grows by what it does not have yet.
@@ -62,6 +71,7 @@ class StepForecaster:
     def __init__(self, record: MeasurementRecord):
         self.record, self.measured = record, MeasuredCosts(record)
         self.ranks = len(record.nodes)
+        self._overheads: dict[Settings, float] = {}
         self.messages = MeasuredMessages(BUILT_IN, record.nodes, record.sharing.cores, record=record)
 
     def prepare(self, settings: Settings) -> tuple[Settings, Job]:
@@ -76,69 +86,81 @@ class StepForecaster:
 
     def step(self, settings: Settings, job: Job) -> StepTimeline:
         """Predicted step of a training, of settings and job as from `prepare`."""
+        found = self._parts(settings, job)
+        found.spend("engine", STEP, self._overhead(settings))
+        return found
+
+    def _parts(self, settings: Settings, job: Job) -> StepTimeline:
+        """Predicted step without what every step costs."""
         kind = settings.layout.partition(":")[0]
-        if kind in LAYOUTS or kind == "pp":
-            found = self._data_parallel(settings, job) if kind in LAYOUTS else self._pipeline(settings, job)
-            found.spend("synchronise", STEP, self._synchronisation(job))
-            return found
+        if kind in LAYOUTS:
+            return self._data_parallel(settings, job)
+        if kind == "pp":
+            return self._pipeline(settings, job)
         if kind == "ps":
             return self._servers(settings, job)
         known = ", ".join([*LAYOUTS, "pp", "ps"])
         raise ValueError(f"layout: expected one whose time can be forecast, of {known}; found {settings.layout}")
 
-    def _synchronisation(self, job: Job) -> float:
-        """Seconds of a step's small collectives: numbers of micro-batches, sums of the losses, squares of gradients."""
-        blocks = sum(-(-parameter.size // BLOCK) for parameter in job.model.parameters())
-        calls = (("allgatherv", 40 * self.ranks), ("allreduce", 16), ("allgatherv", 8 * blocks))
-        return sum(self.messages.collective(name, range(self.ranks), nbytes) for name, nbytes in calls)
-
-    def _units(self, settings: Settings, job: Job, samples: int, tp: int) -> list[UnitCost]:
-        work = Workpiece(job.model, job.loss, job.take)
-        return self.measured.units(work, settings, samples, tp)
+    def _overhead(self, settings: Settings) -> float:
+        """Seconds of a tiny training's step beyond its predicted parts, with servers or without."""
+        tiny = tiny_settings("ps" if settings.layout == "ps" else "dp", self.ranks, settings.servers)
+        if tiny not in self._overheads:
+            trial = partial(tiny_step_seconds, tiny, self.record.comm)
+            measured = max(self.record.results(("tiny", tiny.layout, tiny.servers), trial, True))
+            self._overheads[tiny] = max(0.0, measured - self._parts(*self.prepare(tiny)).seconds)
+        return self._overheads[tiny]
 
     def _work(
         self, settings: Settings, job: Job, samples: int, mesh: Mesh, rounds: int, crowd: float = 1.0
     ) -> tuple[list[UnitWork], str]:
-        """Work of the units for one of `rounds` micro-batches, and the cause of exchanges along tp.
+        """Work of the units for one of `rounds` micro-batches, and the cause of the exchanges in them.
 
         Passes take `crowd` times as long as measured. Gradients of all micro-batches but the first one are added.
         """
-        tp = mesh.sizes.get(TENSOR, 1)
-        ranks = next(group for group in mesh.groups([TENSOR]) if 0 in group)
-        found = []
-        for unit in self._units(settings, job, samples, tp):
+        found, over = [], False
+        exchanges = _expert_exchanges(settings, job, samples, mesh)
+        for unit, routed in zip(self.measured.units(job.work, settings, samples, mesh), exchanges):
             added = self.measured.sum_of_gradients(unit.parameters) * (rounds - 1) / rounds
-            along = sum(self.messages.among(name, ranks, nbytes) for name, nbytes in unit.exchanges)
+            along = 0.0
+            for name, nbytes, axis in (*unit.exchanges, *routed):
+                ranks = _first_group(mesh.expert_groups(EXPERTS) if axis == EXPERTS else mesh.groups([axis]))
+                along += self.messages.among(name, ranks, nbytes)
+                over |= self.messages.over_network(ranks)
             forward, backward, weights = unit.forward * crowd, unit.backward * crowd, (unit.weights + added) * crowd
             found.append(UnitWork(forward, backward, weights, along))
-        return found, NETWORK if self.messages.over_network(ranks) else SHARED
+        return found, NETWORK if over else SHARED
 
     def _data_parallel(self, settings: Settings, job: Job) -> StepTimeline:
         ranks = self.ranks
         mesh, crowd = mesh_of(settings, ranks), self.measured.sharing.crowd
         workers = strategy_of(settings).workers(settings, ranks)
-        samples, microbatches = _micro_batches(settings, workers)
+        samples, microbatches = _micro_batches(settings, workers, job)
         rounds = -(-microbatches // workers)
-        replicas = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if 0 in group)
+        replicas = _first_group(mesh.groups(mesh.without(TENSOR).sizes))
         units, tensor = self._work(settings, job, samples, mesh, rounds, crowd)
         model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
-        plan = plan_of(model, len(replicas), 0, settings)
-        own = -(-plan.flat.length // len(replicas)) if LAYOUTS[settings.layout].divided else plan.flat.length
-        update = self.measured.update(job.optimizer, settings, own) * crowd
-        group = RankGroup(plan, replicas, self.messages)
-        return data_parallel_step(settings.layout, units, rounds, group, update, tensor)
+        plan = plan_of(model, len(replicas), 0, settings, compressor_of(settings.compress))
+        groups = []
+        for held in RankGroups.of(plan, expert_division(model, mesh, settings)).held:
+            holders = replicas if held.unit is None else _first_group(mesh.expert_groups(EXPERT_REPLICAS))
+            groups.append(RankGroup(held.division, holders, self.messages, settings.compress))
+        divided = LAYOUTS[settings.layout].divided
+        own = sum(-(-each.plan.flat.length // (each.plan.ranks if divided else 1)) for each in groups)
+        update = self.measured.update(job.optimizer, settings, own, job.work, samples) * crowd
+        return data_parallel_step(settings.layout, units, rounds, groups, update, tensor)
 
     def _cuts(self, settings: Settings, job: Job) -> str:
         mesh = config.mesh_of(settings, self.ranks)
         parts = build(config.schedule_of(settings), mesh.sizes[AXIS], 1, virtual=settings.virtual).placement.parts
-        samples, _ = _micro_batches(settings, config.workers(settings, mesh.size))
-        costs = [LayerCost(*unit[:3]) for unit in self._units(settings, job, samples, mesh.sizes.get(TENSOR, 1))]
+        samples, _ = _micro_batches(settings, config.workers(settings, mesh.size), job)
+        costs = [LayerCost(*unit[:3]) for unit in self.measured.units(job.work, settings, samples, mesh)]
         return ",".join(map(str, (0, *(cut.stop for cut in partition(costs, parts)))))
 
     def _pipeline(self, settings: Settings, job: Job) -> StepTimeline:
         mesh = config.mesh_of(settings, self.ranks)
         replicas, whole = config.workers(settings, mesh.size), mesh.without(TENSOR)
-        samples, microbatches = _micro_batches(settings, replicas)
+        samples, microbatches = _micro_batches(settings, replicas, job)
         units, _ = self._work(settings, job, samples, mesh, -(-microbatches // replicas))
         model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
         plan = build(
@@ -147,20 +169,20 @@ class StepForecaster:
             config.microbatches(settings, mesh.size),
             virtual=settings.virtual,
         )
-        ranks = next(group for group in mesh.groups(whole.sizes) if 0 in group)
+        ranks = _first_group(mesh.groups(whole.sizes))
         cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
-        line = next(group for group in whole.groups([AXIS]) if 0 in group)
-        portions = [Portion.make(plan_of(model, whole.size, at, settings), whole, plan, cuts) for at in line]
-        outputs = _outputs(units_of(model), job, settings, samples)
-        update = partial(self.measured.update, job.optimizer, settings)
-        return pipeline_step(
-            PipelineWork(units, outputs, portions, ranks), self.messages, self.measured.sharing, update
-        )
+        line, compressor = _first_group(whole.groups([AXIS])), compressor_of(settings.compress)
+        plans = [plan_of(model, whole.size, at, settings, compressor) for at in line]
+        portions = [Portion.make(each, whole, plan, cuts) for each in plans]
+        outputs = [y.nbytes for y in _outputs(units_of(model), job, settings, samples)]
+        update = partial(self.measured.update, job.optimizer, settings, work=job.work, samples=samples)
+        work = PipelineWork(units, outputs, portions, ranks, settings.compress)
+        return pipeline_step(work, self.messages, self.measured.sharing, update)
 
     def _servers(self, settings: Settings, job: Job) -> StepTimeline:
         ranks, sharing = self.ranks, self.measured.sharing
         workers = ranks - settings.servers
-        samples, microbatches = _micro_batches(settings, workers)
+        samples, microbatches = _micro_batches(settings, workers, job)
         crowd = max(1.0, sharing.crowd * workers / ranks)
         units, _ = self._work(settings, job, samples, Mesh({"dp": ranks}), 1, crowd)
         plan = plan_of(job.model, ranks, 0, settings)
@@ -171,16 +193,38 @@ class StepForecaster:
         return server_step(units, microbatches, nbytes, settings.servers, self.messages, seconds)
 
 
-def _micro_batches(settings: Settings, workers: int) -> tuple[int, int]:
+def _micro_batches(settings: Settings, workers: int, job: Job) -> tuple[int, int]:
     """Samples of a micro-batch, and number of micro-batches of a step over all workers."""
-    samples = min(settings.batch, settings.micro(workers))
-    return samples, -(-settings.batch // samples)
+    batch = min(settings.batch, len(job.task.train))
+    samples = min(batch, settings.micro(workers))
+    return samples, -(-batch // samples)
 
 
-def _outputs(units: Sequence[Operator], job: Job, settings: Settings, samples: int) -> list[int]:
-    """Bytes of each unit's output for a micro-batch of `samples`."""
+def _first_group(groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Group of rank 0."""
+    return next(group for group in groups if 0 in group)
+
+
+def _outputs(units: Sequence[Operator], job: Job, settings: Settings, samples: int) -> list[ArraySpec]:
+    """Each unit's output for a micro-batch of `samples`."""
     x, found = specs(job.task, settings.precision, samples)[0], []
     for unit in units:
         x = unit.outline(x).y
-        found.append(x.nbytes)
+        found.append(x)
+    return found
+
+
+def _expert_exchanges(settings: Settings, job: Job, samples: int, mesh: Mesh) -> list[tuple[AxisExchange, ...]]:
+    """Exchanges of tokens in each unit, if replicas share experts: to the experts and back, in both passes.
+
+    Tokens are spread evenly, so that a rank computes as much as with all experts.
+    """
+    units = units_of(job.model)
+    if mesh.expert_replicas == 1:
+        return [()] * len(units)
+    found = []
+    for unit, y in zip(units, _outputs(units, job, settings, samples)):
+        routers = [one.router for one in operators_in(unit) if isinstance(one, MixtureOfExperts)]
+        moved = [y.nbytes // y.shape[-1] * router.width * router.settings.choices for router in routers]
+        found.append(tuple(AxisExchange("alltoallv", nbytes, EXPERTS) for nbytes in moved for _ in range(4)))
     return found

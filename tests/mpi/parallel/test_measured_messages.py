@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")
 from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
 from parallel.engine.settings import complete
-from parallel.forecast import measured_messages
+from parallel.forecast import measured_costs, measured_messages, tiny_training
 from parallel.forecast.measured_messages import MeasuredMessages, groups_like
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.step_forecast import StepForecaster
@@ -17,7 +17,9 @@ from parallel.forecast.step_forecast import StepForecaster
 
 @pytest.fixture(autouse=True)
 def few_repetitions(monkeypatch):
+    monkeypatch.setattr(measured_costs, "TIMES", (1, 2))
     monkeypatch.setattr(measured_messages, "TIMES", (1, 2))
+    monkeypatch.setattr(tiny_training, "STEPS", 2)
 
 
 def messages_of(record):
@@ -49,8 +51,18 @@ def test_groups_measure_together(comm):
 
 def test_the_hidden_share_is_a_share(comm):
     record = MeasurementRecord.on(comm)
-    share = messages_of(record).hidden(range(comm.size))
-    assert 0 <= share <= 1 and (comm.size > 1 or share == 0) and len(record.values) == (comm.size > 1)
+    for number, name in enumerate(("allreduce", "allgatherv"), 1):
+        share = messages_of(record).hidden(range(comm.size), name)
+        assert 0 <= share <= 1 and (comm.size > 1 or share == 0) and len(record.values) == number * (comm.size > 1)
+
+
+def test_compressed_sums_and_exchanges_of_tokens(comm):
+    messages = messages_of(MeasurementRecord.on(comm))
+    for name in ("allreduce:int8", "allreduce:topk:0.1", "alltoallv"):
+        assert (messages.collective(name, range(comm.size), 1 << 12, True) > 0) == (comm.size > 1)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="expected one of allreduce, "):
+            messages.collective("scan", range(comm.size), 64)
 
 
 def test_messages_between_nodes(comm):

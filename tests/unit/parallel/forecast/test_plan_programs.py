@@ -1,6 +1,7 @@
 """Words of a chosen layout, errors of the program, and the comparison of predicted with measured steps."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from parallel.benchmark.plan_plots import draw_step
 from parallel.cli import plan_layout, verify_plan
 from parallel.cli.main import find
 from parallel.engine.settings import complete
+from parallel.forecast.layout_choice import candidates
 from parallel.forecast.step_timeline import CAUSES, StepTimeline
 
 
@@ -36,6 +38,28 @@ def test_words_give_the_settings():
     }
 
 
+def test_words_of_compressed_layouts():
+    """With a compression to choose from, the words say that there is none."""
+    none, some = (complete({"recompute": "none", "compress": each}) for each in ("none", "int8"))
+    assert plan_layout.words_of(none) == ["--parallel", "dp"]
+    assert plan_layout.words_of(none, compress=True)[-2:] == ["--compress", "none"]
+    assert plan_layout.words_of(some)[-2:] == ["--compress", "int8"]
+
+
+def test_candidates():
+    """Meshes of all axes; with a compression, layouts with and without it, where there is a gradient to exchange."""
+    given = complete({"data": "copy", "model": "gpt:tiny"})
+    found = list(candidates(given, 4))
+    assert len(found) == len(set(found)) and {each.compress for each in found} == {"none"}
+    assert {each.mesh for each in found} >= {None, "cp=4", "cp=2,tp=2", "dp=2,tp=2", "tp=4", "pp=4,dp=1"}
+    assert "dp=4,ep=2" in {each.mesh for each in candidates(given, 4, experts=True)}
+    for compress, names in {"auto": {"none", "int8", "int4"}, "sign": {"none", "sign"}}.items():
+        more = list(candidates(replace(given, compress=compress), 4))
+        assert {each.compress for each in more} == names and len(more) == len(set(more)) > len(found)
+        assert [each for each in more if each.compress == "none"] == found
+        assert not {each.mesh for each in more if each.compress != "none"} & {"tp=4", "pp=4,dp=1"}
+
+
 def test_own_options_are_not_for_the_training():
     words = ["--run", "--model", "mlp", "--top", "3", "--steps=5", "--limit", "1e9"]
     assert plan_layout._words_for_training(words) == ["--model", "mlp", "--steps=5"]
@@ -49,6 +73,7 @@ def test_own_options_are_not_for_the_training():
         (["--model", "gpt5"], "model: expected one of mlp, "),
         (["--top", "0"], "argument --top: "),
         (["--limit", "-1"], "argument --limit: "),
+        (["--compress", "zip"], "compress: expected one of int8, "),
         (["--batch", "0"], "batch: expected a number from 1 on, found 0"),
         (["--plan-json", "/dev/null/plan.json"], "--plan-json"),
     ],

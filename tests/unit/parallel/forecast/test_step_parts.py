@@ -10,15 +10,16 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
 from parallel.data_parallel.partition_spec import plan_of
-from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, Settings
+from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, Settings, complete
 from parallel.forecast.core_sharing import CoreSharing
 from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork, data_parallel_step
-from parallel.forecast.measured_costs import UNIT_FIELDS, MeasuredCosts
+from parallel.forecast.measured_costs import UNIT_FIELDS, MeasuredCosts, _slowest
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.message_costs import MessageCosts
 from parallel.forecast.pipeline_step import PipelineWork, pipeline_step
-from parallel.forecast.recording_comm import RecordingComm, TensorExchange
+from parallel.forecast.recording_comm import AxisExchange, RecordingComm
 from parallel.forecast.server_step import server_step
+from parallel.forecast.step_forecast import StepForecaster, _expert_exchanges
 from parallel.forecast.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
 from parallel.mesh.mesh import Mesh
 from parallel.nn.models import build as build_model
@@ -31,14 +32,14 @@ UNITS = [UnitWork(1.0, 1.5, 0.5)] * 3
 ONE_NODE, TWO_NODES = (MessageCosts(BUILT_IN, nodes, 8) for nodes in ((0, 0), (0, 1)))
 
 
-def group(messages):
+def groups(messages):
     settings = Settings(bucket_bytes=1, first_bytes=1)
-    return RankGroup(plan_of(mlp([8, 8, 8, 4]), 2, 0, settings), (0, 1), messages)
+    return [RankGroup(plan_of(mlp([8, 8, 8, 4]), 2, 0, settings), (0, 1), messages)]
 
 
 @pytest.mark.parametrize("layout", EXCHANGES)
 def test_every_layout_computes_alike(layout):
-    step = data_parallel_step(layout, UNITS, 2, group(ONE_NODE), 0.25)
+    step = data_parallel_step(layout, UNITS, 2, groups(ONE_NODE), 0.25)
     assert step.parts[COMPUTE] == 2 * 3 * 3 and step.parts[UPDATE] == 0.25 and step.parts[NETWORK] == 0
     assert step.seconds == pytest.approx(step.now) and step.parts[SHARED] > 0
     ends = [0.0, *(span.end for span in step.spans)]
@@ -54,15 +55,15 @@ def test_number_of_exchanges(layout, reduced, gathered):
 
     ZeRO-3 has a bucket for each unit, and two slots: units that a pass used last are there when the next one begins.
     """
-    labels = [span.label for span in data_parallel_step(layout, UNITS, 2, group(ONE_NODE), 0.0).spans]
-    counts = [sum(label.startswith(word) for label in labels) for word in (EXCHANGES[layout].collective, "gather")]
+    labels = [span.label for span in data_parallel_step(layout, UNITS, 2, groups(ONE_NODE), 0.0).spans]
+    counts = [sum(label.startswith(word) for label in labels) for word in (EXCHANGES[layout].collective, "allgatherv")]
     assert counts == [reduced, gathered]
 
 
 def test_overlap_needs_a_core():
     """Between nodes the allreduce goes on beside the backward pass if a core is left; only the first unit's shows."""
-    alone = data_parallel_step("dp", UNITS, 1, group(replace(TWO_NODES, cores=2)), 0.0)
-    beside = data_parallel_step("dp", UNITS, 1, group(TWO_NODES), 0.0)
+    alone = data_parallel_step("dp", UNITS, 1, groups(replace(TWO_NODES, cores=2)), 0.0)
+    beside = data_parallel_step("dp", UNITS, 1, groups(TWO_NODES), 0.0)
     last = [span for span in beside.spans if span.lane == "messages"][-2:]
     assert alone.parts[NETWORK] > beside.parts[NETWORK] == pytest.approx(sum(s.end - s.start for s in last))
     assert CoreSharing(2, 4).crowd == 1 and CoreSharing(6, 4).crowd == 1.5
@@ -70,11 +71,22 @@ def test_overlap_needs_a_core():
 
 def test_a_share_of_the_allreduce_is_hidden(monkeypatch):
     """With a half hidden, what shows is half of all buckets, and of the last unit's the other half as well."""
-    monkeypatch.setattr(MessageCosts, "hidden", lambda messages, ranks: 0.5)
-    half = data_parallel_step("dp", UNITS, 1, group(TWO_NODES), 0.0)
-    whole = data_parallel_step("dp-bucket", UNITS, 1, group(TWO_NODES), 0.0).parts[NETWORK]
+    monkeypatch.setattr(MessageCosts, "hidden", lambda *given: 0.5)
+    half = data_parallel_step("dp", UNITS, 1, groups(TWO_NODES), 0.0)
+    whole = data_parallel_step("dp-bucket", UNITS, 1, groups(TWO_NODES), 0.0).parts[NETWORK]
     last = [span for span in half.spans if span.lane == "messages"][-2:]
     assert half.parts[NETWORK] == pytest.approx(whole / 2 + last[-1].end - half.spans[-3].end)
+
+
+def test_weights_are_gathered_beside_the_unit_before(monkeypatch):
+    """All hidden: of six gathers of a micro-batch only the first one shows, and those that take longer than a pass."""
+    monkeypatch.setattr(MessageCosts, "hidden", lambda *given: 1.0)
+    step = data_parallel_step("zero3", UNITS, 1, groups(TWO_NODES), 0.0)
+    spans = {name: [each for each in step.spans if each.label.startswith(name)] for name in ("allgatherv", "wait")}
+    scatters = [each for each in step.spans if each.label.startswith("reduce_scatter")]
+    assert [each.lane for each in spans["allgatherv"]] == ["rank", *["messages"] * 3] and not spans["wait"]
+    shown = [*scatters, spans["allgatherv"][0]]
+    assert step.parts[NETWORK] == pytest.approx(sum(each.end - each.start for each in shown))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -119,10 +131,10 @@ def test_recorded_exchanges_have_finite_results():
     comm.Allgatherv(np.ones(2, np.float32), [whole, [2, 2]])
     comm.Reduce_scatter(np.ones(4, np.float32), part, [2, 2])
     assert np.isfinite(whole).all() and part.tolist() == [1, 1]
-    assert comm.take() == [TensorExchange(name, 16) for name in ("allreduce", "allgatherv", "reduce_scatter")]
+    assert comm.take() == [AxisExchange(name, 16) for name in ("allreduce", "allgatherv", "reduce_scatter")]
     assert comm.take() == []
     assert comm.Isend(part, 1).Test() and comm.Irecv(part, 1).Test() and not part.any()
-    assert comm.take() == [TensorExchange("message", 8)]
+    assert comm.take() == [AxisExchange("message", 8)]
 
 
 def test_recorded_messages_have_a_cost():
@@ -134,14 +146,77 @@ def test_units_of_another_model_are_measured_again(monkeypatch):
     others = {"data": "copy", "length": 7, "model": "convnet", "dropout": 0.5, "recompute": True, "experts": "2"}
     others |= {"depths": "0.5", "products": "fp8", "fake_quant": "int4", "fake_quant_inputs": "int8", "prune": 0.5}
     others |= {"prune_pattern": "rows", "precision": "fp64", "sequence_parallel": True, "tensor_shards": 2}
-    others |= {"reproducible": True}
+    others |= {"reproducible": True, "sequence_parts": 4, "context": "ring"}
     assert others.keys() == set(UNIT_FIELDS)
     options = [one for one in inspect.signature(build_model).parameters.values() if one.kind is one.KEYWORD_ONLY]
     assert tuple(one.name for one in options) == BUILD_FIELDS
     numbers = iter(range(100))
-    monkeypatch.setattr("parallel.forecast.measured_costs._unit_costs", lambda *given: [(next(numbers), 0, 0, (), 0)])
+    monkeypatch.setattr("parallel.forecast.measured_costs._unit_costs", lambda *given: trial([[next(numbers), 1, 1]]))
     with Communicator(MPI.COMM_SELF) as comm:
         costs = MeasuredCosts(MeasurementRecord.on(comm))
-        found = [costs.units(None, settings, 8, 1) for settings in [DEFAULTS, replace(DEFAULTS, rate=0.5)]]
-        found += [costs.units(None, replace(DEFAULTS, **{name: value}), 8, 1) for name, value in others.items()]
-    assert [unit.forward for (unit,) in found] == [0, *range(len(others) + 1)]
+        changed = [DEFAULTS, replace(DEFAULTS, rate=0.5), *(replace(DEFAULTS, **{one: others[one]}) for one in others)]
+        found = [costs.units(None, settings, 8, Mesh({"dp": 1})) for settings in changed]
+    assert [round(unit.forward) for (unit,) in found] == [0, *range(len(others) + 1)]
+
+
+def trial(*passes):
+    """Record of a rank of passes that take so many seconds by unit and part."""
+    return {"passes": passes, "exchanges": [[] for _ in passes[0]], "parameters": [0 for _ in passes[0]]}
+
+
+def test_units_take_what_the_slowest_rank_takes():
+    """Of two passes on two ranks: 6 and 9 s on the slower one; of ranks that wait in each unit 8 and 9 s."""
+    ranks = trial([[1, 2, 1], [0, 1, 1]], [[1, 1, 1], [1, 1, 1]]), trial([[1, 1, 1], [0, 0, 2]], [[3, 3, 1], [0, 1, 1]])
+    apart, together = (_slowest(ranks, wait) for wait in (False, True))
+    assert sum(sum(unit[:3]) for unit in apart) == pytest.approx(7.5)
+    assert sum(sum(unit[:3]) for unit in together) == pytest.approx(8.5)
+    assert apart[0].forward / apart[0].weights == pytest.approx(together[0].forward / together[0].weights)
+
+
+class BurstMessages(MessageCosts):
+    """Collectives of 10 s, of which every second of a pause saves one, up to 4."""
+
+    def collective(self, name, ranks, nbytes, shared=False, idle=float("inf")):
+        return max(6.0, 10.0 - idle)
+
+
+@pytest.mark.parametrize(("layout", "seconds"), [("dp-naive", 6), ("dp-bucket", 6 + 10 + 8 + 10 + 8 + 10)])
+def test_messages_after_a_pause(layout, seconds):
+    """Of the two tensors of a unit one is exchanged after the unit's backward pass, of 2 s, and the other at once."""
+    step = data_parallel_step(layout, UNITS, 1, groups(BurstMessages(BUILT_IN, (0, 0), 8)), 0.0)
+    assert step.parts[SHARED] == seconds
+
+
+def forecaster(ranks, comm):
+    """Forecaster of a step on so many ranks of one node, whose messages have the built-in costs."""
+    found = StepForecaster(MeasurementRecord((0,) * ranks, CoreSharing(ranks, ranks), comm=comm, measures=True))
+    found.messages = MessageCosts(BUILT_IN, (0,) * ranks, ranks)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "layout"),
+    [("gpt", "cp=2", "dp"), ("gpt", "cp=2,tp=2", "zero1"), ("gpt-moe", "dp=2,ep=2", "zero3"), ("gpt", "tp=2", "dp")],
+)
+def test_layouts_with_exchanges_in_the_units(monkeypatch, model, mesh, layout):
+    monkeypatch.setattr("parallel.forecast.measured_costs.TIMES", (1, 1))
+    monkeypatch.setattr(StepForecaster, "_overhead", lambda *given: 0.0)
+    given = complete({"data": "copy", "model": f"{model}:tiny", "length": 16, "batch": 8, "mesh": mesh, "steps": 1})
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = forecaster(Mesh.parse(mesh).size, comm)
+        step = found.step(*found.prepare(replace(given, layout=layout)))
+    exchanges = [span for span in step.spans if span.label.endswith("exchanges")]
+    assert exchanges and all(span.cause == SHARED for span in exchanges)
+
+
+def test_experts_are_exchanged_twice_in_each_pass():
+    """Of 8 samples of 16 tokens, 2 experts for each: rows of 64 float32."""
+    given = complete(
+        {"data": "copy", "model": "gpt-moe:tiny", "length": 16, "batch": 8, "mesh": "dp=2,ep=2", "steps": 1}
+    )
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = forecaster(2, comm)
+        settings, job = found.prepare(given)
+    units = _expert_exchanges(settings, job, 8, Mesh.parse("dp=2,ep=2"))
+    assert {len(unit) for unit in units} == {0, 4}
+    assert {one for unit in units for one in unit} == {AxisExchange("alltoallv", 8 * 16 * 2 * 64 * 4, "ep")}
