@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
+
+from collectives.benchmark.reports import quartiles
 from parallel.benchmark.attention_plots import COLOURS
 from parallel.engine.memory_ledger import KINDS
 
@@ -12,13 +14,19 @@ Report = Mapping[str, Any]
 """Rows of a machine, with its number of ranks, and the model and the tokens of a step."""
 
 
-def medians(report: Report) -> dict[tuple[int, bool], float]:
-    """Median seconds of a step by ranks along tp and sequence parallelism."""
-    return {(row["tp"], row["sequence_parallel"]): median(row["seconds"]) for row in report["rows"]}
+def rates(report: Report) -> dict[tuple[int, bool], Mapping[str, float]]:
+    """Quartiles of tokens per second, by ranks along tp and sequence parallelism."""
+    return {
+        (row["tp"], row["sequence_parallel"]): quartiles(report["tokens"] / np.array(row["seconds"]))
+        for row in report["rows"]
+    }
 
 
 def draw_mesh_scaling(path: Path, reports: Sequence[Report]) -> None:
-    """Plot tokens per second, a line by report with and without sequence parallelism; and bytes of a rank by kind."""
+    """Plot tokens per second, a line by report with and without sequence parallelism; and bytes of a rank by kind.
+
+    Lines are medians, vertical ones quartiles.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,13 +34,15 @@ def draw_mesh_scaling(path: Path, reports: Sequence[Report]) -> None:
 
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for report, colour in zip(reports, COLOURS):
-        nodes, found = max(row["nodes"] for row in report["rows"]), medians(report)
+        nodes, found = max(row["nodes"] for row in report["rows"]), rates(report)
         where = "one node" if nodes == 1 else f"{nodes} nodes"
         for sequence, style in ((False, "-"), (True, "--")):
             counts = [count for count, of in found if of == sequence or count == 1]
-            rates = [report["tokens"] / found[count, sequence and count > 1] for count in counts]
+            points = [found[count, sequence and count > 1] for count in counts]
+            middle = [point["median"] for point in points]
+            ends = [[abs(point[end] - point["median"]) for point in points] for end in ("q1", "q3")]
             name = where + ", sequence parallel" * sequence
-            speed.plot(counts, rates, style, marker="o", color=colour, label=name)
+            speed.errorbar(counts, middle, ends, fmt=style, marker="o", capsize=3, color=colour, label=name)
     speed.set(xlabel="ranks along tp", ylabel="tokens per second", title=f"speed, {reports[0]['model']}")
     speed.set_ylim(bottom=0)
     _draw_memory(memory, reports[0]["rows"])

@@ -5,7 +5,7 @@ scripts/cluster --hosts 4 -- python scripts/bench_meshes.py --output out/cluster
 chorus bench meshes --plot out/tensor.png out/node.json out/cluster.json
 
 All meshes train the same batches in turns, while the other ranks sleep. A row of the file has the seconds of every step
-after the first ones of each turn, and the bytes of a rank by kind; a plot has the median of the steps.
+after the first ones of each turn, and the bytes of a rank by kind; a plot has their quartiles.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine, mpi_name
-from parallel.benchmark.mesh_scaling_plots import draw_mesh_scaling, medians
+from parallel.benchmark.mesh_scaling_plots import draw_mesh_scaling, rates
 from parallel.cli.measure_scaling import RankPrefixes
 from parallel.engine.memory_ledger import KINDS
 from parallel.engine.settings import complete
@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     if comm.Get_rank() == 0:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(found, indent=1) + "\n")
-    for (count, sequence), seconds in medians(found).items():
+    for (count, sequence), rate in rates(found).items():
         what = f"tp={count}" + ", sequence" * sequence
-        say(f"{what:15} {tokens / seconds:8.0f} tokens/s, median of {options.steps * options.turns} steps")
+        say(f"{what:15} {rate['median']:8.0f} tokens/s  (quartiles {rate['q1']:.0f} to {rate['q3']:.0f})")
     say(f"{options.output} written")
     return 0

@@ -32,6 +32,9 @@ MESHES = {
 }
 """Options of a training by mesh."""
 
+PATIENT = {"PRTE_MCA_odls_base_sigkill_timeout": "60"}
+"""Environment with which Open MPI's launcher does not kill ranks a second after Ctrl-C, before they have saved."""
+
 SECONDS = 20
 """Until all ranks must have ended after one has died or raised; a busy machine starts and ends processes slowly."""
 
@@ -70,7 +73,7 @@ def reached(path, step):
 def test_ctrl_c_ends_all_ranks_after_the_same_step(tmp_path, mesh):
     ranks, task = on_mesh(mesh)
     keep = ["--checkpoint", tmp_path / "c", "--json", tmp_path / "m.jsonl"]
-    process = start(*task, "--steps", 100000, "--every", 100000, *keep, ranks=ranks)
+    process = start(*task, "--steps", 100000, "--every", 100000, *keep, ranks=ranks, **PATIENT)
     until(lambda: reached(tmp_path / "m.jsonl", 3), process, 120)
     process.send_signal(signal.SIGINT)
     output = ended(process, 60)
