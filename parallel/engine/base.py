@@ -20,14 +20,16 @@ from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_on_mesh import ModelOnMesh
 from parallel.engine.operator_records import OperatorRecords
 from parallel.engine.settings import Settings
-from parallel.engine.step_sync import Losses, StepSync, checked
+from parallel.engine.step_sync import CheckedBatches, Losses, StepSync, checked, read_losses
 from parallel.nn.flat_params import FlatParams, Span
+from parallel.nn.kernels.deferred import deferred
 from parallel.nn.operator import PassMode
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
+from parallel.runtime.device_memory import PoolLimit
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
@@ -115,7 +117,7 @@ class TrainEngine(BaseEngine):
         self.shapes = None if on_mesh is None else on_mesh.shapes
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings, self._workers = settings, len(teams)
-        self._sync = StepSync(context, self._comm, loss, teams)
+        self._sync = StepSync(context, self._comm, teams)
         blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
@@ -125,6 +127,7 @@ class TrainEngine(BaseEngine):
         self._ranges = MovingRanges(context.plan.units)
         self._records = OperatorRecords(context.plan.units, self._comm)
         self._runs: list[PassMode] = []  # of this step's micro-batches
+        self._pool = PoolLimit(self._comm, context.memory.xp)
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 
@@ -167,8 +170,8 @@ class TrainEngine(BaseEngine):
 
     def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
         """Synchronise and run the passes of given micro-batches; return (number of targets, stop flag, result)."""
-        mine, problem = self._checked(batches)
-        assignment, count, stop = self._sync.begin(mine, stop, problem)
+        mine, targets, problem = self._checked(batches)
+        assignment, count, stop = self._sync.begin(mine, targets, stop, problem)
         return count, stop, self._passes(mine, assignment, StepScale(self.steps, count, scale))
 
     def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
@@ -179,6 +182,9 @@ class TrainEngine(BaseEngine):
         updates = self.updates
         try:
             return self._stepped(run)
+        except consistency_check.StepFailed:
+            self._pool.free_unused()  # perhaps another rank of the GPU had no memory
+            raise
         finally:
             self._runs.clear()
             if self.updates == updates:
@@ -188,10 +194,9 @@ class TrainEngine(BaseEngine):
     def _stepped(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
-        with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
+        with np.errstate(over="ignore", invalid="ignore"), deferred() as numbers:  # found below, on all ranks together
             count, stop, (losses, problem, _) = run(scale)
-        problem = self._errors.take() or problem
-        losses = losses if self._counts else []
+        losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         self._ranges.end_step(self._runs, self._comm)
@@ -215,11 +220,12 @@ class TrainEngine(BaseEngine):
 
         `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
-        mine, problem = self._checked(batches)
-        assignment, count, _ = self._sync.begin(mine, False, problem)
-        losses, problem, measured = self._scores(mine, assignment, measure)
-        problem = self._errors.take() or problem
-        loss = self._sync.losses(losses if self._counts else [], problem, self.steps)
+        mine, targets, problem = self._checked(batches)
+        assignment, count, _ = self._sync.begin(mine, targets, False, problem)
+        with deferred() as numbers:
+            losses, problem, measured = self._scores(mine, assignment, measure)
+        losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
+        loss = self._sync.losses(losses, problem, self.steps)
         if measure:
             measured = self._comm.allreduce(measured if self._counts else 0.0)
         if not count:
@@ -227,13 +233,13 @@ class TrainEngine(BaseEngine):
         # Divided rather than multiplied by 1 / count, so that all engines round alike.
         return Evaluation(loss / count, measured / count if measure else None, count)
 
-    def _checked(self, batches: Iterable[Batch]) -> tuple[list[Batch], Exception | None]:
-        mine, problem = checked(batches, self.context.memory.xp)
+    def _checked(self, batches: Iterable[Batch]) -> CheckedBatches:
+        found = checked(batches, self.context.memory.xp, self._loss)
         try:
-            self._foresee(mine)
+            self._foresee(found.mine)
         except Exception as error:
-            problem = problem or error
-        return mine, problem
+            found = found._replace(problem=found.problem or error)
+        return found
 
     def _is_new(self, kind: tuple[Any, ...]) -> bool:
         """True on the first call with this key (such as batch shapes), which is then remembered."""
@@ -307,6 +313,7 @@ class TrainEngine(BaseEngine):
         """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""
         for part in self._parts:
             part.close()
+        self._pool.remove()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if consistency_check.exits_on_all_ranks(kind):

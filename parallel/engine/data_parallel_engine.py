@@ -211,10 +211,12 @@ class DataParallelEngine(TrainEngine):
         gradients.begin(None)
         mine: list[Batch] = []
         losses: Losses = []
+        targets = 0
         while problem is None:
-            next_one, problem = self._checked(islice(source, 1))
+            next_one, more, problem = self._checked(islice(source, 1))
             if not next_one:
                 break
+            targets += more
             (batch,) = next_one
             here = self._sequences.of_shape(batch.x.shape)
             pass_ = self._microbatch_pass(here, batch, training=True)
@@ -223,7 +225,7 @@ class DataParallelEngine(TrainEngine):
             mine.append(batch)
             losses += _terms(batch, pass_)
             problem = pass_.problem
-        assignment, count, stop = self._sync.begin(mine, stop, problem)
+        assignment, count, stop = self._sync.begin(mine, targets, stop, problem)
         self._expect(assignment)
         gradients.assign(assignment, StepScale(self.steps, count, scale))
         gradients.finish()

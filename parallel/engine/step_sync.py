@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -12,24 +12,43 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.data.sampler import Batch, batch_of
 from parallel.data_parallel.run_context import RunContext
+from parallel.nn.kernels.deferred import DeferredNumbers
 from parallel.runtime import consistency_check
 
 Losses = list[tuple[int, float]]
 """Numbers of micro-batches and terms of the sum of their losses."""
 
 
-def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Exception | None]:
-    """Convert and check micro-batches: (batches on the device, sorted by number; None), or ([], error)."""
+class CheckedBatches(NamedTuple):
+    """Micro-batches on the device, sorted by number, and how many of their targets count; or none, and an error."""
+
+    mine: list[Batch]
+    targets: int
+    problem: Exception | None
+
+
+def checked(batches: Iterable[Any], xp: ModuleType, loss: Any) -> CheckedBatches:
+    """Convert and check micro-batches. Targets are counted where they are given: on the host, without a wait."""
     try:
-        mine = [batch_of(some, at, xp) for at, some in enumerate(batches)]
+        mine, targets = list[Batch](), 0
+        for at, some in enumerate(batches):
+            batch = batch_of(some, at, xp)
+            mine.append(batch)
+            targets += int(loss.count(batch.y if isinstance(some[2], type(batch.y)) else np.asarray(some[2])))
         for batch in mine:
             if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
                 lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
                 raise ValueError(f"micro-batch {batch.number} has {lengths}")
         mine.sort(key=lambda batch: batch.number)
-        return mine, None
+        return CheckedBatches(mine, targets, None)
     except Exception as error:
-        return [], error
+        return CheckedBatches([], 0, error)
+
+
+def read_losses(numbers: DeferredNumbers, losses: Losses, problem: Exception | None) -> tuple[Losses, Exception | None]:
+    """Losses as floats, with a single wait for the device, and the first error: `problem`, or one found by reading."""
+    values, late = numbers.read([loss for _, loss in losses])
+    return [(number, value) for (number, _), value in zip(losses, values)], problem or late
 
 
 class StepSync:
@@ -39,16 +58,18 @@ class StepSync:
     are assigned.
     """
 
-    def __init__(self, context: RunContext, comm: Communicator, loss: Any, teams: Sequence[Sequence[int]]):
-        self._context, self._comm, self._loss = context, comm, loss
+    def __init__(self, context: RunContext, comm: Communicator, teams: Sequence[Sequence[int]]):
+        self._context, self._comm = context, comm
         self._heads = [team[0] for team in teams]
         self._teams = [list(team) for team in teams if len(team) > 1]
         self._header = np.empty((self._comm.Get_size(), 5), np.int64)
 
     def begin(
-        self, mine: Sequence[Batch], stop: bool, problem: Exception | None
+        self, mine: Sequence[Batch], count: int, stop: bool, problem: Exception | None
     ) -> tuple[list[tuple[int, ...]], int, bool]:
         """Synchronise: (micro-batches per team of ranks, targets of all ranks, True if any set `stop`). Collective.
+
+        `count` is the number of targets of `mine`.
 
         In reproducible training the micro-batches have their numbers; otherwise only how many they are is correct.
 
@@ -59,12 +80,6 @@ class StepSync:
         ValueError
             On all ranks, if the numbers are not those from 0 on, each once, or not the same in a team.
         """
-        count = 0
-        if problem is None:
-            try:
-                count = sum(int(self._loss.count(batch.y)) for batch in mine)
-            except Exception as error:
-                problem = error
         with self._context.recorder("communication", "meet"):
             numbers = tuple(batch.number for batch in mine)
             header = np.array(

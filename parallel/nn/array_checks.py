@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel.nn.kernels.deferred import check
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, Parameter
 from quant.types import Array
 
@@ -28,10 +29,24 @@ def expect_last(operator: Any, x: Any, size: int) -> None:
     expect(len(x.shape) >= 2 and x.shape[-1] == size, operator, f"an array of shape (batch, ..., {size})", x)
 
 
-def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
-    """Raise a ValueError if any of the array `numbers`, called `what`, is `limit` or more; negative ones pass."""
-    if numbers.size and (largest := int(numbers.max())) >= limit:
-        raise ValueError(f"{label(operator)}: {what} {largest} is not below {limit}")
+def expect_range(operator: Any, numbers: Any, limit: int, what: str, least: int | None = None) -> None:
+    """Raise a ValueError if any of the integers `numbers`, called `what`, is `limit` or more, or below `least`.
+
+    Of an array on a device, within `deferred`, when the numbers of the step are read.
+    """
+
+    def judge_largest(largest: float) -> None:
+        if largest >= limit:
+            raise ValueError(f"{label(operator)}: {what} {int(largest)} is not below {limit}")
+
+    def judge_smallest(smallest: float) -> None:
+        if least is not None and smallest < least:
+            raise ValueError(f"{label(operator)}: {what} {int(smallest)} is below {least}")
+
+    if numbers.size:
+        check(numbers.max(), judge_largest)
+        if least is not None:
+            check(numbers.min(), judge_smallest)
 
 
 def as_matrix(x: Array) -> Array:

@@ -57,7 +57,7 @@ class SoftmaxCrossEntropy:
             (here,) = xp.nonzero(flat >= 0)
             wide = kernels.widen(rows[here])
             above = wide[xp.arange(len(here)), flat[here]] - wide.mean(axis=-1)
-            loss += self.smoothing * float(above.sum(dtype=np.float64))
+            loss = loss + self.smoothing * kernels.number(above.sum(dtype=np.float64))
         return loss, (y, targets, log_sum)
 
     def backward(self, scale: float, saved: Any) -> Array:

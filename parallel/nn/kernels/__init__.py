@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn.kernels import fused, reference_kernels
+from parallel.nn.kernels.deferred import number as number
 from parallel.nn.kernels.reference_kernels import *  # noqa: F403
 from parallel.nn.kernels.storage import *  # noqa: F403
 

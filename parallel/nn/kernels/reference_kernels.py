@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from parallel.nn.kernels.deferred import number
 from parallel.nn.kernels.reference_conv import *  # noqa: F403
 from parallel.nn.kernels.reference_elementwise import *  # noqa: F403
 from parallel.nn.kernels.storage import array_namespace, narrow, product_dtype, wide, widen
@@ -200,7 +201,7 @@ def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
     top = wider.max(axis=-1)
     log_sum = xp.log(xp.exp(wider - top[:, None]).sum(axis=-1)) + top
     losses = xp.where(targets < 0, 0, log_sum - wider[rows, xp.maximum(targets, 0)])
-    return float(losses.sum(dtype=np.float64)), log_sum
+    return number(losses.sum(dtype=np.float64)), log_sum
 
 
 def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, log_sum: Array) -> Array:
@@ -215,7 +216,8 @@ def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, 
 def squared_error(y: Array, targets: Array) -> float:
     """Sum of squared errors (y - targets)^2, added in float64."""
     difference = widen(y) - widen(targets)
-    return float((difference * difference).sum(dtype=np.float64))
+    total: float = number((difference * difference).sum(dtype=np.float64))
+    return total
 
 
 def squared_error_backward(scale: float, y: Array, targets: Array) -> Array:
@@ -236,13 +238,27 @@ def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
         return out
     order = xp.argsort(tokens, kind="stable")
     tokens, rows = tokens[order], widen(dy)[order]
-    starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), tokens[1:] != tokens[:-1]]))
+    first = xp.concatenate([xp.ones(1, bool), tokens[1:] != tokens[:-1]])
     if hasattr(xp.add, "reduceat"):
+        starts = np.flatnonzero(first)
         out[tokens[starts]] = xp.add.reduceat(rows, starts, axis=0)
-    else:  # a product with the matrix of memberships: reproducible
-        member = tokens[starts][:, None] == tokens[None]
-        out[tokens[starts]] = member.astype(rows.dtype) @ rows
+        return out
+    # Products with matrices of memberships: reproducible, and of lengths that are known without a wait for the device.
+    if len(out) <= len(tokens):
+        for at in range(0, len(out), MEMBERSHIPS):
+            table = xp.arange(at, min(len(out), at + MEMBERSHIPS))
+            out[at : at + MEMBERSHIPS] = (table[:, None] == tokens[None]).astype(rows.dtype) @ rows
+        return out
+    runs, sums = first.cumsum() - 1, xp.empty_like(rows)  # run of equal tokens of each row
+    for at in range(0, len(rows), MEMBERSHIPS):
+        run = xp.arange(at, min(len(rows), at + MEMBERSHIPS))
+        sums[at : at + MEMBERSHIPS] = (run[:, None] == runs[None]).astype(rows.dtype) @ rows
+    out[tokens] = sums[runs]  # several rows of a token have the same sum
     return out
+
+
+MEMBERSHIPS = 1024
+"""Rows of a matrix of memberships on a device."""
 
 
 # ------------------------------------------------------------------------------------------ rows of tokens

@@ -40,7 +40,7 @@ def product_dtype(dtype: np.dtype, xp: ModuleType) -> np.dtype:
 
 def widen(x: Array) -> Array:
     """Cast `x` (half type, integers or bools) to float32; return `x` itself if it is float32 or float64."""
-    if x.dtype == BFLOAT16:
+    if x.dtype == BFLOAT16 and isinstance(x, np.ndarray):
         xp = array_namespace(x)
         bits = x.view(xp.uint16).astype(xp.uint32)
         bits <<= 16
@@ -57,7 +57,9 @@ def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
     """Round float32/float64 `x` (nearest even) to `dtype`, or into `out`, to its dtype. May return `x` itself."""
     dtype = dtype if out is None else out.dtype
     if dtype == BFLOAT16 and x.dtype in (FLOAT32, FLOAT64):
-        x = _to_bfloat16(x if x.dtype == FLOAT32 else _to_odd(x))
+        x = x if x.dtype == FLOAT32 else _to_odd(x)
+        if isinstance(x, np.ndarray):  # CuPy rounds by itself, in one kernel
+            x = _to_bfloat16(x)
     with np.errstate(over="ignore"):  # what is too large for float16 becomes infinite, as in bfloat16
         if out is None:
             return x.astype(dtype, copy=False)

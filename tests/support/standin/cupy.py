@@ -630,13 +630,17 @@ class ndarray:
         return capsule
 
     def __getitem__(self, key):
+        if _by_mask(key):
+            GPU.log.append(("read", get_current_stream().number, 0))
         if _by_arrays(key):
-            return _at_once(lambda whole, *key: whole[key], self, *(key if isinstance(key, tuple) else (key,)))
+            return _at_once(lambda whole, *key: whole[_wrapped(whole, key)], self, *_as_tuple(key))
         return self._view(self._seen()[key if key is ... or isinstance(key, tuple) else (key, ...)])
 
     def __setitem__(self, key, value):
         if _by_arrays(key):
-            _at_once(np.ndarray.__setitem__, self, key, value)
+            _at_once(
+                lambda whole, key, value: whole.__setitem__(_wrapped(whole, key), value), self, _as_tuple(key), value
+            )
         else:
             _kernel("copy", lambda x: x, [value], self[key])
 
@@ -648,6 +652,7 @@ class ndarray:
     def get(self):
         """The values, once all on the current stream is done."""
         stream = get_current_stream()
+        GPU.log.append(("read", stream.number, self.nbytes))
         GPU.run(stream.number, GPU.begun[stream.number])
         return self._seen().copy()
 
@@ -704,6 +709,26 @@ class ndarray:
 def _by_arrays(key):
     """Whether an index picks elements by their numbers, which makes a copy."""
     return any(isinstance(part, ndarray) for part in (key if isinstance(key, tuple) else (key,)))
+
+
+def _as_tuple(key):
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _wrapped(whole, key):
+    """An index whose numbers are within the lengths of the axes: CuPy wraps those that are not, without an error."""
+    if any(
+        part is None or part is Ellipsis or np.asarray(part).dtype == bool for part in key if type(part) is not slice
+    ):
+        return key
+    pairs = zip(key, whole.shape)
+    return tuple(part % n if isinstance(part, np.ndarray) and n else part for part, n in pairs)
+
+
+def _by_mask(key):
+    """Whether the length of the result depends on values, which the host waits for."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(part, ndarray) and part.dtype == bool for part in parts)
 
 
 def _function(name):
@@ -900,7 +925,13 @@ FUSED = frozenset(["absolute", "clip", "copysign", "exp", "log", "sqrt", "square
 """Of these, what CuPy can make a part of a kernel."""
 
 
+READS = frozenset(["bincount", "flatnonzero", "nonzero"])
+"""Functions whose results have lengths that depend on values: the host waits for these."""
+
+
 def _taken_down_or_done(name, *arguments, **options):
+    if name in READS:
+        GPU.log.append(("read", get_current_stream().number, 0))
     if not any(isinstance(value, _Traced) for value in (*arguments, *options.values())):
         return _at_once(getattr(np, name), *arguments, **options)
     if name not in FUSED:
