@@ -77,6 +77,7 @@ class NaiveDDP:
     def begin(self, assignment: Turns | None, step_scale: StepScale = START) -> None:
         """Begin a step; `assignment` lists micro-batches by rank, None if ranks draw them (`assign` then follows)."""
         self._next = 0
+        self.bind()  # before activations take memory, of which programs need some too
         mine = () if assignment is None else assignment[self._context.plan.rank]
         self._remaining = -1 if assignment is None else len(mine)
         self._empty = {turn for turn, number in enumerate(mine) if number is None}
