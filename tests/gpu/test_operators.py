@@ -1,8 +1,9 @@
 """Operators and losses on CuPy arrays give what they give on NumPy arrays."""
 
+import ml_dtypes
 import numpy as np
 import pytest
-from support.operator_cases import CASES, chains, on_device_as_on_host
+from support.operator_cases import CASES, PRODUCTS, chains, on_device_as_on_host, products_are_right
 
 from parallel.nn import kernels
 from parallel.nn.kernels import fused, reference_kernels
@@ -12,6 +13,12 @@ from parallel.nn.kernels import fused, reference_kernels
 @pytest.mark.parametrize("name", CASES)
 def test_like_the_host(cupy, name, dtype):
     on_device_as_on_host(cupy, name, dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_half_types(cupy, name, dtype):
+    products_are_right(cupy, name, dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])

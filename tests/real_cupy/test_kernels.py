@@ -4,10 +4,11 @@ import io
 import re
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import cupy_without_driver
-from support.operator_cases import chains
+from support.operator_cases import COPIED, PRODUCTS, chains, products_are_right
 from support.recorded_calls import decoded
 from support.standin import recorder
 
@@ -110,6 +111,16 @@ def test_small_floats_like_the_reference(cupy, on_host, code, key):
     reference_codecs.encode_float(rows, 8, by, True, code, key, expected)
     device_codecs.encode_float(cupy.asarray(rows), 8, cupy.asarray(by), True, code, key, found)
     np.testing.assert_array_equal(found.get(), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_half_types(cupy, name, dtype, monkeypatch):
+    """Arguments of cuBLAS, whose products a library in its place computes on the host."""
+    copies = dtype == np.float16  # kernels of CuPy, which run on the host for this type only
+    if copies or name not in COPIED:
+        monkeypatch.setattr(cupy_without_driver, "run_kernels", copies)
+        products_are_right(cupy, name, dtype, copies)
 
 
 SHARED_GPU = {

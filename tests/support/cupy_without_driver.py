@@ -80,12 +80,49 @@ def install():
     return cupy
 
 
+PRODUCTS = """
+static float loaded(const void *p, long at, int type) {
+    if (type == 0) return ((const float *)p)[at];
+    if (type == 2) return (float)((const _Float16 *)p)[at];
+    union { unsigned int bits; float value; } x = { (unsigned int)((const unsigned short *)p)[at] << 16 };
+    return x.value;
+}
+static void stored(void *p, long at, int type, float y) {
+    union { float value; unsigned int bits; } x = { y };
+    if (type == 0) ((float *)p)[at] = y;
+    else if (type == 2) ((_Float16 *)p)[at] = (_Float16)y;
+    else ((unsigned short *)p)[at] = (x.bits + 0x7FFF + (x.bits >> 16 & 1)) >> 16;
+}
+int cublasGemmStridedBatchedEx(void *handle, int ta, int tb, int m, int n, int k, const float *alpha, const void *a,
+        int at, int lda, long long sa, const void *b, int bt, int ldb, long long sb, const float *beta, void *c, int ct,
+        int ldc, long long sc, int count, int compute, int algo) {
+    for (long z = 0; z < count; z++)
+        for (long i = 0; i < m; i++)
+            for (long j = 0; j < n; j++) {
+                float sum = 0;
+                for (long l = 0; l < k; l++)
+                    sum += loaded(a, z * sa + (ta ? l + i * lda : i + l * lda), at)
+                        * loaded(b, z * sb + (tb ? j + l * ldb : l + j * ldb), bt);
+                stored(c, z * sc + i + j * ldc, ct, *alpha * sum);
+            }
+    return compute != 68;
+}
+int cublasGemmEx(void *h, int ta, int tb, int m, int n, int k, const float *alpha, const void *a, int at, int lda,
+        const void *b, int bt, int ldb, const float *beta, void *c, int ct, int ldc, int compute, int algo) {
+    return cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, alpha, a, at, lda, 0, b, bt, ldb, 0, beta, c, ct, ldc, 0, 1,
+        compute, algo);
+}
+"""
+"""Products of cuBLAS on host memory, for sums in float32 and a factor 0 of the earlier result."""
+
+
 def _load_stub_of_cublas():
-    """Load libraries in the place of cuBLAS, whose functions return success and do nothing."""
+    """Load libraries in the place of cuBLAS, whose functions return success; only those of `PRODUCTS` compute."""
     binding = Path(find_spec("cupy_backends.cuda.libs.cublas").origin)
     symbols = subprocess.run(["nm", "-D", "-u", binding], check=True, capture_output=True, text=True).stdout
     sections = subprocess.run(["readelf", "-d", binding], check=True, capture_output=True, text=True).stdout
-    source = "".join(f"int {name}() {{ return 0; }}\n" for name in sorted(set(re.findall(r"cublas\w+", symbols))))
+    others = sorted(set(re.findall(r"cublas\w+", symbols)) - {"cublasGemmEx", "cublasGemmStridedBatchedEx"})
+    source = PRODUCTS + "".join(f"int {name}() {{ return 0; }}\n" for name in others)
     (needed,) = re.findall(r"\[(libcublas\.so\.\d+)\]", sections)
     with tempfile.TemporaryDirectory() as folder:
         for soname in (needed, needed.replace("cublas", "cublasLt")):

@@ -21,6 +21,7 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.gated import SwiGLU, gated_transformer
+from parallel.nn.kernels import device_products
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.norm import LayerNorm, RMSNorm
@@ -335,3 +336,39 @@ def on_device_as_on_host(xp, name, dtype):
         assert isinstance(theirs, xp.ndarray) and theirs.dtype == ours.dtype
         scale = max(1, np.abs(ours).max(initial=0))
         np.testing.assert_allclose(theirs.get(), ours, rtol=0, atol=tolerance * scale)
+
+
+PRODUCTS = {
+    "matrices": lambda x: (x((5, 7)), x((7, 3))),
+    "transposed": lambda x: (x((7, 5)).T, x((3, 7)).T),
+    "rows of wider matrices": lambda x: (x((5, 9))[:, 1:8], x((7, 6))[:, 2:5]),
+    "every other element": lambda x: (x((5, 14))[:, ::2], x((7, 3))),
+    "one row": lambda x: (x((1, 7)), x((7, 1))),
+    "heads": lambda x: (x((2, 5, 3, 4)).transpose(0, 2, 1, 3), x((2, 6, 3, 4)).transpose(0, 2, 3, 1)),
+    "stacks": lambda x: (x((4, 5, 7)), x((4, 7, 3))),
+    "nothing to add": lambda x: (x((5, 0)), x((0, 3))),
+    "no rows": lambda x: (x((0, 7)), x((7, 3))),
+}
+"""Operands of products, from a function that makes arrays."""
+
+
+COPIED = ("every other element", "heads")
+"""Those of which the product makes a copy."""
+
+
+def products_are_right(cupy, name, dtype, copies=True):
+    """Compare products of half types on a device, rounded once, with those in float64; `copies`: of results too."""
+
+    def made(shape):
+        return np.random.default_rng(shape).integers(-8, 9, shape).astype(dtype)
+
+    host_a, host_b = PRODUCTS[name](made)
+    a, b = PRODUCTS[name](lambda shape: cupy.asarray(made(shape)))
+    expected = host_a.astype(float) @ host_b.astype(float)
+    wide = cupy.zeros(expected.shape, np.float32)
+    gaps = cupy.zeros((*expected.shape[:-1], 2 * expected.shape[-1]), dtype)[..., ::2]
+    for out in (None, wide, gaps) if copies else (None, wide):
+        found = device_products.multiply(a, b, out)
+        assert out is None or found is out
+        np.testing.assert_array_equal(found.get(), expected.astype(found.dtype))
+        assert found.dtype == (dtype if out is not wide else np.float32)

@@ -9,10 +9,11 @@ import math
 
 import numpy as np
 
+from parallel.nn.kernels import device_products
 from parallel.nn.kernels.deferred import number
 from parallel.nn.kernels.reference_conv import *  # noqa: F403
 from parallel.nn.kernels.reference_elementwise import *  # noqa: F403
-from parallel.nn.kernels.storage import array_namespace, narrow, product_dtype, wide, widen
+from parallel.nn.kernels.storage import array_namespace, narrow, wide, widen
 from quant.types import Array
 
 # ------------------------------------------------------------------------------------------ matrix products
@@ -22,10 +23,12 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Matrix product over the last two axes, rounded to the dtype of `a`; half types are multiplied in float32.
 
     `a` has shape (..., n, k), `b` (..., k, m), `out` (..., n, m): of the dtype of `a`, or wide for unrounded sums.
-    float16 on a GPU is not widened.
+    On a GPU half types are not widened; sums are in float32 there too.
     """
     xp = array_namespace(a)
-    if product_dtype(a.dtype, xp) == a.dtype:
+    if device_products.suits(a, b):
+        return device_products.multiply(a, b, out)
+    if wide(a.dtype) == a.dtype:
         return xp.matmul(a, b) if out is None else xp.matmul(a, b, out=out)
     a, b, dtype = widen(a), widen(b), a.dtype
     if out is not None and out.dtype == wide(dtype):

@@ -34,8 +34,8 @@ def wide(dtype: np.dtype) -> np.dtype:
 
 
 def product_dtype(dtype: np.dtype, xp: ModuleType) -> np.dtype:
-    """Dtype in which matrices of `dtype` are multiplied: float32 for half types, but float16 itself on a GPU."""
-    return FLOAT32 if dtype in HALVES and (dtype != FLOAT16 or xp is np) else dtype
+    """Dtype in which matrices of `dtype` are multiplied: float32 for half types, but the half type itself on a GPU."""
+    return FLOAT32 if dtype in HALVES and xp is np else dtype
 
 
 def widen(x: Array) -> Array:

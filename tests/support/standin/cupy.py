@@ -325,6 +325,8 @@ class Event:
 
 
 class Device:
+    cublas_handle = 77
+
     def __init__(self, device=None):
         self.id = _stack("devices", 0)[-1] if device is None else device
 
@@ -501,6 +503,56 @@ def _attribute(number, device):
     return {16: 2, 125: int(GPU.engine is not None)}[number]
 
 
+_ELEMENTS = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: BFLOAT16}
+"""Dtypes by CUDA's numbers."""
+
+
+def _gemm_strided(
+    handle, transa, transb, m, n, k, alpha, a, atype, lda, stridea, b, btype, ldb, strideb, beta,
+    c, ctype, ldc, stridec, batch_count, compute_type, algo,
+):  # fmt: skip
+    """Products of matrices by columns, as cuBLAS makes them: sums in float32, each rounded once."""
+    assert compute_type == 68 and handle == Device.cublas_handle
+    factors = [ctypes.c_float.from_address(at).value for at in (alpha, beta)]
+
+    def stack(address, kind, rows, columns, leading, stride):
+        assert leading >= rows
+        dtype, reach = _ELEMENTS[kind], (batch_count - 1) * stride + (columns - 1) * leading + rows
+        strides = (stride * dtype.itemsize, dtype.itemsize, leading * dtype.itemsize)
+        flat = GPU.at(address, reach * dtype.itemsize).view(dtype)
+        return np.lib.stride_tricks.as_strided(flat, (batch_count, rows, columns), strides)
+
+    left = stack(a, atype, *((k, m) if transa else (m, k)), lda, stridea)
+    right = stack(b, btype, *((n, k) if transb else (k, n)), ldb, strideb)
+    out = stack(c, ctype, m, n, ldc, stridec)
+
+    def work():
+        one, other = (part.astype(np.float32) for part in (left, right))
+        one, other = one.swapaxes(1, 2) if transa else one, other.swapaxes(1, 2) if transb else other
+        before = factors[1] * out.astype(np.float32) if factors[1] else 0
+        out[...] = (factors[0] * (one @ other) + before).astype(out.dtype)
+
+    stream = get_current_stream().number
+    GPU.put(stream, work, [(a, 1), (b, 1), (c, 1)], ("kernel", stream, out.nbytes))
+
+
+def _gemm(
+    handle, transa, transb, m, n, k, alpha, a, atype, lda, b, btype, ldb, beta, c, ctype, ldc, compute_type, algo
+):
+    begin, end = (handle, transa, transb, m, n, k, alpha), (compute_type, algo)
+    _gemm_strided(*begin, a, atype, lda, 0, b, btype, ldb, 0, beta, c, ctype, ldc, 0, 1, *end)
+
+
+cublas = types.SimpleNamespace(
+    CUBLAS_OP_N=0,
+    CUBLAS_OP_T=1,
+    CUBLAS_COMPUTE_32F=68,
+    CUBLAS_GEMM_DEFAULT=-1,
+    gemmEx=_gemm,
+    gemmStridedBatchedEx=_gemm_strided,
+)
+
+
 def _synchronize():
     for stream in list(GPU.begun):
         GPU.log.append(("wait", stream, 0))
@@ -523,6 +575,9 @@ runtime = types.SimpleNamespace(
     streamWaitEvent=lambda stream, event, flags=0: _stream_of(stream).wait_event(GPU.events[event]),
     hostRegister=_host_register,
     hostUnregister=_host_unregister,
+    CUDA_R_32F=0,
+    CUDA_R_16F=2,
+    CUDA_R_16BF=14,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
     memcpyDefault=4,
@@ -542,6 +597,7 @@ cuda = types.SimpleNamespace(
     Stream=Stream,
     UnownedMemory=UnownedMemory,
     alloc_pinned_memory=alloc_pinned_memory,
+    cublas=cublas,
     get_current_stream=get_current_stream,
     memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     runtime=runtime,
@@ -663,6 +719,10 @@ class ndarray:
     @property
     def ndim(self):
         return len(self.shape)
+
+    @property
+    def itemsize(self):
+        return self.dtype.itemsize
 
     @property
     def T(self):

@@ -5,11 +5,12 @@ It refuses arrays of NumPy, so nothing crosses over unasked, and functions that 
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support.device_training import TOLERANCES, trains_as_on_the_host
-from support.operator_cases import CASES, chains, on_device_as_on_host, play
+from support.operator_cases import CASES, PRODUCTS, chains, on_device_as_on_host, play, products_are_right
 
 from collectives import Communicator
 from parallel.data.sampler import Batch
@@ -102,6 +103,12 @@ def test_gradient_of_an_embedding(gpu, vocabulary):
     found = kernels.embedding_gradient(cupy.asarray(dy), cupy.asarray(tokens), cupy.empty((vocabulary, 3)))
     assert not any(kind == "read" for kind, *_ in gpu.log)
     np.testing.assert_allclose(found.get(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_half_types(gpu, name, dtype):
+    products_are_right(sys.modules["cupy"], name, dtype)
 
 
 def test_operators_take_them(gpu):
