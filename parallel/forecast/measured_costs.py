@@ -77,12 +77,17 @@ class MeasuredCosts:
     def sharing(self) -> CoreSharing:
         return self.record.sharing
 
-    def units(self, work: Workpiece, settings: Settings, samples: int, mesh: Mesh) -> list[UnitCost]:
-        """Costs of all units for a micro-batch of `samples`, on a rank of the mesh."""
+    def units(
+        self, work: Workpiece, settings: Settings, samples: int, mesh: Mesh, waits: bool = False
+    ) -> list[UnitCost]:
+        """Costs of all units for a micro-batch of `samples`, on a rank of the mesh.
+
+        Ranks that share the units, and with `waits` all, wait for the slowest one in every unit, else in every pass.
+        """
         sizes = [mesh.sizes.get(axis, 1) for axis in AXES]
         trial = partial(_unit_costs, work, settings, samples, mesh)
         trials = self.record.results(("units", *_unit_key(settings, samples), *sizes), trial)
-        return _slowest(trials, together=max(sizes) > 1)
+        return _slowest(trials, together=waits or max(sizes) > 1)
 
     def update(
         self, optimizer: Optimizer, settings: Settings, elements: int, work: Workpiece | None = None, samples: int = 0

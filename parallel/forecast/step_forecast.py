@@ -20,7 +20,7 @@ from parallel.engine.compression import compressor_of
 from parallel.engine.divided_sequences import TENSOR
 from parallel.engine.model_on_mesh import cut_for, expert_division, forecast_axis, mesh_of
 from parallel.engine.settings import Settings
-from parallel.forecast.data_parallel_step import RankGroup, UnitWork, data_parallel_step
+from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork, data_parallel_step
 from parallel.forecast.measured_costs import MeasuredCosts, Workpiece
 from parallel.forecast.measured_messages import MeasuredMessages
 from parallel.forecast.measurement_record import MeasurementRecord
@@ -119,8 +119,8 @@ class StepForecaster:
         Passes take `crowd` times as long as measured. Gradients of all micro-batches but the first one are added.
         """
         found, over = [], False
-        exchanges = _expert_exchanges(settings, job, samples, mesh)
-        for unit, routed in zip(self.measured.units(job.work, settings, samples, mesh), exchanges):
+        units = self.measured.units(job.work, settings, samples, mesh, _exchanges_in_units(settings.layout))
+        for unit, routed in zip(units, _expert_exchanges(settings, job, samples, mesh)):
             added = self.measured.sum_of_gradients(unit.parameters) * (rounds - 1) / rounds
             along = 0.0
             for name, nbytes, axis in (*unit.exchanges, *routed):
@@ -198,6 +198,11 @@ def _micro_batches(settings: Settings, workers: int, job: Job) -> tuple[int, int
     batch = min(settings.batch, len(job.task.train))
     samples = min(batch, settings.micro(workers))
     return samples, -(-batch // samples)
+
+
+def _exchanges_in_units(layout: str) -> bool:
+    """True for layouts whose ranks exchange something in every unit: pipelines, and ZeRO from stage 2 on."""
+    return layout.startswith("pp") or (layout in EXCHANGES and EXCHANGES[layout].when == "each")
 
 
 def _first_group(groups: Sequence[Sequence[int]]) -> Sequence[int]:
