@@ -174,6 +174,24 @@ def test_shared_expert_while_tokens_travel():
     assert thread_ranks.run(2, one, "ep") == [["start", "shared", "end", "start", "end"] * 2] * 2
 
 
+def test_rows_that_stay_are_not_in_the_message():
+    """A rank chooses all experts: seven of eight rows in a message of eight ranks, and none for itself."""
+
+    def one(axis):
+        messages, started = [], axis.comm.Ialltoallv
+
+        def start(send, recv):
+            messages.append((send[0].size, send[1][axis.rank], recv[0].size, recv[1][axis.rank]))
+            return started(send, recv)
+
+        axis.comm.Ialltoallv = start
+        played(divided(axis, RouterSettings(choices=EXPERTS), False), np.ones((2, 5, WIDTH)), np.float64, axis.rank)
+        return messages
+
+    each = 10 * WIDTH * (EXPERTS - 1)
+    assert thread_ranks.run(EXPERTS, one, "ep") == [[(each, 0, each, 0)] * 4] * EXPERTS
+
+
 def noting(order, name, function):
     def call(*arguments):
         order.append(name)
