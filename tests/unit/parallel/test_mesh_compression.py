@@ -11,6 +11,7 @@ from parallel.conformance.composition_run import difference
 from parallel.conformance.thread_communicator import run_threads
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.engine import compression
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
@@ -103,6 +104,21 @@ def test_a_first_step_has_the_bits_of_the_mesh_without_tp(how):
     _, plain, _ = run_threads(4, lambda comm: on_mesh(comm, "none", "dp=2,tp=2", 1))[0]
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     assert not all(np.array_equal(found[name], plain[name]) for name in expected)
+
+
+def test_auto_is_one_choice_for_all_ranks(monkeypatch):
+    """Ranks with the same shards of a stage measure; others may find another compression the fastest."""
+    measured = []
+
+    def choose(comm, count):
+        measured.append((comm.Get_size(), count))
+        return ("int8" if comm.Get_group().members[0] == 0 else "none"), "it is the fastest"
+
+    monkeypatch.setattr(compression, "choose", choose)
+    settings, mesh = Settings(compress="auto"), Mesh.parse("pp=2,dp=3,tp=2")
+    found = run_threads(12, lambda comm: compression.resolve_compression(settings, comm, mesh, 4000))
+    assert {(one.compress, remarks) for one, remarks in found} == {("int8", ("compress auto: it is the fastest",))}
+    assert measured == [(3, 1000)] * 12
 
 
 CONTINUED = (
