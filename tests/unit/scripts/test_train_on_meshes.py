@@ -12,7 +12,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
 from support.launched_training import KILLER, course, lines, lines_so_far, run, same, start, until
-from support.launches import ended, needs_mpiexec
+from support.launches import MPIEXEC, ended, needs_mpiexec
 
 from parallel.checkpoint.checkpoint_files import all_in
 from parallel.mesh.mesh import Mesh
