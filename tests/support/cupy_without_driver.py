@@ -96,7 +96,7 @@ static void stored(void *p, long at, int type, float y) {
 int cublasGemmStridedBatchedEx(void *handle, int ta, int tb, int m, int n, int k, const float *alpha, const void *a,
         int at, int lda, long long sa, const void *b, int bt, int ldb, long long sb, const float *beta, void *c, int ct,
         int ldc, long long sc, int count, int compute, int algo) {
-    for (long z = 0; z < count; z++)
+    for (long z = 0; z < (compute == 68 ? count : 0); z++)
         for (long i = 0; i < m; i++)
             for (long j = 0; j < n; j++) {
                 float sum = 0;
@@ -105,7 +105,7 @@ int cublasGemmStridedBatchedEx(void *handle, int ta, int tb, int m, int n, int k
                         * loaded(b, z * sb + (tb ? j + l * ldb : l + j * ldb), bt);
                 stored(c, z * sc + i + j * ldc, ct, *alpha * sum);
             }
-    return compute != 68;
+    return 0;
 }
 int cublasGemmEx(void *h, int ta, int tb, int m, int n, int k, const float *alpha, const void *a, int at, int lda,
         const void *b, int bt, int ldb, const float *beta, void *c, int ct, int ldc, int compute, int algo) {
@@ -154,6 +154,8 @@ def _runtime():
         **{name: none() for name in silent.split()},
         "getDevice": lambda: 0,
         "getDeviceCount": lambda: 1,
+        "memGetInfo": lambda: (1 << 34, 1 << 35),
+        "deviceGetPCIBusId": lambda device: "0000:00:00.0",
         "getDeviceProperties": lambda device: {"name": b"host memory", "warpSize": 32},
         "deviceGetAttribute": lambda attribute, device: ATTRIBUTES.get(attribute, 1024),
         "runtimeGetVersion": lambda: 13000,
