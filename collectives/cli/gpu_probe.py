@@ -81,12 +81,11 @@ class Bench(NamedTuple):
         once()
         return max(statistics.median(once() for _ in range(REPEATS)), 1e-9)
 
-    def handles(self, exported: Any, handle: Callable[[], bytes]) -> list[bytes]:
+    def handles(self, handle: Callable[[], bytes]) -> list[bytes]:
         """Handles of all ranks; RuntimeError on all of them if one has none. Collective."""
-        self.exported.append(exported)
         try:
             mine, error = handle(), ""
-        except RuntimeError as refused:
+        except (RuntimeError, MemoryError) as refused:
             mine, error = b"", str(refused)
         everyone = self.world.allgather((mine, error))
         for rank, (_, found) in enumerate(everyone):
@@ -168,8 +167,16 @@ def _pinned(bench: Bench, to_host: bool) -> Figure:
 
 def _alone(probe: Callable[[Bench], Figure], bench: Bench) -> Figure:
     """Run a probe on rank 0, while the other ranks wait."""
-    found = probe(bench) if bench.world.Get_rank() == 0 else None
-    return Figure(*bench.world.bcast(found))
+    found, error = None, ""
+    if bench.world.Get_rank() == 0:
+        try:
+            found = probe(bench)
+        except Exception as refused:  # raised on all ranks, which wait for the result
+            error = f"{type(refused).__name__}: {refused}"
+    found, error = bench.world.bcast((found, error))
+    if found is None:
+        raise RuntimeError(error)
+    return Figure(*found)
 
 
 def _registered(bench: Bench) -> Figure:
@@ -203,11 +210,17 @@ def _exported(bench: Bench) -> Figure:
     """Read the neighbour's device memory through its handle; the rate of a copy from there."""
     world, cupy, runtime = bench.world, bench.cupy, bench.cupy.cuda.runtime
     rank, size = world.Get_rank(), world.Get_size()
-    mine = _array_of(bench, cupy.cuda.Memory(bench.nbytes), bench.nbytes)
-    mine[...] = rank % 251
-    cupy.cuda.get_current_stream().synchronize()
+
+    def export() -> bytes:
+        mine = _array_of(bench, cupy.cuda.Memory(bench.nbytes), bench.nbytes)
+        mine[...] = rank % 251
+        cupy.cuda.get_current_stream().synchronize()
+        bench.exported.append(mine)
+        handle: bytes = runtime.ipcGetMemHandle(int(mine.data.ptr))
+        return handle
+
     left, device = (rank - 1) % size, cupy.cuda.Device().id
-    handles = bench.handles(mine, partial(runtime.ipcGetMemHandle, int(mine.data.ptr)))
+    handles = bench.handles(export)
     opened = runtime.ipcOpenMemHandle(handles[left])
     theirs = _array_of(bench, cupy.cuda.UnownedMemory(opened, bench.nbytes, None, device), bench.nbytes)
     if (theirs[:TOKEN].get() != left % 251).any():
@@ -220,10 +233,16 @@ def _exported(bench: Bench) -> Figure:
 def _event(bench: Bench) -> Figure:
     """Seconds until a stream goes on that waits for an event of the neighbour, recorded before."""
     world, cupy, runtime = bench.world, bench.cupy, bench.cupy.cuda.runtime
-    event = cupy.cuda.Event(disable_timing=True, interprocess=True)
-    event.record()
-    cupy.cuda.get_current_stream().synchronize()
-    handles = bench.handles(event, partial(runtime.ipcGetEventHandle, event.ptr))
+
+    def export() -> bytes:
+        event = cupy.cuda.Event(disable_timing=True, interprocess=True)
+        event.record()
+        cupy.cuda.get_current_stream().synchronize()
+        bench.exported.append(event)
+        handle: bytes = runtime.ipcGetEventHandle(event.ptr)
+        return handle
+
+    handles = bench.handles(export)
     opened = runtime.ipcOpenEventHandle(handles[(world.Get_rank() - 1) % world.Get_size()])
     stream = cupy.cuda.get_current_stream()
     return Figure(bench.seconds(partial(runtime.streamWaitEvent, stream.ptr, opened)) * 1e6, "us")
@@ -235,6 +254,7 @@ PROBES: dict[str, Callable[[Bench], Figure]] = {
     "build of a kernel": _kernel,
     "product of matrices, float32": partial(_product, name="float32"),
     "product of matrices, float16": partial(_product, name="float16"),
+    "product of matrices, bfloat16": partial(_product, name="bfloat16"),
     "transfer of GPU arrays": _transfer,
     "kernel launch and wait": _launch,
     "copy on the device": _on_device,

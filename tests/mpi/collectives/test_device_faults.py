@@ -158,7 +158,7 @@ OPEN = cupy.cuda.runtime.ipcOpenMemHandle
 EXPORTS = {
     "memory of the pool": lambda: (cupy.cuda, "Memory", on_pool),
     "handle without the offset": lambda: (cupy.cuda, "Memory", in_the_middle),
-    "one's own handle": lambda: (gpu_probe.Bench, "handles", lambda self, exported, handle: [handle()] * 9),
+    "one's own handle": lambda: (gpu_probe.Bench, "handles", lambda self, handle: [handle()] * 9),
     "opened as another kind": lambda: (cupy.cuda.runtime, "ipcOpenMemHandle", lambda handle: OPEN(handle[::-1])),
 }
 
