@@ -42,6 +42,9 @@ Tuning = bool | str | os.PathLike[str] | TimingTable | None
 
 _numbers = count(1)
 
+PREDEFINED = {"COMM_WORLD": MPI.COMM_WORLD, "COMM_SELF": MPI.COMM_SELF}
+"""mpi4py's constants by name: as they were at import, since programs may put a `Communicator` in their place."""
+
 # Registered after the imports, hence called before the exit functions of all modules of this package.
 atexit.register(close_all)
 
@@ -49,6 +52,12 @@ atexit.register(close_all)
 def _uncached(*_: Any) -> CallKey:
     """Stand-in for `run_cached` and `start_cached` in debug mode and after `close`, where every call is validated."""
     return UNCACHEABLE
+
+
+def restore(name: str, number: int) -> Any:
+    """Unpickled `Communicator`: the open one with this number, else another one of mpi4py's constant, else that."""
+    made = {key: comm for key, comm in open_communicators.items() if comm.constant == name}
+    return made.get(number) or next(iter(made.values()), PREDEFINED[name])
 
 
 def _adopting(name: str) -> Callable[..., Any]:
@@ -129,6 +138,9 @@ class Communicator(CollectiveMethods):
     [0.0, 1.0, 2.0]
     """
 
+    constant: str | None = None
+    """Name of mpi4py's constant of which this communicator was made, and whose place it takes; None otherwise."""
+
     _planner: Planner | None = None
     _closing: Planner
     """The planner to be freed once no operation is active."""
@@ -155,6 +167,7 @@ class Communicator(CollectiveMethods):
         if comm == MPI.COMM_NULL:
             raise InvalidArgument(MPI.ERR_COMM, "comm: MPI.COMM_NULL has no ranks")
         plain = MPI.Intracomm(comm)
+        self.constant = next((name for name, constant in PREDEFINED.items() if comm is constant), None)
         # Also a barrier that progresses all active operations: no rank waits for them in the blocking calls below.
         bits = common(plain, (MPI.Query_thread() == MPI.THREAD_MULTIPLE) | (not async_progress) << 1)
         self._threads, self._async_progress = bool(bits & 1), not bits & 2
@@ -409,16 +422,27 @@ class Communicator(CollectiveMethods):
 
     def Free(self) -> None:
         """`close`, and free the MPI communicator; raise for predefined ones, such as ``MPI.COMM_WORLD``. Collective."""
-        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        if self in PREDEFINED.values():
             raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own: close() releases Chorus's resources")
         self.close()
         super().Free()
 
     def free(self) -> None:
-        """`close`, and free the MPI communicator unless it is predefined, such as ``MPI.COMM_WORLD``. Collective."""
-        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        """`close`, and free the MPI communicator unless it is predefined. Collective.
+
+        Does nothing if made of mpi4py's constant ``MPI.COMM_WORLD`` or ``MPI.COMM_SELF`` itself, as their `free`.
+        """
+        if self.constant is not None:
+            return
+        if self in PREDEFINED.values():
             self.close()
         super().free()
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Any:
+        """The open `Communicator` with this MPI handle; without one mpi4py's communicator."""
+        plain = MPI.Intracomm.fromhandle(handle)
+        return next((comm for comm in open_communicators.values() if comm == plain), plain)
 
     def Disconnect(self) -> None:
         """Wait for all pending communication, then `close` and disconnect. Collective."""
@@ -430,12 +454,15 @@ class Communicator(CollectiveMethods):
 
     def __copy__(self, memo: object = None) -> Self:
         """Return this object if it is predefined, such as ``MPI.COMM_WORLD``, as mpi4py does; else raise NotCopied."""
-        if self in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL):
+        if self in (*PREDEFINED.values(), MPI.COMM_NULL):
             return self
         raise NotCopied(MPI.ERR_COMM, "a Communicator cannot be copied by one rank alone: Dup() makes another one")
 
     __deepcopy__ = __copy__
 
     def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle by name if made of mpi4py's constant (unpickled by `restore`), else raise NotCopied."""
+        if self.constant is not None:
+            return restore, (self.constant, self._number)
         message = "a Communicator cannot be pickled, as all ranks make it together: Communicator(comm) makes one"
         raise NotCopied(MPI.ERR_COMM, message)

@@ -108,7 +108,7 @@ def test_close_and_with_leave_the_mpi_communicator_alone(world):
 
 def test_free_in_lower_case_gives_everything_back(world):
     """mpi4py's `free` forgets what is MPI's own and calls `Free` of all else."""
-    for comm in (Communicator(world), Communicator(world).Dup()):
+    for comm in (Communicator(MPI.Intracomm(world)), Communicator(world).Dup()):
         comm.free()
         assert comm == MPI.COMM_NULL
         with pytest.raises(ValueError, match="was freed"):
@@ -122,6 +122,18 @@ def test_the_mpi_s_own_communicators_are_not_freed(world):
         ours.Free()
     works(ours)
     ours.close()
+
+
+def test_it_takes_the_place_of_mpi4py_s_constant(world):
+    """mpi4py's constants ignore `free`, and `fromhandle` gives objects of the class."""
+    with Communicator(MPI.COMM_WORLD) as ours:
+        ours.free()
+        works(ours)
+        assert Communicator.fromhandle(ours.handle) == ours
+        twin = ours.Dup()
+        assert Communicator.fromhandle(twin.handle) is twin
+        twin.Free()
+        assert type(Communicator.fromhandle(MPI.COMM_SELF.handle)) is MPI.Intracomm
 
 
 def test_lower_case_methods(comm):
