@@ -221,6 +221,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not turns:
         parser.error(f"--rows: {args.rows} has no measurements; --place makes some")
-    found = compare(rows_of(turns))
+    try:
+        found = compare(rows_of(turns))
+    except ValueError as error:  # of a forecast that measured something else
+        parser.error(f"--rows: {args.rows}: {error}; remove the file and measure again")
     print("\n".join(found.lines()))
     return 0 if found.within_bounds else 1

@@ -1,5 +1,6 @@
 """Words of a chosen layout, errors of the program, and the comparison of predicted with measured steps."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -149,6 +150,9 @@ def test_steps_are_predicted_again_from_the_file(tmp_path, monkeypatch, capsys):
     assert verify_plan.spread(case, [turn, slower]) == pytest.approx(2) and verify_plan.spread(case, [turn]) == 0
     with pytest.raises(ValueError, match="expected a record with the measurement"):
         verify_plan.rows_of([turn._replace(record={**turn.record, "values": {}})])
-    path.write_text("{}")
-    with pytest.raises(SystemExit):
-        verify_plan.main(["--rows", str(path)])
+    old = [turn._replace(record={**turn.record, "values": {}})._asdict()]
+    for text, message in (("[1]", "no file of this program"), (json.dumps(old), "remove the file and measure again")):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            verify_plan.main(["--rows", str(path)])
+        assert message in capsys.readouterr().err
