@@ -31,7 +31,7 @@ from parallel.benchmark.plan_accuracy import CaseRow, compare
 from parallel.engine.settings import Settings, complete
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.step_forecast import StepForecaster
-from parallel.forecast.step_timeline import StepTimeline
+from parallel.forecast.step_timeline import CAUSES, StepTimeline
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training
@@ -185,7 +185,7 @@ def spread(case: TrainingCase, turns: Sequence[Turn]) -> float:
 def rows_of(turns: Sequence[Turn]) -> list[CaseRow]:
     """Rows of all cases that were measured, predicted again from the records of their turns.
 
-    The median of the turns' medians counts, and the prediction from the turn whose sum is the median one.
+    The median of the turns' medians counts, and so for predictions.
     """
     found: defaultdict[str, list[tuple[float, StepTimeline]]] = defaultdict(list)
     for turn in turns:
@@ -199,8 +199,9 @@ def rows_of(turns: Sequence[Turn]) -> list[CaseRow]:
         if case.name in found:
             measured = median(seconds for seconds, _ in found[case.name])
             steps = sorted((step for _, step in found[case.name]), key=lambda step: step.seconds)
-            parts = steps[(len(steps) - 1) // 2].parts
-            rows.append(CaseRow(case.name, case.question, measured, dict(parts), case.fitted))
+            middle = steps[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
+            parts = {cause: sum(step.parts[cause] for step in middle) / len(middle) for cause in CAUSES}
+            rows.append(CaseRow(case.name, case.question, measured, parts, case.fitted))
     return rows
 
 

@@ -99,7 +99,7 @@ class MeasuredCosts:
         trial = partial(_update_seconds, optimizer, settings, elements, work, samples)
         passes = None if work is None else _unit_key(settings, samples)
         key = "update", type(optimizer).__name__, settings.precision, elements, passes
-        return float(max(self.record.results(key, trial)))
+        return float(median(self.record.results(key, trial)))
 
     def sum_of_gradients(self, elements: int) -> float:
         """Seconds to add a gradient of so many elements to another one."""

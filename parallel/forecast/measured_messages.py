@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.runtime.progress import progress_until
 from collectives.runtime.request_lists import wait_all
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.forecast.measurement_record import MeasurementRecord
@@ -57,7 +58,7 @@ class MeasuredMessages(MessageCosts):
         if not self.over_network(ranks):
             return rested
         sustained = _on_a_line(nbytes, partial(self._collective_seconds, name, first, shared, False))
-        return max(rested, sustained - idle)
+        return max(min(rested, sustained), sustained - idle)
 
     def hidden(self, ranks: Sequence[int], name: str) -> float:
         if len(ranks) < 2:
@@ -169,15 +170,13 @@ def _compressed_sum(comm: Communicator, compress: str, vector: Array) -> Callabl
 
 
 def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
-    there, back = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    """Message to and fro between ranks 0 and 1, non-blocking and polled, as the engines exchange theirs."""
+    there, back, rank = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8), comm.Get_rank()
 
     def run() -> None:
-        if comm.Get_rank() == 0:
-            comm.Send(there, 1)
-            comm.Recv(back, 1)
-        elif comm.Get_rank() == 1:
-            comm.Recv(back, 0)
-            comm.Send(there, 0)
+        for source in (0, 1) if rank < 2 else ():
+            request = comm.Isend(there, 1 - rank) if rank == source else comm.Irecv(back, 1 - rank)
+            progress_until(request.Test)
 
     return run
 

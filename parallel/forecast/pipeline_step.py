@@ -1,9 +1,12 @@
 """Predicted step of a pipeline: its schedule simulated with the stages' times, then gradients and update of a stage."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.forecast.core_sharing import CoreSharing
@@ -12,6 +15,7 @@ from parallel.forecast.message_costs import MessageCosts
 from parallel.forecast.step_timeline import COMPUTE, IDLE, UPDATE, StepTimeline, TimeSpan
 from parallel.grad_compression import NONE
 from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
+from parallel.pipeline.schedule.stage_placement import Number
 from parallel.pipeline.stage_params import Portion
 
 
@@ -38,13 +42,15 @@ def pipeline_step(
 ) -> StepTimeline:
     """Step of a pipeline; ``update(n)`` is the time to update n weights.
 
-    Where there are more ranks than cores, those that wait poll for messages, and so take their share of the cores too.
+    Where more ranks compute at once than there are cores, all of these are slower; those that wait leave the cores to
+    them.
     """
     timeline = simulate(work.portions[0].plan, _times(work, messages))
-    busy = [float(each) for each in timeline.busy]
-    whole = float(timeline.makespan) * sharing.crowd
-    step = StepTimeline(spans=_spans(timeline), now=whole)
-    step.parts |= {COMPUTE: max(busy) * sharing.crowd, IDLE: whole - max(busy) * sharing.crowd}
+    shared = SharedTime(timeline, sharing)
+    lines = [[tuple(map(shared.at, event[1:])) for event in line] for line in timeline.computed]
+    busy, whole = max(sum(end - start for start, end in line) for line in lines), shared.at(timeline.makespan)
+    step = StepTimeline(spans=_spans(timeline, shared), now=whole)
+    step.parts |= {COMPUTE: busy, IDLE: whole - busy}
     stages = [_after(portion, work, messages) for portion in work.portions]
     sums = [sum(seconds for _, seconds in each) for each, _ in stages]
     slowest = sums.index(max(sums))
@@ -90,9 +96,33 @@ def _after(portion: Portion, work: PipelineWork, messages: MessageCosts) -> tupl
     return sums, own
 
 
-def _spans(timeline: Timeline) -> list[TimeSpan]:
+class SharedTime:
+    """Time at which stages that share cores reach the times of a simulation in which each has a core of its own.
+
+    All that compute at once are equally slow, so that the order of events stays. Every stage stands for equally many of
+    the ranks that share the cores.
+    """
+
+    def __init__(self, timeline: Timeline, sharing: CoreSharing):
+        changes: Counter[float] = Counter()
+        for event in (event for line in timeline.computed for event in line):
+            changes[float(event[1])] += 1
+            changes[float(event[2])] -= 1
+        each = sharing.ranks / len(timeline.computed) / sharing.cores
+        self._times, self._shared, active = [0.0], [0.0], 0
+        for time in sorted(changes):
+            passed = (time - self._times[-1]) * max(1.0, active * each)
+            self._times.append(time)
+            self._shared.append(self._shared[-1] + passed)
+            active += changes[time]
+
+    def at(self, time: Number) -> float:
+        return float(np.interp(float(time), self._times, self._shared)) + max(0.0, float(time) - self._times[-1])
+
+
+def _spans(timeline: Timeline, shared: SharedTime) -> list[TimeSpan]:
     return [
-        TimeSpan(f"stage {stage}", f"{event.action.kind}{event.action.microbatch}", COMPUTE, *map(float, event[1:]))
+        TimeSpan(f"stage {stage}", f"{event.action.kind}{event.action.microbatch}", COMPUTE, *map(shared.at, event[1:]))
         for stage, line in enumerate(timeline.computed)
         for event in line
     ]
