@@ -16,6 +16,7 @@ int64.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -30,7 +31,13 @@ from parallel.data.sampler import Dataset
 INDEX = "index.json"
 
 OPEN_SHARDS = 8
-"""Most shards of a data set that are mapped at a time: they bound the resident memory."""
+"""Most shards of a data set that are mapped at a time."""
+
+MAPPED_BYTES = 32 << 20
+"""Bytes of a mapped shard whose pages are resident at most; with `OPEN_SHARDS`, they bound the resident memory."""
+
+FAULT_AROUND = 1 << 16
+"""Bytes that Linux makes resident where one page is read first, if they are cached (``fault_around_bytes``)."""
 
 KINDS = ("classes", "values", "tokens")
 
@@ -43,6 +50,7 @@ class ConcatDataset:
     sizes : samples of each part
     load : function from the number of a part to the part
     change : function applied to the inputs of what is taken
+    most : samples taken from a part at a time, if bounded
     """
 
     def __init__(
@@ -50,9 +58,10 @@ class ConcatDataset:
         sizes: Sequence[int],
         load: Callable[[int], Dataset],
         change: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        most: int | None = None,
     ):
         self._starts = np.array([0, *accumulate(sizes)], np.int64)
-        self._sizes, self._load, self._change = sizes, load, change
+        self._sizes, self._load, self._change, self._most = sizes, load, change, most
         self._part = lru_cache(OPEN_SHARDS)(load)
 
     def __len__(self) -> int:
@@ -71,13 +80,52 @@ class ConcatDataset:
         x, y = self._part(int(parts[0]) if indices.size else 0).take(indices[:0])
         x, y = (np.empty((len(indices), *array.shape[1:]), array.dtype) for array in (x, y))
         for part in np.unique(parts).tolist():
-            here = np.flatnonzero(parts == part)
-            x[here], y[here] = self._part(part).take(indices[here] - self._starts[part])
+            samples = np.flatnonzero(parts == part)
+            samples = samples[np.argsort(indices[samples])]  # neighbours in a file are read together
+            for start in range(0, len(samples), self._most or len(samples)):
+                here = samples[start:][: self._most]
+                x[here], y[here] = self._part(part).take(indices[here] - self._starts[part])
         return self._change(x), y
 
     def map_inputs(self, change: Callable[[np.ndarray], np.ndarray]) -> ConcatDataset:
         """Same data set, with `change` applied to inputs when they are taken."""
-        return ConcatDataset(self._sizes, self._load, lambda x: change(self._change(x)))
+        return ConcatDataset(self._sizes, self._load, lambda x: change(self._change(x)), self._most)
+
+
+class MappedSamples:
+    """Data set on memory maps whose pages are unmapped again: about `MAPPED_BYTES` of them are resident at most.
+
+    Unmapped pages stay in the system's cache while there is memory for them.
+
+    Attributes
+    ----------
+    most : int or None
+        Samples that may be taken at a time; None if all of them are small enough.
+    """
+
+    def __init__(self, samples: Dataset, maps: Sequence[np.ndarray]):
+        self._samples, self._maps, self._taken = samples, maps, 0
+        nbytes = sum(array.nbytes for array in maps)
+        each = nbytes // max(1, len(samples)) + FAULT_AROUND
+        self.most = None if nbytes <= MAPPED_BYTES else max(1, MAPPED_BYTES // each)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self._taken += len(indices)
+        if self.most is not None and self._taken > self.most:
+            self._taken = len(indices)
+            for array in self._maps:
+                _unmap_pages(array)
+        return self._samples.take(indices)
+
+
+def _unmap_pages(array: np.ndarray) -> None:
+    """Drop the resident pages of a memory map, where the system can; they are read again from its cache or the file."""
+    pages = getattr(array, "_mmap", None)
+    if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 class ShardArrays:
@@ -125,7 +173,7 @@ class ShardIndex:
 
     def arrays(self, part: str) -> ConcatDataset:
         """Samples of the part "train" or "test"; all shards must have samples of one shape and kind of number."""
-        sizes, first = [], None
+        first = None
         for number in range(len(self._shards[part])):
             x, y = self._map(part, number, "x"), self._map(part, number, "y")
             if len(x) != len(y):
@@ -138,23 +186,31 @@ class ShardIndex:
                 raise ValueError(
                     f"{self._name(part, number)}: expected samples as of shard 0, found x of {x.shape[1:]}"
                 )
-            sizes.append(len(x))
-        return ConcatDataset(sizes, partial(self._load_arrays, part))
+        return self._concatenated(part, partial(self._load_arrays, part))
 
-    def _load_arrays(self, part: str, number: int) -> ShardArrays:
-        return ShardArrays(self._map(part, number, "x"), self._map(part, number, "y"), self.scale)
+    def _load_arrays(self, part: str, number: int) -> MappedSamples:
+        x, y = self._map(part, number, "x"), self._map(part, number, "y")
+        return MappedSamples(ShardArrays(x, y, self.scale), (x, y))
 
     def tokens(self, part: str, windows: Callable[[np.ndarray], Dataset]) -> ConcatDataset:
         """Windows of the tokens of a part, each shard cut by ``windows(vector)``."""
 
-        def load(number: int) -> Dataset:
+        def load(number: int) -> MappedSamples:
             vector = self._map(part, number, "x")
             if vector.ndim != 1 or vector.dtype.kind not in "iu":
                 found = f"{vector.dtype} of shape {vector.shape}"
                 raise ValueError(f"{self._name(part, number)}: expected a vector of integers, found {found}")
-            return windows(vector)
+            return MappedSamples(windows(vector), [vector])
 
-        return ConcatDataset([len(load(number)) for number in range(len(self._shards[part]))], load)
+        return self._concatenated(part, load)
+
+    def _concatenated(self, part: str, load: Callable[[int], MappedSamples]) -> ConcatDataset:
+        sizes, most = list[int](), list[int]()
+        for number in range(len(self._shards[part])):
+            shard = load(number)
+            sizes.append(len(shard))
+            most += [] if shard.most is None else [shard.most]
+        return ConcatDataset(sizes, load, most=min(most, default=None))
 
     def _map(self, part: str, number: int, which: str) -> np.ndarray:
         """Memory map of a file of a shard."""

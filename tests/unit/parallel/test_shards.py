@@ -3,17 +3,19 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.format import open_memmap
 
 from collectives import Communicator
 from parallel.data import shards
 from parallel.data.datasets import ArrayDataset, TokenWindows, load
 from parallel.data.sampler import Sampler
-from parallel.data.shards import OPEN_SHARDS, ConcatDataset, ShardWriter
+from parallel.data.shards import MAPPED_BYTES, OPEN_SHARDS, ConcatDataset, ShardWriter
 
 
 def images(folder, sizes=(3, 1, 0, 5), scale=None, kind="classes"):
@@ -82,14 +84,29 @@ def test_a_bounded_number_of_shards_is_open():
     assert opened == [0]
 
 
-RESIDENT = """
-import resource, sys
-import numpy as np
-from parallel.data.datasets import load
-from parallel.data.sampler import Sampler
+def zeros(folder, shards, samples, shape):
+    """Data set of shards of zeros, in sparse files: pages of them are read and mapped as those of any file."""
+    names = [{"x": f"{number}.x.npy", "y": f"{number}.y.npy"} for number in range(shards)]
+    for entry in names:
+        open_memmap(folder / entry["x"], "w+", np.uint8, (samples, *shape))
+        np.save(folder / entry["y"], np.arange(samples) % 10)
+    facts = {"kind": "classes", "outputs": 10, "scale": 1 / 255, "train": names, "test": names[:1]}
+    (folder / "index.json").write_text(json.dumps(facts))
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM: +([0-9]+) kB", status.replace("\\t", " "))[1])
+"""
+"""Function for the peak of a process: all resident pages, those of mapped files included."""
+
+EPOCH = """
+from parallel.data.datasets import load
+from parallel.data.sampler import Sampler
 
 task = load(sys.argv[1])
 sampler, before, total = Sampler(len(task.train), 256, 64, window=task.window), peak(), 0
@@ -99,18 +116,47 @@ for step in sampler.steps(0):
 print(total, peak() - before)
 """
 
+TRAINING = """
+import resource
+from collectives.cli import launcher
+from parallel.cli import train
 
-def test_resident_memory_is_that_of_the_open_shards(tmp_path):
-    """An epoch of 40 shards of 8 MB, as peak of the process, mapped pages included: 8 shards, and some batches."""
-    with ShardWriter(tmp_path, "classes") as writer:
-        for part, shards in (("train", 40), ("test", 1)):
-            for _ in range(shards):
-                writer.add(part, np.zeros((256, 8192), np.float32), np.zeros(256, np.int64))
-    words = [sys.executable, "-c", RESIDENT, str(tmp_path)]
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+launcher.run(train.main, before_exit=lambda: print("peak", peak()))
+"""
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the peak from")
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "shards, mebibytes", [(40, 4), pytest.param(2, 128, marks=pytest.mark.full)], ids=["small", "large"]
+)
+def test_resident_memory_of_an_epoch(tmp_path, shards, mebibytes):
+    """Peak of the process: 8 small shards, or a part of each large one, and some batches."""
+    samples, features = 64 * mebibytes, 1 << 14
+    zeros(tmp_path, shards, samples, (features,))
+    words = [sys.executable, "-c", PEAK + EPOCH, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     total, grown = map(int, done.stdout.split())
-    assert total == 40 * 256 * 8192 * 4
-    assert grown < (OPEN_SHARDS + 6) * 256 * 8192 * 4
+    assert total == shards * samples * features * 4
+    mapped = min(shards, OPEN_SHARDS) * min(samples * features, MAPPED_BYTES)
+    assert grown < mapped + 6 * 64 * features * 4
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_four_gibibytes_train_in_one(tmp_path):
+    """One epoch; the private memory has a hard limit of 1 GiB, and the peak counts all pages."""
+    pytest.importorskip("threadpoolctl")
+    zeros(tmp_path, 64, 21846, (3, 32, 32))
+    words = ["--data", tmp_path, "--model", "mlp:tiny", "--batch", "4096", "--epochs", "1", "--threads", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK + TRAINING, *map(str, words)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0 and "342 steps" in done.stdout, done.stdout + done.stderr
+    assert int(done.stdout.split("peak ")[1].split()[0]) < 1 << 30
 
 
 @given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3))
