@@ -30,6 +30,10 @@ class ArrayDataset:
     x: np.ndarray
     y: np.ndarray
 
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"x has {len(self.x)} samples, y has {len(self.y)}")
+
     def __len__(self) -> int:
         return len(self.x)
 

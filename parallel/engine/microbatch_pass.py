@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.array_checks import checked, expect_type, named, type_after
-from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of
+from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
+from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
 from quant.types import Array
 
 Result = TypeVar("Result")
@@ -60,14 +60,16 @@ class MicrobatchPass:
         self._dy: Array = None
         self._saved_loss: Any = None
         self.saved: list[Any] = []
+        self._shapes: list[tuple[int, ...]] = []  # of the inputs of the units in `saved`
         self.losses: tuple[float, ...] = ()
         self.measured = 0.0
         self.problem: Exception | None = None
 
     @guarded
     def forward(self, unit: Operator) -> None:
-        y, saved = unit.forward(self._x, self._run)
+        y, saved = forward_of(unit, self._x, self._run)
         expect_type(unit, "result", y, type_after(unit, self._x))
+        self._shapes.append(self._x.shape)
         self._x = y
         self.saved.append(saved)
 
@@ -114,11 +116,21 @@ class MicrobatchPass:
         expect_type(self._loss, "gradient", self._dy, self._x.dtype)
         self._x = self._saved_loss = None
 
-    @guarded
     def backward(self, unit: Operator, grads: GradientSink) -> None:
+        """Backward pass of a unit; without a gradient only of a first unit, or one without trained parameters."""
+        if self._dy is None and self.saved and any(one.requires_grad for one in unit.parameters()):
+            self._fail(
+                TypeError(f"{label(unit)}: expected the gradient of its result, found None of the unit after it")
+            )
+        self._backward(unit, grads)
+
+    @guarded
+    def _backward(self, unit: Operator, grads: GradientSink) -> None:
         dx = unit.backward(self._dy, self.saved.pop(), checked(unit, hooked(grads)))
+        shape = self._shapes.pop()
         if dx is not None:
             expect_type(unit, "gradient", dx, self._dy.dtype)
+            expect(dx.shape == shape, unit, f"a gradient of the input's shape {shape}", dx)
         self._dy = dx
 
     def compute_deferred(

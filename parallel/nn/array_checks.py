@@ -92,6 +92,8 @@ def checked(operator: Operator, sink: GradientSink) -> GradientSink:
     """
 
     def take(parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        _expect_gradient(parameter, compute)
+
         def write(out: Array) -> None:
             returned = compute(out)
             if returned is not None and returned is not out and _strays(returned, out):
@@ -103,6 +105,12 @@ def checked(operator: Operator, sink: GradientSink) -> GradientSink:
         sink(parameter, write)
 
     return take
+
+
+def _expect_gradient(parameter: Any, compute: Any) -> None:
+    if not isinstance(parameter, Parameter) or not callable(compute):
+        found = f"{type(parameter).__name__} and {type(compute).__name__}"
+        raise TypeError(f"grads: expected a Parameter and a function that writes its gradient, found {found}")
 
 
 def holders_of(operator: Operator, parameter: Parameter) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from parallel.nn.array_checks import label
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -46,8 +47,12 @@ class Sequential(Operator):
         return x, tuple(saved)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        for item, values in zip(reversed(self.items), reversed(saved)):
-            dy = item.backward(dy, values, grads)
+        for at in reversed(range(len(self.items))):
+            dy = self.items[at].backward(dy, saved[at], grads)
+            if dy is None and any(one.requires_grad for item in self.items[:at] for one in item.parameters()):
+                raise TypeError(
+                    f"{label(self.items[at])}: expected backward to return the input's gradient, found None"
+                )
         return dy
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 from zlib import crc32
 
 import numpy as np
@@ -76,6 +76,16 @@ class Parameter:
     dtype: np.dtype = field(default=np.dtype(np.float32), init=False)
     hooks: list[GradientHook] = field(default_factory=list, init=False, repr=False)
     _data: Array = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        shape, init = cast(Any, self.shape), cast(Any, self.init)
+        if not isinstance(shape, tuple | list):
+            raise TypeError(f"shape: expected a tuple of int, found {shape!r}")
+        if not callable(init):
+            found = type(init).__name__
+            raise TypeError(
+                f"init: expected a function of (random generator, shape), as nn.constant(1.0); found {found}"
+            )
 
     @property
     def size(self) -> int:
@@ -207,14 +217,14 @@ class Operator:
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} {self.name} has no forward")
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
         """Forward pass, which subclasses may fuse with the next operator `after`: (y, tuple of saved values).
 
         If fused, y is the result of `after`, and there are two saved values, equal to those of separate passes.
         """
-        y, saved = self.forward(x, run)
+        y, saved = forward_of(self, x, run)
         return y, (saved,)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
@@ -222,7 +232,7 @@ class Operator:
 
         Must not modify dy or saved values: `grads` may compute from them later.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} {self.name} has no backward")
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Predicted result, saved arrays, flops and temporary bytes for an input of the shape and dtype of `x`.
@@ -275,6 +285,18 @@ class Operator:
         """All parameters of this operator and those below it, once each, in order of first occurrence."""
         found = {id(value): value for _, value in self.walk() if isinstance(value, Parameter)}
         return list(found.values())
+
+
+def forward_of(operator: Operator, x: Array, run: PassMode) -> tuple[Array, Any]:
+    """Result of ``operator.forward(x, run)``; TypeError if it is not an array and saved values."""
+    made: Any = operator.forward(x, run)
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "dtype"):
+        found = f"{len(made)} values" if isinstance(made, tuple) and len(made) != 2 else type(made).__name__
+        name = f"{type(operator).__name__} {operator.name}"
+        raise TypeError(
+            f"{name}: expected forward to return (y, saved): an array, and what backward needs; found {found}"
+        )
+    return made
 
 
 def name_all(model: Operator) -> list[Parameter]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn.array_checks import label
-from parallel.nn.operator import ArraySpec, Operator, OperatorOutline, Parameter, PassMode, arrays_of
+from parallel.nn.operator import ArraySpec, Operator, OperatorOutline, Parameter, PassMode, arrays_of, forward_of
 
 
 def trial_outline(operator: Operator, x: ArraySpec) -> OperatorOutline:
@@ -19,7 +19,7 @@ def trial_outline(operator: Operator, x: ArraySpec) -> OperatorOutline:
     run = PassMode(samples=np.arange(x.shape[0] if x.shape else 0))
     with _zeros(operator.parameters()), np.errstate(all="ignore"):
         try:
-            y, saved = operator.forward(given, run)
+            y, saved = forward_of(operator, given, run)
         except Exception as error:
             error.add_note(f"in a forward pass of {label(operator)} on zeros, since it has no outline")
             raise

@@ -26,7 +26,7 @@ from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.vector_memory import to_host
 from parallel.trainer import engine_checkpoint
-from parallel.trainer.engine_options import with_options, with_transforms
+from parallel.trainer.engine_options import expect_parts, with_options, with_transforms
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from quant.types import Array
 
@@ -87,6 +87,7 @@ class Engine:
         example: tuple[Array, Array] | None = None,
         **options: Any,
     ) -> None:
+        expect_parts(model, loss, optimizer)
         settings = with_options(settings, options, optimizer)
         self._comm = comm if isinstance(comm, Communicator) else Communicator(comm)
         self._is_owner = self._comm is not comm
@@ -170,6 +171,8 @@ class Engine:
         by default that of the settings; the order depends on the settings' seed and `epoch`. With `batch_tokens`, data
         with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
         """
+        if not (hasattr(data, "take") and hasattr(data, "__len__")):
+            raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found {data!r}")
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
         sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
@@ -192,6 +195,8 @@ class Engine:
             if not len(x) == len(y) == len(all_samples):
                 found = f"{len(x)} inputs, {len(y)} targets, {len(all_samples)} sample numbers"
                 raise ValueError(f"x, y, samples: expected equal lengths, found {found}")
+            if not len(x):
+                raise ValueError("x, y: expected at least one sample, found none")
             for number in numbers:
                 here = slice(starts[number], starts[number] + self._micro)
                 places = all_samples[here]
@@ -200,9 +205,17 @@ class Engine:
         return list(made()) if training and self._strategy.pulls_work else made()
 
     def _expect_same(self, x: Any, y: Any) -> None:
-        """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective."""
-        facts = [(f"{name} of {len(array)} samples, hash", _digest(array)) for name, array in (("x", x), ("y", y))]
+        """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective.
+
+        TypeError if they are no arrays of numbers with an axis of samples.
+        """
+        forms = [(name, array, np.shape(array), _is_numbers(array)) for name, array in (("x", x), ("y", y))]
+        facts = [(f"{name} of shape {shape}, hash", _digest(array, good)) for name, array, shape, good in forms]
         check_equal(self._comm, facts)
+        for name, array, shape, good in forms:
+            if not good or not shape:
+                found = f"{getattr(array, 'dtype', type(array).__name__)} of shape {shape}"
+                raise TypeError(f"{name}: expected an array of numbers with an axis of samples first, found {found}")
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -307,7 +320,13 @@ def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, A
     return np.asarray(example[0])[places], np.asarray(example[1])[places]
 
 
-def _digest(array: Any) -> str:
+def _is_numbers(array: Any) -> bool:
+    return str(getattr(array, "dtype", None) or np.asarray(array).dtype) != "object"
+
+
+def _digest(array: Any, is_numbers: bool) -> str:
+    if not is_numbers:
+        return ""
     on_device = type(array).__module__.partition(".")[0] == "cupy"
     values = np.ascontiguousarray(to_host(array) if on_device else array)
     return blake2b(values.tobytes(), digest_size=8).hexdigest()

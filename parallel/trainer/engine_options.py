@@ -24,6 +24,20 @@ OWNERS = dict.fromkeys(BUILD_FIELDS, "the model") | dict.fromkeys(
 """Argument of `Engine` that has a value, by the name of a setting; those of no argument are the training program's."""
 
 
+def expect_parts(model: Any, loss: Any, optimizer: Any) -> None:
+    """Raise a TypeError that names the argument of `Engine` that is of a wrong kind, such as a class."""
+    methods = ("forward", "backward", "count")
+    is_loss = not isinstance(loss, type) and all(callable(getattr(loss, name, None)) for name in methods)
+    for name, holds, expected in (
+        ("model", isinstance(model, Operator), "an operator, as nn.Sequential(...)"),
+        ("loss", is_loss, f"an object with {', '.join(methods)}, as nn.SoftmaxCrossEntropy()"),
+        ("optimizer", isinstance(optimizer, Optimizer), "an optimizer, as AdamW(lr=0.01)"),
+    ):
+        if not holds:
+            value = {"model": model, "loss": loss, "optimizer": optimizer}[name]
+            raise TypeError(f"{name}: expected {expected}; found {value!r}")
+
+
 def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Optimizer) -> Settings:
     """Settings with some fields replaced, and the optimizer's name.
 

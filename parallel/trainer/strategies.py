@@ -128,10 +128,29 @@ STRATEGIES["federated"] = STRATEGIES["federated"]._replace(
 
 
 def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, data: Dataset) -> Sequence[Batch]:
-    """This rank's micro-batches of a training step, loaded from the data set at once, or when ranks request them."""
+    """This rank's micro-batches of a training step, loaded from the data set at once, or when ranks request them.
+
+    An error of the loading is raised where the batches are used: in the step, on all ranks.
+    """
     if strategy.pulls_work:
         return OnDemandSampler(step, data)
-    return list(step.batches(data, engine.train_share(len(step.parts))))
+    try:
+        return list(step.batches(data, engine.train_share(len(step.parts))))
+    except Exception as error:
+        return FailedBatches(error)
+
+
+class FailedBatches(Sequence[Batch]):
+    """Micro-batches that could not be loaded: raises the error when they are used."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def __len__(self) -> int:
+        raise self._error
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._error
 
 
 def strategy_of(settings: Settings) -> Strategy:
