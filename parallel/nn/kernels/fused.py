@@ -1,7 +1,7 @@
 """Elementwise kernels for CuPy, each fused into a single GPU kernel, generated from the reference kernels.
 
 `cupy.fuse` traces a function with stand-ins for its arrays and makes a kernel of it, cached per dtypes, so formulas
-exist once. For CuPy arrays of float16, float32 and float64.
+exist once. For CuPy arrays of float16, float32 and float64, and of bfloat16 by casts, which `cupy.fuse` does not know.
 """
 
 import sys
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from parallel.nn.kernels import reference_kernels
-from parallel.nn.kernels.storage import FLOAT16, FLOAT32, FLOAT64, widen
+from parallel.nn.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, narrow, widen
 from quant.types import Array
 
-TYPES = frozenset((FLOAT16, FLOAT32, FLOAT64))
+TYPES = frozenset((FLOAT16, FLOAT32, FLOAT64, BFLOAT16))
 
 
 def suits(x: Any) -> bool:
-    """True if `x` is a CuPy array of float16, float32 or float64, which the fused kernels accept."""
+    """True if `x` is a CuPy array of a floating-point type, which the fused kernels accept."""
     return not isinstance(x, np.ndarray | np.generic) and x.dtype in TYPES
 
 
@@ -37,6 +37,8 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
         y[...] = compute(*map(widen, arguments))
 
     def kernel(x: Array, *others: Any, out: Array | None = None) -> Array:
+        if x.dtype == BFLOAT16:
+            return narrow(kernel(*map(_widen_bfloat16, (x, *others))), BFLOAT16, out)
         y = sys.modules["cupy"].empty(x.shape, x.dtype) if out is None else out
         _one_kernel(chain, compute.__name__)(y, x, *others)
         return y
@@ -44,14 +46,23 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
     return kernel
 
 
+def _widen_bfloat16(value: Any) -> Any:
+    """Argument of a fused kernel: an array of bfloat16 as one of float32, all others as they are."""
+    return widen(value) if getattr(value, "dtype", None) == BFLOAT16 else value
+
+
 def _biased(compute: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
     """Fused GPU kernel from an activation f: it adds the bias to z in place and returns f(z + bias)."""
+    unbiased = _elementwise(compute)
 
     def chain(y: Array, z: Array, bias: Array) -> None:
         z += bias
         y[...] = compute(widen(z))
 
     def kernel(z: Array, bias: Array) -> Array:
+        if z.dtype == BFLOAT16:
+            z += bias
+            return unbiased(z)
         y = sys.modules["cupy"].empty(z.shape, z.dtype)
         _one_kernel(chain, f"biased_{compute.__name__}")(y, z, bias)
         return y
@@ -60,6 +71,9 @@ def _biased(compute: Callable[[Array], Array]) -> Callable[[Array, Array], Array
 
 
 def _biased_relu(z: Array, bias: Array) -> Array:
+    if z.dtype == BFLOAT16:
+        z += bias
+        return FUSED["relu"](z, out=z)
     _one_kernel(_relu_in_place, "biased_relu")(z, bias)
     return z
 

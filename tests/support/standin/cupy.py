@@ -782,7 +782,7 @@ def _wrapped(whole, key):
     ):
         return key
     pairs = zip(key, whole.shape)
-    return tuple(part % n if isinstance(part, np.ndarray) and n else part for part, n in pairs)
+    return tuple(part.astype(np.int64) % n if isinstance(part, np.ndarray) and n else part for part, n in pairs)
 
 
 def _by_mask(key):

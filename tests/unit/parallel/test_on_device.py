@@ -53,6 +53,18 @@ def test_a_chain_is_one_kernel(gpu, name, dtype):
         np.testing.assert_array_equal(given[0].get(), arrays[0] + arrays[1])
 
 
+@pytest.mark.parametrize("name", fused.FUSED)
+def test_chains_of_bfloat16(gpu, name):
+    """As the reference, by casts around the kernel for float32."""
+    cupy, (arrays, numbers) = sys.modules["cupy"], chains(name, np.float32)
+    arrays = [one.astype(ml_dtypes.bfloat16) if one.dtype == np.float32 else one for one in arrays]
+    expected = getattr(reference_kernels, name)(*(array.copy() for array in arrays), *numbers)
+    gpu.log.clear()
+    found = getattr(kernels, name)(*map(cupy.asarray, arrays), *numbers)
+    assert found.dtype == expected.dtype and len([kind for kind, *_ in gpu.log if kind == "kernel"]) <= 5
+    np.testing.assert_array_equal(found.get(), expected)
+
+
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_steps(gpu, layout, precision):
