@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -110,19 +111,17 @@ _UNREGISTERED = 0
 
 
 def _on_device(obj: Any, address: int, nbytes: int) -> bool:
-    """False if memory with a CUDA array interface is ordinary host memory: the CPU reads it, and CUDA does not know it.
+    """False if memory with a CUDA array interface is ordinary host memory: CUDA does not know it, or the CPU reads it.
 
     mpi4py passes any address to the MPI, so programs also give it host memory by this interface.
     """
     cupy = sys.modules.get("cupy")
-    if cupy is not None and (isinstance(obj, cupy.ndarray) or not nbytes):
-        return True
-    if nbytes and not _readable(address):
-        return True
-    try:
-        return cupy is not None and cupy.cuda.runtime.pointerGetAttributes(address).type != _UNREGISTERED
-    except RuntimeError:  # no CUDA driver
-        return False
+    if cupy is not None:
+        if isinstance(obj, cupy.ndarray) or not nbytes:
+            return True
+        with suppress(RuntimeError):  # no CUDA driver
+            return bool(cupy.cuda.runtime.pointerGetAttributes(address).type != _UNREGISTERED)
+    return nbytes > 0 and not _readable(address)
 
 
 def _readable(address: int) -> bool:

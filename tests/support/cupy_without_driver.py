@@ -63,7 +63,9 @@ def install():
     for module, table in ((runtime, _runtime()), (driver, _driver())):
         for name, function in table.items():
             _replace(module, name, function)
-    runtime.pointerGetAttributes = lambda pointer: SimpleNamespace(device=0)  # which compiled modules do not call
+    runtime.pointerGetAttributes = lambda pointer: SimpleNamespace(
+        device=0, type=2
+    )  # which compiled modules do not call
     _load_stub_of_cublas()
     cupy = import_module("cupy")
     compiler = import_module("cupy.cuda.compiler")

@@ -586,7 +586,7 @@ runtime = types.SimpleNamespace(
     getDeviceCount=lambda: 1,
     memGetInfo=lambda: (GPU.total - GPU.used(), GPU.total),
     getDeviceProperties=lambda device: {"name": b"stand-in for an H100 GPU"},
-    pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=GPU.find(pointer, 0)[1]),
+    pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=GPU.find(pointer, 0)[1], type=2),
 )
 cuda = types.SimpleNamespace(
     Device=Device,

@@ -7,6 +7,7 @@ are right only if every wait is there, and nothing but its own copies and kernel
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,6 +377,18 @@ def test_arrays_of_one_memory_overlap(cuda_aware):
         with pytest.raises(ValueError, match="overlap"):
             method(x[:8], x[2:])
     comm.Free()
+
+
+def test_host_memory_with_a_cuda_array_interface(monkeypatch):
+    """CUDA knows the memory or does not; without a driver the CPU reads it or does not."""
+    x = np.arange(3.0)
+    interface = {"shape": x.shape, "typestr": x.dtype.str, "data": (x.ctypes.data, False)}
+    shown = SimpleNamespace(__cuda_array_interface__=interface)
+    assert not vector(shown, "x").device
+    runtime = cupy.cuda.runtime
+    for kind in range(4):  # unregistered, pinned, device, managed
+        monkeypatch.setattr(runtime, "pointerGetAttributes", lambda _, kind=kind: SimpleNamespace(device=0, type=kind))
+        assert vector(shown, "x").device == (kind > 0)
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):
