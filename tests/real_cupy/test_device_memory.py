@@ -72,7 +72,7 @@ def test_constants(cupy):
             assert getattr(cupy.cuda.cublas, name) == getattr(standin.cublas, name)
     for name in ("memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDefault"):
         assert getattr(cupy.cuda.runtime, name) == getattr(standin.runtime, name)
-    assert hasattr(cupy.cuda.runtime.PointerAttributes, "device")
+    assert {"device", "type"} <= set(dir(cupy.cuda.runtime.PointerAttributes))
     assert isinstance(cupy.cuda.Event().ptr, int) and isinstance(cupy.cuda.Stream.null.ptr, int)
     assert issubclass(cupy.cuda.runtime.CUDARuntimeError, RuntimeError)
 
