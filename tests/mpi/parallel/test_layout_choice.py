@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("safetensors")
 
 from parallel.engine.settings import complete
-from parallel.forecast import measured_costs, measured_messages, tiny_training
+from parallel.forecast import measured_costs, measured_messages, step_forecast
 from parallel.forecast.layout_choice import LayoutChoice, LayoutForecast, Refusal, candidates
 from parallel.trainer.trainer import Training
 
@@ -16,7 +16,7 @@ from parallel.trainer.trainer import Training
 def few_repetitions(monkeypatch):
     monkeypatch.setattr(measured_costs, "TIMES", (1, 1))
     monkeypatch.setattr(measured_messages, "TIMES", (1, 1))
-    monkeypatch.setattr(tiny_training, "STEPS", 2)
+    monkeypatch.setattr(step_forecast, "tiny_step_seconds", lambda *given: 1e-3)
 
 
 GIVEN = complete({"data": "copy", "model": "gpt:tiny", "length": 16, "batch": 24, "steps": 2, "warm_up": 0})
