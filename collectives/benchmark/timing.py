@@ -114,8 +114,9 @@ def race(
 
     turn_seconds(1)
     one = turn_seconds(1)
-    if more := max(0, min(warmup - 2, int(budget / 4 / one))):
-        one = turn_seconds(more)
+    if (more := min(warmup - 2, int(budget / 4 / one))) > 1:
+        turn_seconds(more - more // 2)  # code may be loaded in these
+        one = turn_seconds(more // 2)
     gc.collect()
     turn_seconds(min(iterations, max(FEWEST, int(budget / one))), keep=True)
 

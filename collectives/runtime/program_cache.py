@@ -30,7 +30,7 @@ MAX_PROGRAMS = 256
 MAX_BYTES = 1 << 28
 """Scratch memory of all cached programs of blocking calls."""
 
-COMPILE_AFTER = 100
+COMPILE_AFTER = 16
 """Repeated calls after which programs are compiled; loading the compiler takes up to a second."""
 
 _ndarray, _address = np.ndarray, MPI.Get_address

@@ -87,9 +87,9 @@ def _goes_by_address(t, operation, numbers):
 def _eager_buffer(numbers, nbytes, slot, shorts, cells):
     """Address of the data of an eager message that does not fit beside its flag."""
     short = word_at(numbers, mailbox.SHORT_BYTES)
-    return (
-        word_at(numbers, shorts) + slot * short if nbytes <= short else word_at(numbers, cells + slot % mailbox.CELLS)
-    )
+    if nbytes <= short:
+        return word_at(numbers, shorts) + slot * mailbox.SHORT_SPACING * short
+    return word_at(numbers, cells + slot % mailbox.CELLS)
 
 
 @_compile

@@ -26,10 +26,9 @@ from collectives.errors import Mismatch, mismatch
 from collectives.transport.copy_speed import MessageSpeed, copies_past_caches, measure
 from collectives.transport.cross_memory import CrossMemoryAttach
 from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import SharedHeap, map_all
+from collectives.transport.shared_heap import LINE, SharedHeap, map_all
 from collectives.transport.wire import pause, share_cores
 
-LINE = 64
 SLOTS = 16
 """Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
 ranks share cores."""
@@ -37,8 +36,13 @@ ranks share cores."""
 CELLS = 4
 """Eager buffers of medium messages from one rank to another, which they take in turn."""
 
-SHORT_PARTS = 32
-"""A short message, which has the buffer of its slot, is at most a cell divided by this."""
+SHORT, SHORT_PARTS = 1 << 10, 64
+"""A short message, which has the buffer of its slot, is at most this long, and at most a cell divided by the second
+number. Longer ones take less time in a cell, into which compiled code copies past the caches."""
+
+SHORT_SPACING = 2
+"""Distance of two short buffers, in their length: a processor that reads one fetches lines after its end, too, and the
+sender would have to take these back."""
 
 INLINE = 56
 """Bytes that fit beside a flag."""
@@ -139,7 +143,7 @@ class SlotMemory(NamedTuple):
         if nbytes <= INLINE:
             starts = [self.inline + slot * LINE for slot in range(SLOTS)]
         elif nbytes <= self.short_bytes:
-            starts = [self.short + slot * self.short_bytes for slot in range(SLOTS)]
+            starts = [self.short + slot * SHORT_SPACING * self.short_bytes for slot in range(SLOTS)]
         elif nbytes <= self.cell_bytes:
             starts = self.cells
         else:
@@ -178,11 +182,11 @@ class NodeMemory:
             share_cores()
         self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
-        self.short = [cell // SHORT_PARTS // LINE * LINE for cell in self.cells]
+        self.short = [min(SHORT, cell // SHORT_PARTS // LINE * LINE) for cell in self.cells]
         self.box = LINE * (SLOTS + 1)
         offsets = [0]
         for cell, short in zip(self.cells, self.short, strict=True):
-            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell + SLOTS * short))
+            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell + SLOTS * SHORT_SPACING * short))
         self.offsets = offsets
         self.bytes = map_all(self.comm, offsets[-1])
         if not reduced(everyone, bool(self.bytes), MPI.LAND):
@@ -255,7 +259,7 @@ class MailboxEdge:
             [cells + (rank * CELLS + turn) * cell for turn in range(CELLS)] for rank in (peer, place)
         )
         short, shorts = node.short[channel], cells + node.size * CELLS * cell
-        short_out, short_in = (shorts + rank * SLOTS * short for rank in (peer, place))
+        short_out, short_in = (shorts + rank * SLOTS * SHORT_SPACING * short for rank in (peer, place))
         self.outgoing = SlotMemory(node.bytes[place], self.outbox * 8 + 8, short_out, short, cells_out, cell)
         self.incoming = SlotMemory(node.bytes[peer], self.inbox * 8 + 8, short_in, short, cells_in, cell)
         self.place = peer

@@ -26,7 +26,7 @@ MOST = 1 << 48
 """More bytes than any node has; sums over ranks fit in 64 bits."""
 
 LINE = 128
-"""Alignment of arrays: no two share a cache line, or a pair of lines that is prefetched together."""
+"""Alignment of arrays and flags: no two share a cache line, or a pair of lines that processors fetch together."""
 
 PAGE = 1 << 21
 """Segments are multiples of a huge page."""

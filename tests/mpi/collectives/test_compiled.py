@@ -85,7 +85,7 @@ def test_vectors_arrive(quick, dtype):
 
 
 def test_nothing_is_compiled_before_it_is_worth_it(world, monkeypatch):
-    """Loading numba takes longer than the first hundred calls."""
+    """Loading numba takes longer than the first calls."""
     asked = []
     monkeypatch.setattr(program_cache, "compile_program", asked.append)
     with Communicator(world) as comm:
