@@ -152,7 +152,7 @@ class CompiledProgram:
         assert operation.edge is not None, "only messages fail"
         if result == table.MISMATCH:
             raise operation.edge.refuse(operation.nbytes)
-        raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be read")
+        raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be accessed")
 
     def start(self) -> bool:
         """Start the program on the memory it was bound to, and `advance` unless that is `deferred`."""

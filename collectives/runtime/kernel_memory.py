@@ -105,6 +105,18 @@ def store_release(_, address, value):
 
 
 @intrinsic
+def replace_word(_, address, expected, value):
+    """Store a word that other processes write too, if it is the expected one; True if so (compare and swap)."""
+
+    def generate(context, builder, signature, args):
+        address, expected, value = args
+        outcome = builder.cmpxchg(_pointer(builder, address), expected, value, "acq_rel", "acquire")
+        return builder.extract_value(outcome, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def copy_bytes(_, target, source, nbytes):
     def generate(context, builder, signature, args):
         target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
@@ -184,20 +196,32 @@ def reduce_bytes(_, kernel, left, right, out, nbytes):
     return types.int64(types.int64, *arguments), generate
 
 
-_READS = hasattr(ctypes.CDLL(None), "process_vm_readv")
+@_compile
+def _missing_call(pid, here, here_count, there, there_count, flags):
+    return -1
 
-if _READS:
-    _readv = types.ExternalFunction("process_vm_readv", types.int64(types.int32, *(types.int64,) * 5))
-else:
 
-    @_compile
-    def _readv(pid, here, here_count, there, there_count, flags):
-        return -1
+def _system_call(name):
+    """Compiled function of a system call of cross-memory attach; one that fails if the C library lacks it."""
+    if hasattr(ctypes.CDLL(None), name):
+        return types.ExternalFunction(name, types.int64(types.int32, *(types.int64,) * 5))
+    return _missing_call
 
+
+_readv, _writev = _system_call("process_vm_readv"), _system_call("process_vm_writev")
 
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 sleep_us = types.ExternalFunction("usleep", types.int32(types.int32))
+
+
+@_compile
+def _store_vector(vector, ours, theirs, nbytes):
+    """Store two ranges of memory as system calls take them."""
+    store_word(vector, ours)
+    store_word(vector + 8, nbytes)
+    store_word(vector + 16, theirs)
+    store_word(vector + 24, nbytes)
 
 
 @_compile
@@ -207,14 +231,25 @@ def read_process(pid, into, origin, nbytes, vector):
     `vector` is the address of four words to use.
     """
     while nbytes > 0:
-        store_word(vector, into)
-        store_word(vector + 8, nbytes)
-        store_word(vector + 16, origin)
-        store_word(vector + 24, nbytes)
+        _store_vector(vector, into, origin, nbytes)
         done = _readv(types.int32(pid), vector, 1, vector + 16, 1, 0)
         if done <= 0:
             return False
         into += done
         origin += done
+        nbytes -= done
+    return True
+
+
+@_compile
+def write_process(pid, source, target, nbytes, vector):
+    """Copy `nbytes` from `source` to address `target` of process `pid`; as `read_process`."""
+    while nbytes > 0:
+        _store_vector(vector, source, target, nbytes)
+        done = _writev(types.int32(pid), vector, 1, vector + 16, 1, 0)
+        if done <= 0:
+            return False
+        source += done
+        target += done
         nbytes -= done
     return True

@@ -68,7 +68,8 @@ Then the number of words."""
 
 DONE, WAITING, REFUSED, MISMATCH, UNREADABLE = range(5)
 """The program has ended; it waits for a peer; nothing was done, as the call or its arrays are not those expected, or
-compiled code does not manage the request; a message of another call or length came; a peer's memory cannot be read."""
+compiled code does not manage the request; a message of another call or length came; a peer's memory cannot be
+accessed."""
 
 RESULT = 7
 """Bits of the result in the number that a call returns; the bits above are the number of the entry it has started."""

@@ -3,8 +3,9 @@
 # mypy: ignore-errors
 # Types of compiled functions are not those of Python.
 
-from collectives.runtime import kernel_memory
+from collectives.runtime import joint_copy, kernel_memory
 from collectives.runtime import program_table as table
+from collectives.runtime.joint_copy import is_offered, offer, read_offered, write_offered
 from collectives.runtime.kernel_memory import (
     copy_bytes,
     load_acquire,
@@ -19,10 +20,10 @@ from collectives.runtime.kernel_memory import (
     word_at,
     yield_core,
 )
-from collectives.transport import mailbox
+from collectives.transport import mailbox, shared_heap
 from quant.kernels.jit import compiler
 
-_compile = compiler(table, mailbox, kernel_memory)
+_compile = compiler(table, mailbox, shared_heap, kernel_memory, joint_copy)
 
 # ------------------------------------------------------------------------------------------ operations
 
@@ -105,7 +106,7 @@ def _send(t, operation):
             return False
     set_word_at(numbers, mailbox.SENT, number)
     slot = number & mailbox.MASK
-    flag = word_at(numbers, mailbox.OUTBOX) + slot * mailbox.LINE
+    flag = word_at(numbers, mailbox.OUTBOX) + slot * shared_heap.LINE
     pieces, count = word_at(operation, table.PIECES), word_at(operation, table.PIECE_COUNT)
     if by_address:
         for index in range(count):
@@ -189,8 +190,11 @@ def _receive(t, operation):
     numbers, nbytes = word_at(operation, table.EDGE), word_at(operation, table.BYTES)
     number = word_at(numbers, mailbox.RECEIVED) + 1
     slot = number & mailbox.MASK
-    flag = word_at(numbers, mailbox.INBOX) + slot * mailbox.LINE
+    flag = word_at(numbers, mailbox.INBOX) + slot * shared_heap.LINE
     found = load_acquire(flag) - number * mailbox.KIND
+    offers = is_offered(operation, numbers)
+    if offers:
+        offer(operation, numbers, number, _address(t, word_at(operation, table.PIECES), table.OUT))
     if found < 0:
         return table.WAITING
     if found == word_at(operation, table.LABEL):
@@ -208,7 +212,11 @@ def _receive(t, operation):
             total += load_word(flag + 16 + 16 * index)
         if total != nbytes:
             return table.MISMATCH
-        result = _receive_by_address(t, operation, flag, addresses)
+        if offers and addresses == 1:
+            origin = load_word(flag + 8)
+            result = read_offered(t, operation, numbers, number, origin, _mapped(numbers, origin, nbytes))
+        else:
+            result = _receive_by_address(t, operation, flag, addresses)
         if result != table.DONE:
             return result
     set_word_at(numbers, mailbox.RECEIVED, number)
@@ -229,12 +237,17 @@ def _compute(t, operation):
 
 
 @_compile
-def _acknowledged(operation):
+def _await_read(t, operation):
+    """Wait until a message sent by address was read; meanwhile write what the receiver offers."""
     sent = word_at(operation, table.DEPENDENCY)
     number, numbers = word_at(sent, table.NUMBER), word_at(sent, table.EDGE)
     if word_at(numbers, mailbox.ACKED) < number:
         set_word_at(numbers, mailbox.ACKED, load_acquire(word_at(numbers, mailbox.THEIR_ACK)))
-    return word_at(numbers, mailbox.ACKED) >= number
+    if word_at(numbers, mailbox.ACKED) >= number:
+        return table.DONE
+    if word_at(sent, table.PIECE_COUNT) > 1:
+        return table.WAITING
+    return write_offered(t, sent, numbers, number, _address(t, word_at(sent, table.PIECES), table.LEFT))
 
 
 @_compile
@@ -252,7 +265,7 @@ def _attempt(t, operation):
         stream = word_at(operation, table.DEPENDENCY)
         done = word_at(stream, table.POSITION) - word_at(stream, table.FIRST) >= word_at(operation, table.NUMBER)
         return table.DONE if done else table.WAITING
-    return table.DONE if _acknowledged(operation) else table.WAITING
+    return _await_read(t, operation)
 
 
 # ------------------------------------------------------------------------------------------ rounds

@@ -75,7 +75,8 @@ def _translate(operation: Any) -> list[TableOperation]:
     if isinstance(operation, After):
         return [TableOperation(table.WAIT_STREAM, waits_for=operation)]
     if isinstance(operation, Acknowledgement):
-        return [*_translate(operation.sent), TableOperation(table.WAIT_READ, waits_for=operation.send)]
+        wait = TableOperation(table.WAIT_READ, edge=operation.send.edge, waits_for=operation.send)
+        return [*_translate(operation.sent), wait]
     if isinstance(operation, (EagerSend, RendezvousSend)):
         return _translate_send(operation)
     if isinstance(operation, Receive):

@@ -1,7 +1,8 @@
-"""Cross-memory attach: read the memory of another process of the node with one copy (process_vm_readv)."""
+"""Cross-memory attach: read and write the memory of another process of the node with one copy (process_vm_readv)."""
 
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,10 +13,10 @@ class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _system_call() -> Any:
-    """process_vm_readv of the C library, or None if it is missing."""
+def _system_call(name: str) -> Any:
+    """process_vm_readv or process_vm_writev of the C library, or None if it is missing."""
     try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
     function.restype = ctypes.c_ssize_t
@@ -24,30 +25,39 @@ def _system_call() -> Any:
 
 
 class CrossMemoryAttach:
-    """Reader of the memory of one process (Linux; same user, and Yama must permit it)."""
+    """Access to the memory of one process (Linux; same user, and Yama must permit it)."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._call = _system_call()
+        self._readv, self._writev = _system_call("process_vm_readv"), _system_call("process_vm_writev")
         self._here, self._there = _Iovec(), _Iovec()
         self._addresses = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
     def read(self, into: int, origin: int, nbytes: int) -> None:
         """Copy `nbytes` from address `origin` of that process to address `into` of this one; OSError if refused."""
-        call, here, there, (at_here, at_there) = self._call, self._here, self._there, self._addresses
+        self._copy(self._readv, "reading", into, origin, nbytes)
+
+    def write(self, source: int, target: int, nbytes: int) -> None:
+        """Copy `nbytes` from address `source` of this process to address `target` of that one; OSError if refused."""
+        self._copy(self._writev, "writing", source, target, nbytes)
+
+    def _copy(self, call: Any, verb: str, ours: int, theirs: int, nbytes: int) -> None:
+        if call is None:
+            raise OSError(f"{verb} the memory of process {self.pid}: this system has no call for it")
+        here, there, (at_here, at_there) = self._here, self._there, self._addresses
         while nbytes > 0:  # the kernel copies at most 2 GiB at a time
-            here.base, here.length = into, nbytes
-            there.base, there.length = origin, nbytes
+            here.base, here.length = ours, nbytes
+            there.base, there.length = theirs, nbytes
             done = call(self.pid, at_here, 1, at_there, 1, 0)
             if done <= 0:
                 error = ctypes.get_errno()
-                raise OSError(error, f"reading {nbytes} bytes of process {self.pid}: {os.strerror(error)}")
-            into, origin, nbytes = into + done, origin + done, nbytes - done
+                raise OSError(error, f"{verb} {nbytes} bytes of process {self.pid}: {os.strerror(error)}")
+            ours, theirs, nbytes = ours + done, theirs + done, nbytes - done
 
-    def able(self, into: int, origin: int, nbytes: int) -> bool:
-        """Try to `read` these bytes; True if the kernel permits it."""
-        with suppress(OSError):
-            if self._call is not None:
-                self.read(into, origin, nbytes)
-                return True
-        return False
+
+def permitted(copy: Callable[[int, int, int], None], ours: int, theirs: int, nbytes: int) -> bool:
+    """Try a method of `CrossMemoryAttach` on these bytes; True if the system has it and permits it."""
+    with suppress(OSError):
+        copy(ours, theirs, nbytes)
+        return True
+    return False

@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from collectives.errors import Mismatch, mismatch
 from collectives.transport.copy_speed import MessageSpeed, copies_past_caches, measure
-from collectives.transport.cross_memory import CrossMemoryAttach
+from collectives.transport.cross_memory import CrossMemoryAttach, permitted
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import LINE, SharedHeap, map_all
 from collectives.transport.wire import pause, share_cores
@@ -66,9 +66,9 @@ KIND = LENGTHS * MARKS
 CELL = 1 << 17
 """Most bytes of a cell, the eager buffer of a medium message."""
 
-STREAMED, STREAMED_BOTH_WAYS = 1 << 23, 1 << 21
+STREAMED, STREAMED_BOTH_WAYS = 1 << 22, 1 << 21
 """Bytes of the longest messages that go through the cells in parts: one part is read while the next is written. Longer
-ones are read by the receiver out of the sender's memory, if permitted: a system call for each, but one copy instead of
+ones are copied at once between the processes, if permitted (`joint_copy`): by system calls, but one copy instead of
 two. The second number holds where ranks send and receive at once, so that each makes both copies, on cores without a
 common cache; with one, the second limit is `CELLS` cells. So are both limits if ranks share cores or copies do not go
 past the caches."""
@@ -95,14 +95,16 @@ SPINS = 4000
 MOST_SEGMENTS = 32
 
 SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
-SHORT_BYTES, SHORT_OUT, SHORT_IN, CELLS_OUT = range(10, 14)
+SHORT_BYTES, SHORT_OUT, SHORT_IN, MY_OFFER, THEIR_OFFER, WRITES, OFFERED, TAKEN, CELLS_OUT = range(10, 19)
 CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
 PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 """Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
-into it; bytes of a short buffer, addresses of those of the first slots; addresses of the cells. Then the number of
-segments of this rank that the peer has mapped, each with its first and end address; and the number of the peer's
-segments that this rank has mapped, each with its first and end address at the peer, and its first address here."""
+into it; bytes of a short buffer, addresses of those of the first slots; addresses of the offers (`joint_copy`), 1 if
+these are made, the message of the last one, and chunks of it that this rank copied; addresses of the cells. Then the
+number of segments of this rank that the peer has mapped, each with its first and end address; and the number of the
+peer's segments that this rank has mapped, each with its first and end address at the peer, and its first address
+here."""
 
 
 def label(mark: int, nbytes: int) -> int:
@@ -162,7 +164,7 @@ class NodeMemory:
     ----------
     bytes, words, addresses : mailboxes that each rank writes, as bytes, as 8-byte words, and their addresses here
     fence : None on processors that keep stores and loads in order
-    reads : all ranks may read each other's memory
+    reads, writes : all ranks may read, and write, each other's memory
     streamed, streamed_both_ways : bytes up to which messages are cut to go through cells, equal on all ranks
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
@@ -183,7 +185,7 @@ class NodeMemory:
         self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
         self.short = [min(SHORT, cell // SHORT_PARTS // LINE * LINE) for cell in self.cells]
-        self.box = LINE * (SLOTS + 1)
+        self.box = LINE * (SLOTS + 2)  # flags, acknowledgements, an offer
         offsets = [0]
         for cell, short in zip(self.cells, self.short, strict=True):
             offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell + SLOTS * SHORT_SPACING * short))
@@ -202,7 +204,7 @@ class NodeMemory:
         for channel in range(CHANNELS):  # flags and acknowledgements only: pages of cells are allocated on first use
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
-        self.reads = self._reads()
+        self.reads, self.writes = self._reads_and_writes()
         far, speed = False, MessageSpeed()
         if self.size > 1 and not self.shares_cores:
             far, speed = measure(self)
@@ -216,13 +218,16 @@ class NodeMemory:
             if reduced(self.comm, far, MPI.LOR):
                 self.streamed_both_ways = STREAMED_BOTH_WAYS
 
-    def _reads(self) -> bool:
-        """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
-        mine, found = np.array([self.place + 1], np.int64), np.zeros(1, np.int64)
+    def _reads_and_writes(self) -> tuple[bool, bool]:
+        """If all ranks of the node may read, and may write, each other's memory (cross-memory attach). Collective."""
+        mine, found = np.array([self.place + 1, 0], np.int64), np.zeros(1, np.int64)
         addresses = self.comm.allgather(MPI.Get_address(mine))
-        peer = (self.place + 1) % self.size
-        able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
-        return bool(reduced(self.comm, bool(able), MPI.LAND))  # also a barrier: all flags are zero, `mine` was read
+        peer, here = (self.place + 1) % self.size, MPI.Get_address(found)
+        reads = permitted(self.readers[peer].read, here, addresses[peer], 8) and found[0] == peer + 1
+        writes = permitted(self.readers[peer].write, here, addresses[peer] + 8, 8)
+        both = reduced(self.comm, reads | (reads and writes) << 1, MPI.BAND)  # also a barrier: all flags are zero
+        intact = reduced(self.comm, int(mine[1]) == self.place + 1, MPI.LAND)  # what the neighbour read and wrote back
+        return bool(both & 1), bool(both & 2 and intact)
 
     def yielding(self, turn: int = 0) -> None:
         """Pause after `turn` pauses in this wait; first drive MPI progress, since peers may wait for our sends."""
@@ -266,7 +271,7 @@ class MailboxEdge:
         self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
-        self.numbers[PID:CELLS_OUT] = (
+        self.numbers[PID:OFFERED] = (
             node.readers[peer].pid,
             here + self.outbox * 8,
             there + self.inbox * 8,
@@ -277,6 +282,9 @@ class MailboxEdge:
             short,
             here + short_out,
             there + short_in,
+            here + self.my_ack * 8 + LINE,
+            there + self.their_ack * 8 + LINE,
+            node.writes and not node.shares_cores,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in cells_out]
         self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in cells_in]
