@@ -25,6 +25,7 @@ from mpi4py import MPI
 from collectives.errors import Mismatch, mismatch
 from collectives.transport.copy_speed import MessageSpeed, copies_past_caches, measure
 from collectives.transport.cross_memory import CrossMemoryAttach, permitted
+from collectives.transport.machine import machine_name, usable_cores
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import LINE, SharedHeap, map_all
 from collectives.transport.wire import pause, share_cores
@@ -117,11 +118,6 @@ def address_label(mark: int, addresses: int = 0) -> int:
     return mark * LENGTHS + IN_CELL + addresses
 
 
-def usable_cores() -> set[int]:
-    """Cores that this process may use."""
-    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
 class SlotMemory(NamedTuple):
     """Memory for the data of eager messages in one direction: a rank's mailboxes, and byte offsets in them.
 
@@ -168,17 +164,19 @@ class NodeMemory:
     streamed, streamed_both_ways : bytes up to which messages are cut to go through cells, equal on all ranks
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
-    cores, shares_cores : cores that the ranks of the node may use, and if there are fewer than ranks
+    cores, shares_cores : cores that the ranks of the machine may use, and if there are fewer than ranks
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
         self.comm, self.heap = comm, heap
         self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid(), usable_cores()))
-        self.places = {rank: place for place, (rank, _, _) in enumerate(neighbours)}
-        self.readers = [CrossMemoryAttach(pid) for _, pid, _ in neighbours]
-        self.cores = len(set[int]().union(*(cores for _, _, cores in neighbours)))
-        self.shares_cores = self.cores < self.size
+        neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid()))
+        self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
+        self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
+        machines = everyone.allgather((machine_name(), usable_cores()))  # with other, emulated nodes
+        cores = [cores for name, cores in machines if name == machine_name()]
+        self.cores = len(set[int]().union(*cores))
+        self.shares_cores = self.cores < len(cores)
         self.spins = 0 if self.shares_cores else SPINS
         if self.shares_cores:
             share_cores()

@@ -2,18 +2,14 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from mpi4py import MPI
 
-from collectives.transport.mailbox import usable_cores
+from collectives.transport.machine import machine_name, usable_cores
 from parallel.runtime.collective_errors import raise_on_all
 
 T = TypeVar("T")
-
-KERNEL = Path("/proc/sys/kernel/random/boot_id")
-"""File with a name of the running kernel, by which nodes that are emulated on one machine are recognised."""
 
 POLL = 1e-3
 """Seconds between two polls of a rank that waits without using its core."""
@@ -33,7 +29,7 @@ class CoreSharing(NamedTuple):
 
 def core_sharing(comm: MPI.Intracomm) -> tuple[CoreSharing, bool]:
     """Sharing of cores, equal on all ranks, and True if this rank is among those that measure. Collective."""
-    name = KERNEL.read_text().strip() if KERNEL.exists() else MPI.Get_processor_name()
+    name = machine_name()
     machines = comm.allgather((name, frozenset(usable_cores())))
     groups: dict[str, list[int]] = {}
     for rank, (machine, _) in enumerate(machines):

@@ -315,3 +315,13 @@ def test_nothing_of_ours_is_reduced_by_mpi4py_s_objects(world):
         plans = comm._open_planner()
         for used in [plans.comm] + ([plans.node.comm] if plans.node else []):
             assert "@commctx_intra" not in MPI._comm_lock_table(used)
+
+
+@pytest.mark.parametrize("cores", [1, 1 << 10])
+def test_ranks_of_emulated_nodes_share_cores(world, monkeypatch, cores):
+    """Nodes that are emulated on one machine have its cores together."""
+    monkeypatch.setattr("collectives.transport.mailbox.usable_cores", lambda: set(range(cores)))
+    monkeypatch.setattr("collectives.transport.mailbox.machine_name", lambda: "one")
+    with Communicator(world, nodes=range(world.Get_size())) as comm:
+        node = comm._planner.node
+        assert node is None or (node.cores, node.shares_cores) == (cores, cores < world.Get_size())

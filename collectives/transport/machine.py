@@ -1,0 +1,19 @@
+"""The machine that a rank runs on, and the cores that it may use there."""
+
+import os
+from pathlib import Path
+
+from mpi4py import MPI
+
+KERNEL = Path("/proc/sys/kernel/random/boot_id")
+"""File with a name of the running kernel, by which nodes that are emulated on one machine are recognised."""
+
+
+def machine_name() -> str:
+    """Name of the running kernel, or of the host where the system has no such name."""
+    return KERNEL.read_text().strip() if KERNEL.exists() else MPI.Get_processor_name()
+
+
+def usable_cores() -> set[int]:
+    """Cores that this process may use."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
