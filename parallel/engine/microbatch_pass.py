@@ -61,6 +61,7 @@ class MicrobatchPass:
         self._saved_loss: Any = None
         self.saved: list[Any] = []
         self._shapes: list[tuple[int, ...]] = []  # of the inputs of the units in `saved`
+        self._passed: Operator | None = None  # by the backward pass
         self.losses: tuple[float, ...] = ()
         self.measured = 0.0
         self.problem: Exception | None = None
@@ -91,12 +92,23 @@ class MicrobatchPass:
         return y
 
     def take(self, dy: Array) -> None:
-        """Set the gradient of the output, received from the next pipeline stage; ignored after an error."""
-        self._dy = None if self.problem else dy
+        """Set the gradient of the output, received from the next pipeline stage; ignored after an error.
 
-    def give_back(self) -> Array:
-        """Return the gradient of the inputs, to send to the previous pipeline stage, and release it here."""
+        None, which that stage sends after an error or without data, ends this pass.
+        """
+        self._dy = None if self.problem else dy
+        if dy is None:
+            self.saved.clear()
+
+    def give_back(self, expected: bool) -> Array:
+        """Return the gradient of the inputs, to send to the previous pipeline stage, and release it here.
+
+        None after an error or without data. If it is `expected`, a unit that has returned None is in error.
+        """
         dx, self._dy = self._dy, None
+        if dx is None and expected and self._passed is not None and self.problem is None:
+            error = f"{label(self._passed)}: expected backward to return the gradient of its input, found None"
+            self._fail(TypeError(error))
         return dx
 
     def nbytes(self, inputs: Sequence[Array], output: Array = None) -> int:
@@ -127,7 +139,7 @@ class MicrobatchPass:
     @guarded
     def _backward(self, unit: Operator, grads: GradientSink) -> None:
         dx = unit.backward(self._dy, self.saved.pop(), checked(unit, hooked(grads)))
-        shape = self._shapes.pop()
+        shape, self._passed = self._shapes.pop(), unit
         if dx is not None:
             expect_type(unit, "gradient", dx, self._dy.dtype)
             expect(dx.shape == shape, unit, f"a gradient of the input's shape {shape}", dx)

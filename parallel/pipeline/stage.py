@@ -290,7 +290,8 @@ class StageTrainer(StageEvaluator):
         else:
             deferred = self._deferred[key] = DeferredGradients()
             self._back(here, key, deferred)
-        dx = pass_.give_back()
+        dx = pass_.give_back(expected=not here.first)
+        self.problem = self.problem or pass_.problem
         return None if here.first else self._fitting(dx, here.number - 1, microbatch)
 
     def weights(self, chunk: int, microbatch: int) -> None:

@@ -28,6 +28,7 @@ import re, sys
 import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
+from collectives.runtime.compiled_program import load_compiler
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
@@ -53,6 +54,7 @@ def train(widths):
         return taken() - before, sum(engine.ledger.allocated.values())
 
 comm = Communicator(MPI.COMM_WORLD)
+load_compiler()
 train([64, 32, 10])  # code and libraries are loaded when first used
 comm.Barrier()
 grown, ledger = np.mean(MPI.COMM_WORLD.allgather(train([64, 2000, 2000, 10])), axis=0)

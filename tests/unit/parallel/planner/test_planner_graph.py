@@ -11,7 +11,7 @@ import pytest
 from parallel.cli import plan_graph
 from parallel.nn.attention import CausalAttention
 from parallel.nn.linear import Linear
-from parallel.nn.operator import Parameter
+from parallel.nn.operator import Parameter, constant
 from parallel.nn.placement import Partial, Replicate, Shard
 from parallel.nn.redistribution import exchanges
 from parallel.planner import choice_search, stage_search
@@ -54,7 +54,7 @@ def test_operators_make_the_exchanges_of_the_table(operator, monkeypatch):
     for name in ("allreduce", "allgather", "reduce_scatter"):
         recorded(name, lambda x: x)
     recorded("start_allreduce", lambda x: lambda: x)
-    one, x, found = operator(AXIS, Parameter((1,), "zeros")), np.ones((2, 4, 3), np.float32), []
+    one, x, found = operator(AXIS, Parameter((1,), constant(0.0))), np.ones((2, 4, 3), np.float32), []
     y, saved = one.forward(x, None)
     found.append([name.removeprefix("start_") for name in calls])
     calls.clear()
