@@ -68,11 +68,11 @@ CELL = 1 << 17
 """Most bytes of a cell, the eager buffer of a medium message."""
 
 STREAMED, STREAMED_BOTH_WAYS = 1 << 22, 1 << 21
-"""Bytes of the longest messages that go through the cells in parts: one part is read while the next is written. Longer
-ones are copied at once between the processes, if permitted (`joint_copy`): by system calls, but one copy instead of
-two. The second number holds where ranks send and receive at once, so that each makes both copies, on cores without a
-common cache; with one, the second limit is `CELLS` cells. So are both limits if ranks share cores or copies do not go
-past the caches."""
+"""Bytes of the longest messages that go through the cells in parts, between cores without a common cache: one part is
+read while the next is written. Longer ones are copied at once between the processes, if permitted (`joint_copy`): by
+system calls, but one copy instead of two. The second number holds where ranks send and receive at once, so that each
+makes both copies. With a common cache, and if ranks share cores or copies do not go past the caches, both are `CELLS`
+cells."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -211,10 +211,8 @@ class NodeMemory:
         self.copied_compiled = CELL if copies_past_caches() else self.copied
         streams = reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND)
         self.streamed = self.streamed_both_ways = CELLS * self.cells[0]
-        if streams:
-            self.streamed = STREAMED
-            if reduced(self.comm, far, MPI.LOR):
-                self.streamed_both_ways = STREAMED_BOTH_WAYS
+        if reduced(self.comm, far, MPI.LOR) and streams:
+            self.streamed, self.streamed_both_ways = STREAMED, STREAMED_BOTH_WAYS
 
     def _reads_and_writes(self) -> tuple[bool, bool]:
         """If all ranks of the node may read, and may write, each other's memory (cross-memory attach). Collective."""
