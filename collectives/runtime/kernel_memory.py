@@ -216,12 +216,23 @@ sleep_us = types.ExternalFunction("usleep", types.int32(types.int32))
 
 
 @_compile
-def _store_vector(vector, ours, theirs, nbytes):
-    """Store two ranges of memory as system calls take them."""
-    store_word(vector, ours)
-    store_word(vector + 8, nbytes)
-    store_word(vector + 16, theirs)
-    store_word(vector + 24, nbytes)
+def _copy_process(writes, pid, ours, theirs, nbytes, vector):
+    """Copy between memory of this process and that of process `pid`; False if the system refuses."""
+    while nbytes > 0:
+        store_word(vector, ours)
+        store_word(vector + 8, nbytes)
+        store_word(vector + 16, theirs)
+        store_word(vector + 24, nbytes)
+        if writes:
+            done = _writev(types.int32(pid), vector, 1, vector + 16, 1, 0)
+        else:
+            done = _readv(types.int32(pid), vector, 1, vector + 16, 1, 0)
+        if done <= 0:
+            return False
+        ours += done
+        theirs += done
+        nbytes -= done
+    return True
 
 
 @_compile
@@ -230,26 +241,10 @@ def read_process(pid, into, origin, nbytes, vector):
 
     `vector` is the address of four words to use.
     """
-    while nbytes > 0:
-        _store_vector(vector, into, origin, nbytes)
-        done = _readv(types.int32(pid), vector, 1, vector + 16, 1, 0)
-        if done <= 0:
-            return False
-        into += done
-        origin += done
-        nbytes -= done
-    return True
+    return _copy_process(False, pid, into, origin, nbytes, vector)
 
 
 @_compile
 def write_process(pid, source, target, nbytes, vector):
     """Copy `nbytes` from `source` to address `target` of process `pid`; as `read_process`."""
-    while nbytes > 0:
-        _store_vector(vector, source, target, nbytes)
-        done = _writev(types.int32(pid), vector, 1, vector + 16, 1, 0)
-        if done <= 0:
-            return False
-        source += done
-        target += done
-        nbytes -= done
-    return True
+    return _copy_process(True, pid, source, target, nbytes, vector)

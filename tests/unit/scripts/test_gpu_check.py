@@ -74,7 +74,8 @@ def test_it_all_runs(tmp_path, environment, some):
 @needs_mpiexec
 @pytest.mark.timeout(240)
 def test_time_and_packages_that_are_missing(tmp_path):
-    """Steps end with their time; tests without their packages are left out, and the report says so."""
+    """Steps end with their time, here a training that would last ten minutes; tests without their packages are left
+    out, and the report says so."""
     for name in ("cupy", "interprocess", "raw_kernels"):
         shutil.copy(ROOT / "tests" / "support" / "standin" / f"{name}.py", tmp_path)
     (tmp_path / "sitecustomize.py").write_text(
@@ -82,10 +83,10 @@ def test_time_and_packages_that_are_missing(tmp_path):
         "util.find_spec = lambda name, *more: None if name == 'pytest_mpi' else find(name, *more)"
     )
     out = tmp_path / "out"
-    done = gpu_check(*SHORT, "--out", str(out), "--limit", "12", PYTHONPATH=str(tmp_path))
+    done = gpu_check(*SHORT, "--seconds", "600", "--out", str(out), "--limit", "12", PYTHONPATH=str(tmp_path))
     steps = {step["step"]: step["status"] for step in json.loads((out / "report.json").read_text())}
     assert steps["tests"] == "left out: this Python has no pytest_mpi"
-    assert {"stopped", "no time"} & {steps["training"], steps["bandwidth"]}
+    assert steps["training"] in ("stopped", "no time")
     assert done.returncode == 1 and "tests on 2 ranks: left out: this Python has no pytest_mpi" in done.stdout
     assert "exit status stopped" in done.stdout or "exit status no time" in done.stdout
 
