@@ -63,6 +63,7 @@ class StepRunner:
             self.now = step
             self.begins(step)
             comm = self.comms[step.comm % len(self.comms)]
+            self._prepare_ops(step)
             if comm == MPI.COMM_NULL and step.kind in ("call", "object", "message", "refusal", "copied op", "copy"):
                 continue
             if step.kind not in CREATING:
@@ -78,19 +79,28 @@ class StepRunner:
                 comm.Free()
         del self.comms[1:]
 
-    def _op(self, step: Step) -> MPI.Op | None:
-        if not step.op:
-            return None
+    def _prepare_ops(self, step: Step) -> None:
+        """Create the user-defined operation of a step, after freeing those that it replaces.
+
+        Also on ranks outside of the step's communicator: freeing operations drops kept calls, of which all ranks of
+        other communicators must keep the same ones.
+        """
+        if step.kind == "copied op":
+            self._free_ops()
         if step.op not in FUNCTIONS:
-            op = getattr(MPI, step.op)
-            return MPI.Op(op) if "copied op" in step.flags else op
+            return
         place = step.pick // 3 % 2
-        if self.ops.get(place, ("", None))[0] != step.op:
-            if place in self.ops:
-                self._free_ops()
+        if place in self.ops and self.ops[place][0] != step.op:
+            self._free_ops()
+        if place not in self.ops:
             function, commutes = FUNCTIONS[step.op]
             self.ops[place] = step.op, MPI.Op.Create(function, commute=commutes)
-        return self.ops[place][1]
+
+    def _op(self, step: Step) -> MPI.Op | None:
+        if step.op in FUNCTIONS:
+            return self.ops[step.pick // 3 % 2][1]
+        op = getattr(MPI, step.op) if step.op else None
+        return MPI.Op(op) if "copied op" in step.flags and op is not None else op
 
     def _chosen(self, step: Step, comm: Any) -> dict[str, Any]:
         """Keyword arguments `algorithm` and `segments`, where the step's flags include them; none for mpi4py."""
@@ -309,7 +319,6 @@ class StepRunner:
 
     def _copied_op(self, step: Step, comm: Any) -> None:
         """Reduce with a short-lived copy of MPI.SUM, then with a user-defined operation that may reuse its handle."""
-        self._free_ops()
         mine, total, found = np.full(3, 3 + comm.Get_rank(), np.uint64), np.empty(3, np.uint64), []
         for turn in range(2):
             op = MPI.Op(MPI.SUM)
