@@ -115,7 +115,7 @@ class Settings:
     dropout: float = 0.0
     experts: str | None = None
     depths: str | None = None
-    recompute: bool | str = False
+    recompute: bool | str = "none"
     products: str = "stored"
     fake_quant: str = ""
     fake_quant_inputs: str = ""

@@ -73,8 +73,8 @@ def candidates(given: Settings, ranks: int, experts: bool = False) -> Iterator[S
         for count, recompute in product(MICROBATCHES if stages < ranks or compress == NONE else (), RECOMPUTE):
             form = replace(fresh, layout=f"pp:{schedule}", virtual=virtual, mesh=text, compress=compress)
             yield replace(form, microbatches=count, recompute=recompute)
-    if ranks > 1:
-        yield replace(fresh, layout="ps", servers=1)
+    for recompute in RECOMPUTE if ranks > 1 else ():
+        yield replace(fresh, layout="ps", servers=1, recompute=recompute)
 
 
 def meshes(ranks: int, experts: bool) -> Iterator[Mesh]:

@@ -1,5 +1,6 @@
 """Words of a chosen layout, errors of the program, and the comparison of predicted with measured steps."""
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -16,9 +17,13 @@ from parallel.benchmark import plan_accuracy
 from parallel.benchmark.plan_plots import draw_step
 from parallel.cli import plan_layout, verify_plan
 from parallel.cli.main import find
+from parallel.cli.train_arguments import add_settings
 from parallel.engine.settings import complete
 from parallel.forecast.layout_choice import candidates
 from parallel.forecast.step_timeline import CAUSES, StepTimeline
+from parallel.nn.recompute import recompute_kinds
+
+SEARCHED = [*plan_layout.FOUND, "compress"]
 
 
 def test_the_option_selects_the_program():
@@ -37,6 +42,19 @@ def test_words_give_the_settings():
         "--cuts": "0,1,2",
         "--recompute": "full",
     }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_candidate_can_be_trained(ranks):
+    """The words of each are options of `chorus train` that give its settings."""
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    given = complete({"data": "copy", "model": "gpt-moe:tiny", "compress": "auto"})
+    for each in candidates(given, ranks, experts=True):
+        args = parser.parse_args(plan_layout.words_of(each, compress=True))
+        read = complete({"data": given.data, "model": given.model, **{name: getattr(args, name) for name in SEARCHED}})
+        assert [getattr(read, name) for name in SEARCHED] == [getattr(each, name) for name in SEARCHED]
+        recompute_kinds(read.recompute, 2)
 
 
 def test_words_of_compressed_layouts():
