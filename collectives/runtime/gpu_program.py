@@ -20,6 +20,7 @@ from collectives.errors import Mismatch
 from collectives.runtime.call import BYTE, Blocks, Call
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.program import Program
+from collectives.transport.exchange import Stream
 from collectives.transport.exported_memory import ExportedBlock
 from collectives.transport.gpu_kernels import (
     EXCLUSIVE,
@@ -101,12 +102,16 @@ class _NoMessages(Wire):
         """There is nothing to free."""
 
 
-def announced(program: Program, channel: GpuChannel) -> Program:
-    """Let a program for the host first meet the ranks that may want to use the GPU."""
-    steps = _Steps(channel)
-    program.calls, program.tests = (steps.wait, *program.calls), (steps.test, *program.tests)
-    program.begins = tuple((index, position + 1) for index, position in program.begins)
-    program.exchanges = None
+def counted(program: Program, channel: GpuChannel) -> Program:
+    """Let a program for the host count its calls, so that ranks with arrays on the GPU do not wait for this one."""
+    if program.exchanges:
+        stream, first = Stream(), program.exchanges[0]
+        stream.add(channel.count)
+        first.streams = [stream, *first.streams]
+    else:
+        program.calls, program.tests = (channel.count, *program.calls), (None, *program.tests)
+        program.begins = tuple((index, position + 1) for index, position in program.begins)
+        program.on_arrays = None  # it would run without the first call
     return program
 
 

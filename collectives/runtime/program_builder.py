@@ -12,7 +12,7 @@ from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
-from collectives.runtime.gpu_program import announced, gpu_program, suits_kernels, without_owners
+from collectives.runtime.gpu_program import counted, gpu_program, suits_kernels, without_owners
 from collectives.runtime.program import ElementArray, Program
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
@@ -81,7 +81,7 @@ class ProgramBuilder:
         if meetings is None:
             return self._bind(call, choice, form, device, first, channel, shared)
         if device is None:
-            return announced(self._bind(call, choice, form, None, (), channel, shared), meetings)
+            return counted(self._bind(call, choice, form, None, (), channel, shared), meetings)
         call = without_owners(call, device)  # programs outlive the arrays
         on_host = partial(self._bind, call, choice, form, None, (), channel, shared)
         return gpu_program(call, meetings, binding.call_mark(call, choice), device, first, on_host)
@@ -124,5 +124,5 @@ class ProgramBuilder:
             wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
             program = bind_task(task, source, target, wire, binding.reduce_kernel(call))
         meetings = self._transports.gpu_channel(BLOCKING_CHANNEL)
-        program = program if meetings is None else announced(program, meetings)
+        program = program if meetings is None else counted(program, meetings)
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

@@ -4,13 +4,17 @@ A call is a meeting of all ranks on a board in shared host memory: every rank re
 places of its buffers, and waits until all have posted. Then the leader's stream waits for these events, runs the
 kernels, and records an event that the other streams wait for. No kernel waits for another one: without NVIDIA's MPS the
 kernels of two processes never run at the same time. No rank waits for the GPU, only for the other ranks' posts.
+
+A rank whose arrays are on the host does not meet: it counts the call, and goes on. The others see that it has counted
+the call without a post.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,9 +52,10 @@ RECORD = np.dtype(
 """Post of a rank: mark of the call, or `ON_HOST`; parts in which it is to be run; handles of the rank's event
 and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
 
-ENTRY = np.dtype([("number", "i8"), ("launched", "i8"), ("records", RECORD, 2)])
-"""Of one rank and channel: number of its latest post, of the leader's latest launch, and the two latest posts. A rank
-posts again after all have posted the one before, and so have read the post that it replaces."""
+ENTRY = np.dtype([("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("records", RECORD, 2)])
+"""Of one rank and channel: number of its latest meeting or call with host arrays, of the leader's latest launch, and
+the two latest posts with their numbers. A rank posts after all have reached the number before, and so have read the
+post that it replaces."""
 
 HEADER = 64
 CLOSED = 2
@@ -125,7 +130,11 @@ class GpuChannel:
     def __init__(self, gpu: SharedGpu, number: int) -> None:
         self.gpu, self.number = gpu, 0
         self._at = (HEADER + number * ENTRY.itemsize) // 8
-        self._records = [entries[number]["records"] for entries in gpu.entries]
+        self._records, self._posted = ([one[number][name] for one in gpu.entries] for name in ("records", "posted"))
+        self._count = gpu.entries[gpu.rank]["number"][number : number + 1]
+        self.count: Callable[[], object] = partial(np.add, self._count, np.ones(1, np.int64), out=self._count)
+        """Count a call with host arrays: an operation that compiled programs have."""
+
         self.event, self.handle = gpu.exported.new_event()
         self._workspaces: dict[str, ExportedBlock] = {}
         with gpu.cupy.cuda.Device(gpu.device):
@@ -139,21 +148,26 @@ class GpuChannel:
         return self._workspaces[end]
 
     def meet(self, record: np.ndarray) -> Iterator[None]:
-        """Post a record, and iterate until all ranks have posted; `records` are then those of all."""
-        fence, self.number = self.gpu.node_memory.fence, self.number + 1
-        self._records[self.gpu.rank][self.number % 2] = record
+        """Post a record, and iterate until all ranks have posted or counted; `records` are then those of all."""
+        fence, rank, words, number = self.gpu.node_memory.fence, self.gpu.rank, self.gpu.words, int(self._count[0]) + 1
+        while any(one[self._at] < number - 1 for one in words):
+            yield
+        self.number, turn = number, number % 2
+        self._records[rank][turn], self._posted[rank][turn] = record, number
         if fence is not None:
             fence()
-        self.gpu.words[self.gpu.rank][self._at] = self.number
-        while any(words[self._at] < self.number for words in self.gpu.words):
+        words[rank][self._at] = number
+        while any(one[self._at] < number for one in words):
             yield
         if fence is not None:
             fence()
 
     @property
     def records(self) -> list[np.ndarray]:
-        """Records of this meeting, by rank."""
-        return [records[self.number % 2] for records in self._records]
+        """Records of this meeting, by rank; one without buffers for a rank that has only counted."""
+        turn, number = self.number % 2, self.number
+        posts = zip(self._records, self._posted)
+        return [records[turn] if posted[turn] == number else new_record(ON_HOST) for records, posted in posts]
 
     def show_launch(self) -> None:
         """Tell the other ranks that the leader's event is recorded."""

@@ -115,7 +115,7 @@ def records_in_reverse(self):
 def does_not_meet(self, record):
     """Posts, and waits for nobody: the leader waits for events before they are recorded."""
     self.number += 1
-    self._records[self.gpu.rank][self.number % 2] = record
+    self._records[self.gpu.rank][self.number % 2], self._posted[self.gpu.rank][self.number % 2] = record, self.number
     self.gpu.words[self.gpu.rank][self._at] = self.number
     yield from ()
 
