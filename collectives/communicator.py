@@ -25,7 +25,7 @@ from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
 from collectives.runtime.communicator_transports import Transports
-from collectives.runtime.compiled_calls import NONE_COMPILED
+from collectives.runtime.compiled_calls import CallFunctions
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_cache import UNCACHEABLE, CallKey
@@ -148,7 +148,7 @@ class Communicator(CollectiveMethods):
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
     _start_cached: Callable[..., CallKey | Request] = staticmethod(_uncached)
-    _compiled: Mapping[str, Callable[..., int]] = NONE_COMPILED
+    _calls: Mapping[str, Callable[..., Any]] = CallFunctions()
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Communicator(CollectiveMethods):
         self._planner = Planner(transports, chooser, self._checker, self._async_progress)
         if self._checker is None:
             self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
-            self._compiled = self._planner.cache.compiled_calls.run
+            self._calls = self._planner.cache.compiled_calls.run
         else:
             self._report_refusals(self._checker)
         self._number = next(_numbers)
@@ -403,7 +403,7 @@ class Communicator(CollectiveMethods):
         if self._planner is None:
             return
         self._closing, self._planner = self._planner, None
-        for name in ("_compiled", "_run_cached", "_start_cached"):  # absent in debug mode
+        for name in ("_calls", "_run_cached", "_start_cached"):  # absent in debug mode
             self.__dict__.pop(name, None)
         self._closing.close(self._release)
 

@@ -206,7 +206,7 @@ class _ProgramBinder:
         for action in actions:
             if action.message is None or action.calls:
                 round_.act(action)
-        self._emit_exchange(round_.streams.values())
+        self._emit_exchange([*round_.streams.values(), round_.local])  # messages leave before copies are made
 
     def windowed_round(
         self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
@@ -326,7 +326,7 @@ class _ExchangeBuilder:
     def __init__(self, wire: Wire, later: set[int]) -> None:
         self._wire, self._later = wire, later
         self.streams: defaultdict[Any, Stream] = defaultdict(Stream)
-        self.local = self.streams["local"]
+        self.local = Stream()
         self._ends: dict[int, list[Any]] = {}  # by the id of a message: operations that wait for its end
         self._sent: list[tuple[Any, list[MemorySpan]]] = []
         self._reduced: list[tuple[Any, list[MemorySpan]]] = []

@@ -17,7 +17,7 @@ from collectives.runtime.binder import bind, copy_array
 from collectives.runtime.call import Blocks, Call, staged
 from collectives.runtime.ops import OP_NAMES, Combiner, on_device
 from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, Task
-from collectives.runtime.progress import run_program
+from collectives.runtime.progress import active_requests, run_program
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
@@ -35,8 +35,8 @@ LINE = 64
 SLOT = 4096
 """Bytes up to which a blocking call uses eager buffers."""
 
-READY = 0x0401
-"""NumPy's flags of a C-contiguous, writeable array."""
+DENSE, READY = 0x3, 0x401
+"""NumPy's flags of an array without gaps, in C or Fortran order, and of a C-contiguous, writeable one."""
 
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
@@ -234,12 +234,20 @@ class EagerBuffers(NamedTuple):
     loads: bool
     stores: bool
 
-    def run(self, call: Call) -> None:
-        if self.loads and call.source is not None:
-            self.source[:] = view(call.source.address, self.source.size, call.unit)
-        run_program(self.program)
-        if self.stores and call.target is not None:
-            view(call.target.address, self.target.size, call.unit)[:] = self.target
+    def on_call(self, call: Call) -> Callable[..., bool]:
+        """Function that runs the program on the memory of a call."""
+        load = view(call.source.address, self.source.size, call.unit) if self.loads and call.source else None
+        store = view(call.target.address, self.target.size, call.unit) if self.stores and call.target else None
+
+        def run(*_: Any) -> bool:
+            if load is not None:
+                self.source[:] = load
+            run_program(self.program)
+            if store is not None:
+                store[:] = self.target
+            return True
+
+        return run
 
     def on_arrays(self, s: np.ndarray | None, r: np.ndarray | None) -> Callable[[Any, Any], bool] | None:
         """Function (sendbuf, recvbuf) that runs the program on arrays like these, or returns False if they are not.
@@ -250,10 +258,11 @@ class EagerBuffers(NamedTuple):
             return None
         load = _reshape_like(self.source, s) if self.loads and s is not None else None
         store = _reshape_like(self.target, r) if self.stores and r is not None else None
-        program, one_array = self.program, s is r
+        program, calls, one_array = self.program, self.program.calls, s is r
 
         def run(sendbuf: Any, recvbuf: Any) -> bool:
-            if not one_array and overlaps(sendbuf, recvbuf):
+            owners = sendbuf.base is None and recvbuf.base is None and sendbuf is not recvbuf
+            if not (owners or one_array) and np.may_share_memory(sendbuf, recvbuf):
                 return False
             if store is not None and recvbuf.flags.num & READY != READY:
                 return False
@@ -261,7 +270,11 @@ class EagerBuffers(NamedTuple):
                 if not sendbuf.flags.c_contiguous:
                     return False
                 load[...] = sendbuf
-            run_program(program)
+            if active_requests:
+                run_program(program)
+            else:
+                for step in calls:
+                    step()
             if store is not None:
                 recvbuf[...] = store
             return True
@@ -271,8 +284,8 @@ class EagerBuffers(NamedTuple):
 
 def overlaps(one: np.ndarray, other: np.ndarray) -> bool:
     """True if two dense arrays share memory."""
-    owners = one.base is None and other.base is None
-    return one is other or (not owners and np.may_share_memory(one, other))
+    owners = one.base is None and other.base is None and one is not other
+    return not owners and np.may_share_memory(one, other)
 
 
 def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:

@@ -133,7 +133,7 @@ def _call(calls, sendbuf, recvbuf, op, root, algorithm, segments):
         if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
             result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t, word_at(c, table.SPINS))
             if result != table.REFUSED:
-                return result + (table.RESULT + 1) * index
+                return result + (table.RESULT + 1) * index if result else result
         entry += 8 * table.ENTRY_WORDS
     return table.REFUSED
 
@@ -165,7 +165,8 @@ class Functions(NamedTuple):
 
     call: Callable[..., int]
     """``call(calls, sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if `calls` has it:
-    words as in `program_table`. It returns the result and, in the bits above `RESULT`, the entry."""
+    words as in `program_table`. It returns the result and, unless that is `DONE`, in the bits above `RESULT` the
+    entry."""
 
     run: Callable[..., int]
     """``run(sendbuf, recvbuf, table, spins)`` starts a program on these arrays."""

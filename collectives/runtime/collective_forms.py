@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime import call as calls
-from collectives.runtime.program_table import RESULT
 from collectives.runtime.requests import Request
 
 FORMS = ("blocking", "non-blocking", "persistent")
@@ -157,7 +156,7 @@ def add_methods(owner: type) -> None:
         # The file name marks the frame as one of this package, for `desync_check.caller`.
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
         scope: dict[str, Any] = {"describe": declaration.describe}
-        scope |= {"MPI": MPI, "Any": Any, "Request": Request}
+        scope |= {"MPI": MPI, "SUM": MPI.SUM, "Any": Any, "Request": Request}
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
         function = scope[method_name(declaration.name, form)]
@@ -177,15 +176,15 @@ def _source(declaration: Declaration, form: str) -> str:
     else:
         send = next((name for name in ("sendbuf", "buf") if name in names), None)
         recv = next((name for name in ("recvbuf", "buf") if name in names), None)
-        op, root = "op" if "op" in names else "MPI.SUM", "root" if "root" in names else "0"
+        op, root = "op" if "op" in names else "SUM", "root" if "root" in names else "0"
         if "recvcounts" in names:
             root = "recvcounts"
         arguments = f"{send}, {recv}, {op}, {root}, algorithm, segments"
         key = f"{declaration.name!r}, {arguments}"
         if form == "blocking":
             body = (
-                f"number = self._compiled[{declaration.name!r}]({arguments})\n"
-                f"if number & {RESULT} and (key := self._run_cached(number, {key})):\n"
+                f"key = self._calls[{declaration.name!r}]({arguments})\n"
+                f"if key and (key := self._run_cached(key, {key})):\n"
                 f"    {planner}.run({call}, algorithm, segments, key)"
             )
         else:

@@ -7,7 +7,6 @@ equal but newly made number among its counts, are looked up by key afterwards.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,24 +24,31 @@ MAX_CHECKS = 256
 _NO_ARRAY = np.empty(0, np.uint8)
 
 
-def _functions() -> dict[str, Callable[..., int]]:
-    """Functions by method: at first one that finds no program."""
-    return defaultdict(lambda: lambda *_: table.REFUSED)
+def _refuse(*_: Any) -> int:
+    return table.REFUSED
 
 
-NONE_COMPILED = _functions()
-"""Functions of a communicator whose calls are not compiled."""
+class CallFunctions(dict[str, Callable[..., Any]]):
+    """Functions that run the calls of a method, by its name; ``otherwise(name, ...)`` runs those of other methods."""
+
+    def __init__(self, otherwise: Callable[..., Any] = _refuse) -> None:
+        self._otherwise = otherwise
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        function = self[name] = partial(self._otherwise, name)
+        return function
 
 
 class CompiledCallTable:
     """Compiled programs of one communicator's calls.
 
     ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method. It returns
-    `REFUSED` if there is none, and otherwise a number for `started`.
+    `DONE` if that has ended, `REFUSED` if there is none, and otherwise a number for `started`. For a method without
+    compiled programs it is ``otherwise(name, ...)``.
     """
 
-    def __init__(self) -> None:
-        self.run = _functions()
+    def __init__(self, otherwise: Callable[..., Any] = _refuse) -> None:
+        self.run = CallFunctions(otherwise)
         self._methods: dict[str, _Method] = {}
 
     def started(self, name: str, number: int) -> tuple[CompiledProgram, int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from itertools import islice
+from typing import Any
 
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
-from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache
+from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, with_addresses
 from collectives.transport.mailbox import NONBLOCKING
 
 
@@ -22,8 +23,9 @@ class NonblockingPrograms:
     ----------
     bound
         Programs, the oldest first, by the properties that calls of one program share, and the channel.
-    compiled
-        For each channel, compiled programs by `CallKey.arguments`, or by the key in `bound` if they are `deferred`.
+    known
+        For each channel, compiled programs by `CallKey.arguments`, or by the key in `bound` if they are `deferred`; and
+        programs of frequent calls that cannot be compiled, by `CallKey.addresses`.
     calls
         For each channel, compiled programs by the arguments of calls, searched first.
     """
@@ -31,7 +33,7 @@ class NonblockingPrograms:
     def __init__(self, cache: ProgramCache) -> None:
         self._cache = cache
         self.bound: dict[Hashable, Program] = {}
-        self.compiled = [dict[Hashable, CompiledProgram]() for _ in range(NONBLOCKING)]
+        self.known = [dict[Hashable, Program | CompiledProgram]() for _ in range(NONBLOCKING)]
         self.calls = [CompiledCallTable() for _ in range(NONBLOCKING)]
         self._made: set[Hashable] = set()  # arguments of calls that were not compiled
 
@@ -40,11 +42,11 @@ class NonblockingPrograms:
         surplus = len(self.bound) - MAX_PROGRAMS
         if surplus <= 0:
             return
-        busy = {id(one.program if isinstance(one, CompiledProgram) else one) for one in in_use}
+        busy = {id(one.program) for one in in_use}
         for old in list(islice((old for old, program in self.bound.items() if id(program) not in busy), surplus)):
             freed = self.bound.pop(old)
-            for channel, compiled in enumerate(self.compiled):
-                self.compiled[channel] = {key: one for key, one in compiled.items() if one.program is not freed}
+            for channel, known in enumerate(self.known):
+                self.known[channel] = {key: one for key, one in known.items() if one.program is not freed}
                 self.calls[channel].discard(freed)
             freed.free()
 
@@ -52,14 +54,22 @@ class NonblockingPrograms:
         """The compiled form of a `deferred` program with this key, which the progress thread runs; else `program`."""
         if not program.deferred or key is None:
             return program
-        compiled = self.compiled[channel].get(key) or compile_program(program)
-        if compiled is not None:
-            self.compiled[channel][key] = compiled
-        return compiled or program
+        known = self.known[channel].get(key) or compile_program(program)
+        if known is not None:
+            self.known[channel][key] = known
+        return known or program
 
-    def compile(self, program: Program, key: CallKey, channel: int, call: Call) -> None:
-        """Compile the program of a repeated call if calls are frequent, for any arrays with these arguments."""
-        if key is UNCACHEABLE or len(self.compiled[channel]) >= MAX_PROGRAMS or not key.identifies(call):
+    def find(self, channel: int, arguments: tuple[Any, ...], s: Any, r: Any) -> Program | CompiledProgram | None:
+        """Program of a call by its key; TypeError for arguments that cannot be looked up."""
+        known = self.known[channel]
+        return known.get(arguments) or known.get(with_addresses(arguments, s, r))
+
+    def store(self, program: Program, key: CallKey, channel: int, call: Call) -> None:
+        """Let later calls find the program of a repeated call if calls are frequent.
+
+        It is compiled, for any arrays with these arguments, or found for arrays at the same addresses.
+        """
+        if key is UNCACHEABLE or len(self.known[channel]) >= MAX_PROGRAMS or not key.identifies(call):
             return
         if key.arguments not in self._made:
             if len(self._made) >= 4 * MAX_PROGRAMS:
@@ -69,14 +79,16 @@ class NonblockingPrograms:
         self._cache.count_repeat()
         compiled = self._cache.compile(program, key, call)
         if compiled is not None:
-            self.compiled[channel][key.arguments] = compiled
+            self.known[channel][key.arguments] = compiled
             self.calls[channel].add(key.arguments[0], compiled, key.given, compiled.start_spins)
+        elif self._cache.calls_are_frequent and program.needs_no_mpi and not program.deferred:
+            self.known[channel][key.addresses] = program
 
     def free(self) -> None:
         for program in self.bound.values():
             program.free()
         self.bound.clear()
-        for compiled, calls in zip(self.compiled, self.calls):
-            compiled.clear()
+        for known, calls in zip(self.known, self.calls):
+            known.clear()
             calls.clear()
         self._made.clear()

@@ -116,8 +116,8 @@ class Operation:
         if self.program.deferred:
             progress_thread.wake()
 
-    def resume(self, program: CompiledProgram) -> None:
-        """Activate the request of a `program` that compiled code has started; it goes on, if it can."""
+    def resume(self, program: Program | CompiledProgram) -> None:
+        """Activate the request of a `program` that `start_on` has started; compiled code goes on with it, if it can."""
         if program.deferred or not mpi_is_thread_safe() or not program.activate_for(self):
             with progress_lock:
                 program.ended = False
@@ -218,8 +218,6 @@ class Operation:
         """Let compiled code manage a persistent request just started, if it can; the caller holds `progress_lock`."""
         program = self.program
         if isinstance(program, CompiledProgram) and not program.deferred and mpi_is_thread_safe():
-            if program.ended:
-                self._end()
             program.manage(self, self._active)
             self._active = self._startable = False
 
@@ -232,8 +230,8 @@ class Operation:
             self._startable |= result == DONE
 
     def _end_soon(self) -> bool:
-        """Poll for messages of a compiled program; True if that, and no other thread, has ended it."""
-        if not isinstance(self.program, CompiledProgram):
+        """Poll for messages within the node; True if that, and no other thread, has ended the program."""
+        if not self.program.needs_no_mpi:
             return False
         acquire_progress()
         try:

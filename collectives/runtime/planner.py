@@ -27,7 +27,7 @@ from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_builder import ProgramBuilder
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
-from collectives.runtime.program_table import DONE, REFUSED, RESULT
+from collectives.runtime.program_table import DONE, REFUSED
 from collectives.runtime.progress import (
     active_requests,
     lone_requests,
@@ -117,7 +117,7 @@ class Planner:
             entry.stream.follow(*(buffer.owner for buffer in call.buffers))
         try:
             if isinstance(entry, EagerBuffers):
-                entry.run(call)
+                entry.on_call(call)()
             else:
                 run_program(entry)
         except BaseException as error:
@@ -140,24 +140,26 @@ class Planner:
         before, calls = self._latest[turn], self._nonblocking.calls[turn]
         may_start = (before is None or not before.holds_program) and not self._broken
         number = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
-        if number & RESULT == DONE and mpi_is_thread_safe():
+        if number == DONE and mpi_is_thread_safe():
             self.transports.nonblocking_calls += 1
             return ended_request(name)
+        program: Program | CompiledProgram | None
         if number != REFUSED:
             program, result = calls.started(name, number)
         else:
             try:
                 arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
-                known = self._nonblocking.compiled[turn].get(arguments)
+                program = self._nonblocking.find(turn, arguments, s, r)
             except TypeError:  # arguments that are not hashable, or buffers of other kinds
                 return UNCACHEABLE
-            if known is None or not may_start:
+            if program is None or not may_start:
                 return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
-            program, result = known, known.start_on(s, r)
+            result = self._break_off_if_raising(name, program, program.start_on, s, r)
             if result == REFUSED:
                 return UNCACHEABLE
         if result > REFUSED:
-            self._fail(name, program, result)
+            assert isinstance(program, CompiledProgram), "others raise"
+            self._break_off_if_raising(name, program, program.note, result)
         self.transports.nonblocking_calls += 1
         if result == DONE:
             return ended_request(name) if mpi_is_thread_safe() else Request(name, program, self, None)
@@ -165,11 +167,17 @@ class Planner:
         request.resume(program)
         return request
 
-    def _fail(self, name: str, program: CompiledProgram, result: int) -> None:
-        """Raise the error of a non-blocking call that its start has met."""
-        program.broken = True
-        self._break_off(name, program)
-        program.note(result)
+    def _break_off_if_raising(
+        self, name: str, program: Program | CompiledProgram, step: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Return ``step(*arguments)`` of a non-blocking call's program."""
+        try:
+            with progress_lock:
+                return step(*arguments)
+        except BaseException:
+            program.broken = True
+            self._break_off(name, program)
+            raise
 
     def begin(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> Request:
         """Start a non-blocking call and return its request.
@@ -195,7 +203,7 @@ class Planner:
                     self._nonblocking.bound[key] = program
                     self._free_surplus(program)
             if reusable:
-                self._nonblocking.compile(program, cache_key, turn, call)
+                self._nonblocking.store(program, cache_key, turn, call)
             if program.stream is not None:
                 program.stream.follow(*(buffer.owner for buffer in call.buffers))
             tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.buffers.staging import DeviceMemory
-from collectives.runtime.program_table import REFUSED
+from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
 from collectives.transport.exchange import Exchange
@@ -21,6 +21,12 @@ from collectives.types import Wait
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """Memories of a program: the user's buffers, scratch for forwarded chunks, and landing memory for operands."""
+
+START_POLLS = 8
+"""Polls of the start of a non-blocking call: some 3 us, less than a pending request costs."""
+
+POLLS = 500
+"""Polls of a wait, some 200 us, before other requests progress."""
 
 
 class Task(NamedTuple):
@@ -79,7 +85,7 @@ class Program:
         Exchanges within the node, if the program consists of these alone; else None.
     memories
         The memories that the program is bound to.
-    broken
+    broken, ended
         A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
@@ -91,7 +97,7 @@ class Program:
 
     on_arrays: Callable[[Any, Any], bool] | None = None
     exchanges: tuple[Exchange, ...] | None = None
-    broken = waits_in_mpi = prefers_finish = deferred = is_startable = False
+    broken = ended = waits_in_mpi = prefers_finish = deferred = is_startable = False
     begins: tuple[tuple[int, int], ...] = ()
     position = 0
 
@@ -109,6 +115,11 @@ class Program:
         self.wire = wire
         self.nbytes = nbytes
         self.stream = stream
+
+    @property
+    def program(self) -> Program:
+        """This program itself, as a `CompiledProgram` has one."""
+        return self
 
     @property
     def needs_no_mpi(self) -> bool:
@@ -146,10 +157,24 @@ class Program:
         for call in calls:
             call()
 
+    def start_on(self, *_: Any) -> int:
+        """Start a program that `needs_no_mpi`, and wait for a moment at most; the result is as in `program_table`."""
+        return DONE if self.start() or self.poll(START_POLLS) else WAITING
+
+    def poll(self, polls: int = POLLS) -> bool:
+        """`advance` with some polls for messages of a program that `needs_no_mpi`; True if the end is reached."""
+        assert self.exchanges is not None, "it needs no MPI"
+        polls = 1 if self.exchanges[0].node.shares_cores else polls
+        return any(self.advance() for _ in range(polls))
+
     # Compiled programs are started and ended by compiled code; these methods leave all to Python.
 
     def start_for(self, request: object) -> bool:
         """Start the program in compiled code for its persistent request; False if that is left to Python."""
+        return False
+
+    def activate_for(self, request: object) -> bool:
+        """Make the request of a program that compiled code has started active; False if that is left to Python."""
         return False
 
     def end_for(self, request: object, patient: bool) -> int:

@@ -63,6 +63,7 @@ class ProgramBuilder:
         node, streamed = self._transports.node, 0
         if node is not None and not shared and not (self._async_progress and form != BLOCKING):
             streamed = node.streamed if MEANINGS[call.collective].rooted else node.streamed_both_ways
+            streamed = streamed if call.combine is None else node.streamed_reduced
         mark = binding.call_mark(call, choice)
         return self._transports.wire(form, mark, channel, call.unit.itemsize, streamed, device)
 

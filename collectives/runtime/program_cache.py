@@ -17,7 +17,7 @@ from collectives.errors import RanksDisagree
 from collectives.runtime import compiled_program
 from collectives.runtime import program_table as table
 from collectives.runtime.argument_keys import counts_key, describe, is_constant
-from collectives.runtime.binding import EagerBuffers, memories, program_of, separate_bytes
+from collectives.runtime.binding import DENSE, EagerBuffers, memories, program_of, separate_bytes
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
@@ -55,10 +55,7 @@ class CallKey(NamedTuple):
 
     @property
     def addresses(self) -> tuple[Any, ...]:
-        """Key that includes the addresses; TypeError for arrays with gaps."""
-        if not all(array.flags.forc for array in self[1:3]):
-            raise TypeError
-        return self.arguments, *((_address(array), array.strides, array.flags.writeable) for array in self[1:3])
+        return with_addresses(self.arguments, self.sendbuf, self.recvbuf)
 
     def identifies(self, call: Call) -> bool:
         """True if calls with this key are like `call`: an operation of MPI's own, and no memory before the arrays.
@@ -72,6 +69,14 @@ class CallKey(NamedTuple):
     def plain(self) -> bool:
         """True if each buffer is an array without counts, displacements or datatype."""
         return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
+
+
+def with_addresses(arguments: tuple[Any, ...], s: np.ndarray, r: np.ndarray) -> tuple[Any, ...]:
+    """Key that includes the addresses of two arrays; TypeError if they have gaps."""
+    sent, received = s.flags.num, r.flags.num
+    if not (sent & DENSE and received & DENSE):
+        raise TypeError
+    return arguments, _address(s), sent, s.strides, _address(r), received, r.strides
 
 
 def key_fields(
@@ -118,7 +123,7 @@ class ProgramCache:
     calls
         Calls by `CallKey.arguments`, or by `CallKey.addresses`.
     compiled_calls
-        Compiled programs by the arguments of calls, searched first.
+        Compiled programs by the arguments of calls, searched first; then `calls` are, by `run_by_key`.
     nbytes
         Scratch memory of all programs.
     broken
@@ -129,37 +134,44 @@ class ProgramCache:
         self._rank = rank
         self.bound: dict[Hashable, Program | EagerBuffers] = {}
         self.calls: dict[tuple[Any, ...], CachedCall] = {}
-        self.compiled_calls = CompiledCallTable()
+        self.compiled_calls = CompiledCallTable(self.run_by_key)
         self._repeats = 0
         self.nbytes = 0
         self.broken: str | None = None
         self._orphans: list[object] = []
 
     def run_cached(
-        self, number: int, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+        self, found: Any, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> CallKey | tuple[()]:
         """Run a blocking call if it is in the cache and return an empty tuple; else return its key for `store`.
 
-        `number` is that of ``compiled_calls.run[name]`` for this call.
+        `found` is the result of ``compiled_calls.run[name]`` for this call.
         """
-        if number != table.REFUSED:
-            program, result = self.compiled_calls.started(name, number)
-            try:
-                program.go_on(result)
-            except BaseException as error:
-                self.poison(error, program, sendbuf, recvbuf)
-                for bound in [bound for bound, entry in self.bound.items() if program_of(entry) is program.program]:
-                    self.evict(bound)
-                raise
-            return ()
+        if isinstance(found, CallKey):
+            return found
+        if found == table.REFUSED:
+            return self.run_by_key(name, sendbuf, recvbuf, op, root, algorithm, segments)
+        program, result = self.compiled_calls.started(name, found)
+        try:
+            program.go_on(result)
+        except BaseException as error:
+            self.poison(error, program, sendbuf, recvbuf)
+            for bound in [bound for bound, entry in self.bound.items() if program_of(entry) is program.program]:
+                self.evict(bound)
+            raise
+        return ()
+
+    def run_by_key(
+        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+    ) -> CallKey | tuple[()]:
+        """As `run_cached`, but only by `calls`."""
         try:
             arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
             call = self.calls.get(arguments)
             if call is None:
-                key = CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
-                call = self.calls.get(key.addresses)
+                call = self.calls.get(with_addresses(arguments, s, r))
                 if call is None:
-                    return key
+                    return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
         except TypeError:  # arguments that are not hashable, or buffers of other kinds
             return UNCACHEABLE
         try:
@@ -184,22 +196,26 @@ class ProgramCache:
         if compiled is not None:
             self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
             self.compiled_calls.add(name, compiled, key.given, compiled.spins)
-        elif isinstance(entry, EagerBuffers):
-            if key.plain and (run := entry.on_arrays(s, r)) is not None:
-                self.calls[key.arguments] = CachedCall(self._counting(run), bound)
+        elif isinstance(entry, EagerBuffers) and key.plain and (run := entry.on_arrays(s, r)) is not None:
+            self.calls[key.arguments] = CachedCall(self._counting(run), bound)
         elif program.on_arrays is not None and key.plain and s is not r:
             self.calls[key.arguments] = CachedCall(program.on_arrays, bound)
         else:
-            self.calls[key.addresses] = CachedCall(self._counting(partial(_run, program)), bound)
+            run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(_run, program)
+            self.calls[key.addresses] = CachedCall(self._counting(run), bound)
 
     def compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
         """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
-        if self._repeats < COMPILE_AFTER:
+        if not self.calls_are_frequent:
             return None
         compiled = compile_program(program)
         if compiled is not None:
             compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))
         return compiled
+
+    @property
+    def calls_are_frequent(self) -> bool:
+        return self._repeats >= COMPILE_AFTER
 
     def count_repeat(self) -> None:
         """Count a repeated call that is not compiled; at `COMPILE_AFTER` all calls are forgotten.

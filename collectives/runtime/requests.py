@@ -96,7 +96,7 @@ class Request(Operation):
                 self._context = self.device.capture()
             try:
                 self._count_start()
-                self.program.start()
+                self._startable = self.program.start()
             except Exception as error:  # of a message that has arrived already: `Test` and `Wait` raise it
                 self._broken = self.program.broken = True
                 self.error = error
@@ -104,7 +104,8 @@ class Request(Operation):
             except BaseException:
                 self._broken = self.program.broken = True
                 raise
-            self.activate()
+            if not self._startable:
+                self.activate()
             self._hand_over()
         finally:
             release_progress()

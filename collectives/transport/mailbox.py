@@ -71,8 +71,12 @@ STREAMED, STREAMED_BOTH_WAYS = 1 << 22, 1 << 21
 """Bytes of the longest messages that go through the cells in parts, between cores without a common cache: one part is
 read while the next is written. Longer ones are copied at once between the processes, if permitted (`joint_copy`): by
 system calls, but one copy instead of two. The second number holds where ranks send and receive at once, so that each
-makes both copies. With a common cache, and if ranks share cores or copies do not go past the caches, both are `CELLS`
-cells."""
+makes both copies. With a common cache it is one cell, and the first one `CELLS` cells, which is both if ranks share
+cores or copies do not go past the caches."""
+
+STREAMED_REDUCED = 1 << 23
+"""The same limit for messages that are reduced, with or without a common cache: by address the receiver alone would
+copy them, since the sender cannot reduce."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -161,7 +165,8 @@ class NodeMemory:
     bytes, words, addresses : mailboxes that each rank writes, as bytes, as 8-byte words, and their addresses here
     fence : None on processors that keep stores and loads in order
     reads, writes : all ranks may read, and write, each other's memory
-    streamed, streamed_both_ways : bytes up to which messages are cut to go through cells, equal on all ranks
+    streamed, streamed_both_ways, streamed_reduced : bytes up to which messages are cut to go through cells, equal on
+        all ranks
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
     cores, shares_cores : cores that the ranks of the machine may use, and if there are fewer than ranks
@@ -211,8 +216,11 @@ class NodeMemory:
         self.copied_compiled = CELL if copies_past_caches() else self.copied
         streams = reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND)
         self.streamed = self.streamed_both_ways = CELLS * self.cells[0]
-        if reduced(self.comm, far, MPI.LOR) and streams:
-            self.streamed, self.streamed_both_ways = STREAMED, STREAMED_BOTH_WAYS
+        far = bool(reduced(self.comm, far, MPI.LOR))
+        if streams:
+            self.streamed = STREAMED if far else self.streamed
+            self.streamed_both_ways = STREAMED_BOTH_WAYS if far else self.cells[0]
+        self.streamed_reduced = STREAMED_REDUCED if streams else self.streamed
 
     def _reads_and_writes(self) -> tuple[bool, bool]:
         """If all ranks of the node may read, and may write, each other's memory (cross-memory attach). Collective."""

@@ -50,10 +50,10 @@ class EagerSend:
 
     __slots__ = (
         "_by_address",
-        "_copies",
         "_fence",
         "_flags",
         "_room",
+        "_slots",
         "address_label",
         "edge",
         "label",
@@ -72,8 +72,9 @@ class EagerSend:
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         sources = [view(*piece, BYTE) for piece in pieces]
         slots = edge.outgoing.parts([piece.nbytes for piece in pieces])
-        self._copies = [[as_words(target, source) for target, source in zip(slot, sources)] for slot in slots]
+        copies = [[as_words(target, source) for target, source in zip(slot, sources)] for slot in slots]
         self._room = len(slots)  # further messages would use the same memory
+        self._slots = list(zip(self._flags, copies * (SLOTS // len(slots))))
 
     def attempt(self) -> bool:
         """Copy the data, or write its address, into the next slot; False if none is free."""
@@ -88,10 +89,9 @@ class EagerSend:
         if number - counts[ACKED] > self._room and not edge.has_room(self._room):
             return False
         counts[SENT] = number
-        slot = number & MASK
-        for target, source in self._copies[slot % self._room]:
+        at, copies = self._slots[number & MASK]
+        for target, source in copies:
             target[...] = source
-        at = self._flags[slot]
         if self.nbytes > INLINE:
             mine[at + 1] = self.nbytes
         if self._fence is not None:
@@ -161,19 +161,20 @@ class Acknowledgement(NamedTuple):
 class Receive:
     """Receive of an eager or a rendezvous message through a mailbox.
 
-    `_takes[slot % len(_takes)]` are the functions that copy or reduce an eager message out of a slot;
+    `takes[slot % len(takes)]` are the functions that copy or reduce an eager message out of a slot;
     `read.calls(pieces)` returns those for a rendezvous message.
     """
 
-    __slots__ = ("_fence", "_flags", "_takes", "address_label", "edge", "label", "nbytes", "read")
+    __slots__ = ("_fence", "_slots", "address_label", "edge", "label", "nbytes", "read")
 
     def __init__(
         self, edge: MailboxEdge, takes: Sequence[Sequence[Callable[[], object]]], read: RendezvousRead, mark: int
     ) -> None:
-        self.edge, self._takes, self.read, self._fence = edge, takes, read, edge.node.fence
+        self.edge, self.read, self._fence = edge, read, edge.node.fence
         self.nbytes = read.nbytes
         self.label, self.address_label = label(mark, self.nbytes), address_label(mark)
-        self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
+        flags = range(edge.inbox, edge.inbox + SLOTS * WORDS, WORDS)
+        self._slots = list(zip(flags, [*takes] * (SLOTS // len(takes))))
 
     def attempt(self) -> bool:
         """Receive the next message from the peer; False if it has not arrived.
@@ -182,8 +183,7 @@ class Receive:
         """
         edge = self.edge
         words, number = edge.theirs, edge.counts[RECEIVED] + 1
-        slot = number & MASK
-        at = self._flags[slot]
+        at, takes = self._slots[number & MASK]
         found = words[at] - number * KIND
         if found < 0:
             return False
@@ -191,7 +191,7 @@ class Receive:
             self._fence()  # nothing below may be loaded before the flag
             found = words[at] - number * KIND
         if found == self.label and (self.nbytes <= INLINE or words[at + 1] == self.nbytes):
-            for take in self._takes[slot % len(self._takes)]:
+            for take in takes:
                 take()
         else:
             addresses = found - self.address_label

@@ -31,7 +31,7 @@ def pair(world, monkeypatch):
             if not node.writes:
                 pytest.skip("ranks may not write each other's memory")
             node.shares_cores = False  # as offers are made only then
-            node.streamed = node.streamed_both_ways = 0
+            node.streamed = node.streamed_both_ways = node.streamed_reduced = 0
             yield ours
     comm.Free()
 
