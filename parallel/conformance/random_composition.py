@@ -41,11 +41,12 @@ def draw(seed: int, most_ranks: int) -> Composition:
     """Composition number `seed`, of at most so many ranks; four of ten are pipelines."""
     random = Random(seed)
     mixed = random.random() < 0.3
-    sizes = _sizes(random, most_ranks, pipelines=random.random() < 0.4, whole=mixed)
+    sizes = _sizes(random, most_ranks, pipelines=random.random() < 0.4, whole=mixed and random.random() < 0.5)
     family = "gpt" if mixed else random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 2 * (sizes["cp"] == 1))
     reproducible = random.random() < 0.6 and not any(size & (size - 1) for size in (sizes["cp"], sizes["tp"]))
+    reproducible &= not mixed or sizes["cp"] == 1  # on divided sequences, mixtures do not have the bits of one rank
     shards, parts = (size * random.choice([1, 2]) * reproducible or size for size in (sizes["tp"], sizes["cp"]))
-    parts = 1 if family == "mlp" or mixed else parts
+    parts = sizes["cp"] if mixed or family == "mlp" else parts
     layout = f"pp:{random.choice(PIPELINES)}" if "pp" in sizes else random.choice(LAYOUTS)
     layers = max(random.choice([1, 2, 3]), parts_of(layout, sizes.get("pp", 1)) - (1 if family == "mlp" else 2))
     sequence = family != "mlp" and not mixed and parts == 1 and shards > 1 and random.random() < 0.5
@@ -167,7 +168,7 @@ def _mesh(random: Random, sizes: dict[str, int], layout: str, folds: tuple[int, 
 
 def _folds(random: Random, sizes: dict[str, int], each: int, slices: int | None) -> tuple[tuple[int, int], int]:
     """Sizes of ep and etp on a mesh whose ranks have `each` logical shards, and the parts of experts (`slices`)."""
-    tensor, replicas = sizes["tp"], sizes["dp"]
+    tensor, replicas = sizes["tp"], sizes["dp"] * sizes["cp"]
     fits = [
         ((tensor // etp * share, etp), parts)
         for etp in _divisors(tensor)

@@ -6,11 +6,13 @@ works on single tokens: `Operator.place` refuses an operator that does not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from parallel.context.allgather_attention import AllgatherAttention
 from parallel.context.context_attention import ContextAttention
+from parallel.context.divided_router import DividedRouter
 from parallel.context.positions import DividedDropout, DividedPositionEmbedding
 from parallel.context.ring_attention import RingAttention
 from parallel.context.sequence_division import SequenceDivision
@@ -20,8 +22,9 @@ from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
+from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import Operator, set_names
-from parallel.nn.placement import Shard
+from parallel.nn.placement import PlacementError, Shard
 from parallel.nn.rewrite import replaced
 
 ALGORITHMS: dict[str, type[ContextAttention]] = {
@@ -67,11 +70,22 @@ def _dropout(operator: Dropout, how: ModelDivision) -> Operator:
     return DividedDropout(operator, how.division.blocks(how.axis.rank))
 
 
+def _mixture(operator: MixtureOfExperts, how: ModelDivision) -> Operator:
+    """Mixture with a router of divided sequences; its experts compute on all tokens of a rank at once."""
+    if how.division.parts_per_rank > 1:
+        each = how.division.parts_per_rank
+        raise PlacementError(f"sequence_parts: mixtures of experts take one part on each rank, found {each}")
+    ours = copy.copy(operator)
+    ours.router = DividedRouter(operator.router, how.axis, how.division)
+    return ours
+
+
 REPLACEMENTS: tuple[tuple[type[Operator], Callable[[Any, ModelDivision], Operator]], ...] = (
     (CausalAttention, _causal),
     (BlockwiseAttention, _blockwise),
     (PositionEmbedding, _positions),
     (Dropout, _dropout),
+    (MixtureOfExperts, _mixture),
 )
 """Operators that need other positions than their own token's, and what replaces them."""
 

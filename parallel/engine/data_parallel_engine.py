@@ -88,7 +88,7 @@ class DataParallelEngine(TrainEngine):
         parts = self._shards(context)
         self._teams = Teams.of(self._mesh.mesh.without(TENSOR))
         self._sequences = here.sequences
-        self._model = LengthModel(here.model, here.loss) if here.experts is None else here.sequences.of_shape(())
+        self._model = LengthModel(here.model, here.loss)
         teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
         spans = parts[0].spans if len(parts) == 1 else replicas.allgather([span for one in parts for span in one.mine])
         super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
@@ -234,7 +234,8 @@ class DataParallelEngine(TrainEngine):
     def _part(self, mine: list[Batch], turn: int) -> tuple[LengthModel, Batch | None]:
         """Model for the micro-batch of a turn, and this rank's part of it (None if it has none in this turn)."""
         if turn >= len(mine):
-            return self._model, None
+            shares = self._groups.teams is not None
+            return self._sequences.of_shape(self._no_samples.x.shape) if shares else self._model, None
         here = self._sequences.of_shape(mine[turn].x.shape)
         return here, here.part(mine[turn])
 
@@ -262,7 +263,7 @@ class DataParallelEngine(TrainEngine):
         if self._groups.teams is None:
             return empty_pass()
         run = PassMode(training, self.settings.seed, self.steps, self._no_samples.samples)
-        return MicrobatchPass(*self._typed(self._no_samples), run, here.loss)
+        return MicrobatchPass(*self._typed(here.part(self._no_samples)), run, here.loss)
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         turns = self._begin_turns(mine, self._teams.leaves(assignment))

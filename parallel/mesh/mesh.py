@@ -11,8 +11,8 @@ The axis with most traffic comes last. In the usual order (Narayanan et al., "Ef
 Training on GPU Clusters Using Megatron-LM", SC 2021, section 3) these are ``pp,dp,cp,tp``.
 
 The axis ``ep`` is no factor of the number of ranks: `ep` ranks share the experts of a mixture, and hold the rest of the
-model as the other axes say. It is folded over ``tp``, and then over the replicas. With ``etp``, so many ranks along
-``tp`` have parts of the same experts. Neither goes with ``cp``: routers choose within whole sequences.
+model as the other axes say. It is folded over ``tp``, and then over the replicas and the ranks along ``cp``, which have
+different tokens. With ``etp``, so many ranks along ``tp`` have parts of the same experts.
 
 >>> mesh = Mesh.parse("dp=4,tp=2,ep=4")
 >>> mesh.size, mesh.expert_shards, mesh.expert_replicas
@@ -32,7 +32,7 @@ AXES = {"pp": "pipeline stages", "dp": "replicas", "cp": "parts of the sequence"
 """Usual axes, and what their ranks hold; from the least to the most traffic."""
 
 EXPERTS, EXPERT_REPLICAS, EXPERT_TENSOR = "ep", "edp", "etp"
-"""Replicas with different experts, and those with the same (`Mesh.expert_groups`); parts of an expert."""
+"""Ranks with different experts, and those with the same (`Mesh.expert_groups`); parts of an expert."""
 
 STAGES, SEQUENCES, SHARDS = "pp", "cp", "tp"
 
@@ -45,7 +45,7 @@ class Mesh:
     ----------
     sizes : dict of str to int
     ep : int
-        Ranks with different experts: folded over ``tp``, and then over the replicas.
+        Ranks with different experts: folded over ``tp``, and then over the replicas and ``cp``.
     etp : int
         Ranks along ``tp`` with parts of the same experts.
     """
@@ -105,11 +105,11 @@ class Mesh:
 
     @property
     def expert_replicas(self) -> int:
-        """Neighbouring replicas that share the experts."""
+        """Neighbouring ranks along the replicas and ``cp`` that share the experts."""
         return self.ep // self.expert_shards
 
     def expert_groups(self, name: str) -> list[list[int]]:
-        """Groups of ranks along ``ep``, of replicas that share the experts, or ``edp``, of those with the same ones.
+        """Groups of ranks along ``ep``, with different tokens and experts, or ``edp``, with different tokens only.
 
         >>> mesh = Mesh.parse("dp=4,tp=2,ep=4")
         >>> mesh.expert_groups("ep")
@@ -118,7 +118,7 @@ class Mesh:
         [[0, 4], [2, 6], [1, 5], [3, 7]]
         """
         share, found = self.expert_replicas, list[list[int]]()
-        for line in self.groups([self.replicas]):
+        for line in self.groups([self.replicas, SEQUENCES]):
             starts = range(0, len(line), share)
             every = [line[start : start + share] for start in starts]
             found += every if name == EXPERTS else [list(some) for some in zip(*every)]
@@ -188,9 +188,8 @@ class Mesh:
             raise ValueError(f"mesh: expected {EXPERT_TENSOR} to be {expected}, found {self}")
         if self.ep in fits:
             return
-        if not fits:
-            raise ValueError(f"mesh: routers choose within whole sequences, and cp divides them; found {self}")
-        over = [name for name in (self.replicas, SHARDS) if self.sizes.get(name, 1) > 1] or [self.replicas]
+        every = (self.replicas, SEQUENCES, SHARDS)
+        over = [name for name in every if self.sizes.get(name, 1) > 1] or [self.replicas]
         expected = f"a divisor of the {max(fits)} ranks along {' and '.join(over)}"
         if self.expert_shards > 1:
             expected += f", and a multiple of the {self.expert_shards} along {SHARDS} with different experts"
@@ -202,10 +201,8 @@ class Mesh:
 
     @property
     def _foldable(self) -> list[int]:
-        """Sizes that ``ep`` may have; none if sequences are divided."""
-        if self._folded and self.sizes.get(SEQUENCES, 1) > 1:
-            return []
-        replicas = self.sizes.get(self.replicas, 1)
+        """Sizes that ``ep`` may have."""
+        replicas = self.sizes.get(self.replicas, 1) * self.sizes.get(SEQUENCES, 1)
         return [self.expert_shards * share for share in range(1, replicas + 1) if replicas % share == 0]
 
     def _fitting(self, ranks: int) -> list[Mesh]:

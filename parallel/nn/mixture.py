@@ -15,7 +15,8 @@ import numpy as np
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect_last
 from parallel.nn.expert_group import Assignments, ExpertGroup
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.placement import Placement
 from parallel.nn.router import Router
 from quant.types import Array
 
@@ -34,7 +35,7 @@ class MixtureOfExperts(Operator):
         Expert of all tokens, on x.
     """
 
-    mixes = (1, -1)
+    mixes = (-1,)
 
     def __init__(self, router: Router, experts: Iterable[Operator] | ExpertGroup, shared: Operator | None = None):
         self.router, self.shared = router, shared
@@ -82,6 +83,13 @@ class MixtureOfExperts(Operator):
         gradient = xp.zeros((tokens, self.router.experts), values.dtype)
         gradient[chosen.tokens, xp.asarray(chosen.experts)] = values
         return gradient
+
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        """As any operator on tokens whose router can take `x`; its shared expert takes the same tokens."""
+        for operator in (self.router, self.shared):
+            if operator is not None:
+                operator.place(axis, x, partial)
+        return super().place(axis, x, partial)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline in which no token is dropped, and experts save in proportion to their rows."""

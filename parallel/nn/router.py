@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, expect_last
 from parallel.nn.expert_choice import best_in_groups, capacity_of, within_capacity
@@ -113,8 +115,9 @@ class RouterValues(NamedTuple):
     scores: Array
     chosen: Array
     kept: Array
+    counts: Array
     scale: float
-    """Loss scale."""
+    """Loss scale. `counts`, of shape (sequences, 1, experts), are choices in whole sequences; None: no balance loss."""
 
 
 class Router(Operator):
@@ -129,7 +132,7 @@ class Router(Operator):
     settings : RouterSettings
     """
 
-    mixes = (1, -1)
+    mixes: tuple[int, ...] | None = (1, -1)
     writes_records = True
 
     def __init__(self, width: int, experts: int, settings: RouterSettings | None = None):
@@ -154,7 +157,8 @@ class Router(Operator):
             biased = scores + kernels.array_namespace(x).asarray(self.bias.values)
         chosen = best_in_groups(biased, s.choices, s.groups, s.chosen_groups)
         kept = self._kept(chosen, scores)
-        values = RouterValues(x, jitter, noise, logits, scores, chosen, kept, run.scale)
+        counts = self._counts(chosen) if run.training and s.balance_loss else None
+        values = RouterValues(x, jitter, noise, logits, scores, chosen, kept, counts, run.scale)
         if run.training:
             self._note(values, run)
         weights = kernels.array_namespace(x).where(kept, self._weights(scores, chosen), 0)
@@ -165,8 +169,15 @@ class Router(Operator):
         s = self.settings
         if s.capacity is None:
             return chosen
-        capacity = capacity_of(s.capacity, chosen.shape[1], s.choices, self.experts)
-        return within_capacity(chosen, scores, capacity, s.priority)
+        return self._within(capacity_of(s.capacity, self._length(chosen), s.choices, self.experts), chosen, scores)
+
+    def _within(self, capacity: int, chosen: Array, scores: Array) -> Array:
+        """Choices among the `capacity` that an expert takes of a sequence."""
+        return within_capacity(chosen, scores, capacity, self.settings.priority)
+
+    def _length(self, tokens: Array) -> int:
+        """Number of tokens of a whole sequence."""
+        return int(tokens.shape[1])
 
     def _weights(self, scores: Array, chosen: Array) -> Array:
         """Weights of all experts, of which those of the chosen ones are meant."""
@@ -182,9 +193,8 @@ class Router(Operator):
         """Factors of the inputs, of shape (sequences, tokens, width); None: 1."""
         if not (self.settings.jitter and run.training):
             return None
-        uniform = kernels.uniform(self._samples(x, run), math.prod(x.shape[1:]), self._key(run, "jitter"))
-        factors = 1 + self.settings.jitter * (2 * uniform - 1)
-        return factors.astype(kernels.wide(x.dtype)).reshape(*_sequences(x), self.width)
+        factors = 1 + self.settings.jitter * (2 * self._uniform(x, self.width, run, "jitter") - 1)
+        return self._of_tokens(factors, x, self.width)
 
     def _noise(self, x: Array, logits: Array, run: PassMode) -> Array | None:
         """Normal random numbers like the logits, in evaluation 0; None if the router has no noise."""
@@ -192,17 +202,24 @@ class Router(Operator):
             return None
         if not run.training:
             return kernels.array_namespace(x).zeros_like(logits)
-        samples = self._samples(x, run)
-        pair = kernels.uniform(samples, 2 * logits.size // max(len(samples), 1), self._key(run, "noise"))
-        return kernels.normal_from(pair).astype(logits.dtype).reshape(logits.shape)
+        normal = kernels.normal_from(self._uniform(x, 2 * self.experts, run, "noise"))
+        return self._of_tokens(normal, x, self.experts)
 
-    def _samples(self, x: Array, run: PassMode) -> Array:
+    def _uniform(self, x: Array, each: int, run: PassMode, use: str) -> Array:
+        """Uniform random numbers of every sample, `each` for each token of it."""
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
         expect(len(x) == len(run.samples), self, expected, x)
-        return kernels.array_namespace(x).asarray(run.samples)
+        samples = kernels.array_namespace(x).asarray(run.samples)
+        key = kernels.key_of(run.seed, run.step, f"{logical_name(self.name)} {use}")
+        return kernels.uniform(samples, self._tokens(x) * each, key)
 
-    def _key(self, run: PassMode, use: str) -> tuple[int, int]:
-        return kernels.key_of(run.seed, run.step, f"{logical_name(self.name)} {use}")
+    def _tokens(self, x: Array) -> int:
+        """Number of tokens of a whole sample."""
+        return math.prod(x.shape[1:-1])
+
+    def _of_tokens(self, numbers: Array, x: Array, each: int) -> Array:
+        """Numbers of the tokens of x, wide, of shape (sequences, tokens, each), from those of whole samples."""
+        return numbers.astype(kernels.wide(x.dtype)).reshape(*_sequences(x), each)
 
     # ------------------------------------------------------------------------------------------ loss terms
 
@@ -212,16 +229,19 @@ class Router(Operator):
         run.records[name, "chosen"] = values.chosen.sum(axis=(0, 1))
         run.records[name, "dropped"] = (values.chosen > values.kept).sum(axis=(0, 1))
         if s.balance_loss:
-            shares = (self._balance_slope(values.chosen) * self._normalized(values.scores)).sum(axis=-1)
+            shares = (self._balance_slope(values) * self._normalized(values.scores)).sum(axis=-1)
             run.terms[name, "balance"] = shares.sum(axis=-1)
         if s.z_loss:
             run.terms[name, "z"] = s.z_loss * (kernels.log_sum_exp(values.logits)[..., 0] ** 2).sum(axis=-1)
 
-    def _balance_slope(self, chosen: Array) -> Array:
+    def _counts(self, chosen: Array) -> Array:
+        """Choices of every expert in each whole sequence: (sequences, 1, experts)."""
+        return chosen.sum(axis=1, keepdims=True)
+
+    def _balance_slope(self, values: RouterValues) -> Array:
         """Derivative of the balance loss by the normalised scores of a token: (sequences, 1, experts)."""
-        counts = chosen.sum(axis=1, keepdims=True)
-        factor = self.settings.balance_loss * self.experts / (self.settings.choices * max(chosen.shape[1], 1))
-        return factor * counts
+        tokens = self.settings.choices * max(self._length(values.chosen), 1)
+        return self.settings.balance_loss * self.experts / tokens * values.counts
 
     def _normalized(self, scores: Array) -> Array:
         """Scores whose sum over the experts is 1."""
@@ -267,7 +287,7 @@ class Router(Operator):
 
     def _balance_gradient(self, values: RouterValues) -> Array:
         """Gradient of the balance loss by the scores."""
-        slope = self._balance_slope(values.chosen).astype(values.scores.dtype)
+        slope = self._balance_slope(values).astype(values.scores.dtype)
         if self.settings.scores == "softmax":
             return slope
         share, total = self._normalized(values.scores), values.scores.sum(axis=-1, keepdims=True) + TINY
@@ -279,8 +299,11 @@ class Router(Operator):
         logits, scores = ArraySpec(shape, wide), ArraySpec(shape, wide)
         chosen = ArraySpec(shape, kernels.BOOL)
         kept = chosen if self.settings.capacity is None else ArraySpec(shape, kernels.BOOL)
+        sequences = ArraySpec((_sequences(x)[0], 1, self.experts), np.dtype(np.int64))
+        counts = sequences if self.settings.balance_loss else None
         jitter = ArraySpec(x.shape, wide) if self.settings.jitter else None
         noise = ArraySpec(shape, wide) if self.settings.noise else None
         flops = 2 * elements(x) * self.experts * (2 if self.settings.noise else 1)
         work = elements(x) * wide.itemsize + 8 * elements(logits) * 8
-        return OperatorOutline(ArraySpec(shape, wide), (x, jitter, noise, logits, scores, chosen, kept), flops, work)
+        saved = x, jitter, noise, logits, scores, chosen, kept, counts
+        return OperatorOutline(ArraySpec(shape, wide), saved, flops, work)

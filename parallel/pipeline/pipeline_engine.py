@@ -228,7 +228,7 @@ class Pipeline(TrainEngine):
             batch = batch_without_samples(mine, lengths, self.context.comm, self.context.memory.xp)
             run = PassMode(training, self.settings.seed, self.steps, batch.samples)
             model = self._sequences.of_shape(batch.x.shape)
-            empty = Microbatch(None, None, model, *self._typed(batch), run, self._outputs(model, batch))
+            empty = Microbatch(None, None, model, *self._typed(model.part(batch)), run, self._outputs(model, batch))
         return here + [empty] * (rounds - len(here)), line
 
     def _expect_at_most(self, assignment: Assignment) -> None:

@@ -85,6 +85,17 @@ def test_experts_on_different_ranks(comm, layout):
     expect_same(trained(comm, "bias", mesh=f"dp={size},ep={size}", layout=layout), trained(MPI.COMM_SELF, "bias"))
 
 
+@pytest.mark.parametrize("router", ROUTERS)
+def test_experts_over_divided_sequences(comm, router):
+    """Bits of the mesh without `ep`; terms and counts of whole sequences."""
+    parts = 2 - comm.Get_size() % 2
+    mesh = f"dp={comm.Get_size() // parts},cp={parts}"
+    found = trained(comm, router, mesh=f"{mesh},ep={comm.Get_size()}")
+    expect_same(found, trained(comm, router, mesh=mesh))
+    whole = trained(MPI.COMM_SELF, router)[0][0]
+    assert found[0][0].counts == whole.counts and found[0][0].terms == pytest.approx(whole.terms, rel=1e-5)
+
+
 @pytest.mark.parametrize("folds", ["ep", "etp"])
 def test_experts_over_shards(comm, folds):
     """Experts, or parts of them, on the ranks along tp."""

@@ -18,6 +18,7 @@ ROUTERS = {
     "loss": RouterSettings(balance_loss=0.1, z_loss=0.01, noise=True),
     "bias": RouterSettings(scores="sigmoid", bias_rate=0.1, capacity=1.0, priority="score"),
 }
+ANY_ROUTER = ROUTERS | {"limit": RouterSettings(balance_loss=0.1, capacity=0.8, jitter=0.1)}
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 MESHES = ("dp=2,ep=2", "dp=3,ep=3", "dp=4,ep=2", "dp=4,ep=4")
 
@@ -29,7 +30,7 @@ DEFAULT = {("bias", "dp=4,ep=2")}
 
 def model(router="loss", recompute=False):
     """Two blocks, the second with five experts, which no mesh divides equally."""
-    layers = ExpertLayers(5, ROUTERS[router], every=2, shared=True)
+    layers = ExpertLayers(5, ANY_ROUTER[router], every=2, shared=True)
     return transformer(TOKENS, LENGTH, 2, 2, WIDTH, dropout=0.1, recompute=recompute, experts=layers)
 
 
@@ -147,6 +148,44 @@ def test_experts_over_shards(router, mesh, layout, changed):
         expect_same(found, alone(router, **changed))
         ledger = found[3]
         assert [ledger.predicted[kind] for kind in KINDS] == [ledger.allocated[kind] for kind in KINDS]
+
+
+DIVIDED = [  # meshes whose ranks along cp share sequences, and layouts
+    ("cp=2,ep=2", "dp"),
+    ("dp=2,cp=2,ep=4", "zero1"),
+    ("dp=3,cp=2,ep=3", "zero3"),
+    ("cp=2,dp=2,ep=2", "dp-bucket"),
+    ("pp=2,cp=2,dp=1,ep=2", "pp:1f1b"),
+    ("pp=2,dp=2,cp=2,ep=4", "pp:zb-h1"),
+]
+QUICK = {("loss", 0), ("limit", 1), ("bias", 4)}
+
+
+@pytest.mark.parametrize(
+    ("router", "mesh", "layout"),
+    [
+        pytest.param(router, *case, marks=() if (router, number) in QUICK else pytest.mark.full)
+        for router in ANY_ROUTER
+        for number, case in enumerate(DIVIDED)
+    ],
+)
+def test_divided_sequences(router, mesh, layout):
+    """Bits of the same parts of sequences without `ep`, ledger, and the values of one rank, to rounding."""
+    ranks = Mesh.parse(mesh).size
+    whole = run_threads(1, lambda comm: trained(comm, router, reproducible=False, precision="fp64"))[0]
+    parts = run_threads(2, lambda comm: trained(comm, router, mesh="cp=2"))[0]
+    for found in run_threads(ranks, lambda comm: in_pipelines(comm, router, mesh, layout)):
+        expect_same(found, parts)
+        assert [found[3].predicted[kind] for kind in KINDS] == [found[3].allocated[kind] for kind in KINDS]
+    for seen, expected in zip(parts[0], whole[0]):
+        assert seen[3] == expected[3]
+        np.testing.assert_allclose(seen[:2], expected[:2], rtol=1e-5)
+        np.testing.assert_allclose([*seen[2].values()], [*expected[2].values()], rtol=1e-5)
+
+
+def test_mixtures_of_several_parts_are_refused():
+    with pytest.raises(ValueError, match="sequence_parts: mixtures of experts take one part on each rank, found 2"):
+        run_threads(1, lambda comm: trained(comm, "loss", sequence_parts=2))
 
 
 def test_checkpoints_of_experts_over_shards(tmp_path):
@@ -333,8 +372,8 @@ def test_an_error_on_one_rank_is_raised_on_all(what):
         ),
         ({"dispatch": "direct:int8", "reproducible": True}, "dispatch: reproducible training needs direct, found"),
         (
-            {"mesh": "dp=2,cp=2,ep=2"},
-            "mesh: routers choose within whole sequences, and cp divides them; found dp=2,cp=2,",
+            {"mesh": "dp=2,cp=2,ep=3"},
+            "mesh: expected ep to be a divisor of the 4 ranks along dp and cp, found dp=2,cp=2,",
         ),
         ({"layout": "pp:pipedream", "mesh": "pp=2,dp=2,ep=2"}, "pipedream is for one pipeline, with replicas by stage"),
         (
