@@ -3,7 +3,8 @@
 #
 # A bridge is the switch. A host is a network namespace that holds one end of a veth pair, whose other end is a port of
 # the bridge; it has its own host name and shared memory, System V's and POSIX's, so that no MPI takes two hosts for one.
-# Both ends of a pair send at the given rate. mpiexec runs beside the bridge, on none of the hosts.
+# Both ends of a pair send at the given rate. A host has an equal part of the cores, at least one: its ranks stay
+# together, as on a host that is a machine. mpiexec runs beside the bridge, on none of the hosts.
 set -Eeuo pipefail
 
 mpi="$1" mpiexec="$2" python="$3" rate="$4" delay="$5"
@@ -46,11 +47,19 @@ up() {
 cat >"$room/on" <<'AGENT'
 #!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
-read -r process <"/run/chorus/hosts/$1"
+read -r process cores <"/run/chorus/hosts/$1"
 shift
-exec nsenter --target "$process" --net --mount --uts --ipc sh -c "$*"
+exec taskset --cpu-list "$cores" nsenter --target "$process" --net --mount --uts --ipc sh -c "$*"
 AGENT
 chmod +x "$room/on"
+
+# cores_of NUMBER: cores of a host, as for taskset; neighbouring hosts have different ones.
+mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+cores_of() {
+    local each=$((${#cores[@]} / ${#ranks[@]}))
+    [ "$each" -gt 0 ] || { echo "${cores[$1 % ${#cores[@]}]}"; return; }
+    (IFS=,; echo "${cores[*]:$1 * each:each}")
+}
 
 hostname head
 ip link add eth0 type bridge
@@ -59,7 +68,7 @@ for ((host = 1; host <= ${#ranks[@]}; host++)); do
     # A sleeping process keeps the host's namespaces; the host exists once it has printed its process number.
     exec {there}< <(exec unshare --net --mount --uts --ipc bash -c 'echo $$; exec sleep infinity')
     read -r process <&"$there"
-    echo "$process" >"$room/hosts/node$host"
+    echo "$process" "$(cores_of $((host - 1)))" >"$room/hosts/node$host"
     inside=(nsenter --target "$process" --net --mount --uts --ipc)
     "${inside[@]}" hostname "node$host"
     "${inside[@]}" mount -t sysfs sysfs /sys

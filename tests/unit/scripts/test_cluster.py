@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 VENV = Path(sys.prefix)
 STAMP = VENV / "chorus-installed"
-TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
 NAMESPACES = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc")
 
 pytestmark = pytest.mark.timeout(90)
@@ -125,7 +125,7 @@ world.Barrier()
 mine = [
     socket.gethostname(), world.Split_type(MPI.COMM_TYPE_SHARED).size, sorted(os.listdir("/sys/class/net")),
     sorted(name for name in os.listdir("/dev/shm") if name.isdigit()),
-    socket.gethostbyname(socket.gethostname()), sys.executable, os.getcwd(),
+    socket.gethostbyname(socket.gethostname()), sys.executable, os.getcwd(), sorted(os.sched_getaffinity(0)),
 ]
 everyone = world.gather(mine)
 if world.rank == 0:
@@ -145,7 +145,10 @@ def test_hosts_are_apart(nothing_left, start):
     assert [row[0] for row in everyone] == ["node1"] + ["node2"] * 3 + ["node3"] * 2
     assert [row[1] for row in everyone] == [1, 3, 3, 3, 2, 2]
     assert [row[3] for row in everyone] == [["0"]] + [["1", "2", "3"]] * 3 + [["4", "5"]] * 2
-    for host, _, interfaces, _, address, python, directory in everyone:
+    each, cores = max(1, len(os.sched_getaffinity(0)) // 3), {row[0]: row[-1] for row in everyone}
+    assert all(row[-1] == cores[row[0]] and len(row[-1]) == each for row in everyone)
+    assert len(set().union(*cores.values())) == min(3 * each, len(os.sched_getaffinity(0)))
+    for host, _, interfaces, _, address, python, directory, _ in everyone:
         assert interfaces == ["eth0", "lo"]
         assert address == f"10.77.0.{host.removeprefix('node')}"
         assert Path(python) == VENV / "bin" / "python"
