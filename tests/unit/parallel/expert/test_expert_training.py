@@ -372,8 +372,8 @@ def test_an_error_on_one_rank_is_raised_on_all(what):
         ),
         ({"dispatch": "direct:int8", "reproducible": True}, "dispatch: reproducible training needs direct, found"),
         (
-            {"mesh": "dp=2,cp=2,ep=3"},
-            "mesh: expected ep to be a divisor of the 4 ranks along dp and cp, found dp=2,cp=2,",
+            {"mesh": "cp=2,ep=2", "sequence_parts": 4},
+            "sequence_parts: mixtures of experts take one part on each rank, found 2",
         ),
         ({"layout": "pp:pipedream", "mesh": "pp=2,dp=2,ep=2"}, "pipedream is for one pipeline, with replicas by stage"),
         (
