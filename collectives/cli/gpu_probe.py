@@ -31,6 +31,7 @@ TOKEN = 4096
 CAUSES = {
     "libnvrtc": "NVRTC, which builds CuPy's kernels, is not installed: pip install 'cupy-cuda13x[ctk]'",
     "cuda_fp16": "CUDA's headers are not installed: pip install 'cupy-cuda13x[ctk]', or set CUDA_PATH",
+    "cannot open source file": "CUDA's headers are not installed: pip install 'cupy-cuda13x[ctk]', or set CUDA_PATH",
     "headers": "CUDA's headers are not installed: pip install 'cupy-cuda13x[ctk]', or set CUDA_PATH",
     "libcublas": "cuBLAS is not installed: pip install nvidia-cublas",
     "CUBLAS_STATUS": "cuBLAS refuses a product: another version than CuPy's, or no memory left on the GPU",
@@ -41,6 +42,7 @@ CAUSES = {
     "OutOfMemory": "no memory left on the GPU; end other programs, or start fewer ranks",
     "MemoryAllocation": "no memory left on the GPU; end other programs, or start fewer ranks",
     "InvalidValue": "memory of another kind than cudaMalloc's, or a container that hides its neighbours' processes",
+    "PeerAccess": "these GPUs cannot access each other's memory: see nvidia-smi topo -p2p r",
     "NotSupported": "the system has no CUDA IPC: WSL, MIG, or a virtual GPU",
     "InvalidResourceHandle": "the other process ended, or has freed what it exported",
     "HostMemoryAlreadyRegistered": "another library has pinned the same memory",

@@ -11,9 +11,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.errors import RanksDisagree
+from collectives.errors import OutOfMemory, RanksDisagree
 from collectives.runtime import binding
-from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
+from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
@@ -231,7 +231,18 @@ class Planner:
             channel = self._channels.take()
         call, device = self._builder.on_device(call, choice, channel, algorithm == "auto")
         first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
-        bound = self._builder.bind(call, choice, "persistent", device, first, channel, memory.shared)
+        bound: Program | OutOfMemory
+        try:
+            bound = self._builder.bind(call, choice, "persistent", device, first, channel, memory.shared)
+        except MPI.Exception:  # of arguments
+            raise
+        except (MemoryError, RuntimeError) as refused:  # CUDA's errors are of the second class
+            bound = OutOfMemory(MPI.ERR_NO_MEM, f"{call.collective}: no memory for the request ({refused})")
+        if not common(self.comm, int(isinstance(bound, Program))):
+            if channel is not None:
+                self._channels.give_back(channel)
+            gather_or_raise(self.comm, None if isinstance(bound, Program) else bound)
+        assert isinstance(bound, Program), "no rank lacks memory"
         program = (compile_program(bound) or bound) if bound.deferred else bound
         request = Request(call.collective, program, self, call, persistent=True)
         request.channel, request.device = channel, call_device(call)

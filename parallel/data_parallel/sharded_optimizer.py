@@ -25,7 +25,7 @@ from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.param_groups import RateClock
-from parallel.runtime.consistency_check import NOTHING, StepFailed
+from parallel.runtime.consistency_check import NOTHING, StepFailed, raise_step_failed
 from quant.types import Array
 
 
@@ -118,21 +118,25 @@ class ShardedOptimizer:
             state = {name: vector[here] for name, vector in vectors.items()}
             yield OptimizerSpan(span, weights, gradient, state, flat.places, None if master is None else stored)
 
-    def norm(self, count: int, step: int) -> tuple[float, float, bool]:
+    def norm(self, count: int, step: int, everyone: Communicator) -> tuple[float, float, bool]:
         """Adapt the loss scale; return (global gradient norm, factor for `update`, True if finite). Collective.
 
         Raises
         ------
         StepFailed
-            On all ranks, if the gradient is not finite, unless a smaller loss scale may help.
+            On all ranks, `everyone`, if the gradient is not finite, unless a smaller loss scale may help; or if one of
+            them has no memory for the norm or the update.
         """
         with self._context.recorder("compute", "norm"):
-            squares = self._allgather(self._squares())
+            mine, problem = self._squares_and_room()
+            squares = self._allgather(mine)
             if self._blocks is not None:
                 squares = self._blocks.gather(squares)
         factor = 1 / (count * self.scaling.value)
         norm, clip = clip_factor(squares, factor, self._clip)
         finite = math.isfinite(norm)
+        if not finite:
+            raise_step_failed(everyone, problem)
         if not finite and not self._scaled:
             lengths = lengths_of(self._context.flat) if self._blocks is None else self._blocks.whole
             ends = list(accumulate(length // BLOCK for _, length in lengths))
@@ -159,6 +163,14 @@ class ShardedOptimizer:
     def _squares(self) -> np.ndarray:
         held = [own for part in self._parts for own in part.gradients.own]
         return np.concatenate([np.zeros(0), *(block_squares(run) for span in self._mine for run in _runs(held, span))])
+
+    def _squares_and_room(self) -> tuple[np.ndarray, Exception | None]:
+        """Sums of squares, once there is room for the update; or NaN, by which all ranks learn of it, and the error."""
+        try:
+            self._optimizer.reserve(self.pieces)
+            return self._squares(), None
+        except MemoryError as error:
+            return np.full(sum(span.size for span in self._mine) // BLOCK, np.nan), error
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
         if len(self._held) * BLOCK == self._context.flat.length:

@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.errors import OutOfMemory
 from parallel.checkpoint.tensor_slices import TensorSlice, taken_once
 from parallel.data.sampler import Batch
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
@@ -195,7 +196,10 @@ class TrainEngine(BaseEngine):
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"), deferred() as numbers:  # found below, on all ranks together
-            count, stop, (losses, problem, _) = run(scale)
+            try:
+                count, stop, (losses, problem, _) = run(scale)
+            except OutOfMemory as error:  # on all ranks: of a request, made in the first pass
+                raise consistency_check.StepFailed(f"{consistency_check.NOTHING}; {error}") from error
         losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
@@ -209,7 +213,7 @@ class TrainEngine(BaseEngine):
 
     def _update(self, count: int) -> tuple[float | None, bool]:
         """Update weights by gradients of `count` targets; return (gradient norm, False if not finite: no update)."""
-        norm, factor, finite = self._sharded.norm(count, self.steps)
+        norm, factor, finite = self._sharded.norm(count, self.steps, self._comm)
         if finite:
             self._sharded.update(self.updates, factor, RateClock(self._clock))
             self.updates += 1

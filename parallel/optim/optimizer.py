@@ -190,6 +190,11 @@ class Optimizer(metaclass=TorchNames):
         """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2."""
         return ()
 
+    def reserve(self, pieces: Sequence[OptimizerSpan]) -> None:
+        """Allocate what `update` of these spans needs; MemoryError if there is no room."""
+        for piece in pieces:
+            self._workspace(piece.weights)
+
     def _workspace(self, like: Array) -> Array:
         """Scratch array of shape (2, elements per kernel call), made once per array type and dtype."""
         key = type(like), like.dtype.str

@@ -10,7 +10,7 @@ from support.fakes import Foreign, cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument, InvalidType, Mismatch, OutOfMemory
-from collectives.runtime import compiled_program, gpu_program
+from collectives.runtime import compiled_program, gpu_program, program_builder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -174,6 +174,27 @@ def test_no_room_for_a_workspace(shared, monkeypatch):
         assert (y.get() == size * (size - 1) // 2).all()
     shared.Allreduce(y, x)
     assert (x.get() == size * (size * (size - 1) // 2)).all()
+
+
+@pytest.mark.parametrize("gpu_transfer", ["pinned", "kernel"])
+def test_no_memory_for_a_request(shared, world, monkeypatch, gpu_transfer):
+    """A persistent request that one rank cannot bind is made by none; the communicator goes on."""
+    with Communicator(world, cuda_aware=False, gpu=gpu_transfer) as comm:
+        x, y = cupy.full(3000, world.rank, "i4"), cupy.zeros(3000, "i4")
+        with monkeypatch.context() as patched:
+            if world.rank == world.size - 1:
+                patched.setattr(program_builder.ProgramBuilder, "bind", out_of_memory)
+            with pytest.raises(OutOfMemory, match=f"no memory for the request .* on rank {world.size - 1}"):
+                comm.Allreduce_init(x, y)
+        request = comm.Allreduce_init(x, y)
+        request.Start()
+        request.Wait()
+        assert (y.get() == world.size * (world.size - 1) // 2).all()
+        request.Free()
+
+
+def out_of_memory(*_, **__):
+    raise cupy.cuda.memory.OutOfMemoryError(1, 2)
 
 
 def refuse(*_):

@@ -5,7 +5,9 @@ import pytest
 from support.fakes import cupy
 
 from collectives import Communicator
+from collectives.runtime.program_builder import ProgramBuilder
 from parallel.data.sampler import Batch
+from parallel.data_parallel.sharded_optimizer import ShardedOptimizer
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
@@ -58,6 +60,48 @@ def test_out_of_memory_is_agreed(engine, gpu, world, room):
     assert engine.updates == 1 and ("free blocks", 0, 0) in gpu.log
     gpu.limit = before
     assert engine.step([batch(world)]).loss > 0
+
+
+def test_out_of_memory_in_the_update(engine, gpu, world, monkeypatch):
+    """All ranks raise before any weight is changed; with what was reserved, the update allocates nothing."""
+    limit, last, reserve = gpu.limit, world.size - 1, AdamW.reserve
+
+    def without_room(self, pieces):
+        if world.rank == last:
+            gpu.limit = gpu.used()
+        reserve(self, pieces)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AdamW, "reserve", without_room)
+        with pytest.raises(StepFailed, match=rf"nothing was updated; rank {last}: OutOfMemoryError: Out of memory"):
+            engine.step([batch(world)])
+    gpu.limit = limit
+    assert engine.updates == 0
+    update = ShardedOptimizer.update
+
+    def full(self, *arguments):
+        gpu.limit = gpu.used()
+        update(self, *arguments)
+        gpu.limit = limit
+
+    monkeypatch.setattr(ShardedOptimizer, "update", full)
+    assert engine.step([batch(world)]).loss > 0 and engine.updates == 1
+
+
+def test_out_of_memory_of_a_request(engine, world, monkeypatch):
+    """The first step makes the requests that sum gradients; all ranks raise if one has no memory for its part."""
+    with monkeypatch.context() as patched:
+        if world.rank == world.size - 1:
+            patched.setattr(ProgramBuilder, "bind", out_of_memory)
+        with pytest.raises(
+            StepFailed, match=f"nothing was updated; .*no memory for the request .* on rank {world.size - 1}"
+        ):
+            engine.step([batch(world)])
+    assert engine.updates == 0 and engine.step([batch(world)]).loss > 0
+
+
+def out_of_memory(*_, **__):
+    raise cupy.cuda.memory.OutOfMemoryError(1, 2)
 
 
 def test_host_waits_of_a_step(gpu, world):
