@@ -40,13 +40,18 @@ class After(NamedTuple):
         return self.stream.position >= self.number
 
 
+def _waits(operation: Any) -> bool:
+    """True if an operation waits for a stream: an `After`, or an acknowledgement, which has one."""
+    return isinstance(operation, After) or hasattr(operation, "sent")
+
+
 class Exchange:
     """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible."""
 
     def __init__(self, node: NodeMemory, streams: Sequence[Stream]) -> None:
         self.node, self.streams = node, streams
         self._pending = streams
-        independent = all(len(stream.calls) == 1 and not hasattr(stream.operations[0], "sent") for stream in streams)
+        independent = all(len(stream.calls) == 1 and not _waits(stream.operations[0]) for stream in streams)
         self._independent = [stream.calls[0] for stream in streams] if independent else []
 
     def test(self) -> bool:

@@ -1,0 +1,38 @@
+"""Exchanges of streams in one process."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from collectives.transport.exchange import Exchange, Stream
+
+
+class Patience:
+    """Node whose waits fail after some turns, in place of one that waits without end."""
+
+    spins = 0
+
+    def yielding(self, turn):
+        assert turn < 100, "the exchange does not end"
+
+
+def attempts(results):
+    """Operation that returns these results in turn."""
+    remaining = iter(results)
+    return SimpleNamespace(attempt=lambda: next(remaining))
+
+
+@pytest.mark.parametrize("run", ["wait", "test"])
+@pytest.mark.parametrize("results", [[True], [False, False, True]])
+@pytest.mark.parametrize("depends", [False, True])
+def test_lone_operations(run, results, depends):
+    """Streams of one operation each, of which one may only wait for the other stream."""
+    message, second = Stream(), Stream()
+    ended = message.add(attempts(results * 2))
+    second.add(ended if depends else attempts([True] * 2))
+    exchange = Exchange(Patience(), [second, message])
+    for _ in range(2):  # the second time as the first
+        if run == "wait":
+            exchange.wait()
+        else:
+            assert any(exchange.test() for _ in results)
