@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.cli import watchdog
+from parallel.cli import launched_ranks, watchdog
 from parallel.cli.programs import PROGRAMS, CommandEntry, usage
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "FLUX_TASK_RANK")
@@ -75,16 +75,20 @@ def rank_of_launcher() -> int | None:
 
 
 def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> NoReturn:
-    """Replace this process (exec) by an mpiexec that runs the program `name` with arguments `words` on `ranks` ranks.
+    """Run the program `name` with arguments `words` on `ranks` ranks, under an mpiexec.
 
-    The mpiexec is that of MPIEXEC, of this Python's environment, or of PATH.
+    It replaces this process (exec), or is its child if the program stops at SIGUSR1. It is the mpiexec of the variable
+    MPIEXEC, of this Python's environment, or of PATH.
     """
     mpiexec = os.environ.get("MPIEXEC") or "mpiexec"
     environment = LAUNCH_DEFAULTS | ({} if program.blas_threads else ONE_BLAS_THREAD) | os.environ
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "parallel.cli.main", *name.split(), *words]
+    environment |= {EXPECTED: str(ranks), "PATH": path}
     try:
-        os.execvpe(mpiexec, command, environment | {EXPECTED: str(ranks), "PATH": path})
+        if program.stops:
+            sys.exit(launched_ranks.run(command, environment))
+        os.execvpe(mpiexec, command, environment)
     except OSError as error:
         advice = "pip install 'chorus-mpi[mpich]', or set MPIEXEC to one"
         raise UsageError(f"-n: cannot start {mpiexec} ({error.strerror}); {advice}") from error

@@ -21,6 +21,8 @@ class CommandEntry(NamedTuple):
         True if the death of a rank must end all ranks until the program handles deaths itself (see `watchdog`).
     blas_threads : bool
         True if the program sets the number of BLAS threads itself; else a launch by -n gives every rank one.
+    stops : bool
+        True if the program ends in good order after SIGUSR1 (see `launched_ranks`).
     """
 
     module: str
@@ -30,6 +32,7 @@ class CommandEntry(NamedTuple):
     start: int = 0
     guarded: bool = False
     blas_threads: bool = False
+    stops: bool = False
 
 
 PROGRAMS = {
@@ -43,7 +46,7 @@ PROGRAMS = {
     "bench dispatch": CommandEntry("parallel.cli.bench_dispatch", "time to exchange tokens between experts"),
     "bench quant": CommandEntry("quant.cli.bench", "speed of quantisation", mpi=False),
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
-    "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True),
+    "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True, stops=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
     "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),
     "plan --scaling": CommandEntry("parallel.cli.plan_scaling", "predicted scaling of a training", mpi=False),
@@ -51,7 +54,7 @@ PROGRAMS = {
     "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
     "plan --search": CommandEntry("parallel.cli.plan_layout", "fastest layout of a training here", blas_threads=True),
     "plan --run": CommandEntry(
-        "parallel.cli.plan_layout", "train with the fastest layout", guarded=True, blas_threads=True
+        "parallel.cli.plan_layout", "train with the fastest layout", guarded=True, blas_threads=True, stops=True
     ),
     "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
     "verify --forecasts": CommandEntry("parallel.cli.verify_forecasts", "check memory forecasts of random trainings"),

@@ -1,16 +1,19 @@
-"""Ctrl-C and SIGTERM as a flag, for a stop of all ranks after the same step, instead of an exception on some."""
+"""Signals as a flag, for a stop of all ranks after the same step, instead of an exception on some."""
 
 import signal
 import time
 from types import FrameType
 from typing import Any, Self
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Requests to stop; launchers pass SIGUSR1 on to all ranks, and batch systems can send it before they kill."""
+
 GRACE = 1.0
 """Seconds in which further signals count as the first one: a terminal and a launcher may both send it."""
 
 
 class InterruptFlag:
-    """Context manager that catches SIGINT and SIGTERM: `seen` is then True, `number` the first signal's (else 0).
+    """Context manager that catches SIGINT, SIGTERM and SIGUSR1: `seen` is then True, `number` the first's (else 0).
 
     A signal more than `GRACE` seconds after the first one has its previous effect.
 
@@ -29,7 +32,7 @@ class InterruptFlag:
         return self.number > 0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
         return self
 
     def __exit__(self, *_: object) -> None:

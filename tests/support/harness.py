@@ -194,7 +194,7 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         stacks = [self.scratch / f"stack-{rank}" for rank in self.neighbours]
-        patience = time.monotonic() + 2
+        patience = time.monotonic() + 10
         while time.monotonic() < patience and not all(stack.stat().st_size for stack in stacks):
             time.sleep(0.05)
         time.sleep(0.1)  # the last one may still be writing

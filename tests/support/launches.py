@@ -24,16 +24,25 @@ def launch_environment(**more):
 
 def start_ranks(ranks, words, **environment):
     """Start Python with these words on all ranks; its output and errors are one stream of text."""
+    return _start([MPIEXEC, "-n", str(ranks), sys.executable, *map(str, words)], **environment)
+
+
+def _start(command, **environment):
     return subprocess.Popen(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, words)],
-        env=launch_environment(**environment), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command, env=launch_environment(**environment), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
 
 
-def ended(process, limit=90):
-    """Output of a program that `start_ranks` started, after its end; killed after `limit` seconds."""
+def start_command(ranks, words, **environment):
+    """Start ``chorus -n RANKS WORDS``; its output and errors are one stream of text."""
+    command = [sys.executable, "-m", "parallel.cli.main", "-n", str(ranks), *map(str, words)]
+    return _start(command, MPIEXEC=MPIEXEC, **environment)
+
+
+def ended(process):
+    """Output of a program that `start_ranks` started, after its end; the test's limit of time ends both."""
     try:
-        return process.communicate(timeout=limit)[0]
+        return process.communicate()[0]
     finally:
         process.kill()

@@ -6,7 +6,6 @@ Each test writes a small test file and runs it under mpiexec, as scripts/test do
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     needs_mpiexec,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 
 PREAMBLE = """
@@ -30,7 +29,7 @@ last = size - 1
 
 @pytest.fixture
 def run(tmp_path):
-    """run(ranks, source, *options) -> (exit status, output, seconds) of pytest on a file with that source."""
+    """run(ranks, source, *options) -> (exit status, output) of pytest on a file with that source."""
 
     def run(ranks, source, *options):
         file = tmp_path / "test_generated.py"
@@ -44,12 +43,11 @@ def run(tmp_path):
             MPIEXEC, "-n", str(ranks), sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml",
             "--rootdir", tmp_path, "-p", "support.harness", "--with-mpi", *options, file,
         ]  # fmt: skip
-        begin = time.monotonic()
         done = subprocess.run(
             command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
+            stderr=subprocess.STDOUT, text=True, timeout=280, check=False,
         )  # fmt: skip
-        return done.returncode, done.stdout, time.monotonic() - begin
+        return done.returncode, done.stdout
 
     return run
 
@@ -57,7 +55,7 @@ def run(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_one_rank_reports(run, ranks):
-    status, output, _ = run(ranks, "def test_good():\n    assert world.allreduce(1) == size\n")
+    status, output = run(ranks, "def test_good():\n    assert world.allreduce(1) == size\n")
     assert status == 0
     assert output.count("1 passed") == output.count("test session starts") == 1
 
@@ -69,7 +67,7 @@ def test_good(): pass
 def test_bad(): assert rank != last
 def test_none(): pytest.skip("no")
 """
-    status, output, _ = run(2, source, "--tally", tmp_path / "tally")
+    status, output = run(2, source, "--tally", tmp_path / "tally")
     assert status == 1
     assert (tmp_path / "tally").read_text() == "1 1 1\n"
     assert "1 failed, 1 passed, 1 skipped" in output
@@ -84,7 +82,7 @@ def test_bad():
 def test_after():
     assert world.allreduce(1) == size
 """
-    status, output, _ = run(ranks, source)
+    status, output = run(ranks, source)
     assert status == 1
     assert "1 failed, 1 passed" in output
     assert f"failed on rank {ranks - 1} of {ranks}" in output
@@ -94,7 +92,7 @@ def test_after():
 
 @pytest.mark.full
 def test_same_failure_everywhere_is_shown_once(run):
-    status, output, _ = run(3, "def test_bad():\n    assert size < 0, 'negative'\n")
+    status, output = run(3, "def test_bad():\n    assert size < 0, 'negative'\n")
     assert status == 1
     assert "failed on ranks 0, 1, 2 of 3" in output
     assert output.count("AssertionError: negative") == 2  # the traceback, and the summary
@@ -113,7 +111,7 @@ def late():
 def test_early(early): raise RuntimeError("not reached")
 def test_late(late): pass
 """
-    status, output, _ = run(3, source)
+    status, output = run(3, source)
     assert status == 1
     assert "1 passed, 2 errors" in output
     assert "rank 2: AssertionError: early" in output
@@ -128,7 +126,7 @@ def test_all(): pytest.skip("nobody")
 def test_one():
     if rank == last: pytest.skip("just me")
 """
-    status, output, _ = run(2, source)
+    status, output = run(2, source)
     assert status == 1
     assert "1 failed, 1 skipped" in output
     assert "the ranks disagree about the outcome" in output
@@ -146,14 +144,13 @@ def test_bad():
         raise ValueError("left early")
     world.recv(source=last)
 """
-    status, output, seconds = run(3, source)
+    status, output = run(3, source)
     assert status != 0
     assert "ValueError: left early" in output
     assert "rank 2 failed" in output
     assert "an earlier failure" in output
     for rank in (0, 1):
         assert re.search(rf"rank {rank} stands at\n.*\n.*test_generated.py\", line \d+ in test_bad", output)
-    assert seconds < 60
 
 
 STUCK_IN_CALL = """
@@ -182,22 +179,21 @@ def test_failed(fixture):
     ids=range(3),
 )
 def test_hang_ends_in_stacks_of_all_ranks(run, ranks, source):
-    status, output, seconds = run(ranks, source)
+    status, output = run(ranks, source)
     assert status != 0
     assert re.search(r"test_(stuck|failed) outlasted its limit of 3 s", output)
     assert len(re.findall(r"test_generated.py\", line \d+ in (test_stuck|fixture)", output)) == ranks
     assert output.count("outlasted") == 1
-    assert seconds < 60
 
 
 @pytest.mark.full
 def test_collections_must_agree(run):
     source = "if rank == last: import does_not_exist\ndef test_good(): pass\n"
-    status, output, _ = run(3, source)
+    status, output = run(3, source)
     assert status == 1
     assert "rank 2 of 3 could not collect the tests" in output
     assert "No module named 'does_not_exist'" in output
-    status, output, _ = run(2, "if rank == last:\n    def test_mine(): pass\ndef test_good(): pass\n")
+    status, output = run(2, "if rank == last:\n    def test_mine(): pass\ndef test_good(): pass\n")
     assert status == 1
     assert "rank 1 collected other tests than rank 0: test_generated.py::test_mine" in output
 
@@ -212,7 +208,7 @@ random.Random(rank).shuffle(cases)
 def test_case(case):
     assert world.allgather(case) == [case] * size
 """
-    status, output, _ = run(3, source)
+    status, output = run(3, source)
     assert status == 0, output
     assert "12 passed" in output
 
@@ -220,7 +216,7 @@ def test_case(case):
 @pytest.mark.full
 def test_rank_that_walks_out_stops_the_run(run):
     source = "def test_out():\n    if rank == last: pytest.exit('enough')\ndef test_good(): pass\n"
-    status, output, _ = run(2, source)
+    status, output = run(2, source)
     assert status != 0
     assert "the ranks are not in step" in output
 
@@ -237,7 +233,7 @@ def test_example(n):
 def test_after():
     assert world.allreduce(1) == size
 """
-    status, output, _ = run(3, source)
+    status, output = run(3, source)
     assert status == 1
     assert "1 failed, 1 passed" in output
     assert "on rank 2 of 3:" in output

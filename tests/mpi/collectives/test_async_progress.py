@@ -32,7 +32,6 @@ def exchange(comm, method, n):
     return case, f"{method[0].lower()}{method[1:]}"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("n", [0, 5, LONG + 1])
 @pytest.mark.parametrize("method", TABLE)
 def test_every_collective_in_both_forms(quick, method, n):
@@ -49,7 +48,6 @@ def test_every_collective_in_both_forms(quick, method, n):
     bound.Free()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("form", ["Allreduce_init", "Iallreduce"])
 def test_the_thread_ends_a_collective_while_the_program_sleeps(quick, form):
     """No call of this package drives it. `Start` has not touched the result."""
@@ -70,7 +68,6 @@ def test_the_thread_ends_a_collective_while_the_program_sleeps(quick, form):
     request.Wait()
 
 
-@pytest.mark.timeout(60)
 def test_more_requests_than_channels_at_once(quick):
     size, rank = quick.Get_size(), quick.Get_rank()
     lengths = [LONG * (number % 3) + number for number in range(20)]
@@ -84,7 +81,6 @@ def test_more_requests_than_channels_at_once(quick):
         assert (total == size * (size - 1) / 2 + number * size).all()
 
 
-@pytest.mark.timeout(60)
 def test_shared_arrays_are_allocated_meanwhile(quick):
     size, arrays = quick.Get_size(), []
     total = np.zeros(8 * LONG)
@@ -96,7 +92,6 @@ def test_shared_arrays_are_allocated_meanwhile(quick):
         total[:] = 0
 
 
-@pytest.mark.timeout(60)
 def test_each_thread_has_a_communicator(world):
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("this MPI is not for several threads")
@@ -153,7 +148,6 @@ def test_several_nodes_need_a_thread_safe_mpi(world, monkeypatch):
     Communicator(world, nodes=range(world.Get_size())).close()
 
 
-@pytest.mark.timeout(60)
 def test_test_alone_ends_a_long_message(quick):
     for n in (LONG, 8 * LONG):
         total = np.zeros(n)

@@ -5,23 +5,28 @@ import signal
 import time
 import weakref
 from contextlib import contextmanager
+from traceback import walk_stack
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime import program_cache
 
-SOON, LATER = 0.1, 0.6  # seconds until a rank is interrupted, and until those that it waits for come
+SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
 
 
 @contextmanager
-def ctrl_c():
-    """Ctrl-C for this process, soon."""
+def ctrl_c(comm):
+    """Ctrl-C for this process as soon as it has been in a collective; other ranks meet it in `after_ctrl_c`."""
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    def interrupt(number, frame):
+        packages = [caller.f_globals.get("__package__") or "" for caller, _ in walk_stack(frame)]
+        if any(package.startswith("collectives.") for package in packages):
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, SOON)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, SOON)
@@ -31,6 +36,12 @@ def ctrl_c():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    after_ctrl_c(comm)
+
+
+def after_ctrl_c(comm):
+    """Wait until rank 0 has been interrupted."""
+    MPI.Intracomm(comm).Barrier()
 
 
 @pytest.fixture
@@ -60,10 +71,10 @@ def test_ctrl_c_in_a_blocking_call(own, before, method):
         call(turn)
     own.Barrier()
     if rank == 0:
-        with ctrl_c():
+        with ctrl_c(own):
             call(before)
     else:
-        time.sleep(LATER)
+        after_ctrl_c(own)
         call(before)
     if rank == 0:
         for _ in range(2):
@@ -83,14 +94,14 @@ def test_the_memory_of_an_aborted_call_is_kept(own, before):
         own.Bcast(vector, 1, algorithm="linear")
     own.Barrier()
     if own.Get_rank() == 0:
-        with ctrl_c():
+        with ctrl_c(own):
             own.Bcast(vector, 1, algorithm="linear")
         remains = weakref.ref(vector)
         del vector
         gc.collect()
         assert remains() is not None
     else:
-        time.sleep(LATER)
+        after_ctrl_c(own)
         own.Bcast(vector, 1, algorithm="linear")
 
 
@@ -105,7 +116,7 @@ def test_ctrl_c_in_a_persistent_one(own, waits):
         other.Start()  # then all that is under way is moved by turns
     own.Barrier()
     if rank == 0:
-        with ctrl_c():
+        with ctrl_c(own):
             request.Start()
             while waits == "Test" and not request.Test():
                 pass
@@ -121,7 +132,7 @@ def test_ctrl_c_in_a_persistent_one(own, waits):
             with pytest.raises(InvalidArgument, match=r"broken off>: only an idle"):
                 request.Start()
     else:
-        time.sleep(LATER)
+        after_ctrl_c(own)
         request.Start()
         request.Wait()
     if waits == "Test":

@@ -287,7 +287,6 @@ def test_intercommunicators_are_the_mpi_s(comm):
     half.Free()
 
 
-@pytest.mark.timeout(40)
 def test_threads_make_communicators_at_the_same_time(world):
     """mpi4py's lower-case reductions hang there when they are first used on new communicators of two threads."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

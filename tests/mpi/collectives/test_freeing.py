@@ -14,8 +14,6 @@ from collectives.errors import InvalidArgument, NotCopied
 from collectives.runtime.program_end import open_communicators
 from collectives.transport import mailbox
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def works(comm):
     size, total = comm.Get_size(), np.zeros(3)

@@ -62,7 +62,6 @@ OBJECTS = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("threads", [True, False], ids=["threads", "no threads"])
 @pytest.mark.parametrize("name", OBJECTS)
 def test_collectives_on_objects_move_what_is_under_way(comm, name, threads, monkeypatch):
@@ -99,7 +98,6 @@ MAKERS = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", MAKERS)
 def test_other_collectives_of_the_mpi_move_what_is_under_way(comm, name):
     made = waits_inside(comm, MAKERS[name])
@@ -122,7 +120,6 @@ RECEIVES = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", RECEIVES)
 def test_other_receives_move_what_is_under_way(comm, name):
     rank, box = comm.Get_rank(), np.zeros(2)
@@ -162,7 +159,6 @@ OF_THE_MPI = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "messages"])
 @pytest.mark.parametrize("name", OF_THE_MPI)
 def test_persistent_requests_progress_in_calls_that_are_not_ours(world, name, shared):

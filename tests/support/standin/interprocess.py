@@ -20,7 +20,7 @@ HANDLE = struct.Struct("16s q q q 24x")
 
 RECORDED, COMPLETED, FREED = range(3)
 WORDS = 8
-PATIENCE = 20
+PATIENCE = 100
 """Seconds after which a wait for another process is an error."""
 
 

@@ -14,8 +14,6 @@ from collectives.runtime.progress import active_requests, progress
 from collectives.runtime.requests import Request
 from collectives.types import Wait
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class _NoWire:
     def free(self):

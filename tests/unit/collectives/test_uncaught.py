@@ -14,13 +14,13 @@ from support.tiers import default
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = [needs_mpiexec, pytest.mark.timeout(120)]
+pytestmark = [needs_mpiexec, pytest.mark.timeout(300)]
 
-LIMIT = 90
+LIMIT = 280
 """Seconds for a program with its start, on a machine that has other things to do."""
 
 AT_ONCE = 15
-"""Seconds from the exception to the end of the job: less than one, but for a machine that is many times overloaded."""
+"""Seconds from the exception to the end of the job, or five times those from its start to the exception if more."""
 
 START = """
 import sys, threading, time
@@ -122,8 +122,8 @@ with Training(said, comm) as training:
 
 
 def run(source, *, shared=True, before=(), **more):
-    """Run a program on three ranks: its exit status, what it has printed, and the seconds since it failed."""
-    program = START.replace("SHARED", str(shared)) + source
+    """Run a program on three ranks: its exit status, output, and whether it ended at once after it had failed."""
+    program, began = START.replace("SHARED", str(shared)) + source, time.time()
     process = start_ranks(3, (*before, "-c", program), **more)
     try:
         output = process.communicate(timeout=LIMIT)[0]
@@ -131,16 +131,16 @@ def run(source, *, shared=True, before=(), **more):
     except subprocess.TimeoutExpired:
         process.terminate()
         pytest.fail(f"the job has not ended after {LIMIT} s:\n{process.communicate()[0]}")
-    failed = [float(text) for text in re.findall(r"failed at ([\d.]+)", output)]
-    return process.returncode, output, ended - max(failed, default=ended)
+    failed = max((float(text) for text in re.findall(r"failed at ([\d.]+)", output)), default=ended)
+    return process.returncode, output, ended - failed < max(AT_ONCE, 5 * (failed - began))
 
 
 def check(done, error="ValueError: no such sample", status=1):
     """Traceback, what was printed before it, status and time are as they should be."""
-    code, output, seconds = done
+    code, output, at_once = done
     assert error in output and "unflushed" in output, output
     assert code == status, output
-    assert seconds < AT_ONCE, output
+    assert at_once, output
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_the_job_ends_under_mpi4py_s_own_runner(block):
 
 def test_an_exit_status_ends_the_job_under_mpi4py_s_own_runner():
     """Without the runner, ``sys.exit`` ends a rank in order, whatever the status: all ranks may do so together."""
-    code, output, seconds = run("fail(SystemExit(3))\nwork(comm)\n", before=("-m", "mpi4py"))
-    assert code == 3 and seconds < AT_ONCE, output
+    code, output, at_once = run("fail(SystemExit(3))\nwork(comm)\n", before=("-m", "mpi4py"))
+    assert code == 3 and at_once, output
 
 
 def test_all_ranks_may_exit_with_a_status():

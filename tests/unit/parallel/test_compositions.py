@@ -62,9 +62,9 @@ def local_count(patch):
     """The mean loss of a step divides by the targets of this rank's micro-batches."""
     begin = StepSync.begin
 
-    def wrong(self, mine, stop, problem):
-        assignment, count, stop = begin(self, mine, stop, problem)
-        return assignment, max(1, sum(self._loss.count(batch.y) for batch in mine)) if count else 0, stop
+    def wrong(self, mine, count, stop, problem):
+        assignment, total, stop = begin(self, mine, count, stop, problem)
+        return assignment, max(1, count) if total else 0, stop
 
     patch.setattr(StepSync, "begin", wrong)
 
@@ -73,8 +73,8 @@ def count_of_all_copies(patch):
     """Targets are counted by every rank that shares their sequences or the operators."""
     begin = StepSync.begin
 
-    def wrong(self, mine, stop, problem):
-        assignment, count, stop = begin(self, mine, stop, problem)
+    def wrong(self, mine, count, stop, problem):
+        assignment, count, stop = begin(self, mine, count, stop, problem)
         return assignment, count * len(self._teams[0]) if self._teams else count, stop
 
     patch.setattr(StepSync, "begin", wrong)
@@ -245,9 +245,9 @@ MISTAKES = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake, monkeypatch):
-    """By a random composition, of at most `TRIALS`."""
+    """By another result of a random composition, of at most `TRIALS`: an error may be one of the mistake's own code."""
     mistake(monkeypatch)
-    assert any(difference(draw(seed, RANKS)) for seed in range(TRIALS))
+    assert any("differs from" in difference(draw(seed, RANKS)) for seed in range(TRIALS))
 
 
 @pytest.mark.full
@@ -258,7 +258,7 @@ def test_a_failure_is_made_simple(monkeypatch):
         CASES["dropout masks that depend on the shard"], mesh="dp=2,tp=2", clip=True, optimizer="adamw", samples=3
     )
     least = shrink(complex_one, lambda one: bool(difference(one)), most=80)
-    assert difference(least)
+    assert "differs from" in difference(least)
     assert (least.dropout, least.clip, least.optimizer, least.family) == (True, False, "sgd", "mlp")
     assert Mesh.parse(least.mesh).sizes["tp"] == 2
 

@@ -268,7 +268,7 @@ def test_depth_below_zero():
 
 PROGRAMS = {
     "held to the end": "next(items)",
-    "Ctrl-C in the loop": "next(items)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+    "Ctrl-C in the loop": "next(items)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1000)",
     "Ctrl-C while it waits": "signal.setitimer(signal.ITIMER_REAL, 0.3)\nfor item in items: pass",
     "an error in the loop": "next(items)\nraise OSError('wanted')",
 }
@@ -276,16 +276,14 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends(name):
-    """However it does, no thread keeps it; in 20 seconds it would have been killed."""
+    """However it does, no thread keeps it until the test's limit of time."""
     source = "range(10**9)" if "waits" not in name else "(time.sleep(0.2) for _ in range(10**9))"
     start = (
         "import os, signal, time\nfrom parallel.data.sampler import prefetch\n"
         "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
         f"items = prefetch({source}, 2)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", start + PROGRAMS[name]], capture_output=True, text=True, timeout=20, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", start + PROGRAMS[name]], capture_output=True, text=True, check=False)
     assert ("KeyboardInterrupt" in done.stderr) == ("Ctrl-C" in name)
     assert ("wanted" in done.stderr) == ("error" in name)
     assert (done.returncode == 0) == (name == "held to the end"), done.stderr

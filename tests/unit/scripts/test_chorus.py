@@ -23,7 +23,7 @@ def run(*words, output=subprocess.PIPE, **variables):
     environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | variables
     command = [sys.executable, "-m", "parallel.cli.main", *words]
     return subprocess.run(
-        command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, timeout=55
+        command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
     )
 
 

@@ -19,7 +19,7 @@ STAMP = VENV / "chorus-installed"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
 NAMESPACES = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc")
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 def obstacle():
@@ -65,7 +65,7 @@ class Cluster:
 
     def end(self):
         """Its status, standard output and standard error, when it has ended."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=150)
         return self.process.returncode, out, err
 
     def alive(self):
@@ -79,7 +79,7 @@ class Cluster:
 
     def wait_for(self, text):
         """Wait for a process whose command line begins so."""
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 150
         while not any(command.startswith(text) for command in self.alive()):
             assert self.process.poll() is None, self.end()
             assert time.monotonic() < deadline, f"no {text} among {self.alive()}"
@@ -197,7 +197,7 @@ def test_so_does_the_kernel_where_the_script_is_killed(nothing_left, start, stag
     cluster.wait_for(stage)
     cluster.process.kill()
     cluster.end()  # no sooner than the last of those that hold its output
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 100
     while (left := cluster.alive()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert left == []
@@ -331,7 +331,7 @@ def test_no_delay_without_netem(nothing_left, start):
 )
 def test_arguments_that_make_no_sense(arguments, says):
     script = [str(ROOT / "scripts" / "cluster"), *arguments]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=150)
     assert done.returncode in (1, 2) and says in done.stderr
 
 
@@ -343,5 +343,5 @@ def test_machines_on_which_it_cannot_work(tool, says, need, tmp_path):
         fake.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     script = [str(ROOT / "scripts" / "cluster"), "--", "true"]
-    done = subprocess.run(script, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(script, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1 and need in done.stderr

@@ -44,7 +44,7 @@ word.set_text("it was killed")
 {KILLED}
 """
         assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, env=environment()).stderr == b""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while (tmp_path / "out").read_text() != "it was killed\n":
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -52,7 +52,7 @@ word.set_text("it was killed")
 
 def run(wanted, end):
     code = PROGRAM.format(wanted=wanted, end=end)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=environment())
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env=environment())
 
 
 def environment():

@@ -28,15 +28,15 @@ def run(folder, seconds, limit):
     slow.chmod(0o755)
     command = ["scripts/test", "--mpi", "mpich", "--", "tests/unit/test_any.py"]
     environment = os.environ | {"CHORUS_TEST_LIMIT": str(limit)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_run_that_is_cut_off_is_reported(tmp_path):
-    done = run(tmp_path, 30, 1)
+    done = run(tmp_path, 100, 1)
     assert "mpich, unit tests: CUT OFF after 1 s" in done.stderr and "CHORUS_TEST_LIMIT" in done.stderr
     assert done.returncode != 0 and done.stdout.endswith("0 passed, 1 failed\n")
 
 
 def test_another_is_not(tmp_path):
-    done = run(tmp_path, 0, 30)
+    done = run(tmp_path, 0, 100)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("3 passed, 0 failed\n")

@@ -33,7 +33,7 @@ def test_every_test_has_an_outcome(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "arrayimpl.py").write_text("ArrayBackends = []")
     monkeypatch.setattr(mpi4py_tests, "fetched", lambda: tmp_path)
-    outcomes = mpi4py_tests.run(MPIEXEC, 2, "test_some", seconds=3)
+    outcomes = mpi4py_tests.run(MPIEXEC, 2, "test_some", seconds=20)
     kinds = {name.rpartition(".")[2]: kind for name, (kind, _) in outcomes.items()}
     assert kinds == {
         "test_a_passes": "passed",

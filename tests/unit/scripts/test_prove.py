@@ -22,7 +22,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 def test_the_catalogue_is_proved_from_the_command_line():
     done = subprocess.run(
         [sys.executable, *PROGRAM, "--max-size", "8"], env=ENVIRONMENT, capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     table = done.stdout.splitlines()

@@ -22,7 +22,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 def test_the_table_is_proved_from_the_command_line():
     done = subprocess.run(
         [sys.executable, *PROGRAM, "--stages", "3", "--microbatches", "6", "--jobs", "1"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -80,6 +80,6 @@ def test_what_holds_nowhere_is_not_compared(module, monkeypatch):
 def test_wrong_requests(argument):
     done = subprocess.run(
         [sys.executable, *PROGRAM, argument, "0"], env=ENVIRONMENT, capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and f"argument {argument}: 0 is below 1" in done.stderr
