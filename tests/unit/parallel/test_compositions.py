@@ -242,7 +242,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake, monkeypatch):
     """By another result of a random composition, of at most `TRIALS`: an error may be one of the mistake's own code."""
@@ -251,7 +251,7 @@ def test_mistakes_are_found(mistake, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1000)
 def test_a_failure_is_made_simple(monkeypatch):
     masks_of_shards(monkeypatch)
     complex_one = replace(
