@@ -105,9 +105,9 @@ class _NoMessages(Wire):
 def counted(program: Program, channel: GpuChannel) -> Program:
     """Let a program for the host count its calls, so that ranks with arrays on the GPU do not wait for this one."""
     if program.exchanges:
-        stream, first = Stream(), program.exchanges[0]
+        stream = Stream()
         stream.add(channel.count)
-        first.streams = [stream, *first.streams]
+        program.exchanges[0].prepend(stream)
     else:
         program.calls, program.tests = (channel.count, *program.calls), (None, *program.tests)
         program.begins = tuple((index, position + 1) for index, position in program.begins)

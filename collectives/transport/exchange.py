@@ -49,10 +49,17 @@ class Exchange:
     """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible."""
 
     def __init__(self, node: NodeMemory, streams: Sequence[Stream]) -> None:
-        self.node, self.streams = node, streams
-        self._pending = streams
+        self.node = node
+        self._set(streams)
+
+    def _set(self, streams: Sequence[Stream]) -> None:
+        self.streams = self._pending = streams
         independent = all(len(stream.calls) == 1 and not _waits(stream.operations[0]) for stream in streams)
         self._independent = [stream.calls[0] for stream in streams] if independent else []
+
+    def prepend(self, stream: Stream) -> None:
+        """Add a stream before the others, between two runs."""
+        self._set([stream, *self.streams])
 
     def test(self) -> bool:
         """Run all streams as far as possible; True if all are done: the next call starts them anew."""

@@ -1,5 +1,6 @@
 """Exchanges of streams in one process."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -36,3 +37,16 @@ def test_lone_operations(run, results, depends):
             exchange.wait()
         else:
             assert any(exchange.test() for _ in results)
+
+
+@pytest.mark.parametrize("run", ["wait", "test"])
+def test_prepended_stream(run):
+    """It runs before the others, the first time too."""
+    order, streams = [], [Stream(), Stream()]
+    for number, stream in enumerate(streams):
+        stream.add(SimpleNamespace(attempt=partial(order.append, number)))
+    exchange = Exchange(Patience(), streams[1:])
+    exchange.prepend(streams[0])
+    for _ in range(2):
+        exchange.wait() if run == "wait" else exchange.test()
+    assert order == [0, 1] * 2
