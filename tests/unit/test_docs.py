@@ -300,6 +300,15 @@ def test_every_folder_is_described():
     assert [folder for folder in folders if f"`{folder}/`" not in text] == []
 
 
+def test_figures_of_the_readme_are_those_of_the_benchmark():
+    """The README shows rows of the table in docs/how-to/benchmark.md."""
+    shown_rows, rows = (
+        set(re.findall(r"^\| \d.*/.*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
+        for name in ("README.md", "docs/how-to/benchmark.md")
+    )
+    assert shown_rows and shown_rows <= rows
+
+
 def test_site_builds():
     """`mkdocs build --strict`, where mkdocs is installed (the extra docs)."""
     pytest.importorskip("mkdocs")
