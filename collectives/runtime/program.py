@@ -164,7 +164,7 @@ class Program:
     def poll(self, polls: int = POLLS) -> bool:
         """`advance` with some polls for messages of a program that `needs_no_mpi`; True if the end is reached."""
         assert self.exchanges is not None, "it needs no MPI"
-        polls = 1 if self.exchanges[0].node.shares_cores else polls
+        polls = 1 if any(exchange.node.shares_cores for exchange in self.exchanges[:1]) else polls
         return any(self.advance() for _ in range(polls))
 
     # Compiled programs are started and ended by compiled code; these methods leave all to Python.

@@ -129,7 +129,7 @@ class Composition:
         own: dict[str, Any] = {"context": self.context} if sizes.get("cp", 1) > 1 else {}
         if sizes.get("tp", 1) * self.shards > 1:
             own["sequence_parallel"] = self.sequence
-        if layout.startswith("pp") and mesh == self.mesh and self.cuts:
+        if self.cuts and (mesh, layout) == (self.mesh, self.layout):
             own["cuts"] = self.cuts
         if self.reproducible:
             own |= {"tensor_shards": self.shards, "expert_shards": self.slices}

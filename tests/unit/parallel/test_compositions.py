@@ -49,12 +49,13 @@ EDGES = (
     Composition(mesh="tp=3", heads=1, vocabulary=2),
     Composition(mesh="cp=2,tp=2", heads=1, length=3),
     Composition(mesh="cp=2", length=4, layers=0),
+    Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
 )
-"""Fewer tokens, heads or classes than ranks."""
+"""Fewer tokens, heads or classes than ranks; cuts that the second layout cannot have."""
 
 
 @pytest.mark.parametrize("composition", EDGES, ids=str)
-def test_parts_that_are_empty(composition):
+def test_edges(composition):
     assert not difference(composition)
 
 

@@ -256,7 +256,7 @@ def test_a_checkout_whose_path_has_spaces(start, tmp_path):
     status, out, err = cluster.end()
     assert status == 0, err
     everyone, given = out.splitlines()
-    assert [row[-1] for row in json.loads(everyone)] == [str(root)] * 3
+    assert [row[6] for row in json.loads(everyone)] == [str(root)] * 3
     assert given == str(words)
 
 
