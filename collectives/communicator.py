@@ -100,9 +100,10 @@ class Communicator(CollectiveMethods):
         enables it; default False.
     gpu : {"kernel", "pinned", "staged"}
         Best transfer of GPU arrays that may be used; the ranks find out at creation which is possible, if CuPy was
-        imported on all of them before (`device_transfer`). "kernel" (default): ranks that share one GPU read and write
-        each other's memory there. "pinned": ranks of one node copy through pinned shared memory, 32 MiB per rank, as
-        do long host arrays. "staged": through host memory. The least of all ranks holds.
+        imported on all of them before (`device_transfer`). "kernel" (default): ranks that share one GPU, or whose
+        GPUs have peer access, read and write each other's memory there. "pinned": ranks of one node copy through pinned
+        shared memory, 32 MiB per rank, as do long host arrays. "staged": through host memory. The least of all ranks
+        holds.
 
     Raises
     ------
@@ -264,7 +265,7 @@ class Communicator(CollectiveMethods):
 
     @property
     def device_transfer(self) -> str:
-        """Transfer of GPU arrays: "direct", "kernel", or "pinned: " or "staged: " and why there is no better one."""
+        """Transfer of GPU arrays: "direct", "kernel", "peer", or "pinned: " or "staged: " and why no better one."""
         return self._open_planner().transports.device_transfer
 
     def choice(

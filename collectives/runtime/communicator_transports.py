@@ -23,6 +23,7 @@ from collectives.transport.device_copies import pin_mailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.peer_messages import PeerLinks, PeerTransport
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_gpu import GpuChannel, share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
@@ -43,7 +44,8 @@ class Transports:
     (`aware`, by default if MPI supports it, on all ranks): no rank knows where its peers' messages are, and both ends
     of a message must use the same transport. `nodes`, the node of every rank, is by default determined by MPI;
     afterwards it is None if all are on one. `gpu`, the best transfer of device memory to use where that is possible:
-    "kernel", by the kernels of a GPU that all ranks share; "pinned", through pinned mailboxes; "staged".
+    "kernel", by the kernels of a GPU that all ranks share, or between GPUs with peer access; "pinned", through pinned
+    mailboxes; "staged".
     """
 
     def __init__(
@@ -142,7 +144,9 @@ class Transports:
             self.edges[channel] = {
                 rank: MailboxEdge(self.node, channel, place) for rank, place in self.node.places.items()
             }
-        mailboxes = self.pinning.mailboxes
+        mailboxes, links = self.pinning.mailboxes, self._links
+        if links is not None and device is not None:
+            return PeerTransport(self.node, channel, self.edges[channel], mark, device, links)
         if mailboxes is not None and device is not None:
             copies = mailboxes.copies(device.number)
             return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies)
@@ -151,22 +155,27 @@ class Transports:
         return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark)
 
     def gpu_channel(self, channel: int | None) -> GpuChannel | None:
-        """Meetings of a channel's calls on the GPU that all ranks share; None without one."""
+        """Meetings of a channel's calls on the GPU that all ranks share, or on several with access; None without."""
         return None if self.sharing.gpu is None or channel is None else self.sharing.gpu.channel(channel)
 
-    def fits_pinned(self, channel: int | None, itemsize: int) -> bool:
-        """True if messages of elements of `itemsize` bytes on a device can go through the channel's pinned cells."""
-        if self.pinning.mailboxes is None or self.node is None or channel is None:
+    @property
+    def _links(self) -> PeerLinks | None:
+        return None if self.sharing.gpu is None else self.sharing.gpu.links
+
+    def fits_cells(self, channel: int | None, itemsize: int) -> bool:
+        """True if messages of elements of `itemsize` bytes can go through cells that devices copy from and to."""
+        if channel is None or self.node is None or (self.pinning.mailboxes is None and self._links is None):
             return False
-        return itemsize <= self.node.cells[channel]
+        both = (self.node, self._links)
+        return all(itemsize <= one.cells[channel] for one in both if one is not None)
 
     @property
     def device_transfer(self) -> str:
-        """Transfer of device memory: "direct", "kernel", "pinned" or "staged", and why no better one was chosen."""
+        """Transfer of device memory: "direct", "kernel", "peer", "pinned" or "staged", and why no better one."""
         if self.aware:
             return "direct"
         if self.sharing.gpu is not None:
-            return "kernel"
+            return "kernel" if self._links is None else "peer"
         reasons = [self.sharing.reason, *([] if self.pinning.mailboxes else [self.pinning.reason])]
         return f"{'staged' if len(reasons) > 1 else 'pinned'}: {'; '.join(dict.fromkeys(reasons))}"
 

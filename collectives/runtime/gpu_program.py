@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from collectives.buffers.arguments import Buffer
 from collectives.buffers.staging import DeviceMemory
-from collectives.errors import Mismatch
 from collectives.runtime.call import BYTE, Blocks, Call
+from collectives.runtime.gpu_meeting import MeetingSteps, different_calls, meeting_program
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.program import Program
-from collectives.transport.exchange import Stream
 from collectives.transport.exported_memory import ExportedBlock
 from collectives.transport.gpu_kernels import (
     EXCLUSIVE,
@@ -34,8 +32,6 @@ from collectives.transport.gpu_kernels import (
     reduction_type,
 )
 from collectives.transport.shared_gpu import LEADER, ON_HOST, GpuChannel, new_record, set_place
-from collectives.transport.wire import Iovec, Wire
-from collectives.types import Wait
 
 WORKSPACE = 1 << 25
 """Most bytes of a workspace for each of the two buffers of a call."""
@@ -79,72 +75,7 @@ def gpu_program(
 ) -> Program:
     """Program of a call that suits the kernels; `on_host` binds the program for ranks of which some are on the host."""
     steps = _GpuCall(call, channel, mark, device, on_host)
-    return Program([*first, Wait(steps.wait, steps.test)], _NoMessages(), 0, (), device)
-
-
-class _NoMessages(Wire):
-    """Transport of a program without messages, which uses the meetings of its channel."""
-
-    in_mailboxes = True
-
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        raise TypeError("the kernels of a shared GPU send no messages")
-
-    receive = send
-
-    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        return []
-
-    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        return []
-
-    def free(self) -> None:
-        """There is nothing to free."""
-
-
-def counted(program: Program, channel: GpuChannel) -> Program:
-    """Let a program for the host count its calls, so that ranks with arrays on the GPU do not wait for this one."""
-    if program.exchanges:
-        stream = Stream()
-        stream.add(channel.count)
-        program.exchanges[0].prepend(stream)
-    else:
-        program.calls, program.tests = (channel.count, *program.calls), (None, *program.tests)
-        program.begins = tuple((index, position + 1) for index, position in program.begins)
-        program.on_arrays = None  # it would run without the first call
-    return program
-
-
-class _Steps:
-    """A meeting as one step of a program, which may be tested or waited for."""
-
-    def __init__(self, channel: GpuChannel) -> None:
-        self._channel = channel
-        self._active: Iterator[None] | None = None
-
-    def _run(self) -> Iterator[None]:
-        return self._channel.meet(new_record(ON_HOST))
-
-    def test(self) -> bool:
-        """Go on as far as possible; True at the end, after which the next test begins anew."""
-        if self._active is None:
-            self._active = self._run()
-        try:
-            for _ in self._active:
-                return False
-        except BaseException:
-            self._active = None
-            raise
-        self._active = None
-        return True
-
-    def wait(self) -> None:
-        node = self._channel.gpu.node_memory
-        spins = node.spins
-        while not self.test():
-            spins -= 1
-            if spins < 0:
-                node.yielding(-spins)
+    return meeting_program(steps, first, device)
 
 
 def without_owners(call: Call, device: DeviceMemory) -> Call:
@@ -212,7 +143,7 @@ class _End:
         )
 
 
-class _GpuCall(_Steps):
+class _GpuCall(MeetingSteps):
     """Steps of a call whose buffers are on the device."""
 
     def __init__(
@@ -220,7 +151,6 @@ class _GpuCall(_Steps):
     ) -> None:
         super().__init__(channel)
         self._call, self._mark, self._device, self._bind_on_host = call, mark, device, on_host
-        self._host_program: Program | None = None
         self._gpu, self._form = channel.gpu, kernel_form(call)
         source = call.target if call.copy_input else call.source
         self._source = _End(call, channel, "source", source, call.send_blocks, call.copy_input)
@@ -253,12 +183,7 @@ class _GpuCall(_Steps):
         self._device.join()
 
     def _run_on_host(self) -> Iterator[None]:
-        if self._host_program is None:
-            self._host_program = self._bind_on_host()
-        ended = self._host_program.start()
-        while not ended:
-            yield
-            ended = self._host_program.advance()
+        yield from self.run_inner(self._bind_on_host)
 
     def _put(self, launches: Sequence[KernelLaunch]) -> None:
         """Put kernels on the call's stream."""
@@ -293,6 +218,7 @@ class _GpuCall(_Steps):
             self._channel.show_launch()
         else:
             while not self._channel.is_launched():
+                self._gpu.check_peers([LEADER])
                 yield
             self._device.wait_for(exported.open_event(records[LEADER]["event"].tobytes()))
 
@@ -301,13 +227,13 @@ class _GpuCall(_Steps):
     def _plan(self, records: Sequence[np.ndarray]) -> list[KernelLaunch]:
         """Launches for these records, on the leader; Mismatch on all ranks if the records are of different calls."""
         if len({int(record["mark"]) for record in records}) > 1:
-            raise _different_calls(self._call.collective)
+            raise different_calls(self._call.collective)
         sent, received = ([_rows(record[end]) for record in records] for end in ("sent", "received"))
         holders = {block: (rank, *row) for rank, rows in enumerate(sent) for block, row in rows.items()}
         for rows in received:
             for block, (_, count) in rows.items():
                 if block not in holders or holders[block][2] != count:
-                    raise _different_calls(self._call.collective)
+                    raise different_calls(self._call.collective)
         if self._gpu.rank != LEADER:
             return []
         sources, targets = ([self._address(record, end) for record in records] for end in ("source", "target"))
@@ -368,11 +294,3 @@ def _rows(rows: np.ndarray) -> dict[int, tuple[int, int]]:
 
 def _ends(row: tuple[int, int], size: int) -> int:
     return row[0] + row[1] * size
-
-
-def _different_calls(collective: str) -> Mismatch:
-    return Mismatch(
-        MPI.ERR_TRUNCATE,
-        f"{collective} of GPU arrays: expected the same call on all ranks, found different collectives, or another "
-        f"count, dtype, operation or root; Communicator(..., debug=True) or CHORUS_DEBUG=1 names the calls",
-    )

@@ -12,7 +12,9 @@ from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
-from collectives.runtime.gpu_program import counted, gpu_program, suits_kernels, without_owners
+from collectives.runtime.gpu_meeting import counted, peer_program
+from collectives.runtime.gpu_program import gpu_program, suits_kernels, without_owners
+from collectives.runtime.ops import on_device as kernel_on_device
 from collectives.runtime.program import ElementArray, Program
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
@@ -37,14 +39,17 @@ class ProgramBuilder:
         With `any_algorithm` the kernels of a GPU that all ranks share may take the place of the chosen one.
         """
         shared = self._transports.gpu_channel(channel)
-        if shared is not None:
+        if shared is not None and shared.gpu.links is None:
             device = call_device(call) if any_algorithm and suits_kernels(call) else None
             if device is None or device.number != shared.gpu.device:
                 return call, None
             return call, device if all(device.holds(buffer.owner) for buffer in call.buffers) else None
-        pinned = self._transports.fits_pinned(channel, call.unit.itemsize) and not needs_counts(call, choice)
-        takes_device = (self._transports.aware or pinned) and choice.algorithm != NATIVE
-        return (binding.as_device_call(call) if takes_device else None) or (call, None)
+        in_cells = self._transports.fits_cells(channel, call.unit.itemsize) and not needs_counts(call, choice)
+        takes_device = (self._transports.aware or in_cells) and choice.algorithm != NATIVE
+        found = binding.as_device_call(call) if takes_device else None
+        if found is None or shared is None:
+            return found or (call, None)
+        return call, found[1] if found[1].number == shared.gpu.device else None
 
     def wire(
         self,
@@ -85,7 +90,12 @@ class ProgramBuilder:
             return counted(self._bind(call, choice, form, None, (), channel, shared), meetings)
         call = without_owners(call, device)  # programs outlive the arrays
         on_host = partial(self._bind, call, choice, form, None, (), channel, shared)
-        return gpu_program(call, meetings, binding.call_mark(call, choice), device, first, on_host)
+        mark = binding.call_mark(call, choice)
+        if meetings.gpu.links is None:
+            return gpu_program(call, meetings, mark, device, first, on_host)
+        kernel = call.combine and kernel_on_device(call.combine, call.unit, device)
+        on_device = partial(self._bind, call._replace(combine=kernel), choice, form, device, (), channel, shared)
+        return peer_program(call.collective, meetings, mark, device, first, (on_device, on_host))
 
     def _bind(
         self,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.transport.gpu_kernels import KernelLaunch
 from collectives.transport.mailbox import NodeMemory
 from collectives.transport.reduced import reduced
 from collectives.transport.wire import Iovec
@@ -23,11 +24,14 @@ TOKEN = 64
 class DeviceCopies:
     """Copies from and to one device through CuPy, on two streams of their own, one for each direction.
 
-    They do not wait for work on other streams: whoever starts one knows that the memory is ready.
+    They do not wait for work on other streams: the caller knows that the memory is ready. `between_devices`: what takes
+    the place of host memory is device memory too.
     """
 
-    def __init__(self, cupy: ModuleType, number: int) -> None:
+    def __init__(self, cupy: ModuleType, number: int, between_devices: bool = False) -> None:
         self._runtime, self._new_event = cupy.cuda.runtime, cupy.cuda.Event
+        names = ("memcpyDefault",) * 2 if between_devices else ("memcpyDeviceToHost", "memcpyHostToDevice")
+        self._kinds = [getattr(self._runtime, name) for name in names]
         self._device = cupy.cuda.Device(number)
         with self._device:
             self._down, self._up = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -38,7 +42,7 @@ class DeviceCopies:
         with self._device:
             for address, nbytes in pieces:
                 if nbytes:
-                    self._runtime.memcpyAsync(host, address, nbytes, self._runtime.memcpyDeviceToHost, self._down.ptr)
+                    self._runtime.memcpyAsync(host, address, nbytes, self._kinds[0], self._down.ptr)
                 host += nbytes
             return self._recorded(self._down)
 
@@ -47,9 +51,16 @@ class DeviceCopies:
         with self._device:
             for address, nbytes in pieces:
                 if nbytes:
-                    self._runtime.memcpyAsync(address, host, nbytes, self._runtime.memcpyHostToDevice, self._up.ptr)
+                    self._runtime.memcpyAsync(address, host, nbytes, self._kinds[1], self._up.ptr)
                 host += nbytes
             return self._recorded(self._up)
+
+    def launch(self, kernel: KernelLaunch, sends: bool) -> Any:
+        """Put a kernel that sends, or receives, on the stream of such copies; return the event of its end."""
+        stream = self._down if sends else self._up
+        with self._device, stream:
+            kernel.put()
+            return self._recorded(stream)
 
     def _recorded(self, stream: Any) -> Any:
         event = self._idle.pop() if self._idle else self._new_event(disable_timing=True)
@@ -57,8 +68,9 @@ class DeviceCopies:
         return event
 
     def recycle(self, event: Any) -> None:
-        """Take back an event that was reached."""
-        self._idle.append(event)
+        """Take back an event of this class's that was reached."""
+        if isinstance(event, self._new_event):
+            self._idle.append(event)
 
     def finish(self) -> None:
         """Wait for all copies."""

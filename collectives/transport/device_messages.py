@@ -8,7 +8,7 @@ another. Flags and labels are those of `shm_messages`, so the peer's memory may 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from collectives.transport.mailbox import (
     INLINE,
     KIND,
     MASK,
+    PID,
     RECEIVED,
     SENT,
     WORDS,
@@ -31,39 +32,58 @@ from collectives.transport.mailbox import (
     address_label,
     label,
 )
+from collectives.transport.peer_watch import PeerWatch
 from collectives.transport.shm_messages import RendezvousRead
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
 
 class DeviceSend:
-    """Send of at most a cell of device memory; `begin` starts its copy, `end` sets the flag."""
+    """Send of at most a cell of device memory; `begin` starts its copy to one of the `slots`, `end` sets the flag."""
 
     done = True
 
-    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, copies: DeviceCopies) -> None:
-        self._edge, self._pieces, self._copies = edge, list(pieces), copies
+    def __init__(
+        self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, copies: DeviceCopies, slots: Sequence[int]
+    ) -> None:
+        self._edge, self._pieces, self._mark, self._copies, self._slots = edge, list(pieces), mark, copies, slots
         self._nbytes = sum(piece.nbytes for piece in pieces)
         self._label = label(mark, self._nbytes)
-        self._slots = [int(part.ctypes.data) for (part,) in edge.outgoing.parts([self._nbytes])]
 
-    def begin(self, ahead: int) -> _Copy | None:
+    def begin(self, ahead: int) -> DeviceCopy | None:
         """Start to copy into the next slot; None if none is free. `ahead` sends have begun and not ended."""
+        number = self.next_number()
+        return None if number is None else DeviceCopy(self, number, self.copy(number))
+
+    def next_number(self) -> int | None:
+        """Number of the next message; None if its slot is not free."""
         edge = self._edge
         if not edge.has_room(len(self._slots)):
             return None
         edge.counts[SENT] = number = edge.counts[SENT] + 1
-        host = self._slots[(number & MASK) % len(self._slots)]
-        return _Copy(self, number, self._copies.to_host(host, self._pieces))
+        return int(number)
 
-    def end(self, number: int) -> None:
+    def slot(self, number: int) -> int:
+        """Address of the slot of a message."""
+        return self._slots[(number & MASK) % len(self._slots)]
+
+    def copy(self, number: int) -> Any:
+        """Start to copy the message; return the event of the end."""
+        return self._copies.to_host(self.slot(number), self._pieces)
+
+    def end(self, number: int) -> Any:
+        """Set the flag; None, or an event to wait for before it ends."""
+        self.set_flag(number, self._label, *([self._nbytes] if self._nbytes > INLINE else []))
+
+    def set_flag(self, number: int, label: int, *words: int) -> None:
+        """Set the mailbox's flag of a message, after the words beside it."""
         edge = self._edge
         at = edge.outbox + (number & MASK) * WORDS
-        if self._nbytes > INLINE:
-            edge.mine[at + 1] = self._nbytes
+        for place, word in enumerate(words, at + 1):
+            edge.mine[place] = word
         if edge.node.fence is not None:
             edge.node.fence()
-        edge.mine[at] = number * KIND + self._label
+        edge.mine[at] = number * KIND + label
 
 
 class DeviceReceive:
@@ -72,39 +92,58 @@ class DeviceReceive:
     done = True
 
     def __init__(
-        self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, copies: DeviceCopies, device: DeviceMemory
+        self,
+        edge: MailboxEdge,
+        pieces: Sequence[Iovec],
+        mark: int,
+        copies: DeviceCopies,
+        slots: Sequence[int],
+        device: DeviceMemory,
     ) -> None:
-        self._edge, self._pieces, self._copies, self._device = edge, list(pieces), copies, device
-        self._nbytes = sum(piece.nbytes for piece in pieces)
+        self._edge, self._pieces, self._copies, self._slots = edge, list(pieces), copies, slots
+        self._device, self._nbytes = device, sum(piece.nbytes for piece in pieces)
         self._label, self._address_label = label(mark, self._nbytes), address_label(mark)
-        self._slots = [int(part.ctypes.data) for (part,) in edge.incoming.parts([self._nbytes])]
         self._host: np.ndarray | None = None
         self._read: RendezvousRead | None = None
 
-    def begin(self, ahead: int) -> _Copy | None:
+    def begin(self, ahead: int) -> DeviceCopy | None:
         """Start to copy the next message; None if it has not arrived. `ahead` receives have begun and not ended."""
-        edge = self._edge
-        number = edge.counts[RECEIVED] + 1 + ahead
-        at = edge.inbox + (number & MASK) * WORDS
-        found = edge.theirs[at] - number * KIND
+        edge, number = self._edge, self.next_number(ahead)
+        found = self.found(number)
         if found < 0:
             return None
-        if edge.node.fence is not None:
-            edge.node.fence()
-            found = edge.theirs[at] - number * KIND
-        if found == self._label and (self._nbytes <= INLINE or edge.theirs[at + 1] == self._nbytes):
+        if self.is_expected(number):
             host = self._slots[(number & MASK) % len(self._slots)]
-            return _Copy(self, number, self._copies.to_device(self._pieces, host))
-        addresses = found - self._address_label
+            return DeviceCopy(self, number, self._copies.to_device(self._pieces, host))
+        at, addresses = edge.inbox + (number & MASK) * WORDS, found - self._address_label
         pieces = tuple(edge.theirs[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else ()
         if pieces and sum(pieces[1::2]) == self._nbytes:
-            return _Copy(self, number, self._copies.to_device(self._pieces, self._fetch(pieces)))
+            return DeviceCopy(self, number, self._copies.to_device(self._pieces, self.fetch(pieces)))
         if ahead:
             return None  # those before are acknowledged first
         raise edge.refuse(self._nbytes)
 
-    def _fetch(self, pieces: tuple[int, ...]) -> int:
-        """Read a message that is in the memory of a peer's process; return the address of its copy here."""
+    def next_number(self, ahead: int) -> int:
+        return int(self._edge.counts[RECEIVED] + 1 + ahead)
+
+    def found(self, number: int) -> int:
+        """Label in the mailbox of the message with a number; negative if that has not arrived."""
+        edge = self._edge
+        at = edge.inbox + (number & MASK) * WORDS
+        found = edge.theirs[at] - number * KIND
+        if found >= 0 and edge.node.fence is not None:
+            edge.node.fence()
+            found = edge.theirs[at] - number * KIND
+        return int(found)
+
+    def is_expected(self, number: int) -> bool:
+        """True if the message in the mailbox is of this call and length, and beside its flag or in a cell."""
+        at = self._edge.inbox + (number & MASK) * WORDS
+        is_long = self._nbytes > INLINE
+        return self.found(number) == self._label and (not is_long or self._edge.theirs[at + 1] == self._nbytes)
+
+    def fetch(self, pieces: tuple[int, ...]) -> int:
+        """Address here of a copy of a message that is in a peer's memory, made by reading from that process."""
         if self._read is None:
             self._host = self._device.pinned(self._nbytes)
             self._read = RendezvousRead(self._edge, [self._host], None)
@@ -112,7 +151,8 @@ class DeviceReceive:
             read()
         return MPI.Get_address(self._host)
 
-    def end(self, number: int) -> None:
+    def end(self, number: int) -> Any:
+        """Acknowledge the message; None, or an event to wait for before it ends."""
         edge = self._edge
         if edge.node.fence is not None:
             edge.node.fence()
@@ -120,7 +160,7 @@ class DeviceReceive:
         edge.mine[edge.my_ack] = number
 
 
-class _Copy(NamedTuple):
+class DeviceCopy(NamedTuple):
     """A message whose copy was started: its number on the edge, and the event of its end."""
 
     message: DeviceSend | DeviceReceive
@@ -128,13 +168,13 @@ class _Copy(NamedTuple):
     event: Any
 
 
-class _Lane:
+class Lane:
     """Messages to, or from, one peer, in the order of their starts: those that wait, and those that are copied."""
 
     def __init__(self, copies: DeviceCopies) -> None:
         self._copies = copies
         self._waiting: deque[DeviceSend | DeviceReceive] = deque()
-        self._begun: deque[_Copy] = deque()
+        self._begun: deque[DeviceCopy] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -153,17 +193,21 @@ class _Lane:
             self._begun.append(begun)
             self._waiting.popleft()
         while self._begun and self._begun[0].event.done:
-            message, number, event = self._begun.popleft()
-            message.end(number)
-            message.done = True
+            message, number, event = self._begun[0]
             self._copies.recycle(event)
+            another = message.end(number)
+            if another is not None:
+                self._begun[0] = DeviceCopy(message, number, another)
+                continue
+            self._begun.popleft()
+            message.done = True
 
 
 class _Parts(NamedTuple):
     """A message: parts that fit a cell, and the lane that they take."""
 
     parts: Sequence[DeviceSend | DeviceReceive]
-    lane: _Lane
+    lane: Lane
 
 
 class DeviceNodeTransport(Wire):
@@ -184,24 +228,39 @@ class DeviceNodeTransport(Wire):
         copies: DeviceCopies,
     ) -> None:
         self._memory, self._channel, self._edges, self._mark = memory, channel, edges, mark
-        self._device, self._copies = device, copies
-        self._lanes: dict[tuple[type, int], _Lane] = defaultdict(partial(_Lane, copies))
+        self._device, self._copies, self._cell = device, copies, memory.cells[channel]
+        self._lanes: dict[tuple[type, int], Lane] = {}
+        self._watch = PeerWatch({peer: int(edge.numbers[PID]) for peer, edge in edges.items()})
 
     def _edge(self, peer: int) -> MailboxEdge:
         return self._edges[peer]
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _Parts:
-        edge, lane = self._edge(peer), self._lanes[DeviceSend, peer]
-        return _Parts([DeviceSend(edge, part, self._mark, self._copies) for part in self._cut(pieces)], lane)
+        parts = [self.bind_send(self._edge(peer), part) for part in self._cut(pieces)]
+        return _Parts(parts, self.lane(DeviceSend, peer))
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> _Parts:
-        edge, lane, rest = self._edge(peer), self._lanes[DeviceReceive, peer], (self._mark, self._copies, self._device)
-        return _Parts([DeviceReceive(edge, part, *rest) for part in self._cut(pieces)], lane)
+        parts = [self.bind_receive(self._edge(peer), part) for part in self._cut(pieces)]
+        return _Parts(parts, self.lane(DeviceReceive, peer))
+
+    def lane(self, kind: type, peer: int) -> Lane:
+        """Lane of the messages to a peer (`DeviceSend`) or from it (`DeviceReceive`)."""
+        return self._lanes.setdefault((kind, peer), Lane(self._copies))
+
+    def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
+        """Bind a send of at most a cell."""
+        slots = [int(part.ctypes.data) for (part,) in edge.outgoing.parts([sum(piece.nbytes for piece in pieces)])]
+        return DeviceSend(edge, pieces, self._mark, self._copies, slots)
+
+    def bind_receive(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceReceive:
+        """Bind a receive of at most a cell."""
+        slots = [int(part.ctypes.data) for (part,) in edge.incoming.parts([sum(piece.nbytes for piece in pieces)])]
+        return DeviceReceive(edge, pieces, self._mark, self._copies, slots, self._device)
 
     def _cut(self, pieces: Sequence[Iovec]) -> list[list[Iovec]]:
         """Cut a message into parts that fit a cell; programs bind no longer ones, see `split_size`."""
         parts: list[list[Iovec]] = [[]]
-        room = cell = self._memory.cells[self._channel]
+        room = cell = self._cell
         for address, nbytes in pieces:
             end = address + nbytes
             while end - address > room:
@@ -213,8 +272,7 @@ class DeviceNodeTransport(Wire):
         return parts
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
-        cell = self._memory.cells[self._channel]
-        return 0 if nbytes <= cell else cell
+        return 0 if nbytes <= self._cell else self._cell
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         return [partial(self._start, messages)] if messages else []
@@ -228,6 +286,8 @@ class DeviceNodeTransport(Wire):
     def _advance(self) -> None:
         for lane in self._lanes.values():
             lane.advance()
+        if self._watch.is_due:
+            self._watch.check({peer for (_, peer), lane in self._lanes.items() if lane.is_busy})
 
     def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
         mine = [part for parts, _ in messages for part in parts]

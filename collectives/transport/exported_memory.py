@@ -66,6 +66,11 @@ class ExportedMemory:
         memory = self._cupy.cuda.UnownedMemory(block.address, block.nbytes, lease, self.device)
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
+    def view(self, address: int, nbytes: int) -> Any:
+        """Array of bytes over device memory that is allocated, or open here."""
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, None, self.device)
+        return self._cupy.ndarray((nbytes,), "u1", self._cupy.cuda.MemoryPointer(memory, 0))
+
     def find(self, address: int, nbytes: int) -> Exported | None:
         """Handle and offset of this process's memory, or None if it is not all in one exported allocation."""
         for block in self.blocks:

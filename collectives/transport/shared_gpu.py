@@ -1,9 +1,13 @@
-"""Transport among ranks of a node that share a GPU: the leader's kernel reads and writes the memory of all.
+"""Meetings of the ranks of a node whose GPUs access each other's memory, and transport among ranks that share one.
 
-A call is a meeting of all ranks on a board in shared host memory: every rank records an event on its stream, posts the
-places of its buffers, and waits until all have posted. Then the leader's stream waits for these events, runs the
-kernels, and records an event that the other streams wait for. No kernel waits for another one: without NVIDIA's MPS the
-kernels of two processes never run at the same time. No rank waits for the GPU, only for the other ranks' posts.
+Where all ranks share one GPU, the leader's kernel reads and writes the memory of all. A call is a meeting of all ranks
+on a board in shared host memory: every rank records an event on its stream, posts the places of its buffers, and waits
+until all have posted. Then the leader's stream waits for these events, runs the kernels, and records an event that the
+other streams wait for. No kernel waits for another one: without NVIDIA's MPS the kernels of two processes never run at
+the same time. No rank waits for the GPU, only for the other ranks' posts.
+
+Where the ranks use several GPUs, a meeting only finds out if the arrays of all are there; `peer_messages` has the
+messages.
 
 A rank whose arrays are on the host does not meet: it counts the call, and goes on. The others see that it has counted
 the call without a post.
@@ -12,7 +16,7 @@ the call without a post.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
@@ -25,6 +29,8 @@ from collectives.errors import OutOfMemory
 from collectives.transport.exported_memory import HANDLE, ExportedBlock, ExportedMemory
 from collectives.transport.gpu_kernels import MOST_RANKS, GpuKernels
 from collectives.transport.mailbox import CHANNELS, NodeMemory
+from collectives.transport.peer_messages import PeerBlock, PeerLinks, connect, first_error, refused_access
+from collectives.transport.peer_watch import PeerWatch
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import map_all
 
@@ -68,7 +74,12 @@ _retired: list[tuple[list[memoryview], list[object]]] = []
 
 
 class SharedGpu:
-    """The GPU that all ranks of a communicator share: their exported memory, and a board for every channel."""
+    """GPU that all ranks of a communicator share, or several with access: exported memory, a board for every channel.
+
+    `links` are those between several GPUs; None for one.
+    """
+
+    links: PeerLinks | None = None
 
     def __init__(self, node: NodeMemory, boards: list[np.ndarray], cupy: ModuleType, device: int) -> None:
         self.node_memory, self.cupy, self.device = node, cupy, device
@@ -77,6 +88,12 @@ class SharedGpu:
         self.words = [board.data.cast("B").cast("q") for board in boards]
         self.entries = [board[HEADER:].view(ENTRY) for board in boards]
         self._channels: dict[int, GpuChannel] = {}
+        self._watch = PeerWatch({place: reader.pid for place, reader in enumerate(node.readers)})
+
+    def check_peers(self, places: Iterable[int]) -> None:
+        """ConnectionResetError, at times in a long wait, if the process of one of these ranks on the node has ended."""
+        if self._watch.is_due:
+            self._watch.check(places)
 
     def channel(self, number: int) -> GpuChannel:
         if number not in self._channels:
@@ -98,19 +115,25 @@ class SharedGpu:
             if found:
                 raise RuntimeError(f"rank {rank} cannot close the memory of other ranks: {found}")
         self.exported.release(unused)
+        block = None
         try:
-            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            array = self.exported.array(self.exported.allocate(nbytes), shape, dtype)
+            block = self.exported.allocate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            array = self.exported.array(block, shape, dtype)
         except (RuntimeError, MemoryError) as refused:
             error = str(refused)
-        for rank, found in enumerate(comm.allgather(error)):
+        everyone = comm.allgather((error, PeerBlock(0, 0, b"") if block is None else PeerBlock(*block[1:])))
+        for rank, (found, _) in enumerate(everyone):
             if found:
                 raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have memory of shape {shape}, {dtype}: {found}")
+        if self.links is not None:
+            self.links.replace(handles, {self.node_memory.places[rank]: one for rank, (_, one) in enumerate(everyone)})
         return array
 
     def close(self) -> None:
         """Close the memory of other ranks, and free this rank's once they have closed it. Not collective."""
         with suppress(RuntimeError):  # CUDA is shut down
+            if self.links is not None:
+                self.links.finish()
             self.exported.close()
             self.exported.close_events()
         self.words[self.rank][CLOSED] = 1
@@ -150,17 +173,21 @@ class GpuChannel:
     def meet(self, record: np.ndarray) -> Iterator[None]:
         """Post a record, and iterate until all ranks have posted or counted; `records` are then those of all."""
         fence, rank, words, number = self.gpu.node_memory.fence, self.gpu.rank, self.gpu.words, int(self._count[0]) + 1
-        while any(one[self._at] < number - 1 for one in words):
-            yield
+        yield from self._reached(number - 1)
         self.number, turn = number, number % 2
         self._records[rank][turn], self._posted[rank][turn] = record, number
         if fence is not None:
             fence()
         words[rank][self._at] = number
-        while any(one[self._at] < number for one in words):
-            yield
+        yield from self._reached(number)
         if fence is not None:
             fence()
+
+    def _reached(self, number: int) -> Iterator[None]:
+        """Iterate until all ranks have posted or counted so many calls."""
+        while late := [place for place, one in enumerate(self.gpu.words) if one[self._at] < number]:
+            self.gpu.check_peers(late)
+            yield
 
     @property
     def records(self) -> list[np.ndarray]:
@@ -195,16 +222,17 @@ def set_place(record: np.ndarray, end: str, handle: bytes, blocks: Sequence[tupl
 
 
 class SharingResult(NamedTuple):
-    """The shared GPU, or None and the reason why there is none; the same kind on all ranks."""
+    """The shared GPU, or GPUs, or None and the reason why there are none; the same kind on all ranks."""
 
     gpu: SharedGpu | None
     reason: str
 
 
 def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> SharingResult:
-    """Export memory and an event of every rank, and read the memory of the neighbour. Collective over `comm`.
+    """Export memory and an event of every rank, and read the memory of others. Collective over `comm`.
 
-    `node` is that of all ranks, or None; ranks may differ in `wanted`. Needs CuPy imported on all ranks.
+    Where ranks share one GPU, each reads its neighbour's memory; otherwise all read that of all, and send each other a
+    message. `node` is that of all ranks, or None; ranks may differ in `wanted`. Needs CuPy imported on all ranks.
     """
     cupy = sys.modules.get("cupy")
     if not reduced(comm, wanted and cupy is not None, MPI.LAND) or cupy is None:
@@ -218,17 +246,23 @@ def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> Sha
         if not cupy.cuda.runtime.deviceGetAttribute(IPC_EVENTS, device):
             error = "the device has no events between processes"
     everyone = comm.allgather((bus, error))
-    if not all(bus for bus, _ in everyone) or len({bus for bus, _ in everyone}) > 1:
-        return SharingResult(None, "the ranks use several GPUs, or none")
-    for rank, (_, found) in enumerate(everyone):
-        if found:
-            return SharingResult(None, f"rank {rank}: {found}")
+    buses = [bus for bus, _ in everyone]
+    if not all(buses):
+        return SharingResult(None, "some rank uses no GPU")
+    several = len(set(buses)) > 1
+    refusal = first_error(comm, error or (refused_access(cupy, device, bus, buses) if several else ""))
+    if refusal:
+        return SharingResult(None, refusal)
     free_retired()
     boards = map_all(node.comm, HEADER + CHANNELS * ENTRY.itemsize)
     if not reduced(comm, bool(boards), MPI.LAND):
         return SharingResult(None, "the ranks may not map each other's memory")
     gpu = SharedGpu(node, boards, cupy, device)
-    refusal = _refusal(comm, gpu)
+    if several:
+        links = PeerLinks(node, cupy, gpu.exported, flags=len(set(buses)) == len(buses))
+        gpu.links, refusal = links, connect(node.comm, links)
+    else:
+        refusal = _refusal(comm, gpu)
     if refusal:
         gpu.close()
         return SharingResult(None, refusal)
@@ -239,32 +273,28 @@ def _refusal(comm: MPI.Intracomm, gpu: SharedGpu) -> str:
     """Reason why the token of the previous rank cannot be read here, or elsewhere; "" if all can. Collective."""
     block, handle, error = None, b"", ""
     try:
-        event, handle = gpu.exported.new_event()
+        channel = gpu.channel(0)  # its event lives until all ranks have closed it
+        event, handle = channel.event, channel.handle
         block = gpu.exported.allocate(TOKEN)
-        _bytes(gpu, block.address)[...] = 1 + gpu.rank
+        gpu.exported.view(block.address, TOKEN)[...] = 1 + gpu.rank
         event.record()
     except (RuntimeError, MemoryError) as refused:
         error = f"CUDA exports no memory: {refused}"
-    offers = comm.allgather((b"" if block is None else block.handle, handle, error))
-    errors: list[str] = [found for *_, found in offers if found]
-    if errors:
-        return errors[0]
+    offers = comm.allgather((b"" if block is None else block.handle, handle))
+    refusal = first_error(comm, error)
+    if refusal:
+        return refusal
     left = (gpu.rank - 1) % gpu.size
     try:
         stream = gpu.cupy.cuda.get_current_stream()
         gpu.cupy.cuda.runtime.streamWaitEvent(stream.ptr, gpu.exported.open_event(offers[left][1]))
-        found = _bytes(gpu, gpu.exported.open(offers[left][0])).get()
+        found = gpu.exported.view(gpu.exported.open(offers[left][0]), TOKEN).get()
         if (found != 1 + left).any():
             error = f"expected {1 + left} in the memory of rank {left}, found {found[0]}"
     except RuntimeError as refused:
         error = f"CUDA opens no memory of another process: {refused}"
     with suppress(RuntimeError):  # nothing was opened
         gpu.exported.close([offers[left][0]])
-    errors = [found for found in comm.allgather(error) if found]  # also a barrier: all have closed
+    refusal = first_error(comm, error)  # also a barrier: all have closed
     gpu.exported.release([block] if block is not None else [])
-    return next(iter(errors), "")
-
-
-def _bytes(gpu: SharedGpu, address: int) -> Any:
-    memory = gpu.cupy.cuda.UnownedMemory(address, TOKEN, None, gpu.device)
-    return gpu.cupy.ndarray((TOKEN,), np.uint8, gpu.cupy.cuda.MemoryPointer(memory, 0))
+    return refusal

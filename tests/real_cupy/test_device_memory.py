@@ -70,7 +70,7 @@ def test_constants(cupy):
     for name in vars(standin.cublas):
         if name.isupper() or name.startswith("CUBLAS"):
             assert getattr(cupy.cuda.cublas, name) == getattr(standin.cublas, name)
-    for name in ("memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDefault"):
+    for name in ("memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "memcpyDefault"):
         assert getattr(cupy.cuda.runtime, name) == getattr(standin.runtime, name)
     assert {"device", "type"} <= set(dir(cupy.cuda.runtime.PointerAttributes))
     assert isinstance(cupy.cuda.Event().ptr, int) and isinstance(cupy.cuda.Stream.null.ptr, int)

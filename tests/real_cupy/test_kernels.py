@@ -12,7 +12,8 @@ from support.operator_cases import COPIED, PRODUCTS, chains, products_are_right
 from support.recorded_calls import decoded
 from support.standin import recorder
 
-from collectives.transport import gpu_kernels
+from collectives.transport import gpu_kernels, peer_kernels
+from collectives.transport.wire import Iovec
 from parallel.nn.kernels import fused, reference_kernels
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
@@ -23,16 +24,17 @@ CALLS = {key: entry for key, entry in recorder.stored().items() if key.startswit
 
 
 @cache
-def registers_and_spills(source, options, architecture):
-    """Registers of a thread, and bytes that it spills, as NVRTC's assembler prints them."""
+def registers_and_spills(source, options, architecture, kernels=1):
+    """Most registers of a thread, and bytes that it spills, as NVRTC's assembler prints them for so many kernels."""
     from cupy.cuda import compiler
 
     log = io.StringIO()
     program = compiler._NVRTCProgram(source, "kernel.cu", method="cubin")
     own = (f"-arch=sm_{architecture}", "--ptxas-options=-v", "--device-as-default-execution-space")
     program.compile((*options, *own), log)
-    (used,) = re.findall(r"Used (\d+) registers", log.getvalue())
-    return int(used), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())))
+    used = [int(found) for found in re.findall(r"Used (\d+) registers", log.getvalue())]
+    assert len(used) == kernels
+    return max(used), sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())))
 
 
 def repeat(cupy, entry):
@@ -148,6 +150,12 @@ def test_kernels_of_a_shared_gpu(cupy, kernel_report, name):
     assert all(used * gpu_kernels.THREADS <= 65536 and spilled == 0 for used, spilled in found), found
 
 
+def test_kernels_between_gpus(cupy, kernel_report):
+    found = [registers_and_spills(peer_kernels.SOURCE, gpu_kernels.OPTIONS, sm, kernels=2) for sm in ARCHITECTURES]
+    kernel_report["between GPUs: put_message, take_message", peer_kernels.SOURCE] = found
+    assert all(spilled == 0 for _, spilled in found), found
+
+
 def test_launches_of_a_shared_gpu(cupy):
     """CuPy takes the tables of addresses as arguments, and launches what is built."""
     x = cupy.zeros(1003, "f4")
@@ -155,7 +163,10 @@ def test_launches_of_a_shared_gpu(cupy):
     at = x.data.ptr
     outputs = [gpu_kernels.Reduced(at, 0, 1003), gpu_kernels.NOTHING]
     launches = kernels.reduction(kind, [at, at], 1003, outputs) + kernels.copies([gpu_kernels.Copied(at, at + 16, 8)])
+    between, pieces = peer_kernels.PeerKernels(cupy), [Iovec(at, 100)]
+    launches += [between.put(pieces, at + 1024, 1 << 16), between.take(pieces, at + 1024, 1 << 16, at + 2048)]
     cupy_without_driver.LAUNCHED.clear()
     for launch in launches:
         launch.put()
-    assert [name for name, _ in cupy_without_driver.LAUNCHED] == ["reduce_vectors"] * 2 + ["copy_pieces"]
+    expected = ["reduce_vectors"] * 2 + ["copy_pieces", "put_message", "take_message"]
+    assert [name for name, _ in cupy_without_driver.LAUNCHED] == expected

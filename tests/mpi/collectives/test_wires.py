@@ -14,8 +14,10 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.transport import shm
 from collectives.transport.device_copies import PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
+from collectives.transport.exported_memory import ExportedMemory
 from collectives.transport.mailbox import FAR_COPIED, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.peer_messages import PeerLinks, PeerTransport, connect
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Iovec
@@ -40,7 +42,33 @@ class OnDevice(DeviceNodeTransport):
         return super()._cut(pieces)
 
 
+OPENED = []
+"""Device memory that other ranks may have open still."""
+
+
+class BetweenDevices(PeerTransport):
+    """The transport between GPUs; those of the stand-in take the memory of the messages for their own."""
+
+    def __init__(self, comm, node, flags=True):
+        cupy.GPU.private = False
+        cupy.GPU.devices, cupy.GPU.device = comm.Get_size(), comm.Get_rank()
+        self.mailboxes, self._taken = PeerLinks(node, cupy, ExportedMemory(cupy, comm.Get_rank()), flags), []
+        OPENED.append(self.mailboxes)
+        assert not connect(comm, self.mailboxes) and self.mailboxes.flags == flags
+        edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
+        super().__init__(node, 1, edges, 0, DeviceMemory(cupy.zeros(1)), self.mailboxes)
+
+    def _cut(self, pieces):
+        for address, nbytes in pieces:
+            block = view(address, nbytes, np.dtype(np.uint8))
+            self._taken.append(block)
+            cupy.GPU.memory[address] = weakref.ref(block), cupy.GPU.device
+        return super()._cut(pieces)
+
+
 WIRES = {
+    "peer": lambda comm, node: BetweenDevices(comm, node),
+    "peer, without flags": lambda comm, node: BetweenDevices(comm, node, flags=False),
     "device": lambda comm, node: OnDevice(node),
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),

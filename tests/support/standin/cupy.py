@@ -5,7 +5,9 @@ It is stricter than a GPU where a mistake could pass unseen there:
 - nothing that was put on a stream happens until someone waits for that stream, or asks it again and again;
 - device arrays refuse the buffer protocol and ``__array__``, and with `GPU.private` (the default when imported by
   tests) device addresses are no addresses of this process: whoever hands one to MPI or NumPy fails at once;
-- asynchronous copies take pinned memory only, kernels the arrays of the current device only.
+- asynchronous copies take pinned memory only, kernels the arrays of the current device only;
+- what a kernel writes to another device's memory arrives when the kernel makes a fence for the system, or ends, and
+  then in any order.
 
 With ``GPU.private = False`` (or STANDIN_PRIVATE=0 in the environment) a real MPI can reach device memory, as a
 CUDA-aware one could. STANDIN_ENGINE=SEED in the environment starts an `Engine`, which processes that share a GPU need.
@@ -65,6 +67,8 @@ class _Gpu:
         self.events = weakref.WeakValueDictionary()  # by number
         self.opened_events = []
         self.asynchronous_pool = False
+        self.devices, self.device = 1, 0  # how many there are, and the one that is current at first
+        self.refused = set()  # pairs of devices without access to each other
         self.total, self.limit = 1 << 40, 0
         self.turns = interprocess.Turns(os.environ.get("STANDIN_GPU"))
         self.engine = None
@@ -107,6 +111,21 @@ class _Gpu:
                 if whole is not None and start <= address and address + nbytes <= start + whole.nbytes:
                     return whole[address - start :][:nbytes], device
         raise RuntimeError(f"{nbytes} bytes at {address:#x} are not on this device")
+
+    def around(self, address):
+        """(bytes, device) of the memory that begins there, or else ends there."""
+        try:
+            return self.find(address, 1)
+        except RuntimeError:
+            return self.find(address, 0)
+
+    def reaches(self, device, other):
+        return (min(device, other), max(device, other)) not in self.refused
+
+    def is_pinned(self, address, nbytes):
+        pinned = [memory for memory in [ref() for ref in self.pinned] if memory is not None]
+        ranges = [(at.ctypes.data, at.nbytes) for at in pinned] + list(self.registered.items())
+        return any(start <= address and address + nbytes <= start + length for start, length in ranges)
 
     def check(self, view):
         """Raise if a view is of shared memory that was freed, or closed here, since."""
@@ -324,14 +343,21 @@ class Event:
         GPU.run(*self.at)
 
 
+def _current_device():
+    device = _stack("devices", None)[-1]
+    return GPU.device if device is None else device
+
+
 class Device:
     cublas_handle = 77
 
     def __init__(self, device=None):
-        self.id = _stack("devices", 0)[-1] if device is None else device
+        if device is not None and not 0 <= device < GPU.devices:
+            raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+        self.id = _current_device() if device is None else device
 
     def __enter__(self):
-        _stack("devices", 0).append(self.id)
+        _stack("devices", None).append(self.id)
         return self
 
     def __exit__(self, *_):
@@ -343,8 +369,8 @@ class Memory:
 
     def __init__(self, size):
         self.size, self.device_id = size, Device().id
-        shared = interprocess.Shared(size)
-        shared.bytes[:] = 0xA5
+        shared = interprocess.Shared(size, self.device_id)
+        shared.bytes[: 1 << 20] = 0xA5
         self.ptr = GPU.adopt(shared, self.device_id)
         weakref.finalize(self, _free_shared, GPU, self.ptr)
 
@@ -413,10 +439,23 @@ def get_default_memory_pool():
 
 
 def _memcpy_async(target, source, nbytes, direction, stream):
+    number = 0 if stream == 1 else stream
+    ranges = [(target, nbytes), (source, nbytes)]
+    if direction in (runtime.memcpyDefault, runtime.memcpyDeviceToDevice):
+        ends = [GPU.find(at, nbytes) for at in (target, source)]
+        if not GPU.reaches(*(device for _, device in ends)):
+            raise CUDARuntimeError("cudaErrorInvalidValue: no access between these devices")
+        copy = partial(np.copyto, *(view for view, _ in ends))
+
+        def checked():
+            for view, _ in ends:
+                GPU.check(view)
+            copy()
+
+        GPU.put(number, checked, ranges, ("copy", number, nbytes))
+        return
     there, here = (source, target) if direction == runtime.memcpyDeviceToHost else (target, source)
-    pinned = [memory for memory in [ref() for ref in GPU.pinned] if memory is not None]
-    ranges = [(at.ctypes.data, at.nbytes) for at in pinned] + list(GPU.registered.items())
-    if not any(start <= here and here + nbytes <= start + length for start, length in ranges):
+    if not GPU.is_pinned(here, nbytes):
         raise RuntimeError("an asynchronous copy needs pinned memory")
     device = GPU.at(there, nbytes)
 
@@ -426,9 +465,8 @@ def _memcpy_async(target, source, nbytes, direction, stream):
         else:
             ctypes.memmove(device.ctypes.data, here, nbytes)
 
-    number = 0 if stream == 1 else stream
     kind = "to_host" if direction == runtime.memcpyDeviceToHost else "to_device"
-    GPU.put(number, work, [(target, nbytes), (source, nbytes)], (kind, number, nbytes))
+    GPU.put(number, work, ranges, (kind, number, nbytes))
 
 
 def _exported(pointer):
@@ -442,7 +480,10 @@ def _exported(pointer):
 
 def _open_memory(handle, flags=1):
     if handle not in GPU.opened:
-        GPU.opened[handle] = [GPU.adopt(_refused(interprocess.Shared.open, handle), Device().id), 0]
+        shared = _refused(interprocess.Shared.open, handle)
+        if not GPU.reaches(Device().id, shared.device):
+            raise CUDARuntimeError("cudaErrorPeerAccessUnsupported: peer access is not supported between two devices")
+        GPU.opened[handle] = [GPU.adopt(shared, shared.device), 0]
     GPU.opened[handle][1] += 1
     return GPU.opened[handle][0]
 
@@ -503,6 +544,13 @@ def _attribute(number, device):
     return {16: 2, 125: int(GPU.engine is not None)}[number]
 
 
+def _device_on(bus):
+    for device in range(GPU.devices):
+        if runtime.deviceGetPCIBusId(device) == bus:
+            return device
+    raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+
+
 _ELEMENTS = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: BFLOAT16}
 """Dtypes by CUDA's numbers."""
 
@@ -561,6 +609,8 @@ def _synchronize():
 
 runtime = types.SimpleNamespace(
     deviceGetAttribute=_attribute,
+    deviceCanAccessPeer=lambda device, peer: int(device != peer and GPU.reaches(device, peer)),
+    deviceGetByPCIBusId=_device_on,
     deviceGetPCIBusId=lambda device: f"0000:{Device(device).id:02x}:00.0",
     deviceSynchronize=_synchronize,
     ipcGetMemHandle=_exported,
@@ -580,10 +630,11 @@ runtime = types.SimpleNamespace(
     CUDA_R_16BF=14,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
+    memcpyDeviceToDevice=3,
     memcpyDefault=4,
     memcpyAsync=_memcpy_async,
     CUDARuntimeError=CUDARuntimeError,
-    getDeviceCount=lambda: 1,
+    getDeviceCount=lambda: GPU.devices,
     memGetInfo=lambda: (GPU.total - GPU.used(), GPU.total),
     getDeviceProperties=lambda device: {"name": b"stand-in for an H100 GPU"},
     pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=GPU.find(pointer, 0)[1], type=2),
@@ -1152,27 +1203,74 @@ class RawKernel:
         self.code, self.name = code, name
 
     def __call__(self, grid, block, args, *, shared_mem=0):
-        stream = get_current_stream().number
-        given = [_on_this_process(value) for value in args]
-        seen = [view for _, views in given for view in views]  # keeps memory that is freed in the order of the stream
+        stream, device = get_current_stream().number, Device().id
+        given = [_on_this_process(value, device) for value in args]
+        seen = [view for _, views in given for view in views.values()]  # keeps memory that is freed in stream order
 
         def work():
             for view in seen:
                 GPU.check(view)
-            raw_kernels.run(self.code, self.name, grid, block, [value for value, _ in given])
+            foreign = _ForeignMemory(device)
+            arguments = [foreign.shown(value, views) for value, views in given]
+            raw_kernels.run(self.code, self.name, grid, block, arguments, foreign.arrive)
+            foreign.arrive(ends=True)
 
         GPU.put(stream, work, [], ("kernel", stream, 0))
 
 
-def _on_this_process(value):
-    """A kernel's argument with addresses of this process in place of the device's, and views of that memory."""
-    value, views = np.frombuffer(bytearray(value.tobytes()), value.dtype).reshape(()), []  # a copy
+def _on_this_process(value, device):
+    """A kernel's argument with addresses of this process in place of the device's, and views of memory by their place.
+
+    Only structures have addresses; others are numbers.
+    """
+    value, views = np.frombuffer(bytearray(value.tobytes()), value.dtype).reshape(()), {}  # a copy
     for name in value.dtype.names or ():
         words = value[name].reshape(-1)
         for number in np.flatnonzero(words) if words.dtype == np.uint64 else ():
-            views.append(GPU.at(int(words[number]), 0))
-            words[number] = views[-1].ctypes.data
+            address = int(words[number])
+            if GPU.is_pinned(address, 8):
+                continue
+            view, owner = GPU.around(address)
+            if not GPU.reaches(device, owner):
+                raise CUDARuntimeError("cudaErrorIllegalAddress: memory of a device without access")
+            views[name, number] = view
+            words[number] = view.ctypes.data
     return value, views
+
+
+class _ForeignMemory:
+    """What a kernel sees of memory of other processes' devices: copies, whose changes arrive at fences and the end."""
+
+    WINDOW = 1 << 14
+    """Bytes that the kernel may write from an address on."""
+
+    def __init__(self, device):
+        self._device, self._windows = device, []
+
+    def shown(self, value, views):
+        """A kernel's argument with the addresses of such copies in place of those of other devices' memory."""
+        value = value.copy()
+        for (name, number), view in views.items():
+            for shared, device in list(GPU.shared.values()):
+                offset = view.ctypes.data - shared.bytes.ctypes.data
+                if shared.pid != os.getpid() and 0 <= offset < shared.nbytes and device != self._device:
+                    there = shared.bytes[offset:][: self.WINDOW]
+                    copy = there.copy()
+                    self._windows.append((there, copy, copy.copy()))
+                    value[name].reshape(-1)[number] = copy.ctypes.data
+        return value
+
+    def arrive(self, ends=False):
+        """Let changes arrive; those without a fence in any order, and not at once."""
+        for there, copy, before in self._windows:
+            changed = np.flatnonzero(copy != before)
+            if len(changed) == 0:
+                continue
+            halves = np.array_split(changed, 2) if ends and len(changed) > 8 else [changed]
+            for half in halves if random.random() < 0.5 else halves[::-1]:
+                there[half] = copy[half]
+                time.sleep(2e-3 if len(halves) > 1 else 0)
+            before[...] = copy
 
 
 def empty(shape, dtype=float):

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-HANDLE = struct.Struct("16s q q q 24x")
-"""Token, process, descriptor and bytes: as long as CUDA's handles, 64 bytes."""
+HANDLE = struct.Struct("16s q q q q 16x")
+"""Token, process, descriptor, bytes and device: as long as CUDA's handles, 64 bytes."""
 
 RECORDED, COMPLETED, FREED = range(3)
 WORDS = 8
@@ -31,8 +31,8 @@ class Refused(RuntimeError):
 class Shared:
     """A file of shared memory: words that describe its state, then its bytes."""
 
-    def __init__(self, nbytes):
-        self.nbytes, self.token, self.pid = nbytes, secrets.token_bytes(16), os.getpid()
+    def __init__(self, nbytes, device=0):
+        self.nbytes, self.token, self.pid, self.device = nbytes, secrets.token_bytes(16), os.getpid(), device
         self.descriptor = os.memfd_create(self.token.hex())
         os.ftruncate(self.descriptor, 8 * WORDS + nbytes)
         self._map()
@@ -43,13 +43,13 @@ class Shared:
 
     @property
     def handle(self):
-        return HANDLE.pack(self.token, self.pid, self.descriptor, self.nbytes)
+        return HANDLE.pack(self.token, self.pid, self.descriptor, self.nbytes, self.device)
 
     @classmethod
     def open(cls, handle):
         """The memory behind a handle of another process."""
         self = cls.__new__(cls)
-        self.token, self.pid, number, self.nbytes = HANDLE.unpack(handle)
+        self.token, self.pid, number, self.nbytes, self.device = HANDLE.unpack(handle)
         if self.pid == os.getpid():
             raise Refused("cudaErrorDeviceUninitialized: a handle is for other processes than its own")
         path = f"/proc/{self.pid}/fd/{number}"

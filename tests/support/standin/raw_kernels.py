@@ -1,4 +1,8 @@
-"""CUDA source of whole kernels, compiled by g++ and run on the host, one thread of the grid after the other."""
+"""CUDA source of whole kernels, compiled by g++ and run on the host, one thread of the grid after the other.
+
+So what one thread of a block tells the others must come from an earlier one, or go to a later one. The clock counts
+nanoseconds. A fence for the system calls the function that `run` is given.
+"""
 
 import ctypes
 import functools
@@ -10,15 +14,26 @@ import tempfile
 import numpy as np
 
 SHIM = """
+#include <time.h>
+#define __shared__ static
+#define __syncthreads()
 #define __device__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(n)
 struct Three { unsigned int x, y, z; };
 static Three blockIdx, threadIdx, blockDim, gridDim;
+static void (*fence)();
+static inline void __threadfence_system() { fence(); }
+static inline long long clock64() {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
 """
 RUN = """
-extern "C" void run_on_host(void **all, unsigned int x, unsigned int y, unsigned int threads) {{
+extern "C" void run_on_host(void **all, unsigned int x, unsigned int y, unsigned int threads, void (*fenced)()) {{
+    fence = fenced;
     gridDim = {{x, y, 1}}; blockDim = {{threads, 1, 1}};
     for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
         for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++)
@@ -44,8 +59,12 @@ def compiled(source, name):
     return ctypes.CDLL(f"{path}.so").run_on_host
 
 
-def run(source, name, grid, threads, arguments):
+FENCE = ctypes.CFUNCTYPE(None)
+
+
+def run(source, name, grid, threads, arguments, fence):
     """Run a kernel with arguments that are numbers or structures of NumPy, whose addresses are those of the host."""
     held = [np.array(value) for value in arguments]
     pointers = (ctypes.c_void_p * len(held))(*(value.ctypes.data for value in held))
-    compiled(source, name)(pointers, *(ctypes.c_uint(count) for count in (*grid, 1)[:2]), ctypes.c_uint(threads[0]))
+    counts = (ctypes.c_uint(count) for count in (*(*grid, 1)[:2], threads[0]))
+    compiled(source, name)(pointers, *counts, FENCE(fence))
