@@ -285,7 +285,6 @@ def raises(*_, **__):
 
 
 REFUSALS = {
-    "another GPU": (cupy.cuda.runtime, "deviceGetPCIBusId", lambda _: "0000:09:00.0", "several GPUs"),
     "no events": (cupy.cuda.runtime, "deviceGetAttribute", lambda *_: 0, "no events between processes"),
     "no export": (cupy.cuda.runtime, "ipcGetMemHandle", raises, "exports no memory"),
     "no opening": (cupy.cuda.runtime, "ipcOpenMemHandle", raises, "opens no memory"),
