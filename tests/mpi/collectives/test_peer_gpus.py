@@ -373,7 +373,8 @@ def passes(world):
 
 
 @pytest.mark.full
-def test_without_a_fault(devices, impatient, world, monkeypatch):
+@pytest.mark.timeout(300)
+def test_without_a_fault(devices, world, monkeypatch):
     monkeypatch.setattr(peer_kernels, "CYCLES", 10**7)
     assert passes(world)
 
