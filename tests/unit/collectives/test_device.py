@@ -235,7 +235,8 @@ def test_what_the_device_cannot_do_is_staged():
     user.Free()
 
 
-def test_memory_in_two_places_is_staged():
+def test_memory_in_two_places_is_staged(gpu):
+    gpu.devices = 2
     here, there = cupy.zeros(4), np.zeros(4)
     assert binding.as_device_call(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
     assert binding.as_device_call(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
@@ -246,6 +247,7 @@ def test_memory_in_two_places_is_staged():
 
 
 def test_the_second_device_is_worked_on_from_the_first(gpu):
+    gpu.devices = 2
     with cupy.cuda.Device(1):
         x, y = cupy.asarray(np.arange(5.0)), cupy.asarray(np.zeros(5))
     call, lane = binding.as_device_call(calls.allreduce(x, y, MPI.SUM, 0, 1))
