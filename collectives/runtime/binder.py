@@ -143,8 +143,8 @@ class _ProgramBinder:
                 stream.add(call)
             self._emit_exchange([stream])
 
-    def _emit_exchange(self, streams: Iterable[Stream]) -> None:
-        exchange = Exchange(self.wire.node, [stream for stream in streams if stream.calls])
+    def _emit_exchange(self, streams: Iterable[Stream], uses_network: bool = False) -> None:
+        exchange = Exchange(self.wire.node, [stream for stream in streams if stream.calls], uses_network)
         self.exchanges.append(exchange)
         self.steps.append(Wait(exchange.wait, exchange.test))
 
@@ -206,7 +206,8 @@ class _ProgramBinder:
         for action in actions:
             if action.message is None or action.calls:
                 round_.act(action)
-        self._emit_exchange([*round_.streams.values(), round_.local])  # messages leave before copies are made
+        streams = [*round_.streams.values(), round_.local]  # messages leave before copies are made
+        self._emit_exchange(streams, round_.uses_network)
 
     def windowed_round(
         self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
@@ -326,7 +327,7 @@ class _ExchangeBuilder:
     def __init__(self, wire: Wire, later: set[int]) -> None:
         self._wire, self._later = wire, later
         self.streams: defaultdict[Any, Stream] = defaultdict(Stream)
-        self.local = Stream()
+        self.local, self.uses_network = Stream(), False
         self._ends: dict[int, list[Any]] = {}  # by the id of a message: operations that wait for its end
         self._sent: list[tuple[Any, list[MemorySpan]]] = []
         self._reduced: list[tuple[Any, list[MemorySpan]]] = []
@@ -342,6 +343,7 @@ class _ExchangeBuilder:
                 self.streams["read", *key].add(read)
                 self._ends[id(message)] = [read]
             return
+        self.uses_network = True
         if id(message) in self._later and stream is None:
             return
         starts = stream or self.streams["network"]

@@ -82,7 +82,7 @@ class Program:
         ``on_arrays(sendbuf, recvbuf)`` runs the whole program on other arrays of the same lengths and types, and
         returns False if they are not; None if it cannot.
     exchanges
-        Exchanges within the node, if the program consists of these alone; else None.
+        Exchanges, if the program consists of these alone; else None.
     memories
         The memories that the program is bound to.
     broken, ended
@@ -124,7 +124,9 @@ class Program:
     @property
     def needs_no_mpi(self) -> bool:
         """True if it only reads and writes shared memory."""
-        return self.exchanges is not None and all(exchange.node.fence is None for exchange in self.exchanges)
+        return self.exchanges is not None and not any(
+            exchange.uses_network or exchange.node.fence is not None for exchange in self.exchanges
+        )
 
     def run(self) -> None:
         for call in self.calls:

@@ -46,10 +46,13 @@ def _waits(operation: Any) -> bool:
 
 
 class Exchange:
-    """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible."""
+    """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible.
 
-    def __init__(self, node: NodeMemory, streams: Sequence[Stream]) -> None:
-        self.node = node
+    `uses_network`: some are messages between nodes, by MPI.
+    """
+
+    def __init__(self, node: NodeMemory, streams: Sequence[Stream], uses_network: bool = False) -> None:
+        self.node, self.uses_network = node, uses_network
         self._set(streams)
 
     def _set(self, streams: Sequence[Stream]) -> None:

@@ -5,6 +5,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.runtime.program_cache import COMPILE_AFTER
 
 
 def nodes_of(size, kind):
@@ -41,6 +42,19 @@ def test_ranks_of_different_nodes_share_no_memory(world, kind, shared):
             reached = [rank for rank in range(world.size) if rank in node.places]
             assert reached == [rank for rank in on_this_machine(world) if named[rank] == named[world.rank]]
         sums(comm)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "apart", "one"])
+def test_repeated_calls_between_nodes(world, kind):
+    """Non-blocking calls that are found by their key, once they are frequent, also have messages between nodes."""
+    with Communicator(world, nodes=nodes_of(world.size, kind)) as comm:
+        counts = [2000 + 10 * rank for rank in range(comm.size)]
+        mine = np.repeat(np.arange(comm.size, dtype=float), counts[comm.rank])
+        found, expected = np.empty(sum(counts)), np.full(sum(counts), comm.rank)
+        for number in range(4 * COMPILE_AFTER):
+            found[:] = -1
+            comm.Ialltoallv([mine, [counts[comm.rank]] * comm.size], [found, counts]).Wait()
+            assert (found == expected).all(), number
 
 
 def test_the_mpi_says_where_ranks_are(world):
