@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from parallel.engine.compression import check_compression, compressor_of, resolv
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, batch_without_samples, empty_pass
+from parallel.engine.microbatch_turn import MicrobatchTurn
 from parallel.engine.model_on_mesh import check_cut, cut_for, expert_division, forecast_axis, mesh_of, place_model
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import Losses
@@ -30,6 +31,7 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator, PassMode
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime import consistency_check
+from parallel.runtime.interleaving import interleave
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport
 from parallel.runtime.vector_memory import VectorAllocator
@@ -89,6 +91,7 @@ class DataParallelEngine(TrainEngine):
         self._teams = Teams.of(self._mesh.mesh.without(TENSOR))
         self._sequences = here.sequences
         self._model = LengthModel(here.model, here.loss)
+        self._in_flight = 1  # micro-batches of this rank at a time
         teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
         spans = parts[0].spans if len(parts) == 1 else replicas.allgather([span for one in parts for span in one.mine])
         super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
@@ -145,7 +148,8 @@ class DataParallelEngine(TrainEngine):
                 x, y = workload.shapes(samples)
                 here = sequences.of_shape(x.shape)
                 specs = here.part_spec(x), here.part_spec(y)
-                ledger.expect(*predict_activations(units_of(here.model), here.loss, *specs))
+                in_flight = min(len(mine), 1 + settings.overlap_expert_comm)
+                ledger.expect(*predict_activations(units_of(here.model), here.loss, *specs, in_flight=in_flight))
         return ledger
 
     def share(self, micro_batches: int) -> range:
@@ -183,13 +187,18 @@ class DataParallelEngine(TrainEngine):
         self._weights.begin([*units, *reversed(units)] * turns)
         gradients.begin(assignment, step_scale)
         losses: Losses = []
-        problem = None
+        problem, following, scale = None, None, step_scale.scale
         for turn in range(turns):
-            here, batch = self._part(mine, turn)
-            pass_ = self._microbatch_pass(here, batch if problem is None else None, training=True)
-            self._pass(turn, here, batch, pass_, step_scale.scale)
-            problem = problem or pass_.problem
-            losses += _terms(batch, pass_)
+            current = following or self._forward(self._turn(mine, turn, problem), scale)
+            problem, following = problem or current.passes.problem, None
+            backward = partial(self._backward, current)
+            if self._in_flight == 1 or turn + 1 == turns:
+                backward()
+            else:
+                ahead = self._turn(mine, turn + 1, problem)
+                _, following = interleave(backward, partial(self._forward, ahead, scale, current))
+            problem = problem or current.passes.problem
+            losses += current.losses
             gradients.end_backward()
         gradients.finish()
         return PassResult(losses, problem)
@@ -198,6 +207,7 @@ class DataParallelEngine(TrainEngine):
         """Number of this rank's turns; if experts exchange tokens in them, sets the batch of turns without samples."""
         turns: int = self._gradients.rounds(assignment, self._plan.rank)
         if self._groups.teams is not None and turns:
+            self._in_flight = min(turns, 1 + self.settings.overlap_expert_comm)
             lengths = [len(numbers) for numbers in assignment]
             self._no_samples = batch_without_samples(mine, lengths, self.context.comm, self._memory.xp)
         return turns
@@ -219,12 +229,12 @@ class DataParallelEngine(TrainEngine):
             targets += more
             (batch,) = next_one
             here = self._sequences.of_shape(batch.x.shape)
-            pass_ = self._microbatch_pass(here, batch, training=True)
-            self._pass(len(mine), here, batch, pass_, scale)
+            turn = MicrobatchTurn(len(mine), here, batch, self._microbatch_pass(here, batch, training=True))
+            self._backward(self._forward(turn, scale))
             gradients.end_backward()
             mine.append(batch)
-            losses += _terms(batch, pass_)
-            problem = pass_.problem
+            losses += turn.losses
+            problem = turn.passes.problem
         assignment, count, stop = self._sync.begin(mine, targets, stop, problem)
         self._expect(assignment)
         gradients.assign(assignment, StepScale(self.steps, count, scale))
@@ -239,21 +249,36 @@ class DataParallelEngine(TrainEngine):
         here = self._sequences.of_shape(mine[turn].x.shape)
         return here, here.part(mine[turn])
 
-    def _pass(self, turn: int, here: LengthModel, batch: Batch | None, pass_: MicrobatchPass, scale: float) -> None:
-        gradients, weights, units = self._gradients, self._weights, units_of(here.model)
-        with self._recorder("compute", "forward", turn=turn):
-            for unit in units:
+    def _turn(self, mine: list[Batch], number: int, problem: Exception | None) -> MicrobatchTurn:
+        """MicrobatchTurn of this rank, in which it computes nothing after a problem."""
+        here, batch = self._part(mine, number)
+        passes = self._microbatch_pass(here, batch if problem is None else None, training=True)
+        return MicrobatchTurn(number, here, batch, passes)
+
+    def _forward(self, turn: MicrobatchTurn, scale: float, before: MicrobatchTurn | None = None) -> MicrobatchTurn:
+        """Forward pass of a turn, and its loss; the backward pass of the turn `before` may be under way."""
+        weights, passes = self._weights, turn.passes
+        together = before is not None and self._is_new((turn.batch and turn.batch.x.shape, self._in_flight))
+        with self._recorder("compute", "forward", turn=turn.number):
+            for unit in units_of(turn.here.model):
                 weights.unshard()
-                pass_.forward(unit)
+                passes.forward(unit)
                 weights.reshard()
-            pass_.score()
-            self._note(here, batch, pass_)
-            pass_.loss_backward(scale)
-        gradients.begin_backward(turn, None if batch is None else self._teams.leaf(batch.number, self._plan.rank))
-        with self._recorder("compute", "backward", turn=turn):
+                if before is not None and together:
+                    self._memory.record_peak("activations", turn.nbytes + before.nbytes)
+            passes.score()
+            self._note(turn)
+            passes.loss_backward(scale)
+        return turn
+
+    def _backward(self, turn: MicrobatchTurn) -> None:
+        gradients, weights, units = self._gradients, self._weights, units_of(turn.here.model)
+        leaf = None if turn.batch is None else self._teams.leaf(turn.batch.number, self._plan.rank)
+        gradients.begin_backward(turn.number, leaf)
+        with self._recorder("compute", "backward", turn=turn.number):
             for number in reversed(range(len(units))):
                 weights.unshard()
-                pass_.backward(units[number], gradients)
+                turn.passes.backward(units[number], gradients)
                 weights.reshard()
                 gradients.left(number)
 
@@ -281,21 +306,22 @@ class DataParallelEngine(TrainEngine):
             pass_.score(measure if batch is not None else None)
             measured += pass_.measured
             problem = problem or pass_.problem
-            losses += _terms(batch, pass_)
+            losses += MicrobatchTurn(turn, here, batch, pass_).losses
         return PassResult(losses, problem, measured)
 
-    def _note(self, here: LengthModel, batch: Batch | None, pass_: MicrobatchPass) -> None:
+    def _note(self, turn: MicrobatchTurn) -> None:
         """Enter the activations of a micro-batch's forward pass in the ledger, if its shapes are new."""
-        if batch is None or pass_.problem or self._errors.first:
+        batch, here = turn.batch, turn.here
+        if batch is None or turn.passes.problem or self._errors.first:
             return
-        if not self._is_new((batch.x.shape, batch.y.shape, here.division)):
+        if not self._is_new((batch.x.shape, batch.y.shape, here.division, self._in_flight)):
             return
-        self._memory.record_peak("activations", pass_.nbytes((batch.x, batch.y)))
+        self._memory.record_peak("activations", turn.nbytes)
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
         units = self._units if here.division is None else units_of(here.model)
-        self.ledger.expect(*predict_activations(units, here.loss, x, y))
+        self.ledger.expect(*predict_activations(units, here.loss, x, y, in_flight=self._in_flight))
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):
@@ -305,6 +331,8 @@ class DataParallelEngine(TrainEngine):
 def check_settings(settings: Settings, ranks: int) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
     check_compression(settings, settings.layout)
+    if settings.overlap_expert_comm and LAYOUTS[settings.layout].sharded:
+        raise ValueError(f"overlap_expert_comm: {settings.layout} has the weights of one unit at a time")
     mesh = mesh_of(settings, ranks)
     check_cut(settings, mesh)
     check_sequences(settings, mesh)
@@ -313,8 +341,3 @@ def check_settings(settings: Settings, ranks: int) -> None:
 def workers(settings: Settings, ranks: int) -> int:
     """Number of teams of ranks, each with a copy of the model, that share the samples of a step."""
     return mesh_of(settings, ranks).without(TENSOR, CONTEXT).size
-
-
-def _terms(batch: Batch | None, pass_: MicrobatchPass) -> Losses:
-    """Number of a micro-batch with each term of its loss."""
-    return [] if batch is None else [(batch.number, loss) for loss in pass_.losses]

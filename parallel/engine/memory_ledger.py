@@ -85,12 +85,17 @@ def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Turn
     return bytes_
 
 
-def predict_activations(units: Sequence[Operator], loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[Counter[str], int]:
-    """Predict (bytes of activations saved from forward to backward, peak bytes of temporaries) of one micro-batch."""
+def predict_activations(
+    units: Sequence[Operator], loss: Any, x: ArraySpec, y: ArraySpec, *, in_flight: int = 1
+) -> tuple[Counter[str], int]:
+    """Predict (bytes of activations saved from forward to backward, peak bytes of temporaries).
+
+    Of so many micro-batches `in_flight` at a time; of two, one gains what the other releases, if units are alike.
+    """
     model = Sequential(units).outline(x)
     end = loss_outline(loss, model.y, y)
     kept = nbytes_of((model.y, y, model.saved, end.saved))
-    return Counter(activations=kept), max(model.work, end.work)
+    return Counter(activations=in_flight * kept), in_flight * max(model.work, end.work)
 
 
 # ------------------------------------------------------------------------------------------ a formula for each layout

@@ -54,8 +54,9 @@ def _check_experts(settings: Settings, mesh: Mesh) -> None:
     dispatch = Dispatch.parse(settings.dispatch)
     if mesh.ep * mesh.etp > 1:
         _refuse(settings, f"experts on different ranks; found {mesh}", *NOT_CUT, "compress")
-    if settings.dispatch != DEFAULTS.dispatch and mesh.expert_replicas == 1:
-        raise ValueError(f"dispatch: {settings.dispatch} is for replicas that share experts, by ep; found {mesh}")
+    for name in ("dispatch", "overlap_expert_comm"):
+        if (found := getattr(settings, name)) != getattr(DEFAULTS, name) and mesh.expert_replicas == 1:
+            raise ValueError(f"{name}: {found} is for replicas that share experts, by ep; found {mesh}")
     if settings.reproducible and not dispatch.is_exact:
         raise ValueError(f"dispatch: reproducible training needs direct, found {settings.dispatch}")
 

@@ -67,6 +67,8 @@ class Settings:
         ``etp`` ranks along tp have parts of the same experts
     dispatch : exchange of tokens between replicas that share experts: direct or hierarchical, perhaps with a format of
         rows, as ``direct:int8`` (`parallel.expert.dispatch`)
+    overlap_expert_comm : a micro-batch's forward pass runs while tokens and gradients of the backward pass before it
+        travel along ``ep``, and conversely; takes the memory of two micro-batches
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     expert_shards : parts of the hidden features of every expert; by default as ``etp`` needs (one on other meshes)
     sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
@@ -140,6 +142,7 @@ class Settings:
     sequence_parts: int | None = None
     context: str = "auto"
     dispatch: str = "direct"
+    overlap_expert_comm: bool = False
     cuts: str | None = None
     memory: float | None = None
     servers: int = 1
@@ -236,7 +239,7 @@ PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "
 SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
 STYLE_FIELDS = ("tau", "group", "overlap", "clients", "client_fraction", "local_epochs", "label_shards")
 
-LAYOUT_FIELDS = (*MESH_FIELDS, *PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS)
+LAYOUT_FIELDS = (*MESH_FIELDS, *PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS, "overlap_expert_comm")
 """Fields of one kind of layout only: another layout drops the checkpoint's values."""
 
 RUN_FIELDS = ("slow", "delay", "record", "replay", "device", "trace", "fault_tolerant")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from parallel.nn.pass_mode import PassMode
+from parallel.runtime.interleaving import own_time
 
 
 class ExchangeTraffic:
@@ -33,8 +33,8 @@ class ExchangeTraffic:
         self._add("between nodes", sum(count for count, node in zip(sends, nodes) if node != nodes[axis.rank]))
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter()
+        self._began = own_time()
 
     def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._began
+        seconds = own_time() - self._began
         self._run.seconds[self._name] = self._run.seconds.get(self._name, 0.0) + seconds

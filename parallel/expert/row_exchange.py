@@ -11,6 +11,7 @@ import numpy as np
 from parallel.expert.row_codec import RowCodec
 from parallel.nn import kernels
 from parallel.nn.kernels.storage import movable
+from parallel.runtime.interleaving import give_way
 from quant.types import Array
 
 
@@ -147,7 +148,8 @@ class RowExchange:
                     position = end
 
     def finish(self) -> list[RowsByRank]:
-        """Wait, and return the rows of every part, by sending rank."""
+        """Give way, wait, and return the rows of every part, by sending rank."""
+        give_way()  # on all ranks, also those without others
         if self._request is None:
             return self._arrived
         self._request.Wait()

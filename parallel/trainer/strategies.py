@@ -96,7 +96,9 @@ STRATEGIES = {
         check_settings,
         workers,
         resolve=_choose_compression,
-        fields=("compress", *MESH_FIELDS, "fake_quant_inputs", *(("pool",) if layout.drawn else ())),
+        fields=("compress", *MESH_FIELDS, "fake_quant_inputs")
+        + ("pool",) * layout.drawn
+        + ("overlap_expert_comm",) * (not layout.sharded),
     )
     for name, layout in LAYOUTS.items()
 }

@@ -13,8 +13,9 @@ LENGTH, TOKENS, STEPS = 16, 64, 3
 def reports(comm, **options):
     """Reports of the steps of a training."""
     model = build("gpt-moe:tiny", (LENGTH,), TOKENS, experts="8,k=4,shared")
-    with Engine(model, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.001), batch=8, **options) as engine:
-        tokens = np.random.default_rng(0).integers(0, TOKENS, (STEPS, 8, LENGTH + 1))
+    options = {"batch": 8, **options}
+    with Engine(model, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.001), **options) as engine:
+        tokens = np.random.default_rng(0).integers(0, TOKENS, (STEPS, options["batch"], LENGTH + 1))
         return [engine.step(one[:, :-1], one[:, 1:]) for one in tokens]
 
 
@@ -41,6 +42,23 @@ def test_losses(nodes, dispatch, error):
         assert 0 < copies[1] < copies[0] if "hier" in dispatch else 0 < copies[1] == copies[0]
     else:
         assert copies == [0, 0]
+
+
+@pytest.mark.parametrize("dispatch, layout", [("direct", "dp"), ("hierarchical:int8", "zero1")])
+def test_two_micro_batches_in_flight(nodes, dispatch, layout):
+    """Three micro-batches on each rank, the last without samples on some: bits of one after the other."""
+    ranks = nodes.Get_size()
+    if ranks == 1:
+        pytest.skip("one rank has all experts")
+    options = {"mesh": f"dp={ranks},ep={ranks}", "dispatch": dispatch, "layout": layout, "batch": 3 * ranks - 1}
+    one_by_one, found = (
+        [
+            (one.loss, one.norm, {name: value for name, value in one.traffic.items() if "seconds" not in name})
+            for one in reports(nodes, **options, micro_batch=1, overlap_expert_comm=overlap)
+        ]
+        for overlap in (False, True)
+    )
+    assert found == one_by_one
 
 
 @pytest.mark.parametrize(
