@@ -164,6 +164,24 @@ relax = _processor_hint("llvm.x86.sse2.pause")
 
 _finish_streams = _processor_hint("llvm.x86.sse.sfence")
 
+_finish_stores = _processor_hint("llvm.x86.sse2.mfence")
+
+
+@intrinsic
+def _cycle_count(_):
+    def generate(context, builder, signature, args):
+        counter = ir.FunctionType(WORD, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, counter, "llvm.readcyclecounter"), [])
+
+    return types.int64(), generate
+
+
+@_compile
+def cycles():
+    """Clock of the processor in cycles, after all earlier stores; only on x86."""
+    _finish_stores()
+    return _cycle_count()
+
 
 @_compile
 def stream_bytes(target, source, nbytes):

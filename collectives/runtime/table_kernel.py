@@ -3,8 +3,9 @@
 # mypy: ignore-errors
 # Types of compiled functions are not those of Python.
 
-from collectives.runtime import joint_copy, kernel_memory
+from collectives.runtime import cell_copy, joint_copy, kernel_memory
 from collectives.runtime import program_table as table
+from collectives.runtime.cell_copy import copy_into_cell
 from collectives.runtime.joint_copy import is_offered, offer, read_offered, write_offered
 from collectives.runtime.kernel_memory import (
     copy_bytes,
@@ -16,14 +17,13 @@ from collectives.runtime.kernel_memory import (
     set_word_at,
     store_release,
     store_word,
-    stream_bytes,
     word_at,
     yield_core,
 )
 from collectives.transport import mailbox, shared_heap
 from quant.kernels.jit import compiler
 
-_compile = compiler(table, mailbox, shared_heap, kernel_memory, joint_copy)
+_compile = compiler(table, mailbox, shared_heap, kernel_memory, cell_copy, joint_copy)
 
 # ------------------------------------------------------------------------------------------ operations
 
@@ -90,7 +90,7 @@ def _eager_buffer(numbers, nbytes, slot, shorts, cells):
     short = word_at(numbers, mailbox.SHORT_BYTES)
     if nbytes <= short:
         return word_at(numbers, shorts) + slot * mailbox.SHORT_SPACING * short
-    return word_at(numbers, cells + slot % mailbox.CELLS)
+    return word_at(numbers, cells) + slot * word_at(numbers, mailbox.CELL_BYTES)
 
 
 @_compile
@@ -98,11 +98,9 @@ def _send(t, operation):
     numbers, nbytes = word_at(operation, table.EDGE), word_at(operation, table.BYTES)
     by_address = _goes_by_address(t, operation, numbers)
     number = word_at(numbers, mailbox.SENT) + 1
-    is_short = nbytes <= word_at(numbers, mailbox.SHORT_BYTES)
-    room = mailbox.SLOTS if nbytes <= mailbox.INLINE or is_short or by_address else mailbox.CELLS
-    if number - word_at(numbers, mailbox.ACKED) > room:
+    if number - word_at(numbers, mailbox.ACKED) > mailbox.SLOTS:
         set_word_at(numbers, mailbox.ACKED, load_acquire(word_at(numbers, mailbox.THEIR_ACK)))
-        if number - word_at(numbers, mailbox.ACKED) > room:
+        if number - word_at(numbers, mailbox.ACKED) > mailbox.SLOTS:
             return False
     set_word_at(numbers, mailbox.SENT, number)
     slot = number & mailbox.MASK
@@ -120,13 +118,13 @@ def _send(t, operation):
     if nbytes > mailbox.INLINE:
         data = _eager_buffer(numbers, nbytes, slot, mailbox.SHORT_OUT, mailbox.CELLS_OUT)
         store_word(flag + 8, nbytes)
-    stays_in_cache = is_short or word_at(t, table.SHARED_CORES)
+    is_short = nbytes <= word_at(numbers, mailbox.SHORT_BYTES)
     for index in range(count):
         piece = pieces + 8 * table.PIECE_WORDS * index
-        if stays_in_cache:
+        if is_short:
             copy_bytes(data, _address(t, piece, table.LEFT), load_word(piece))
         else:
-            stream_bytes(data, _address(t, piece, table.LEFT), load_word(piece))
+            copy_into_cell(numbers, data, _address(t, piece, table.LEFT), load_word(piece))
         data += load_word(piece)
     set_word_at(operation, table.NUMBER, 0)  # nothing has to be acknowledged
     store_release(flag, number * mailbox.KIND + word_at(operation, table.LABEL))

@@ -32,10 +32,8 @@ from collectives.transport.wire import pause, share_cores
 
 SLOTS = 16
 """Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
-ranks share cores."""
-
-CELLS = 4
-"""Eager buffers of medium messages from one rank to another, which they take in turn."""
+ranks share cores. Each has an eager buffer (cell): the cells together do not fit into a core's own cache, so that the
+lines of one have left the receiver's cache before the sender writes it again and need not be taken from there."""
 
 SHORT, SHORT_PARTS = 1 << 10, 64
 """A short message, which has the buffer of its slot, is at most this long, and at most a cell divided by the second
@@ -67,16 +65,14 @@ KIND = LENGTHS * MARKS
 CELL = 1 << 17
 """Most bytes of a cell, the eager buffer of a medium message."""
 
-STREAMED, STREAMED_BOTH_WAYS = 1 << 22, 1 << 21
-"""Bytes of the longest messages that go through the cells in parts, between cores without a common cache: one part is
-read while the next is written. Longer ones are copied at once between the processes, if permitted (`joint_copy`): by
-system calls, but one copy instead of two. The second number holds where ranks send and receive at once, so that each
-makes both copies. With a common cache it is one cell, and the first one `CELLS` cells, which is both if ranks share
-cores or copies do not go past the caches."""
+STREAMED, STREAMED_BOTH_WAYS, STREAMED_REDUCED = 1 << 22, 1 << 21, 1 << 23
+"""Bytes of the longest messages that go through the cells in parts: one part is read while the next is written. Longer
+ones are copied at once between the processes, if permitted (`joint_copy`): by system calls, but one copy instead of
+two. The second number holds where ranks send and receive at once, so that each makes both copies; the third for
+messages that are reduced: by address the receiver alone would copy them, since the sender cannot reduce."""
 
-STREAMED_REDUCED = 1 << 23
-"""The same limit for messages that are reduced, with or without a common cache: by address the receiver alone would
-copy them, since the sender cannot reduce."""
+COPIED_WHOLE = 4
+"""All three limits, in cells, if ranks share cores or copies cannot go past the caches."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -91,8 +87,12 @@ for persistent requests."""
 NONBLOCKING = 4
 """Channels of non-blocking calls, which take them in turn."""
 
-BUDGET = 1 << 24
-"""Bytes of cells per rank: up to this many for blocking calls, and as many for all other channels together."""
+BUDGET, OTHER_BUDGET = 1 << 24, 1 << 26
+"""Most bytes of cells per rank: for blocking calls, and for all other channels together. Memory of a cell is allocated
+when it is first used."""
+
+PROBE_EVERY = 64
+"""Messages after which compiled code measures again which copies into cells are faster."""
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
@@ -100,14 +100,14 @@ SPINS = 4000
 MOST_SEGMENTS = 32
 
 SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
-SHORT_BYTES, SHORT_OUT, SHORT_IN, MY_OFFER, THEIR_OFFER, WRITES, OFFERED, TAKEN, CELLS_OUT = range(10, 19)
-CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
+SHORT_BYTES, SHORT_OUT, SHORT_IN, CELLS_OUT, CELLS_IN, MY_OFFER, THEIR_OFFER, WRITES = range(10, 18)
+OFFERED, TAKEN, PAST_CACHES, UNTIL_PROBE, OUR_SEGMENTS = range(18, 23)
 PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 """Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
-into it; bytes of a short buffer, addresses of those of the first slots; addresses of the offers (`joint_copy`), 1 if
-these are made, the message of the last one, and chunks of it that this rank copied; addresses of the cells. Then the
-number of segments of this rank that the peer has mapped, each with its first and end address; and the number of the
+into it; bytes of a short buffer; addresses of the first short buffers, and of the first cells; addresses of the offers
+(`joint_copy`), 1 if these are made, the message of the last one, and chunks of it that this rank copied; 1 if cells are
+written past the caches, and the messages until that is decided again (`cell_copy`). Then the number of segments of this rank that the peer has mapped, each with its first and end address; and the number of the
 peer's segments that this rank has mapped, each with its first and end address at the peer, and its first address
 here."""
 
@@ -167,6 +167,7 @@ class NodeMemory:
     reads, writes : all ranks may read, and write, each other's memory
     streamed, streamed_both_ways, streamed_reduced : bytes up to which messages are cut to go through cells, equal on
         all ranks
+    far : True if copies into cells take this rank long
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
     cores, shares_cores : cores that the ranks of the machine may use, and if there are fewer than ranks
@@ -185,13 +186,13 @@ class NodeMemory:
         self.spins = 0 if self.shares_cores else SPINS
         if self.shares_cores:
             share_cores()
-        self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
-        self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
+        self.cells = [min(CELL, max(256, BUDGET // (SLOTS * self.size) // LINE * LINE))]
+        self.cells += [max(256, OTHER_BUDGET // (CHANNELS * SLOTS * self.size) // LINE * LINE)] * (CHANNELS - 1)
         self.short = [min(SHORT, cell // SHORT_PARTS // LINE * LINE) for cell in self.cells]
         self.box = LINE * (SLOTS + 2)  # flags, acknowledgements, an offer
         offsets = [0]
         for cell, short in zip(self.cells, self.short, strict=True):
-            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell + SLOTS * SHORT_SPACING * short))
+            offsets.append(offsets[-1] + self.size * (self.box + SLOTS * cell + SLOTS * SHORT_SPACING * short))
         self.offsets = offsets
         self.bytes = map_all(self.comm, offsets[-1])
         if not reduced(everyone, bool(self.bytes), MPI.LAND):
@@ -208,19 +209,16 @@ class NodeMemory:
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.reads, self.writes = self._reads_and_writes()
-        far, speed = False, MessageSpeed()
+        self.far, speed = False, MessageSpeed()
         if self.size > 1 and not self.shares_cores:
-            far, speed = measure(self)
+            self.far, speed = measure(self)
         self.speed = speed.slowest(everyone)
-        self.copied = FAR_COPIED if far else CELL
+        self.copied = FAR_COPIED if self.far else CELL
         self.copied_compiled = CELL if copies_past_caches() else self.copied
-        streams = reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND)
-        self.streamed = self.streamed_both_ways = CELLS * self.cells[0]
-        far = bool(reduced(self.comm, far, MPI.LOR))
-        if streams:
-            self.streamed = STREAMED if far else self.streamed
-            self.streamed_both_ways = STREAMED_BOTH_WAYS if far else self.cells[0]
-        self.streamed_reduced = STREAMED_REDUCED if streams else self.streamed
+        limits = STREAMED, STREAMED_BOTH_WAYS, STREAMED_REDUCED
+        if not reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND):
+            limits = (COPIED_WHOLE * self.cells[0],) * 3
+        self.streamed, self.streamed_both_ways, self.streamed_reduced = limits
 
     def _reads_and_writes(self) -> tuple[bool, bool]:
         """If all ranks of the node may read, and may write, each other's memory (cross-memory attach). Collective."""
@@ -265,9 +263,9 @@ class MailboxEdge:
         self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
         cells_out, cells_in = (
-            [cells + (rank * CELLS + turn) * cell for turn in range(CELLS)] for rank in (peer, place)
+            [cells + (rank * SLOTS + slot) * cell for slot in range(SLOTS)] for rank in (peer, place)
         )
-        short, shorts = node.short[channel], cells + node.size * CELLS * cell
+        short, shorts = node.short[channel], cells + node.size * SLOTS * cell
         short_out, short_in = (shorts + rank * SLOTS * SHORT_SPACING * short for rank in (peer, place))
         self.outgoing = SlotMemory(node.bytes[place], self.outbox * 8 + 8, short_out, short, cells_out, cell)
         self.incoming = SlotMemory(node.bytes[peer], self.inbox * 8 + 8, short_in, short, cells_in, cell)
@@ -286,12 +284,14 @@ class MailboxEdge:
             short,
             here + short_out,
             there + short_in,
+            here + cells_out[0],
+            there + cells_in[0],
             here + self.my_ack * 8 + LINE,
             there + self.their_ack * 8 + LINE,
             node.writes and not node.shares_cores,
         )
-        self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in cells_out]
-        self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in cells_in]
+        chooses = copies_past_caches() and not node.shares_cores
+        self.numbers[PAST_CACHES : UNTIL_PROBE + 1] = chooses and node.far, PROBE_EVERY if chooses else -1
         self.update_segments()
 
     def update_segments(self) -> None:

@@ -24,7 +24,7 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_messages import DeviceCopy, DeviceNodeTransport, DeviceReceive, DeviceSend, Lane
 from collectives.transport.exported_memory import ExportedBlock, ExportedMemory
-from collectives.transport.mailbox import CELLS, CHANNELS, MailboxEdge, NodeMemory, address_label
+from collectives.transport.mailbox import CHANNELS, MailboxEdge, NodeMemory, address_label
 from collectives.transport.peer_kernels import HEAD, MOST_PIECES, PeerKernels, flag_of
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import LINE
@@ -32,6 +32,9 @@ from collectives.transport.wire import Iovec
 
 PEER_CELL, PEER_BUDGET = 1 << 20, 1 << 25
 """Most bytes of a cell; bytes of a rank's cells for blocking calls, and as many for all other channels together."""
+
+CELLS = 4
+"""Cells from one rank to another, taken in turn."""
 
 FLAGGED = 1 << 12
 """Bytes up to which messages are written by a kernel that sets a flag."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from collectives.buffers.memory import view
-from collectives.transport.mailbox import ADDRESSES, CELLS, RENDEZVOUS_BYTES, MailboxEdge, NodeMemory
+from collectives.transport.mailbox import ADDRESSES, RENDEZVOUS_BYTES, SLOTS, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shm_messages import (
     BYTE,
@@ -92,7 +92,7 @@ class NodeAwareTransport:
         return 0 if whole else cell
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        return peer in self._edges and nbytes <= self.node.cells[self._channel] and before < CELLS
+        return peer in self._edges and nbytes <= self.node.cells[self._channel] and before < SLOTS
 
     def stream_key(self, message: Any) -> tuple[str, int] | None:
         """Direction and node rank of a message through a mailbox, whose order matters; None for the network's."""

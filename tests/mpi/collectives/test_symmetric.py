@@ -385,7 +385,7 @@ def pool(comm, blocks, nbytes):
     return lambda wanted: arrays.pop() if wanted <= nbytes and arrays else None
 
 
-LIMITS = (mailbox.INLINE, binding.SLOT, mailbox.RENDEZVOUS_BYTES, mailbox.CELL, mailbox.CELLS * mailbox.CELL)
+LIMITS = (mailbox.INLINE, binding.SLOT, mailbox.RENDEZVOUS_BYTES, mailbox.CELL, mailbox.COPIED_WHOLE * mailbox.CELL)
 
 
 def mixed(comm, which, line, n, dtype, root, in_place):
