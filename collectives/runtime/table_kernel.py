@@ -85,12 +85,17 @@ def _goes_by_address(t, operation, numbers):
 
 
 @_compile
-def _eager_buffer(numbers, nbytes, slot, shorts, cells):
-    """Address of the data of an eager message that does not fit beside its flag."""
-    short = word_at(numbers, mailbox.SHORT_BYTES)
+def _eager_buffer(numbers, nbytes, number, shorts, cells):
+    """Address of the data of an eager message that does not fit beside its flag; see `mailbox.SlotMemory`."""
+    short, slot = word_at(numbers, mailbox.SHORT_BYTES), number & mailbox.MASK
     if nbytes <= short:
         return word_at(numbers, shorts) + slot * mailbox.SHORT_SPACING * short
-    return word_at(numbers, cells) + slot * word_at(numbers, mailbox.CELL_BYTES)
+    cell = word_at(numbers, mailbox.CELL_BYTES)
+    start = word_at(numbers, cells) + slot * cell
+    if nbytes < mailbox.SPREAD:
+        return start
+    spacing = (nbytes + shared_heap.LINE - 1) & -shared_heap.LINE
+    return start + number // mailbox.SLOTS % max(1, cell // spacing) * spacing
 
 
 @_compile
@@ -116,7 +121,7 @@ def _send(t, operation):
         return True
     data = flag + 8
     if nbytes > mailbox.INLINE:
-        data = _eager_buffer(numbers, nbytes, slot, mailbox.SHORT_OUT, mailbox.CELLS_OUT)
+        data = _eager_buffer(numbers, nbytes, number, mailbox.SHORT_OUT, mailbox.CELLS_OUT)
         store_word(flag + 8, nbytes)
     is_short = nbytes <= word_at(numbers, mailbox.SHORT_BYTES)
     for index in range(count):
@@ -199,7 +204,7 @@ def _receive(t, operation):
         if nbytes <= mailbox.INLINE:
             _receive_eager(t, operation, flag + 8)
         elif load_word(flag + 8) == nbytes:
-            _receive_eager(t, operation, _eager_buffer(numbers, nbytes, slot, mailbox.SHORT_IN, mailbox.CELLS_IN))
+            _receive_eager(t, operation, _eager_buffer(numbers, nbytes, number, mailbox.SHORT_IN, mailbox.CELLS_IN))
         else:
             return table.MISMATCH
     else:

@@ -26,6 +26,7 @@ from collectives.transport.mailbox import (
     PID,
     RECEIVED,
     SENT,
+    SLOTS,
     WORDS,
     MailboxEdge,
     NodeMemory,
@@ -58,14 +59,14 @@ class DeviceSend:
     def next_number(self) -> int | None:
         """Number of the next message; None if its slot is not free."""
         edge = self._edge
-        if not edge.has_room(len(self._slots)):
+        if not edge.has_room(min(SLOTS, len(self._slots))):
             return None
         edge.counts[SENT] = number = edge.counts[SENT] + 1
         return int(number)
 
     def slot(self, number: int) -> int:
         """Address of the slot of a message."""
-        return self._slots[(number & MASK) % len(self._slots)]
+        return self._slots[number % len(self._slots)]
 
     def copy(self, number: int) -> Any:
         """Start to copy the message; return the event of the end."""
@@ -113,7 +114,7 @@ class DeviceReceive:
         if found < 0:
             return None
         if self.is_expected(number):
-            host = self._slots[(number & MASK) % len(self._slots)]
+            host = self._slots[number % len(self._slots)]
             return DeviceCopy(self, number, self._copies.to_device(self._pieces, host))
         at, addresses = edge.inbox + (number & MASK) * WORDS, found - self._address_label
         pieces = tuple(edge.theirs[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else ()
@@ -249,12 +250,12 @@ class DeviceNodeTransport(Wire):
 
     def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
         """Bind a send of at most a cell."""
-        slots = [int(part.ctypes.data) for (part,) in edge.outgoing.parts([sum(piece.nbytes for piece in pieces)])]
+        slots = edge.outgoing.addresses(sum(piece.nbytes for piece in pieces))
         return DeviceSend(edge, pieces, self._mark, self._copies, slots)
 
     def bind_receive(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceReceive:
         """Bind a receive of at most a cell."""
-        slots = [int(part.ctypes.data) for (part,) in edge.incoming.parts([sum(piece.nbytes for piece in pieces)])]
+        slots = edge.incoming.addresses(sum(piece.nbytes for piece in pieces))
         return DeviceReceive(edge, pieces, self._mark, self._copies, slots, self._device)
 
     def _cut(self, pieces: Sequence[Iovec]) -> list[list[Iovec]]:

@@ -56,6 +56,9 @@ IN_CELL = INLINE + 1
 """A label is a mark times `LENGTHS`, plus the bytes of a message beside the flag, `IN_CELL` for a message in the cell,
 whose length is the word after the flag, or `IN_CELL` plus the number of addresses; see `label`, `address_label`."""
 
+SPREAD = 1 << 13
+"""Bytes from which messages shorter than a cell use all of it in turn, for the same reason as all cells."""
+
 MARKS = 1 << 12
 """Marks are below this number."""
 
@@ -65,14 +68,15 @@ KIND = LENGTHS * MARKS
 CELL = 1 << 17
 """Most bytes of a cell, the eager buffer of a medium message."""
 
-STREAMED, STREAMED_BOTH_WAYS, STREAMED_REDUCED = 1 << 22, 1 << 21, 1 << 23
+STREAMED, STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED = 1 << 22, 1 << 20, 1 << 21, 1 << 23
 """Bytes of the longest messages that go through the cells in parts: one part is read while the next is written. Longer
 ones are copied at once between the processes, if permitted (`joint_copy`): by system calls, but one copy instead of
-two. The second number holds where ranks send and receive at once, so that each makes both copies; the third for
-messages that are reduced: by address the receiver alone would copy them, since the sender cannot reduce."""
+two. The second number holds between cores that share a cache, the third where ranks send and receive at once, so that
+each makes both copies; the fourth for messages that are reduced: by address the receiver alone would copy them, since
+the sender cannot reduce."""
 
 COPIED_WHOLE = 4
-"""All three limits, in cells, if ranks share cores or copies cannot go past the caches."""
+"""All limits, in cells, if ranks share cores or copies cannot go past the caches."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -107,9 +111,9 @@ PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
 into it; bytes of a short buffer; addresses of the first short buffers, and of the first cells; addresses of the offers
 (`joint_copy`), 1 if these are made, the message of the last one, and chunks of it that this rank copied; 1 if cells are
-written past the caches, and the messages until that is decided again (`cell_copy`). Then the number of segments of this rank that the peer has mapped, each with its first and end address; and the number of the
-peer's segments that this rank has mapped, each with its first and end address at the peer, and its first address
-here."""
+written past the caches, and the messages until that is decided again (`cell_copy`). Then the number of segments of
+this rank that the peer has mapped, each with its first and end address; and the number of the peer's segments that this
+rank has mapped, each with its first and end address at the peer, and its first address here."""
 
 
 def label(mark: int, nbytes: int) -> int:
@@ -125,33 +129,41 @@ def address_label(mark: int, addresses: int = 0) -> int:
 class SlotMemory(NamedTuple):
     """Memory for the data of eager messages in one direction: a rank's mailboxes, and byte offsets in them.
 
-    `inline` is that of the data beside the first flag, `short` that of the first buffer of `short_bytes`, and `cells`
-    are those of buffers of `cell_bytes`.
+    `inline` is that of the data beside the first flag, `short` that of the first buffer of `short_bytes`, and `cell`
+    that of the first one of `cell_bytes`. Messages of a length use places 0, 1, 2 ... up to `period` in turn.
     """
 
     memory: np.ndarray
     inline: int
     short: int
     short_bytes: int
-    cells: list[int]
+    cell: int
     cell_bytes: int
 
-    def parts(self, lengths: Sequence[int]) -> list[list[np.ndarray]]:
-        """Memory of a message in each slot that it may take in turn, cut into parts of these lengths.
+    def period(self, nbytes: int) -> int:
+        """Number of places of messages of this length: the memory of one is used again so many messages later."""
+        fit = nbytes and self.cell_bytes // (-(-nbytes // LINE) * LINE)
+        return SLOTS * fit if nbytes >= SPREAD and fit else SLOTS
 
-        One slot without memory for a message longer than a cell.
-        """
-        nbytes = sum(lengths)
+    def start(self, place: int, nbytes: int) -> int:
+        """Byte offset of a message's place."""
+        turn, slot = divmod(place, SLOTS)
         if nbytes <= INLINE:
-            starts = [self.inline + slot * LINE for slot in range(SLOTS)]
-        elif nbytes <= self.short_bytes:
-            starts = [self.short + slot * SHORT_SPACING * self.short_bytes for slot in range(SLOTS)]
-        elif nbytes <= self.cell_bytes:
-            starts = self.cells
-        else:
-            return [[]]
-        bounds = list(pairwise(accumulate(lengths, initial=0)))
-        return [[self.memory[start + low : start + high] for low, high in bounds] for start in starts]
+            return self.inline + slot * LINE
+        if nbytes <= self.short_bytes:
+            return self.short + slot * SHORT_SPACING * self.short_bytes
+        return self.cell + slot * self.cell_bytes + turn * (-(-nbytes // LINE) * LINE)
+
+    def parts(self, place: int, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Memory of a message at most as long as a cell, cut into parts of these lengths."""
+        start = self.start(place, sum(lengths))
+        bounds = pairwise(accumulate(lengths, initial=start))
+        return [self.memory[low:high] for low, high in bounds]
+
+    def addresses(self, nbytes: int) -> list[int]:
+        """Addresses of all places of messages of this length."""
+        first = MPI.Get_address(self.memory)
+        return [first + self.start(place, nbytes) for place in range(self.period(nbytes))]
 
 
 class NodeMemory:
@@ -215,7 +227,8 @@ class NodeMemory:
         self.speed = speed.slowest(everyone)
         self.copied = FAR_COPIED if self.far else CELL
         self.copied_compiled = CELL if copies_past_caches() else self.copied
-        limits = STREAMED, STREAMED_BOTH_WAYS, STREAMED_REDUCED
+        far = reduced(self.comm, self.far, MPI.LOR)
+        limits = STREAMED if far else STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED
         if not reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND):
             limits = (COPIED_WHOLE * self.cells[0],) * 3
         self.streamed, self.streamed_both_ways, self.streamed_reduced = limits
@@ -262,9 +275,7 @@ class MailboxEdge:
         self.mine, self.theirs = node.words[place], node.words[peer]
         self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
-        cells_out, cells_in = (
-            [cells + (rank * SLOTS + slot) * cell for slot in range(SLOTS)] for rank in (peer, place)
-        )
+        cells_out, cells_in = (cells + rank * SLOTS * cell for rank in (peer, place))
         short, shorts = node.short[channel], cells + node.size * SLOTS * cell
         short_out, short_in = (shorts + rank * SLOTS * SHORT_SPACING * short for rank in (peer, place))
         self.outgoing = SlotMemory(node.bytes[place], self.outbox * 8 + 8, short_out, short, cells_out, cell)
@@ -284,8 +295,8 @@ class MailboxEdge:
             short,
             here + short_out,
             there + short_in,
-            here + cells_out[0],
-            there + cells_in[0],
+            here + cells_out,
+            there + cells_in,
             here + self.my_ack * 8 + LINE,
             there + self.their_ack * 8 + LINE,
             node.writes and not node.shares_cores,

@@ -73,16 +73,20 @@ class NodeAwareTransport:
             return self._network.receive(peer, pieces)
         edge = self._edges[peer]
         targets = [view(*piece, BYTE) for piece in pieces]
-        slots = edge.incoming.parts([piece.nbytes for piece in pieces])
-        takes = [[partial(np.copyto, *as_words(*pair)) for pair in zip(targets, slot)] for slot in slots]
-        return Receive(edge, takes, RendezvousRead(edge, targets, None), self.mark)
+
+        def take(parts: Sequence[np.ndarray]) -> Sequence[Callable[[], object]]:
+            return [partial(np.copyto, *as_words(*pair)) for pair in zip(targets, parts)]
+
+        return Receive(edge, take, RendezvousRead(edge, targets, None), self.mark)
 
     def combine(self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Reduction) -> Receive:
         edge, dtype = self._edges[peer], rows[0][0].dtype
         outs = [out for _, out in rows]
-        slots = edge.incoming.parts([out.nbytes for out in outs])
-        takes = [[bind(part.view(dtype), *row) for part, row in zip(slot, rows)] for slot in slots]
-        return Receive(edge, takes, RendezvousRead(edge, outs, Combination(rows, bind)), self.mark)
+
+        def take(parts: Sequence[np.ndarray]) -> Sequence[Callable[[], object]]:
+            return [bind(part.view(dtype), *row) for part, row in zip(parts, rows)]
+
+        return Receive(edge, take, RendezvousRead(edge, outs, Combination(rows, bind)), self.mark)
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         if peer not in self._edges:

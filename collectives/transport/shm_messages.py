@@ -50,10 +50,11 @@ class EagerSend:
 
     __slots__ = (
         "_by_address",
+        "_copies",
         "_fence",
         "_flags",
-        "_room",
-        "_slots",
+        "_period",
+        "_sources",
         "address_label",
         "edge",
         "label",
@@ -70,11 +71,9 @@ class EagerSend:
         self._by_address = may_go_by_address and self.nbytes > edge.node.copied
         self.number = 0  # to be acknowledged: none of an eager message
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
-        sources = [view(*piece, BYTE) for piece in pieces]
-        slots = edge.outgoing.parts([piece.nbytes for piece in pieces])
-        copies = [[as_words(target, source) for target, source in zip(slot, sources)] for slot in slots]
-        self._room = len(slots)  # further messages would use the same memory
-        self._slots = list(zip(self._flags, copies * (SLOTS // len(slots))))
+        self._sources = [view(*piece, BYTE) for piece in pieces]
+        self._period = edge.outgoing.period(self.nbytes)
+        self._copies: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # by place
 
     def attempt(self) -> bool:
         """Copy the data, or write its address, into the next slot; False if none is free."""
@@ -86,10 +85,14 @@ class EagerSend:
             return True
         counts, mine = edge.counts, edge.mine
         number = counts[SENT] + 1
-        if number - counts[ACKED] > self._room and not edge.has_room(self._room):
+        if number - counts[ACKED] > SLOTS and not edge.has_room(SLOTS):
             return False
         counts[SENT] = number
-        at, copies = self._slots[number & MASK]
+        at, place = self._flags[number & MASK], number % self._period
+        copies = self._copies.get(place)
+        if copies is None:
+            parts = edge.outgoing.parts(place, [source.nbytes for source in self._sources])
+            copies = self._copies[place] = list(map(as_words, parts, self._sources))
         for target, source in copies:
             target[...] = source
         if self.nbytes > INLINE:
@@ -161,20 +164,25 @@ class Acknowledgement(NamedTuple):
 class Receive:
     """Receive of an eager or a rendezvous message through a mailbox.
 
-    `takes[slot % len(takes)]` are the functions that copy or reduce an eager message out of a slot;
-    `read.calls(pieces)` returns those for a rendezvous message.
+    ``take(parts)`` returns the functions that copy or reduce an eager message out of its memory, in as many parts as
+    the targets; `read.calls(pieces)` returns those for a rendezvous message.
     """
 
-    __slots__ = ("_fence", "_slots", "address_label", "edge", "label", "nbytes", "read")
+    __slots__ = ("_fence", "_flags", "_period", "_take", "_takes", "address_label", "edge", "label", "nbytes", "read")
 
     def __init__(
-        self, edge: MailboxEdge, takes: Sequence[Sequence[Callable[[], object]]], read: RendezvousRead, mark: int
+        self,
+        edge: MailboxEdge,
+        take: Callable[[Sequence[np.ndarray]], Sequence[Callable[[], object]]],
+        read: RendezvousRead,
+        mark: int,
     ) -> None:
-        self.edge, self.read, self._fence = edge, read, edge.node.fence
+        self.edge, self.read, self._take, self._fence = edge, read, take, edge.node.fence
         self.nbytes = read.nbytes
         self.label, self.address_label = label(mark, self.nbytes), address_label(mark)
-        flags = range(edge.inbox, edge.inbox + SLOTS * WORDS, WORDS)
-        self._slots = list(zip(flags, [*takes] * (SLOTS // len(takes))))
+        self._flags = range(edge.inbox, edge.inbox + SLOTS * WORDS, WORDS)
+        self._period = edge.incoming.period(self.nbytes)
+        self._takes: dict[int, Sequence[Callable[[], object]]] = {}  # by place
 
     def attempt(self) -> bool:
         """Receive the next message from the peer; False if it has not arrived.
@@ -183,7 +191,7 @@ class Receive:
         """
         edge = self.edge
         words, number = edge.theirs, edge.counts[RECEIVED] + 1
-        at, takes = self._slots[number & MASK]
+        at = self._flags[number & MASK]
         found = words[at] - number * KIND
         if found < 0:
             return False
@@ -191,6 +199,11 @@ class Receive:
             self._fence()  # nothing below may be loaded before the flag
             found = words[at] - number * KIND
         if found == self.label and (self.nbytes <= INLINE or words[at + 1] == self.nbytes):
+            place = number % self._period
+            takes = self._takes.get(place)
+            if takes is None:
+                parts = edge.incoming.parts(place, [target.nbytes for target in self.read.targets])
+                takes = self._takes[place] = self._take(parts)
             for take in takes:
                 take()
         else:
