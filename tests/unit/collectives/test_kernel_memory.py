@@ -5,7 +5,10 @@ import pytest
 
 numba = pytest.importorskip("numba")
 
+from collectives.runtime import cell_copy  # noqa: E402
 from collectives.runtime.kernel_memory import BLOCK_BYTES, stream_bytes  # noqa: E402
+from collectives.transport import mailbox  # noqa: E402
+from collectives.transport.copy_speed import IS_X86  # noqa: E402
 
 
 @numba.njit
@@ -22,3 +25,28 @@ def test_streamed_bytes_at_any_alignment(nbytes):
             stream(target.ctypes.data + before, source.ctypes.data + skipped, nbytes)
             assert (target[before : before + nbytes] == source[skipped : skipped + nbytes]).all()
             assert (target[:before] == 255).all() and (target[before + nbytes :] == 255).all()
+
+
+@pytest.mark.parametrize("until_probe", [-1, 0, 5] if IS_X86 else [-1])
+@pytest.mark.parametrize("nbytes", [1, cell_copy.PROBE, 2 * cell_copy.PROBE - 1, 2 * cell_copy.PROBE, 20000])
+@pytest.mark.parametrize("past", [0, 1])
+def test_pieces_in_cells_are_whole(until_probe, nbytes, past):
+    numbers = np.zeros(mailbox.OUR_SEGMENTS, np.int64)
+    numbers[mailbox.UNTIL_PROBE], numbers[mailbox.PAST_CACHES] = until_probe, past
+    source, target = np.arange(nbytes).astype(np.uint8), np.full(nbytes + 1, 255, np.uint8)
+    cell_copy.copy_into_cell(numbers.ctypes.data, target.ctypes.data, source.ctypes.data, nbytes)
+    assert (target[:-1] == source).all() and target[-1] == 255
+    probed = until_probe == 0 and nbytes >= 2 * cell_copy.PROBE
+    expected = mailbox.PROBE_EVERY if probed else max(until_probe - 1, min(until_probe, 0))
+    assert numbers[mailbox.UNTIL_PROBE] == expected
+
+
+@pytest.mark.parametrize("nbytes", [8, 100, mailbox.SPREAD - 1, mailbox.SPREAD, 3 * mailbox.SPREAD, 1 << 16])
+def test_places_of_messages_do_not_overlap(nbytes):
+    memory = mailbox.SlotMemory(np.empty(1 << 21, np.uint8), 64, 1 << 11, 1 << 9, 1 << 16, 1 << 16)
+    starts = [memory.start(place, nbytes) for place in range(memory.period(nbytes))]
+    assert len(starts) == mailbox.SLOTS * (1 if nbytes < mailbox.SPREAD else (1 << 16) // nbytes)
+    assert (np.diff(sorted(starts)) >= nbytes).all() and max(starts) + nbytes <= memory.memory.size
+    if nbytes > memory.short_bytes:
+        for place, start in enumerate(starts):
+            assert (start - memory.cell) // memory.cell_bytes == place % mailbox.SLOTS  # in the cell of its slot
