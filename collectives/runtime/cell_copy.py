@@ -16,12 +16,16 @@ from quant.kernels.jit import compiler
 _compile = compiler(mailbox, kernel_memory)
 
 PROBE = 1 << 12
-"""Bytes that are copied in each way to compare them. Pieces shorter than both always go past the caches: that takes as
-long as a copy through a shared cache, and a third of the time between other cores."""
+"""Bytes that are copied in each way to compare them. Pieces shorter than three times that always go past the caches:
+that takes as long as a copy through a shared cache, and a third of the time between other cores."""
 
 SLOW_RATIO = 2
-"""Copies go past the caches if one of `PROBE` bytes through the caches takes this many times as long: it takes as long
-between cores that share a cache, and four times as long between others."""
+"""A copy through the caches is slow if it takes this many times as long as one past them: it takes as long between
+cores that share a cache, and four times as long between others."""
+
+SLOW_FOR = 2
+"""Comparisons, from one that finds copies through the caches slow, for which copies go past them. They then take twice
+as long if that was wrong; copies through the caches take five times as long if these are wrong."""
 
 
 @_compile
@@ -30,7 +34,7 @@ def copy_into_cell(numbers, target, source, nbytes):
     left, done = word_at(numbers, mailbox.UNTIL_PROBE), 0
     if left > 0:
         set_word_at(numbers, mailbox.UNTIL_PROBE, left - 1)
-    if left >= 0 and nbytes < 2 * PROBE:
+    if left >= 0 and nbytes < 3 * PROBE:
         stream_bytes(target, source, nbytes)
         return
     if left == 0:
@@ -43,12 +47,18 @@ def copy_into_cell(numbers, target, source, nbytes):
 
 @_compile
 def _probe(numbers, target, source):
-    """Copy first some bytes through the caches and then as many past them, and choose; the number of bytes copied."""
+    """Copy the first `PROBE` bytes, then time further copies of them in both ways, and choose; `PROBE`.
+
+    The first copy brings the source into this core's cache: only the stores are compared. The two others go where the
+    rest of the piece is written afterwards.
+    """
+    stream_bytes(target, source, PROBE)
     start = cycles()
-    copy_bytes(target, source, PROBE)
+    copy_bytes(target + PROBE, source, PROBE)
     middle = cycles()
-    stream_bytes(target + PROBE, source + PROBE, PROBE)
+    stream_bytes(target + 2 * PROBE, source, PROBE)
     through, past = middle - start, cycles() - middle
-    set_word_at(numbers, mailbox.PAST_CACHES, through > SLOW_RATIO * past)
+    slow_for = SLOW_FOR if through > SLOW_RATIO * past else max(0, word_at(numbers, mailbox.PAST_CACHES) - 1)
+    set_word_at(numbers, mailbox.PAST_CACHES, slow_for)
     set_word_at(numbers, mailbox.UNTIL_PROBE, mailbox.PROBE_EVERY)
-    return 2 * PROBE
+    return PROBE

@@ -110,10 +110,10 @@ PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
 """Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
 its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
 into it; bytes of a short buffer; addresses of the first short buffers, and of the first cells; addresses of the offers
-(`joint_copy`), 1 if these are made, the message of the last one, and chunks of it that this rank copied; 1 if cells are
-written past the caches, and the messages until that is decided again (`cell_copy`). Then the number of segments of
-this rank that the peer has mapped, each with its first and end address; and the number of the peer's segments that this
-rank has mapped, each with its first and end address at the peer, and its first address here."""
+(`joint_copy`), 1 if these are made, the message of the last one, and chunks of it that this rank copied; comparisons
+for which cells are written past the caches, and messages until the next one (`cell_copy`). Then the number of segments
+of this rank that the peer has mapped, each with its first and end address; and the number of the peer's segments that
+this rank has mapped, each with its first and end address at the peer, and its first address here."""
 
 
 def label(mark: int, nbytes: int) -> int:

@@ -74,6 +74,9 @@ def call_operators():
     _, log_sum = nn.softmax_cross_entropy(x, targets)
     nn.softmax_cross_entropy_backward(0.5, x, targets, log_sum)
     nn.embedding_gradient(x, targets, numbers(8, 16))
+    nn.add_rows(numbers(8, 16), targets, x)
+    nn.add_rows(numbers(8, 16), targets, x, numbers(4, 1))
+    nn.weighted_rows(numbers(8, 16), targets, numbers(4, 1), x, numbers(4, 16))
 
 
 def call_updates():

@@ -6,7 +6,7 @@ import pytest
 numba = pytest.importorskip("numba")
 
 from collectives.runtime import cell_copy  # noqa: E402
-from collectives.runtime.kernel_memory import BLOCK_BYTES, stream_bytes  # noqa: E402
+from collectives.runtime.kernel_memory import BLOCK_BYTES, LONG_COPY, copy_bytes, stream_bytes  # noqa: E402
 from collectives.transport import mailbox  # noqa: E402
 from collectives.transport.copy_speed import IS_X86  # noqa: E402
 
@@ -16,19 +16,25 @@ def stream(target, source, nbytes):
     stream_bytes(target, source, nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 100, 5000])
-def test_streamed_bytes_at_any_alignment(nbytes):
+@numba.njit
+def copy(target, source, nbytes):
+    copy_bytes(target, source, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 100, LONG_COPY, 5000])
+@pytest.mark.parametrize("copy", [stream, copy], ids=["past caches", "through caches"])
+def test_copied_bytes_at_any_alignment(copy, nbytes):
     source, target = np.arange(6000).astype(np.uint8), np.empty(6000, np.uint8)
     for before in range(0, 2 * BLOCK_BYTES, 5):
         for skipped in (0, 1, 8):
             target[:] = 255
-            stream(target.ctypes.data + before, source.ctypes.data + skipped, nbytes)
+            copy(target.ctypes.data + before, source.ctypes.data + skipped, nbytes)
             assert (target[before : before + nbytes] == source[skipped : skipped + nbytes]).all()
             assert (target[:before] == 255).all() and (target[before + nbytes :] == 255).all()
 
 
 @pytest.mark.parametrize("until_probe", [-1, 0, 5] if IS_X86 else [-1])
-@pytest.mark.parametrize("nbytes", [1, cell_copy.PROBE, 2 * cell_copy.PROBE - 1, 2 * cell_copy.PROBE, 20000])
+@pytest.mark.parametrize("nbytes", [1, cell_copy.PROBE, 3 * cell_copy.PROBE - 1, 3 * cell_copy.PROBE, 20000])
 @pytest.mark.parametrize("past", [0, 1])
 def test_pieces_in_cells_are_whole(until_probe, nbytes, past):
     numbers = np.zeros(mailbox.OUR_SEGMENTS, np.int64)
@@ -36,7 +42,7 @@ def test_pieces_in_cells_are_whole(until_probe, nbytes, past):
     source, target = np.arange(nbytes).astype(np.uint8), np.full(nbytes + 1, 255, np.uint8)
     cell_copy.copy_into_cell(numbers.ctypes.data, target.ctypes.data, source.ctypes.data, nbytes)
     assert (target[:-1] == source).all() and target[-1] == 255
-    probed = until_probe == 0 and nbytes >= 2 * cell_copy.PROBE
+    probed = until_probe == 0 and nbytes >= 3 * cell_copy.PROBE
     expected = mailbox.PROBE_EVERY if probed else max(until_probe - 1, min(until_probe, 0))
     assert numbers[mailbox.UNTIL_PROBE] == expected
 
