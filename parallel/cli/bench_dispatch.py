@@ -23,9 +23,7 @@ from collectives.cli import launcher
 from collectives.cli.arguments import words
 from collectives.cli.launcher import at_least, say
 from parallel.benchmark.token_choices import token_choices
-from parallel.expert.direct_route import DirectRoute
-from parallel.expert.dispatch import Dispatch
-from parallel.expert.hierarchical_route import HierarchicalRoute
+from parallel.expert.dispatch import Dispatch, TokenRoute
 from parallel.expert.row_codec import RowCodec, predicted_error
 from parallel.mesh.device_mesh import MeshAxis
 from parallel.nn.expert_group import Assignments
@@ -55,7 +53,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def exchange(route: DirectRoute | HierarchicalRoute, x: np.ndarray) -> None:
+def exchange(route: TokenRoute, x: np.ndarray) -> None:
     """Exchange tokens whose experts return them, and gradients that go the same way. Collective."""
     route.send(x)
     y, dx = np.zeros_like(x), np.zeros_like(x)

@@ -75,9 +75,9 @@ class DirectRoute:
     def _to_experts(self, rows: RowsByRank) -> None:
         self._exchange = RowExchange(self._axis, [RowPart(rows, self._receives, self._codec)])
 
-    def _to_sources(self, rows: RowsByRank) -> list[Array]:
-        """Send rows back; returns those of each expert that come back to this rank."""
-        return self._by_expert(RowExchange(self._axis, [RowPart(rows, self.sends, self._codec)]).finish()[0])
+    def to_sources(self, rows: RowsByRank) -> None:
+        """Start to send results, or gradients, of the received rows back."""
+        self._exchange = RowExchange(self._axis, [RowPart(rows, self.sends, self._codec)])
 
     def _by_expert(self, rows: RowsByRank) -> list[Array]:
         """Rows of this rank's assignments to each expert: views."""
@@ -97,7 +97,12 @@ class DirectRoute:
 
         Returns the results of this rank's own assignments, of each expert.
         """
-        mine = self._to_sources(results)
+        self.to_sources(results)
+        return self.add_results(y)
+
+    def add_results(self, y: Array) -> list[Array]:
+        """Second half of `combine`, after `to_sources`."""
+        mine = self._by_expert(self._exchange.finish()[0])
         self._chosen.add(y, mine)
         return mine
 
@@ -110,5 +115,10 @@ class DirectRoute:
 
     def combine_gradients(self, drows: RowsByRank, dx: Array) -> Array:
         """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""
-        self._chosen.add(dx, self._to_sources(drows), weighted=False)
+        self.to_sources(drows)
+        return self.add_gradients(dx)
+
+    def add_gradients(self, dx: Array) -> Array:
+        """Second half of `combine_gradients`, after `to_sources`."""
+        self._chosen.add(dx, self._by_expert(self._exchange.finish()[0]), weighted=False)
         return self._dweights

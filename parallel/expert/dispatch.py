@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from parallel.expert.direct_route import DirectRoute
-from parallel.expert.hierarchical_route import HierarchicalRoute
+from parallel.expert.piecewise_route import PiecewiseRoute
 from parallel.expert.row_codec import SPECS, RowCodec
 from parallel.nn.expert_group import Assignments
+from quant.types import Array
 
 ROUTES = ("direct", "hierarchical")
+
+
+class TokenRoute(Protocol):
+    """Interface of routes: `DirectRoute` describes it. Rows have the types that `receive` of the route returns."""
+
+    @property
+    def sends(self) -> list[int]: ...
+    @property
+    def received(self) -> np.ndarray: ...
+    def send(self, tokens: Array) -> None: ...
+    def receive(self) -> Any: ...
+    def combine(self, results: Any, y: Array) -> Any: ...
+    def send_gradients(self, upper: Array, results: Any, dtype: np.dtype) -> None: ...
+    def combine_gradients(self, drows: Any, dx: Array) -> Array: ...
 
 
 @dataclass(frozen=True)
@@ -50,10 +67,8 @@ class Dispatch:
         """True if results are, bit for bit, those of all experts on one rank."""
         return self == Dispatch()
 
-    def plan(
-        self, axis: Any, owners: Sequence[int], chosen: Assignments, local: Any = None
-    ) -> DirectRoute | HierarchicalRoute:
-        """Route of one pass along an axis; arguments as of `DirectRoute` and `HierarchicalRoute`. Collective.
+    def plan(self, axis: Any, owners: Sequence[int], chosen: Assignments, local: Any = None) -> TokenRoute:
+        """Route of one pass along an axis; arguments as of `DirectRoute` and `PiecewiseRoute`. Collective.
 
         If all ranks of the axis share a node, the hierarchical route is the direct one, and encodes nothing.
         """
@@ -63,4 +78,4 @@ class Dispatch:
         nodes = axis.comm.nodes
         if nodes is None:
             return DirectRoute(axis, owners, chosen)
-        return HierarchicalRoute(axis, owners, chosen, codec, nodes, local)
+        return PiecewiseRoute(axis, owners, chosen, codec, nodes, local)

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from collectives.schedule.chunks import even
-from parallel.expert.direct_route import DirectRoute
-from parallel.expert.dispatch import Dispatch
+from parallel.expert.dispatch import Dispatch, TokenRoute
 from parallel.expert.exchange_traffic import ExchangeTraffic
-from parallel.expert.hierarchical_route import HierarchicalRoute
-from parallel.expert.row_exchange import RowsByRank, segments
+from parallel.expert.row_exchange import segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
@@ -36,7 +34,7 @@ class ExpertRanks(ExpertGroup):
     dispatch : str
         As `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
     local : MeshAxis, optional
-        Ranks of the axis on this rank's node, for the hierarchical route (`HierarchicalRoute`).
+        Ranks of the axis on this rank's node, for the hierarchical route (`parallel.expert.hierarchical_route`).
     first : int
         Number of the first of all in the mixture.
     """
@@ -69,13 +67,13 @@ class ExpertRanks(ExpertGroup):
             return OperatorOutline(ArraySpec(*x), ())
         return super().outline_rows(ArraySpec((rows, *x.shape[1:]), x.dtype))._replace(y=ArraySpec(*x))
 
-    def send(self, tokens: Array, chosen: Assignments) -> DirectRoute | HierarchicalRoute:
+    def send(self, tokens: Array, chosen: Assignments) -> TokenRoute:
         """Start to send tokens (tokens, width) to their experts. Collective along the axis, as all that follows."""
         route = self.dispatch.plan(self.axis, self.owners, chosen, self.local)
         route.send(tokens)
         return route
 
-    def forward_sent(self, sent: DirectRoute | HierarchicalRoute, y: Array, run: PassMode) -> Any:
+    def forward_sent(self, sent: TokenRoute, y: Array, run: PassMode) -> Any:
         """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide.
 
         Notes in `PassMode.traffic`: "copies" of tokens to experts on other ranks, and those "between nodes"; in
@@ -97,13 +95,13 @@ class ExpertRanks(ExpertGroup):
             mine = sent.combine(results, y)
         return sent, mine, saved, traffic
 
-    def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> DirectRoute | HierarchicalRoute:
+    def send_gradients(self, upper: Array, saved: Any, dtype: np.dtype) -> TokenRoute:
         """Start to send gradients of y along the routes of the forward pass."""
-        route: DirectRoute | HierarchicalRoute = saved[0]
+        route: TokenRoute = saved[0]
         route.send_gradients(upper, saved[1], dtype)
         return route
 
-    def backward_sent(self, sent: DirectRoute | HierarchicalRoute, saved: Any, dx: Array, grads: GradientSink) -> Array:
+    def backward_sent(self, sent: TokenRoute, saved: Any, dx: Array, grads: GradientSink) -> Array:
         """Gradients of this rank's experts by the rows that arrive; exchange those of the rows, and add them to dx."""
         _, _, values, traffic = saved
         with traffic:
@@ -120,12 +118,12 @@ class ExpertRanks(ExpertGroup):
 
     def _computed(
         self,
-        arrived: RowsByRank,
+        arrived: Any,
         received: np.ndarray,
         order: Sequence[int],
         compute: Callable[[int, int, Array], Array],
-    ) -> RowsByRank:
-        """Results of rows that arrived, `received` (sources, experts) of them.
+    ) -> Any:
+        """Results of rows that arrived, `received` (sources, experts) of them, in the type of `arrived`.
 
         ``compute(batch, expert, rows)`` maps an expert's rows, of all sources or of source `batch`, to results; it is
         called for each batch and, in it, for the experts in this order.

@@ -12,16 +12,17 @@ arXiv:2412.19437, section 3.2.2). Within its node a relay uses a direct route, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.expert.direct_route import DirectRoute, counts_of_all
+from parallel.expert.direct_route import DirectRoute
 from parallel.expert.row_codec import RowCodec
 from parallel.expert.row_exchange import RowExchange, RowPart, RowsByRank, segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
+from parallel.runtime.vector_memory import to_host
 from quant.types import Array
 
 
@@ -51,6 +52,8 @@ class TokensByNode(NamedTuple):
         Copy of the token, among those for its node, of each of these assignments.
     assigned : array of int64, of shape (nodes,)
         Assignments for each node.
+    numbers : array of int64, of shape (nodes + experts,)
+        Copies for each node, and assignments to each expert.
     """
 
     tokens: np.ndarray
@@ -59,10 +62,13 @@ class TokensByNode(NamedTuple):
     copies: np.ndarray
     assigned: np.ndarray
 
+    numbers: np.ndarray
+
     @classmethod
-    def of(cls, tokens: np.ndarray, experts: np.ndarray, nodes: np.ndarray, relay: np.ndarray) -> TokensByNode:
-        """Plan for assignments of `tokens` to `experts`, with the node of every expert and the relay on every node."""
-        where = nodes[experts]
+    def of(cls, chosen: Assignments, nodes: np.ndarray, relay: np.ndarray) -> TokensByNode:
+        """Plan for assignments, with the node of every expert and the relay on every node."""
+        tokens = to_host(chosen.tokens)
+        where = nodes[chosen.experts]
         by_node = [np.flatnonzero(where == node) for node in range(len(relay))]
         unique = [np.unique(tokens[one]) for one in by_node]
         copies = [np.searchsorted(some, tokens[one]) for some, one in zip(unique, by_node)]
@@ -73,16 +79,24 @@ class TokensByNode(NamedTuple):
             np.concatenate([by_node[node] for node in ascending]),
             np.concatenate([copies[node] for node in ascending]),
             np.array([len(some) for some in by_node]),
+            np.array([*map(len, unique), *chosen.counts]),
         )
 
 
 class HierarchicalRoute:
     """Route as `DirectRoute`, over relays. Sums of results are rounded to their dtype before they cross the network.
 
+    Methods that wait for one exchange and start another are generators that yield after each start, so that several
+    routes, of different tokens, can alternate; they return as those of `DirectRoute`.
+
     Parameters
     ----------
     axis, owners, chosen
         As of `DirectRoute`.
+    plan : TokensByNode
+        Of the same assignments.
+    every : array of int64, of shape (ranks, nodes + experts)
+        `TokensByNode.numbers` of every rank.
     codec : RowCodec, optional
         Encodes rows on their way between nodes.
     nodes : sequence of int
@@ -97,17 +111,16 @@ class HierarchicalRoute:
         axis: Any,
         owners: Sequence[int],
         chosen: Assignments,
+        plan: TokensByNode,
+        every: np.ndarray,
         codec: RowCodec | None,
         nodes: Sequence[int],
         local: Any = None,
     ):
-        self._axis, self._codec, self._chosen = axis, codec, chosen
+        self._axis, self._codec, self._chosen, self._plan = axis, codec, chosen, plan
         self._relays = relays(nodes)
         home, of_expert = nodes[axis.rank], np.repeat(nodes, owners)
         self._xp = kernels.array_namespace(chosen.weights)
-        tokens = chosen.tokens if self._xp is np else chosen.tokens.get()
-        self._plan = TokensByNode.of(tokens, chosen.experts, of_expert, self._relays[axis.rank])
-        every = counts_of_all(axis, [*self._plan.counts, *chosen.counts])
         copies, counts = np.split(every, [self._relays.shape[1]], axis=1)
         sources = np.flatnonzero(self._relays[:, home] == axis.rank)  # ranks whose relay on this node is this rank
         self._copies = self._by_rank(self._plan.counts), self._from(sources, copies[:, home])
@@ -158,7 +171,7 @@ class HierarchicalRoute:
         copies = self._xp.asarray(self._plan.copies.astype(np.int32))
         self._to_relays(tokens, copies, self._chosen.weights[self._xp.asarray(self._plan.order)])
 
-    def receive(self) -> RowsByRank:
+    def receive(self) -> Generator[None, None, RowsByRank]:
         """Rows that were sent to this rank's experts, by `send` or `send_gradients`: of a relay, by expert."""
         rows, *assigned = (part.joined() for part in self._exchange.finish())
         if assigned:
@@ -171,41 +184,50 @@ class HierarchicalRoute:
             self._inner.send(rows)
         else:
             self._inner.send_gradients(kernels.widen(rows), self._results, rows.dtype)
+        yield
         return self._inner.receive()
 
-    def combine(self, results: RowsByRank, y: Array) -> list[Array]:
+    def combine(self, results: RowsByRank, y: Array) -> Generator[None, None, list[Array]]:
         """Send results to the relays, and their weighted sums to the sources; add these to y, in the order of relays.
 
         Returns the results of the assignments that this rank relayed.
         """
+        self._inner.to_sources(results)
+        yield
         sums = self._xp.zeros((self._number, y.shape[1]), y.dtype)
-        mine = self._inner.combine(results, sums)
-        self._add(self._to_sources(kernels.narrow(sums, results.own.dtype))[0], y)
+        mine = self._inner.add_results(sums)
+        self._to_sources(kernels.narrow(sums, results.own.dtype))
+        yield
+        self._add(self._exchange.finish()[0], y)
         return mine
 
-    def _to_sources(self, rows: Array, *others: Array) -> list[RowsByRank]:
+    def _to_sources(self, rows: Array, *others: Array) -> None:
         (sends, receives), rank = self._copies, self._axis.rank
         parts = [RowPart(RowsByRank.divided(rows, receives, rank), sends, self._codec)]
         parts += [RowPart(RowsByRank.divided(one, self._assigned[1], rank), self._assigned[0]) for one in others]
-        return RowExchange(self._axis, parts).finish()
+        self._exchange = RowExchange(self._axis, parts)
 
     def _add(self, rows: RowsByRank, y: Array) -> None:
         """Add sums of relays to the rows of their tokens."""
         for tokens, part in zip(segments(self._xp.asarray(self._plan.tokens), rows.counts), rows.parts):
             kernels.add_rows(y, tokens, kernels.widen(part))
 
-    def send_gradients(self, upper: Array, results: Sequence[Array], dtype: np.dtype) -> None:
-        """Start to send gradients of y, wide, to the relays, in the experts' dtype."""
+    def send_gradients(self, rows: Array, results: Sequence[Array]) -> None:
+        """Start to send gradients of y, in the experts' dtype, to the relays; `results` are those of `combine`."""
         self._results = results
-        self._to_relays(kernels.narrow(upper, dtype))
+        self._to_relays(rows)
 
-    def combine_gradients(self, drows: RowsByRank, dx: Array) -> Array:
+    def combine_gradients(self, drows: RowsByRank, dx: Array) -> Generator[None, None, Array]:
         """As `combine`, of gradients; returns those of the assignments' weights."""
+        self._inner.to_sources(drows)
+        yield
         sums = self._xp.zeros((self._number, dx.shape[1]), dx.dtype)
-        sorted_weights = self._inner.combine_gradients(drows, sums)
+        sorted_weights = self._inner.add_gradients(sums)
         arrived = self._xp.empty_like(sorted_weights)
         arrived[self._xp.asarray(self._sorted)] = sorted_weights
-        rows, by_node = self._to_sources(kernels.narrow(sums, drows.own.dtype), arrived)
+        self._to_sources(kernels.narrow(sums, drows.own.dtype), arrived)
+        yield
+        rows, by_node = self._exchange.finish()
         self._add(rows, dx)
         dweights = self._xp.empty_like(arrived, shape=len(self._plan.order))
         dweights[self._xp.asarray(self._plan.order)] = by_node.joined()

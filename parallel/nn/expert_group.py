@@ -69,6 +69,12 @@ class Assignments(NamedTuple):
         here = slice(first, first + sum(self.counts[start:stop]))
         return Assignments(self.tokens[here], self.counts[start:stop], self.weights[here])
 
+    def subset(self, places: np.ndarray) -> Assignments:
+        """Assignments at these places, ascending."""
+        index = kernels.array_namespace(self.weights).asarray(places)
+        counts = np.bincount(self.experts[places], minlength=len(self.counts))
+        return Assignments(self.tokens[index], counts.tolist(), self.weights[index])
+
     @property
     def experts(self) -> np.ndarray:
         """Expert of each assignment."""
