@@ -164,7 +164,7 @@ class HierarchicalRoute:
         copies = RowsByRank.taken(rows, self._xp.asarray(self._plan.tokens), sends, rank)
         others = [RowsByRank.divided(one, self._assigned[0], rank) for one in assigned]
         parts = [RowPart(copies, receives, self._codec), *(RowPart(one, self._assigned[1]) for one in others)]
-        self._exchange = RowExchange(self._axis, parts)
+        self._exchange = RowExchange(self._axis, parts, whole=True)
 
     def send(self, tokens: Array) -> None:
         """Start to send tokens (tokens, width) to their relays, with their assignments there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,45 +28,70 @@ class RowsByRank(NamedTuple):
         Rows of every rank.
     rank : int
         This rank.
+    whole : bool
+        True if `others` has the rows of this rank too, and `own` is a view of them.
     """
 
     own: Array
     others: Array
     counts: list[int]
     rank: int
+    whole: bool = False
 
     @classmethod
     def taken(cls, rows: Array, places: Array, counts: list[int], rank: int) -> RowsByRank:
         """Rows at these places, ordered by rank."""
-        own, others, *_ = cls.divided(places, counts, rank)
-        return cls(rows[own], rows[others], counts, rank)
+        start = sum(counts[:rank])
+        stop = start + counts[rank]
+        others = kernels.array_namespace(places).concatenate([places[:start], places[stop:]])
+        return cls(rows[places[start:stop]], rows[others], counts, rank)
 
     @classmethod
     def divided(cls, rows: Array, counts: list[int], rank: int) -> RowsByRank:
-        """Rows in one array, ordered by rank; those of this rank are a view."""
+        """Rows in one array, ordered by rank."""
         start = sum(counts[:rank])
-        stop = start + counts[rank]
-        others = kernels.array_namespace(rows).concatenate([rows[:start], rows[stop:]])
-        return cls(rows[start:stop], others, counts, rank)
+        return cls(rows[start : start + counts[rank]], rows, counts, rank, True)
 
-    def empty(self, counts: list[int] | None = None) -> RowsByRank:
+    def empty(self, counts: list[int] | None = None, whole: bool = False) -> RowsByRank:
         """New arrays for rows of the same width and dtype, as many unless `counts` are given."""
         xp, counts = kernels.array_namespace(self.own), counts or self.counts
+        if whole:
+            return self.divided(xp.empty((sum(counts), *self.own.shape[1:]), self.own.dtype), counts, self.rank)
         own = counts[self.rank]
         one, some = (xp.empty((count, *self.own.shape[1:]), self.own.dtype) for count in (own, sum(counts) - own))
         return RowsByRank(one, some, counts, self.rank)
 
     @property
+    def lengths(self) -> list[int]:
+        """Elements of the rows of each rank but this one."""
+        return [count * self.width * (rank != self.rank) for rank, count in enumerate(self.counts)]
+
+    @property
+    def places(self) -> list[int]:
+        """First element of the rows of each rank in `others`."""
+        return [start * self.width for start in self.starts]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return prod(self.own.shape[1:])
+
+    @property
     def parts(self) -> list[Array]:
         """Rows of each rank: views."""
-        counts = [*self.counts[: self.rank], 0, *self.counts[self.rank + 1 :]]
-        views = segments(self.others, counts)
+        views = [self.others[start : start + count] for start, count in zip(self.starts, self.counts)]
         views[self.rank] = self.own
         return views
 
+    @property
+    def starts(self) -> list[int]:
+        """First row of each rank in `others`."""
+        counts = [count if self.whole or rank != self.rank else 0 for rank, count in enumerate(self.counts)]
+        return list(accumulate(counts[:-1], initial=0))
+
     def joined(self) -> Array:
         """All rows, ordered by rank, in one array."""
-        return kernels.array_namespace(self.own).concatenate(self.parts)
+        return self.others if self.whole else kernels.array_namespace(self.own).concatenate(self.parts)
 
 
 class RowPart(NamedTuple):
@@ -75,11 +101,19 @@ class RowPart(NamedTuple):
     receives: list[int]
     codec: RowCodec | None = None
 
-    def nbytes(self, count: int) -> int:
-        """Bytes of `count` rows in a message."""
-        some = self.rows.others
-        width = int(np.prod(some.shape[1:], dtype=int))
-        return count * width * some.itemsize if self.codec is None else self.codec.nbytes(count * width)
+    def arrived(self, whole: bool) -> RowsByRank:
+        """New arrays for the rows that come from each rank; of `own` a copy, if they are one array."""
+        arrived = self.rows.empty(self.receives, whole)
+        if not whole:
+            return arrived._replace(own=self.rows.own)
+        arrived.own[...] = self.rows.own
+        return arrived
+
+    def nbytes(self, counts: Sequence[int]) -> list[int]:
+        """Bytes in messages of so many rows for, or from, every rank; this rank's are 0."""
+        width, itemsize = self.rows.width, self.rows.others.itemsize
+        code = self.codec.nbytes if self.codec else lambda elements: elements * itemsize
+        return [code(count * width) * (rank != self.rows.rank) for rank, count in enumerate(counts)]
 
     def encode(self, rows: Array, wire: Array) -> None:
         """Write rows to the bytes `wire`."""
@@ -98,38 +132,30 @@ class RowPart(NamedTuple):
 class RowExchange:
     """Exchange of parts along an axis by one ``Ialltoallv``, which the constructor starts; `finish` returns the rows.
 
-    Construction is collective. A rank's rows for itself are neither copied nor encoded. Parts have the same dtypes,
-    widths and codecs on all ranks. Sent rows must not change before `finish`.
+    Construction is collective. A rank's rows for itself are neither copied nor encoded, unless rows arrive in one array
+    (`whole`). Parts have the same dtypes, widths and codecs on all ranks. Sent rows must not change before `finish`.
     """
 
-    def __init__(self, axis: Any, parts: Sequence[RowPart]):
+    def __init__(self, axis: Any, parts: Sequence[RowPart], whole: bool = False):
         self._axis, self._parts, self._request = axis, parts, None
-        self._arrived = [part.rows.empty(part.receives)._replace(own=part.rows.own) for part in parts]
+        self._arrived = [part.arrived(whole) for part in parts]
         if axis.size == 1:
             return
         self._plain = len(parts) == 1 and parts[0].codec is None
+        ends: list[list[Any]]  # counts, and displacements where rows have gaps, as of Alltoallv
         if self._plain:
-            sent, arriving = parts[0].rows, self._arrived[0].others
-            width = int(np.prod(arriving.shape[1:], dtype=int))
-            message, sends, receives = (
-                sent.others,
-                *([count * width for count in self._of_others(counts)] for counts in (sent.counts, parts[0].receives)),
-            )
+            rows = parts[0].rows, self._arrived[0]
+            message, arriving = (some.others for some in rows)
+            ends = [[some.lengths, some.places, None] for some in rows]
         else:
-            sends, receives = (
-                [sum(part.nbytes(count) for part, count in zip(parts, of_rank)) for of_rank in zip(*counts)]
-                for counts in (
-                    [self._of_others(part.rows.counts) for part in parts],
-                    [self._of_others(part.receives) for part in parts],
-                )
-            )
-            message = self._packed(sum(sends))
-            arriving = kernels.array_namespace(message).empty(sum(receives), np.uint8)
+            counts = [part.rows.counts for part in parts], [part.receives for part in parts]
+            sizes = [[part.nbytes(some) for part, some in zip(parts, every)] for every in counts]
+            totals = [[sum(of_rank) for of_rank in zip(*every)] for every in sizes]
+            message = self._packed(sum(totals[0]))
+            arriving = kernels.array_namespace(message).empty(sum(totals[1]), np.uint8)
+            ends = [[total] for total in totals]
         self._message, self._arriving = message, arriving  # alive until the exchange ends
-        self._request = axis.comm.Ialltoallv([movable(message), sends], [movable(arriving), receives])
-
-    def _of_others(self, counts: Sequence[int]) -> list[int]:
-        return [count * (rank != self._axis.rank) for rank, count in enumerate(counts)]
+        self._request = axis.comm.Ialltoallv([movable(message), *ends[0]], [movable(arriving), *ends[1]])
 
     def _packed(self, length: int) -> Array:
         """Message to all ranks, in bytes: for each rank, rows of every part."""
@@ -139,13 +165,13 @@ class RowExchange:
 
     def _pass_over(self, message: Array, every: Sequence[RowsByRank], code: Any) -> None:
         """Call ``code(part, rows, bytes)`` for the rows of every other rank and part, in the order of a message."""
-        position, by_part = 0, [rows.parts for rows in every]
+        position = 0
+        about = [(part, rows.parts, part.nbytes(rows.counts)) for part, rows in zip(self._parts, every)]
         for rank in range(self._axis.size):
-            for part, of_ranks in zip(self._parts, by_part):
-                if rank != self._axis.rank:
-                    end = position + part.nbytes(len(of_ranks[rank]))
-                    code(part, of_ranks[rank], message[position:end])
-                    position = end
+            for part, of_ranks, sizes in about:
+                if size := sizes[rank]:
+                    code(part, of_ranks[rank], message[position : position + size])
+                    position += size
 
     def finish(self) -> list[RowsByRank]:
         """Give way, wait, and return the rows of every part, by sending rank."""
