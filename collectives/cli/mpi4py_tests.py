@@ -6,7 +6,8 @@
 The tests come from the source distribution of the installed mpi4py, which pip downloads the first time. Each file is an
 mpiexec of its own, under the MPI of this Python's environment; MPIEXEC names another. A file with failures runs once
 more on the MPI's own communicators: tests that fail there too are shown and do not count. Files and the cases left out,
-with reasons, are the tables of collectives/conformance/test_files.py. Ends with status 1 if a test fails.
+with reasons, are the tables of collectives/conformance/test_files.py. The last lines are a table of the outcomes by
+number of ranks. Ends with status 1 if a test fails, or if a file was left without time.
 """
 
 import sys
@@ -71,11 +72,32 @@ def run(mpiexec: str, ranks: int, module: str, seconds: float, native: bool = Fa
             return outcomes
 
 
+def counted(outcomes: dict[str, Outcome], also_natively: set[str]) -> Counter[str]:
+    """Numbers of tests by kind of outcome; the kind of tests that fail natively, too, is "native"."""
+    return Counter("native" if name in also_natively else kind for name, (kind, _) in outcomes.items())
+
+
 def cell(outcomes: dict[str, Outcome], also_natively: set[str]) -> str:
-    count = Counter("native" if name in also_natively else kind for name, (kind, _) in outcomes.items())
+    count = counted(outcomes, also_natively)
     words = {"passed": "", "failed": " FAILED", "native": " failed, natively too", "skipped": " skipped"}
     words["excluded"] = " left out"
     return ", ".join(f"{count[kind]}{word}" for kind, word in words.items() if count[kind] or kind == "passed")
+
+
+def summary(totals: dict[int, Counter[str]], seconds: dict[int, float]) -> str:
+    """Table of the tests by number of ranks and outcome, of the files without time left, and of seconds.
+
+    >>> print(summary({2: Counter(passed=40, failed=1, excluded=2)}, {2: 8.2}))
+    ranks  passed  failed  natively too  skipped  left out  files not run  seconds
+        2      40       1             0        0         2              0        8
+    """
+    columns = {"passed": "passed", "failed": "failed", "natively too": "native", "skipped": "skipped"}
+    columns |= {"left out": "excluded", "files not run": "not run"}
+    lines = ["  ".join(["ranks", *columns, "seconds"])]
+    for ranks, count in totals.items():
+        cells = [f"{count[kind]:{len(title)}}" for title, kind in columns.items()]
+        lines.append("  ".join([f"{ranks:5}", *cells, f"{seconds[ranks]:7.0f}"]))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     ranks = "numbers of ranks (default 1,2,3,4)"
     parser.add_argument("--ranks", type=rank_counts, default="1,2,3,4", metavar="LIST", help=ranks)
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="for each test (default 60)")
+    budget = "for each number of ranks; files that it leaves no time for are counted as failures (default 900)"
+    parser.add_argument("--budget", type=float, default=900, metavar="SECONDS", help=budget)
     args = parser.parse_args(argv)
     if (mpiexec := find_mpiexec()) is None:
         parser.error("there is no mpiexec: set MPIEXEC to one")
@@ -98,10 +122,16 @@ def main(argv: list[str] | None = None) -> int:
     for pattern, why in EXCLUDED:
         print(f"left out: {pattern} ({why})")
     messages: dict[str, str] = {}
-    faults = passed = 0
-    began = time.perf_counter()
-    for module in files:
-        for size in args.ranks:
+    skips: Counter[str] = Counter()
+    totals: dict[int, Counter[str]] = {ranks: Counter() for ranks in args.ranks}
+    seconds: dict[int, float] = {}
+    for size, total in totals.items():
+        began = time.perf_counter()
+        for module in files:
+            if time.perf_counter() - began > args.budget:
+                total["not run"] += 1
+                print(f"{module:22} {size} ranks  not run: no time is left", flush=True)
+                continue
             outcomes = run(mpiexec, size, module, args.limit)
             failed = {name for name, (kind, _) in outcomes.items() if kind == "failed"}
             natively = run(mpiexec, size, module, args.limit, native=True) if failed else {}
@@ -111,12 +141,16 @@ def main(argv: list[str] | None = None) -> int:
             for name in sorted(failed - also):
                 messages.setdefault(name, outcomes[name].text)
                 print(f"    {name}", flush=True)
-            faults += len(failed - also)
-            passed += sum(kind == "passed" for kind, _ in outcomes.values())
+            total += counted(outcomes, also)
+            skips.update(text.partition("\n")[2] for kind, text in outcomes.values() if kind == "skipped")
+        seconds[size] = time.perf_counter() - began
     for name, text in messages.items():
         print(f"\n---- {name}, {text}")
-    print(f"\n{passed} passed, {faults} failed ({time.perf_counter() - began:.0f} s)")
-    return 1 if faults else 0
+    print("\nskipped by mpi4py's tests:" if skips else "")
+    for text, count in skips.most_common():
+        print(f"{count:7}  {text}")
+    print(f"\n{summary(totals, seconds)}")
+    return int(any(total["failed"] or total["not run"] for total in totals.values()))
 
 
 if __name__ == "__main__":
