@@ -1,6 +1,5 @@
 """Collectives of ranks with a GPU each and peer access, on the stand-in that plays several processes and devices."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mpi4py import MPI
-from support.doc_examples import EXAMPLES, FORMS, call
+from support.device_collectives import Arena, passes, right_when_late
+from support.doc_examples import EXAMPLES, FORMS
 from support.fakes import cupy
 
 from collectives import Communicator
@@ -56,39 +55,6 @@ def links_of(comm):
     return comm._planner.transports.sharing.gpu.links
 
 
-def right(comm, name, form, n, allocate, turn=0):
-    """True if a collective gives the right values on a stream whose earlier work is late."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    example = EXAMPLES[name](rank, size, n, "i4", size - 1, False)
-    send, recv = (None if x is None else allocate(x.shape, x.dtype) for x in (example.send, example.recv))
-    shift = turn if name in ("allgather", "alltoall") else 0
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        if rank == turn % size:
-            cupy.GPU.put(stream.number, lambda: time.sleep(0.01), [], ("delay", stream.number, 0))
-        if send is not None:
-            send[...] = cupy.asarray(example.send + shift)
-        if recv is not None:
-            recv[...] = cupy.asarray(example.recv)
-        call(comm, example.method, form, example.arguments(send, recv))
-        if send is not None:
-            send[...] = cupy.full(send.shape, -7, "i4")  # it may be used again
-        if recv is None or example.expected is None:
-            return True
-        return bool((recv.get() == example.expected + shift).all())
-
-
-class Arena:
-    """Arrays one after the other in memory that the ranks share."""
-
-    def __init__(self, comm, nbytes=1 << 22):
-        self.memory, self.used = comm.empty(nbytes, "u1", like=cupy), 64
-
-    def empty(self, shape, dtype):
-        start = self.used
-        self.used += int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.memory[start : self.used].view(dtype).reshape(shape)
-
-
 @pytest.mark.parametrize("memory", ["pool", "shared"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -96,7 +62,7 @@ def test_every_collective(peers, name, form, memory):
     """By kernels that set flags, by cells, and from memory of `comm.empty`."""
     allocate = cupy.empty if memory == "pool" else Arena(peers).empty
     for n in (0, 5, 3001):
-        assert right(peers, name, form, n, allocate)
+        assert right_when_late(peers, name, form, n, allocate)
 
 
 def test_messages_of_many_parts(peers, monkeypatch):
@@ -108,7 +74,7 @@ def test_messages_of_many_parts(peers, monkeypatch):
     for name in ("allgather", "allreduce", "alltoall", "scan"):
         for allocate in (cupy.empty, arena.empty):
             for n in (7, 3120):
-                assert right(peers, name, "blocking", n, allocate)
+                assert right_when_late(peers, name, "blocking", n, allocate)
 
 
 def test_host_and_device_arrays(peers):
@@ -186,7 +152,7 @@ def test_refusal_of_some(devices, world, monkeypatch, refusal):
         comm = Communicator(world, cuda_aware=False)
     assert comm.device_transfer.startswith("pinned: ") and reason in comm.device_transfer
     assert len(set(world.allgather(comm.device_transfer))) == 1
-    assert right(comm, "allreduce", "blocking", 3000, cupy.empty)
+    assert right_when_late(comm, "allreduce", "blocking", 3000, cupy.empty)
     comm.close()
 
 
@@ -197,7 +163,7 @@ def test_flags_that_do_not_arrive(devices, world, monkeypatch):
             patched.setattr(cupy.RawKernel, "__call__", lambda *_, **__: None)
         comm = Communicator(world, cuda_aware=False)
     assert comm.device_transfer == "peer" and not links_of(comm).flags
-    assert right(comm, "allreduce", "blocking", 5, cupy.empty)
+    assert right_when_late(comm, "allreduce", "blocking", 5, cupy.empty)
     comm.close()
 
 
@@ -208,7 +174,7 @@ def test_ranks_that_share_devices(devices, world):
     devices.device = world.rank % 2
     comm = Communicator(world, cuda_aware=False)
     assert comm.device_transfer == "peer" and not links_of(comm).flags
-    assert right(comm, "allreduce", "blocking", 5, cupy.empty)
+    assert right_when_late(comm, "allreduce", "blocking", 5, cupy.empty)
     comm.close()
 
 
@@ -339,44 +305,25 @@ FAULTS = {
 QUICK = ("freed while open", "kernel: the flag that it has seen is not checked")
 
 
-def passes(world):
-    """True if on all ranks the transport is found, and collectives from both kinds of memory are right."""
-    good, comm, cupy.GPU.engine._delay = True, None, 5e-3
-    try:
-        comm = Communicator(world, cuda_aware=False)
-        good = comm.device_transfer == "peer"
-        good = world.allreduce(good, MPI.LAND)
-        arena = Arena(comm) if good else None
-        links_of(comm).cells[0] = 4096 + 64  # many in a message, of which the last size's are too long for kernels
-        names = ("allgather", "allreduce", "alltoall")
-        for turn, (name, shared, n, _) in enumerate(product(names, (False, True), (40, 10_000, 10_400), range(2))):
-            good = world.allreduce(good, MPI.LAND)
-            if not good:
-                break
-            try:
-                good = right(comm, name, "blocking", n, arena.empty if shared else cupy.empty, turn)
-            except (RuntimeError, TimeoutError, OSError, MPI.Exception):
-                good = False
-        if world.allreduce(good, MPI.LAND):
-            del arena
-            gc.collect()
-            comm.empty(1, like=cupy)
-    except (RuntimeError, TimeoutError, OSError, MPI.Exception):
-        good = False
-    good = world.allreduce(good, MPI.LAND)
-    for end in (lambda: comm and comm.close(), cupy.GPU.engine.stop):
-        try:
-            end()
-        except (RuntimeError, TimeoutError, OSError, MPI.Exception):
-            good = False
-    return world.allreduce(good, MPI.LAND)
+CASES = [
+    (name, shared, n)
+    for name, shared, n, _ in product(
+        ("allgather", "allreduce", "alltoall"), (False, True), (40, 10_000, 10_400), range(2)
+    )
+]
+"""Lengths of which the last one's parts are more than a kernel copies, in cells of `short_cells`."""
+
+
+def short_cells(comm):
+    links_of(comm).cells[0] = 4096 + 64  # the addresses stay
+    cupy.GPU.engine._delay = 5e-3
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_without_a_fault(devices, world, monkeypatch):
     monkeypatch.setattr(peer_kernels, "CYCLES", 10**7)
-    assert passes(world)
+    assert passes(world, "peer", CASES, short_cells)
 
 
 @pytest.mark.parametrize(
@@ -385,4 +332,4 @@ def test_without_a_fault(devices, world, monkeypatch):
 def test_fault_is_found(devices, impatient, world, monkeypatch, fault):
     monkeypatch.setattr(*FAULTS[fault]())
     monkeypatch.setattr(peer_kernels, "CYCLES", 10**7)
-    assert not passes(world)
+    assert not passes(world, "peer", CASES, short_cells)

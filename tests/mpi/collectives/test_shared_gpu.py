@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.device_collectives import Arena
 from support.doc_examples import EXAMPLES, FORMS, call
 from support.fakes import Foreign, cupy
 
@@ -29,19 +30,6 @@ def shared(gpu, world, request):
     comm.close()
     world.Barrier()
     engine.stop()
-
-
-class Arena:
-    """Arrays at odd offsets of exported memory, one after the other."""
-
-    def __init__(self, comm, nbytes=1 << 18):
-        self.memory, self.used = comm.empty(nbytes, "u1", like=cupy), 16
-
-    def empty(self, shape, dtype):
-        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        part = self.memory[self.used : self.used + nbytes]
-        self.used += nbytes + 4 if nbytes % 16 else nbytes
-        return part.view(dtype).reshape(shape)
 
 
 def right(comm, example, form, allocate, turns=1):
@@ -69,7 +57,7 @@ def right(comm, example, form, allocate, turns=1):
 def test_every_collective(shared, name, form, memory):
     """From memory of the pool, by copies to a workspace, and from memory that the kernel reads and writes."""
     rank, size = shared.Get_rank(), shared.Get_size()
-    allocate = cupy.empty if memory == "pool" else Arena(shared).empty
+    allocate = cupy.empty if memory == "pool" else Arena(shared, 1 << 18, start=16, gap=4).empty
     for n in (0, 5, 3001):
         for in_place in (False, True):
             example = EXAMPLES[name](rank, size, n, "f4", size - 1, in_place)
@@ -83,7 +71,7 @@ def test_in_parts(shared, name, monkeypatch):
     """Long vectors of one rank go through its small workspace, those of the others are exported."""
     monkeypatch.setattr(gpu_program, "WORKSPACE", 1 << 12)
     rank, size = shared.Get_rank(), shared.Get_size()
-    allocate = Arena(shared).empty
+    allocate = Arena(shared, 1 << 18, start=16, gap=4).empty
     for in_place in (False, True):
         example = EXAMPLES[name](rank, size, 3001, "f4", size - 1, in_place)
         assert right(shared, example, "blocking", cupy.empty if rank == size - 1 else allocate)

@@ -1,89 +1,20 @@
 """Planted faults in the kernels' transfer of ranks that share a GPU: each one makes the checks of this file fail."""
 
-import gc
-import time
 from itertools import product
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from mpi4py import MPI
-from support.doc_examples import EXAMPLES
+from support.device_collectives import passes
 from support.fakes import cupy
 
-from collectives import Communicator
 from collectives.buffers.staging import DeviceMemory
-from collectives.errors import OutOfMemory
 from collectives.runtime import gpu_program
 from collectives.runtime.gpu_program import _GpuCall
 from collectives.transport.exported_memory import Exported, ExportedMemory
 from collectives.transport.gpu_kernels import GpuKernels
 from collectives.transport.shared_gpu import GpuChannel
 
-
-def right(comm, name, allocate, turn):
-    """True if a collective gives the right values on a stream whose earlier work is late."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    example = EXAMPLES[name](rank, size, 400, "i4", 0, False)
-    send, recv = (None if x is None else allocate(x.shape, x.dtype) for x in (example.send, example.recv))
-    shift = turn if name != "scan" else 0
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        if rank == turn % size:
-            cupy.GPU.put(stream.number, lambda: time.sleep(0.03), [], ("delay", stream.number, 0))
-        if recv is not None:
-            recv[...] = cupy.full(recv.shape, -1, "i4")
-        if send is not None:
-            send[...] = cupy.asarray(example.send + shift)
-        getattr(comm, example.method)(*example.arguments(send, recv))
-        times = size if name == "allreduce" else 1
-        return recv is None or bool((np.asarray(recv.get()) == example.expected + times * shift).all())
-
-
-def passes(world):
-    """True if on all ranks the communicator finds the kernels, and collectives of two kinds of memory are right."""
-    engine, good = cupy.Engine(cupy.GPU, world.rank), True
-    comm = arena = None
-    try:
-        comm = Communicator(world, cuda_aware=False)
-        good = comm.device_transfer == "kernel"
-        good = world.allreduce(good, MPI.LAND)
-        arena = Arena(comm) if good else None
-    except (RuntimeError, TimeoutError, MPI.Exception):
-        good = False
-    for turn, (name, exported) in enumerate(product(("allgather", "allreduce", "scan"), (True, False, True))):
-        good = world.allreduce(good, MPI.LAND)
-        if not good:
-            break
-        try:
-            good = right(comm, name, arena.empty if exported else cupy.empty, turn)
-        except (RuntimeError, TimeoutError, OutOfMemory, MPI.Exception):
-            good = False
-    try:
-        if world.allreduce(good, MPI.LAND):
-            del arena
-            gc.collect()
-            comm.empty(1, like=cupy)
-    except (RuntimeError, TimeoutError, OutOfMemory, MPI.Exception):
-        good = False
-    for end in (lambda: comm and comm.close(), engine.stop):
-        try:
-            end()
-        except (RuntimeError, TimeoutError, MPI.Exception):
-            good = False
-    return world.allreduce(good, MPI.LAND)
-
-
-class Arena:
-    """Arrays one after the other in exported memory."""
-
-    def __init__(self, comm):
-        self.memory, self.used = comm.empty(1 << 16, "u1", like=cupy), 64
-
-    def empty(self, shape, dtype):
-        start = self.used
-        self.used += int(np.prod(shape)) * 4
-        return self.memory[start : self.used].view(dtype).reshape(shape)
-
+CASES = [(name, shared, 400) for name, shared in product(("allgather", "allreduce", "scan"), (True, False, True))]
 
 FIND, UNUSED, POST = ExportedMemory.find, ExportedMemory.unused, _GpuCall._post
 
@@ -155,7 +86,7 @@ FAULTS = {
 def test_without_a_fault(gpu, impatient, world):
     if world.size == 1:
         pytest.skip("needs two processes")
-    assert passes(world)
+    assert passes(world, "kernel", CASES, delay=0.03)
 
 
 SLOW = {"event waited for before its record", "event never recorded", "freed too early", "wrong order of ranks"}
@@ -169,4 +100,4 @@ def test_fault_is_found(gpu, impatient, world, monkeypatch, fault):
     if world.size == 1:
         pytest.skip("needs two processes")
     monkeypatch.setattr(*FAULTS[fault]())
-    assert not passes(world)
+    assert not passes(world, "kernel", CASES, delay=0.03)
