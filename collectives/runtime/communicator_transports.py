@@ -146,7 +146,7 @@ class Transports:
             }
         mailboxes, links = self.pinning.mailboxes, self._links
         if links is not None and device is not None:
-            return PeerTransport(self.node, channel, self.edges[channel], mark, device, links)
+            return PeerTransport(channel, self.edges[channel], mark, device, links)
         if mailboxes is not None and device is not None:
             copies = mailboxes.copies(device.number)
             return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies)

@@ -315,15 +315,9 @@ class PeerTransport(DeviceNodeTransport):
     """Transport between GPUs whose memory `links` connects: one channel of a node, on which all ranks are."""
 
     def __init__(
-        self,
-        memory: NodeMemory,
-        channel: int,
-        edges: dict[int, MailboxEdge],
-        mark: int,
-        device: DeviceMemory,
-        links: PeerLinks,
+        self, channel: int, edges: dict[int, MailboxEdge], mark: int, device: DeviceMemory, links: PeerLinks
     ) -> None:
-        super().__init__(memory, channel, edges, mark, device, links.copies(memory.place))
+        super().__init__(links.node, channel, edges, mark, device, links.copies(links.node.place))
         self._links, self._cell = links, links.cells[channel]
 
     def lane(self, kind: type, peer: int) -> Lane:
@@ -332,20 +326,20 @@ class PeerTransport(DeviceNodeTransport):
         return self._lanes[kind, peer]
 
     def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
-        here, there = self._memory.place, edge.place
-        cells, copies = self._links.cells_of(self._channel, here, there), self._links.copies(there)
-        return PeerSend(self._links, self._short_slots(pieces, here, there), edge, pieces, self._mark, copies, cells)
+        short, cells = self._places(pieces, self._memory.place, edge.place)
+        return PeerSend(self._links, short, edge, pieces, self._mark, self._links.copies(edge.place), cells)
 
     def bind_receive(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceReceive:
-        here, there = self._memory.place, edge.place
-        cells, copies = self._links.cells_of(self._channel, there, here), self._links.copies(there)
-        message = edge, pieces, self._mark, copies, cells, self._device
-        return PeerReceive(self._links, self._short_slots(pieces, there, here), *message)
+        short, cells = self._places(pieces, edge.place, self._memory.place)
+        copies = self._links.copies(edge.place)
+        return PeerReceive(self._links, short, edge, pieces, self._mark, copies, cells, self._device)
 
-    def _short_slots(self, pieces: Sequence[Iovec], sender: int, receiver: int) -> list[int] | None:
-        """Slots of a message that is short enough for them."""
+    def _places(self, pieces: Sequence[Iovec], sender: int, receiver: int) -> tuple[list[int] | None, list[int]]:
+        """Slots of a message, None if it is too long for them, and its cells."""
         is_short = self._links.flags and 0 < sum(piece.nbytes for piece in pieces) <= FLAGGED
-        return self._links.slots_of(self._channel, sender, receiver) if is_short else None
+        channel, links = self._channel, self._links
+        slots = links.slots_of(channel, sender, receiver) if is_short else None
+        return slots, links.cells_of(channel, sender, receiver)
 
     def free(self) -> None:
         """Wait for the copies of a call that was aborted."""

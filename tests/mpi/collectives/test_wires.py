@@ -56,7 +56,7 @@ class BetweenDevices(PeerTransport):
         OPENED.append(self.mailboxes)
         assert not connect(comm, self.mailboxes) and self.mailboxes.flags == flags
         edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
-        super().__init__(node, 1, edges, 0, DeviceMemory(cupy.zeros(1)), self.mailboxes)
+        super().__init__(1, edges, 0, DeviceMemory(cupy.zeros(1)), self.mailboxes)
 
     def _cut(self, pieces):
         for address, nbytes in pieces:
