@@ -19,7 +19,7 @@ from collectives.runtime.program import LANDING, ElementArray, Program, Task
 from collectives.schedule.chunks import MemorySpan, aligned, joined, split
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, Side, Step
 from collectives.transport.exchange import Exchange, Stream
-from collectives.transport.shm_messages import Acknowledgement, EagerSend, RendezvousSend
+from collectives.transport.shm_messages import Acknowledgement, MailboxSend
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
@@ -338,7 +338,7 @@ class _ExchangeBuilder:
         if key is not None:
             ended = self.streams[key].add(message)
             self._ends[id(message)] = [ended]
-            if isinstance(message, (EagerSend, RendezvousSend)) and message.address_label:
+            if isinstance(message, MailboxSend) and message.address_label:
                 read = Acknowledgement(message, ended)
                 self.streams["read", *key].add(read)
                 self._ends[id(message)] = [read]

@@ -20,7 +20,7 @@ from collectives.runtime.binder import copy_array
 from collectives.runtime.program import ElementArray
 from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import MailboxEdge
-from collectives.transport.shm_messages import Acknowledgement, EagerSend, Receive, RendezvousSend
+from collectives.transport.shm_messages import Acknowledgement, MailboxReceive, MailboxSend
 
 
 class NotCompilableError(Exception):
@@ -45,7 +45,7 @@ class TableOperation(NamedTuple):
     labels: tuple[int, int] = (0, 0)
     kernel: int = 0
     mine_first: bool = False
-    waits_for: After | EagerSend | RendezvousSend | None = None
+    waits_for: After | MailboxSend | None = None
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +77,9 @@ def _translate(operation: Any) -> list[TableOperation]:
     if isinstance(operation, Acknowledgement):
         wait = TableOperation(table.WAIT_READ, edge=operation.send.edge, waits_for=operation.send)
         return [*_translate(operation.sent), wait]
-    if isinstance(operation, (EagerSend, RendezvousSend)):
+    if isinstance(operation, MailboxSend):
         return _translate_send(operation)
-    if isinstance(operation, Receive):
+    if isinstance(operation, MailboxReceive):
         return [_translate_receive(operation)]
     if not isinstance(operation, partial):
         raise NotCompilableError
@@ -94,16 +94,16 @@ def _translate(operation: Any) -> list[TableOperation]:
     return [TableOperation(table.LOCAL_WORK, [piece], kernel=_kernel(operation.func, out.dtype))]
 
 
-def _translate_send(send: EagerSend | RendezvousSend) -> list[TableOperation]:
+def _translate_send(send: MailboxSend) -> list[TableOperation]:
     before = []
-    if isinstance(send, RendezvousSend) and send.packs:
+    if send.packs:
         copies = [Piece(part.nbytes, _address(source), 0, _address(part)) for part, source in send.packs]
         before.append(TableOperation(table.LOCAL_WORK, copies))
     pieces = [Piece(length, address) for address, length in send.pieces]
     return [*before, TableOperation(table.SEND_MESSAGE, pieces, send.edge, (send.label, send.address_label))]
 
 
-def _translate_receive(receive: Receive) -> TableOperation:
+def _translate_receive(receive: MailboxReceive) -> TableOperation:
     read = receive.read
     labels = receive.label, receive.address_label
     if read.combination is None:
@@ -137,7 +137,7 @@ class TableLayout:
         for operation in stream.operations:
             self.operations += _translate(operation)
             ends.append(len(self.operations) - first)
-            if isinstance(operation, (EagerSend, RendezvousSend)):
+            if isinstance(operation, MailboxSend):
                 self._sends[id(operation)] = len(self.operations) - 1
         self._places[id(stream)] = len(self.streams), ends
         self.streams.append((first, len(self.operations)))

@@ -19,17 +19,9 @@ from typing import Any
 import numpy as np
 
 from collectives.buffers.memory import view
-from collectives.transport.mailbox import ADDRESSES, RENDEZVOUS_BYTES, SLOTS, MailboxEdge, NodeMemory
+from collectives.transport.mailbox import SLOTS, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
-from collectives.transport.shm_messages import (
-    BYTE,
-    Combination,
-    EagerSend,
-    Receive,
-    RendezvousRead,
-    RendezvousSend,
-    as_words,
-)
+from collectives.transport.shm_messages import BYTE, Combination, MailboxReceive, MailboxSend, RendezvousRead, as_words
 from collectives.transport.wire import Iovec, Reduction
 from collectives.types import Wait
 
@@ -60,13 +52,7 @@ class NodeAwareTransport:
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         if peer not in self._edges:
             return self._network.send(peer, pieces, stable)
-        edge = self._edges[peer]
-        nbytes = sum(piece.nbytes for piece in pieces)
-        may_go_by_address = nbytes >= RENDEZVOUS_BYTES and stable and len(pieces) <= ADDRESSES
-        is_shared = may_go_by_address and all(self.node.heap.is_shared(*piece) for piece in pieces)
-        if nbytes > self.node.cells[self._channel] or is_shared:
-            return RendezvousSend(edge, pieces, self.mark)
-        return EagerSend(edge, pieces, self.mark, may_go_by_address)
+        return MailboxSend(self._edges[peer], pieces, self.mark, stable)
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
         if peer not in self._edges:
@@ -77,16 +63,16 @@ class NodeAwareTransport:
         def take(parts: Sequence[np.ndarray]) -> Sequence[Callable[[], object]]:
             return [partial(np.copyto, *as_words(*pair)) for pair in zip(targets, parts)]
 
-        return Receive(edge, take, RendezvousRead(edge, targets, None), self.mark)
+        return MailboxReceive(edge, take, RendezvousRead(edge, targets, None), self.mark)
 
-    def combine(self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Reduction) -> Receive:
+    def combine(self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Reduction) -> MailboxReceive:
         edge, dtype = self._edges[peer], rows[0][0].dtype
         outs = [out for _, out in rows]
 
         def take(parts: Sequence[np.ndarray]) -> Sequence[Callable[[], object]]:
             return [bind(part.view(dtype), *row) for part, row in zip(parts, rows)]
 
-        return Receive(edge, take, RendezvousRead(edge, outs, Combination(rows, bind)), self.mark)
+        return MailboxReceive(edge, take, RendezvousRead(edge, outs, Combination(rows, bind)), self.mark)
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         if peer not in self._edges:
@@ -100,9 +86,9 @@ class NodeAwareTransport:
 
     def stream_key(self, message: Any) -> tuple[str, int] | None:
         """Direction and node rank of a message through a mailbox, whose order matters; None for the network's."""
-        if isinstance(message, Receive):
+        if isinstance(message, MailboxReceive):
             return "in", message.edge.place
-        return ("out", message.edge.place) if isinstance(message, (EagerSend, RendezvousSend)) else None
+        return ("out", message.edge.place) if isinstance(message, MailboxSend) else None
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         return self._network.start_calls(messages)

@@ -1,4 +1,4 @@
-"""Messages through the mailboxes of a node: eager sends, rendezvous sends, and receives of both.
+"""Messages through the mailboxes of a node: sends by copy or by address, and receives of both.
 
 All are bound once and run any number of times, as operations of an `exchange`.
 """
@@ -23,6 +23,7 @@ from collectives.transport.mailbox import (
     KIND,
     MASK,
     RECEIVED,
+    RENDEZVOUS_BYTES,
     SENT,
     SLOTS,
     WORDS,
@@ -41,127 +42,90 @@ CACHED_RENDEZVOUS = 8
 BYTE = np.dtype(np.uint8)
 
 
-class EagerSend:
-    """Send that copies its data into the mailbox slot; complete as soon as it is copied.
+class MailboxSend:
+    """Send through a mailbox: of its data, copied into the slot, or of its addresses, where the receiver reads it.
 
-    `may_go_by_address`: its data may be read where it is, as of a rendezvous message. Compiled code does so if the
-    receiver has mapped it, Python code if such copies are slow.
+    `by_address` is what Python code does: for data longer than an eager buffer, in memory that the receiver has mapped,
+    or where copies are slow. Data that is not `stable` is only then sent by address if it is too long for a copy. More
+    pieces than a slot has room for are packed into one first. Compiled code may choose anew at each start, unless
+    `address_label` is 0.
     """
 
     __slots__ = (
-        "_by_address",
-        "_copies",
-        "_fence",
-        "_flags",
-        "_period",
-        "_sources",
-        "address_label",
-        "edge",
-        "label",
-        "nbytes",
-        "number",
-        "pieces",
-    )
+        "_copies", "_fence", "_flags", "_period", "_sources", "address_label", "by_address", "edge", "label", "nbytes",
+        "number", "packs", "pieces",
+    )  # fmt: skip
 
-    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, may_go_by_address: bool = False) -> None:
-        self.edge, self.pieces, self._fence = edge, list(pieces), edge.node.fence
-        self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.label = label(mark, self.nbytes)
-        self.address_label = address_label(mark, len(pieces)) if may_go_by_address else 0
-        self._by_address = may_go_by_address and self.nbytes > edge.node.copied
-        self.number = 0  # to be acknowledged: none of an eager message
-        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
+    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int, stable: bool) -> None:
+        node, lengths = edge.node, [piece.nbytes for piece in pieces]
+        self.edge, self.nbytes, self._fence = edge, sum(lengths), node.fence
+        may_choose = stable and self.nbytes >= RENDEZVOUS_BYTES and len(pieces) <= ADDRESSES
+        self.by_address = self.nbytes > edge.outgoing.cell_bytes or (
+            may_choose and (self.nbytes > node.copied or all(node.heap.is_shared(*piece) for piece in pieces))
+        )
         self._sources = [view(*piece, BYTE) for piece in pieces]
+        self.packs: list[tuple[np.ndarray, np.ndarray]] = []
+        if self.by_address and len(pieces) > ADDRESSES:
+            packed = np.empty(self.nbytes, BYTE)
+            self.packs = list(zip(np.split(packed, list(accumulate(lengths[:-1]))), self._sources))
+            pieces = [Iovec(MPI.Get_address(packed), self.nbytes)]
+        self.pieces = list(pieces)
+        self.label = label(mark, self.nbytes)
+        self.address_label = address_label(mark, len(pieces)) if may_choose or self.by_address else 0
+        self.number = 0  # to be acknowledged: none of an eager message
+        self._flags = range(edge.outbox, edge.outbox + SLOTS * WORDS, WORDS)
         self._period = edge.outgoing.period(self.nbytes)
         self._copies: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # by place
 
     def attempt(self) -> bool:
-        """Copy the data, or write its address, into the next slot; False if none is free."""
+        """Copy the data, or write its addresses, into the next slot; False if none is free."""
         edge = self.edge
-        if self._by_address:
-            if not edge.has_room(SLOTS):
-                return False
-            self.number = _send_addresses(edge, self._flags, self.pieces, self.address_label)
-            return True
         counts, mine = edge.counts, edge.mine
         number = counts[SENT] + 1
         if number - counts[ACKED] > SLOTS and not edge.has_room(SLOTS):
             return False
         counts[SENT] = number
-        at, place = self._flags[number & MASK], number % self._period
-        copies = self._copies.get(place)
-        if copies is None:
-            parts = edge.outgoing.parts(place, [source.nbytes for source in self._sources])
-            copies = self._copies[place] = list(map(as_words, parts, self._sources))
-        for target, source in copies:
-            target[...] = source
-        if self.nbytes > INLINE:
-            mine[at + 1] = self.nbytes
+        at = self._flags[number & MASK]
+        if self.by_address:
+            self._write_addresses(at)
+            self.number, label = number, self.address_label
+        else:
+            place, label = number % self._period, self.label
+            copies = self._copies.get(place)
+            if copies is None:
+                parts = edge.outgoing.parts(place, [source.nbytes for source in self._sources])
+                copies = self._copies[place] = list(map(as_words, parts, self._sources))
+            for target, source in copies:
+                target[...] = source
+            if self.nbytes > INLINE:
+                mine[at + 1] = self.nbytes
         if self._fence is not None:
             self._fence()  # the data must be visible before the flag
-        mine[at] = number * KIND + self.label
+        mine[at] = number * KIND + label
         return True
 
-
-class RendezvousSend:
-    """Rendezvous send: the receiver reads the data at the given addresses and acknowledges it.
-
-    More pieces than a slot has room for are packed into one first.
-    """
-
-    __slots__ = ("_flags", "address_label", "edge", "label", "nbytes", "number", "packs", "pieces")
-
-    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
-        self.edge, self.nbytes = edge, sum(piece.nbytes for piece in pieces)
-        self.packs: list[tuple[np.ndarray, np.ndarray]] = []
-        if len(pieces) > ADDRESSES:
-            packed, ends = np.empty(self.nbytes, np.uint8), accumulate(piece.nbytes for piece in pieces)
-            self.packs = [
-                (packed[end - piece.nbytes : end], view(*piece, BYTE)) for end, piece in zip(ends, pieces, strict=True)
-            ]
-            pieces = [Iovec(MPI.Get_address(packed), self.nbytes)]
-        self.pieces = list(pieces)
-        self.label, self.address_label = label(mark, self.nbytes), address_label(mark, len(pieces))
-        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
-        self.number = 0
-
-    def attempt(self) -> bool:
-        """Write the addresses into the next slot; False if none is free."""
-        edge = self.edge
-        if not edge.has_room(SLOTS):
-            return False
+    def _write_addresses(self, at: int) -> None:
+        """Write the addresses of the pieces behind the flag that is the word `at` of the mailboxes."""
         for target, source in self.packs:
             target[...] = source
-        self.number = _send_addresses(edge, self._flags, self.pieces, self.address_label)
-        return True
-
-
-def _send_addresses(edge: MailboxEdge, flags: Sequence[int], pieces: Sequence[Iovec], address_label: int) -> int:
-    """Write addresses of a message into the next slot, which is free; return the message's number."""
-    number = edge.counts[SENT] = edge.counts[SENT] + 1
-    words, flag = edge.mine, flags[number & MASK]
-    at = flag
-    for address, nbytes in pieces:
-        words[at + 1] = address
-        words[at + 2] = nbytes
-        at += 2
-    if edge.node.fence is not None:
-        edge.node.fence()  # the addresses, and the data there, must be visible before the flag
-    words[flag] = number * KIND + address_label
-    return number
+        words = self.edge.mine
+        for address, nbytes in self.pieces:
+            words[at + 1] = address
+            words[at + 2] = nbytes
+            at += 2
 
 
 class Acknowledgement(NamedTuple):
     """Operation that waits until the receiver has read a message sent by address; `sent` is the end of the send."""
 
-    send: EagerSend | RendezvousSend
+    send: MailboxSend
     sent: After
 
     def attempt(self) -> bool:
         return self.sent.attempt() and self.send.edge.is_acknowledged(self.send.number)
 
 
-class Receive:
+class MailboxReceive:
     """Receive of an eager or a rendezvous message through a mailbox.
 
     ``take(parts)`` returns the functions that copy or reduce an eager message out of its memory, in as many parts as

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from collectives.transport.shm_messages import EagerSend, RendezvousSend
+from collectives.transport.shm_messages import MailboxSend
 from collectives.transport.wire import Iovec
 from support.loopback import LoopbackHub
 
@@ -83,7 +83,7 @@ def asking(wire, messages):
         left = [id(message) for stream in waiting.values() for message in stream]
         if any(id(message) in left for message in messages):
             return False
-        read = [message for message in messages if isinstance(message, (EagerSend, RendezvousSend))]
+        read = [message for message in messages if isinstance(message, MailboxSend)]
         return all([test() for _, test in waits]) and all(one.edge.is_acknowledged(one.number) for one in read)
 
     return ended
