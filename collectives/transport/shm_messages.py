@@ -73,7 +73,7 @@ class MailboxSend:
         self.label = label(mark, self.nbytes)
         self.address_label = address_label(mark, len(pieces)) if may_choose or self.by_address else 0
         self.number = 0  # to be acknowledged: none of an eager message
-        self._flags = range(edge.outbox, edge.outbox + SLOTS * WORDS, WORDS)
+        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         self._period = edge.outgoing.period(self.nbytes)
         self._copies: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # by place
 
@@ -144,7 +144,7 @@ class MailboxReceive:
         self.edge, self.read, self._take, self._fence = edge, read, take, edge.node.fence
         self.nbytes = read.nbytes
         self.label, self.address_label = label(mark, self.nbytes), address_label(mark)
-        self._flags = range(edge.inbox, edge.inbox + SLOTS * WORDS, WORDS)
+        self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
         self._period = edge.incoming.period(self.nbytes)
         self._takes: dict[int, Sequence[Callable[[], object]]] = {}  # by place
 

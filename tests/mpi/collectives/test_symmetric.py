@@ -396,7 +396,7 @@ def mixed(comm, which, line, n, dtype, root, in_place):
 
 
 @pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[0] != "Barrier"])
-@pytest.mark.parametrize(("nbytes", "segments"), [(shm.RENDEZVOUS_BYTES, None), (mailbox.CELL + 64, 2)])
+@pytest.mark.parametrize(("nbytes", "segments"), [(mailbox.RENDEZVOUS_BYTES, None), (mailbox.CELL + 64, 2)])
 def test_every_algorithm(comm, method, algorithm, nbytes, segments):
     """Lengths around which messages begin to travel otherwise; one of a few kinds of memory and one form each."""
     line, size, number = TABLE[method], comm.Get_size(), len(algorithm) + (segments is None)

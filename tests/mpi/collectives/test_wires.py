@@ -11,7 +11,7 @@ from support.transport_contract import CONTRACT
 
 from collectives.buffers.memory import view
 from collectives.buffers.staging import DeviceMemory
-from collectives.transport import shm
+from collectives.transport import shm_messages
 from collectives.transport.device_copies import PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.exported_memory import ExportedMemory
@@ -147,7 +147,7 @@ class Told:
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
 def test_contract(world, monkeypatch, gpu, kind, program):
     if kind.startswith("symmetric"):
-        monkeypatch.setattr(shm, "RENDEZVOUS_BYTES", 1)
+        monkeypatch.setattr(shm_messages, "RENDEZVOUS_BYTES", 1)
     own = world.Dup()
     neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
     heap = SharedHeap(own, neighbours)
