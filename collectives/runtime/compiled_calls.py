@@ -21,7 +21,8 @@ from collectives.runtime.program import Program
 MAX_CHECKS = 256
 """Checks of one call's arguments: one for each number in lists of counts."""
 
-_NO_ARRAY = np.empty(0, np.uint8)
+NO_ARRAY = np.empty(0, np.uint8)
+"""Array of a call that has none."""
 
 
 def _refuse(*_: Any) -> int:
@@ -101,7 +102,7 @@ class _Method:
         for index, entry in enumerate(entries):
             at = table.ENTRIES + table.ENTRY_WORDS * index
             checks = MPI.Get_address(entry.checks), len(entry.checks)
-            self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(_NO_ARRAY)
+            self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(NO_ARRAY)
         self._words[table.ENTRY_COUNT] = len(entries)
         self._entries, self.programs = entries, [entry.program for entry in entries]
 

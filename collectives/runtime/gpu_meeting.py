@@ -95,12 +95,7 @@ class MeetingSteps:
         return True
 
     def wait(self) -> None:
-        node = self._channel.gpu.node_memory
-        spins = node.spins
-        while not self.test():
-            spins -= 1
-            if spins < 0:
-                node.yielding(-spins)
+        self._channel.gpu.node_memory.wait_until(self.test)
 
 
 def meeting_program(steps: MeetingSteps, first: Sequence[Callable[[], object]], device: DeviceMemory) -> Program:

@@ -169,27 +169,17 @@ class Program:
         polls = 1 if any(exchange.node.shares_cores for exchange in self.exchanges[:1]) else polls
         return any(self.advance() for _ in range(polls))
 
-    # Compiled programs are started and ended by compiled code; these methods leave all to Python.
-
-    def start_for(self, request: object) -> bool:
-        """Start the program in compiled code for its persistent request; False if that is left to Python."""
+    def runs_for(self, *_: object) -> bool:
+        """False: compiled code does not manage a request of this program (see `call_kernel.Functions`)."""
         return False
 
-    def activate_for(self, request: object) -> bool:
-        """Make the request of a program that compiled code has started active; False if that is left to Python."""
-        return False
+    start_for = activate_for = runs_for
 
-    def end_for(self, request: object, patient: bool) -> int:
-        """Advance the program of a request that compiled code manages; the result is as in `program_table`."""
+    def end_for(self, *_: object) -> int:
+        """Return that Python code advances the request; see `runs_for`."""
         return REFUSED
 
-    def take_back(self, request: object) -> int:
-        """Leave a request that compiled code manages to Python."""
-        return REFUSED
-
-    def runs_for(self, request: object) -> bool:
-        """True if the program runs for an active request that compiled code manages."""
-        return False
+    take_back = end_for
 
     def free(self) -> None:
         self.calls = (_freed,)

@@ -19,7 +19,7 @@ from collectives.runtime import program_table as table
 from collectives.runtime.argument_keys import counts_key, describe, is_constant
 from collectives.runtime.binding import DENSE, EagerBuffers, memories, program_of, separate_bytes
 from collectives.runtime.call import Call
-from collectives.runtime.compiled_calls import CompiledCallTable
+from collectives.runtime.compiled_calls import NO_ARRAY, CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.program import Program
 from collectives.runtime.progress import run_program
@@ -35,9 +35,6 @@ COMPILE_AFTER = 16
 installation, took 8.5 seconds."""
 
 _ndarray, _address = np.ndarray, MPI.Get_address
-
-_NO_ARRAY = np.empty(0, np.uint8)
-"""Array of a call that has none."""
 
 Run = Callable[[Any, Any], bool]
 
@@ -93,13 +90,13 @@ def key_fields(
         return arguments, s, r
     (send, sent), (recv, received) = describe(sendbuf), describe(recvbuf)
     if send is None:
-        send = _NO_ARRAY if recv is None else recv
+        send = NO_ARRAY if recv is None else recv
     if recv is None:
         recv = send
     return (name, id(op), root, algorithm, segments, sent, received), send, recv
 
 
-UNCACHEABLE = CallKey((), _NO_ARRAY, _NO_ARRAY)
+UNCACHEABLE = CallKey((), NO_ARRAY, NO_ARRAY)
 """Key of calls whose arguments cannot be looked up; compared by identity."""
 
 

@@ -297,14 +297,7 @@ class DeviceNodeTransport(Wire):
             self._advance()
             return all(part.done for part in mine)
 
-        def wait() -> None:
-            spins = self._memory.spins
-            while not test():
-                spins -= 1
-                if spins < 0:
-                    self._memory.yielding(-spins)
-
-        return [Wait(wait, test)] if mine else []
+        return [Wait(partial(self._memory.wait_until, test), test)] if mine else []
 
     def free(self) -> None:
         """Wait for the copies of a call that was aborted; the mailboxes belong to the node."""

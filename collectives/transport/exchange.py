@@ -87,15 +87,11 @@ class Exchange:
 
     def wait(self) -> None:
         """Run all streams to the end."""
-        spins = self.node.spins
         if self._independent and self._pending is self.streams:  # takes less time, as no position is needed
-            waiting = self._independent
+            waiting, spins = self._independent, self.node.spins
             while waiting := [attempt for attempt in waiting if attempt() is False]:
                 spins -= 1
                 if spins < 0:
                     self.node.yielding(-spins)
-            return
-        while not self.test():
-            spins -= 1
-            if spins < 0:
-                self.node.yielding(-spins)
+        else:
+            self.node.wait_until(self.test)

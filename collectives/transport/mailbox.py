@@ -249,6 +249,14 @@ class NodeMemory:
         self.comm.Iprobe()
         pause(turn)
 
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Poll until `done` returns True, then yield the core between polls."""
+        spins = self.spins
+        while not done():
+            spins -= 1
+            if spins < 0:
+                self.yielding(-spins)
+
     def free(self) -> None:
         """Free the mailboxes and the node's communicator without synchronising with other ranks."""
         for words in self.words:

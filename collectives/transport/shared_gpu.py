@@ -111,9 +111,9 @@ class SharedGpu:
             self.exported.close(handles)
         except RuntimeError as refused:
             error = str(refused)
-        for rank, found in enumerate(comm.allgather(error)):  # also a barrier: all have closed what is freed
-            if found:
-                raise RuntimeError(f"rank {rank} cannot close the memory of other ranks: {found}")
+        refusal = first_error(comm, error)  # also a barrier: all have closed what is freed
+        if refusal:
+            raise RuntimeError(f"cannot close the memory of other ranks: {refusal}")
         self.exported.release(unused)
         block = None
         try:
