@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transport.exchange import Exchange, Stream
+from collectives.transport.mailbox import NodeMemory
 
 
 class Patience:
     """Node whose waits fail after some turns, in place of one that waits without end."""
 
-    spins = 0
+    spins, wait_until = 0, NodeMemory.wait_until
 
     def yielding(self, turn):
         assert turn < 100, "the exchange does not end"
