@@ -30,8 +30,8 @@ from quant.kernels.jit import compiler
 
 _compile = compiler(table, mailbox, kernel_memory)
 
-CHUNK = 1 << 17
-"""Bytes of a chunk: some microseconds, ten times as long as a system call."""
+CHUNK = 1 << 16
+"""Bytes of a chunk: some microseconds, several times as long as a system call."""
 
 LEAST = 2 * CHUNK
 """Bytes of the shortest message that is offered."""

@@ -21,14 +21,17 @@ from mpi4py import MPI
 if TYPE_CHECKING:
     from collectives.transport.mailbox import NodeMemory
 
-NBYTES = 1 << 16
-"""Bytes of a copy."""
+NBYTES = 1 << 18
+"""Bytes of a copy: less than a core's own cache, and enough to hide the start of a system call."""
 
 REPEATS = 7
 """Copies of each kind. Their median decides what is slow; the fastest counts as the speed of the machine."""
 
 SLOW_RATIO = 1.6
 """A copy into shared memory is slow if it takes this many times as long as the read of the sender's memory."""
+
+PARTS_RATIO = 1.15
+"""Time of two copies through cells over that of the copies alone, at least: each part has a flag to wait for."""
 
 TURNS = 300
 """Round trips of a flag, of which the fastest counts."""
@@ -45,6 +48,11 @@ class MessageSpeed(NamedTuple):
     read: float = 0.0  #: of a byte out of a cell
     by_address: float = 0.0  #: of a byte out of the sender's process
 
+    @property
+    def one_copy_pays(self) -> bool:
+        """True if a copy out of the sender takes less time than two copies through cells, in parts."""
+        return 0 < self.by_address <= PARTS_RATIO * (self.write + self.read)
+
     def slowest(self, comm: MPI.Intracomm) -> MessageSpeed:
         """Largest values over all ranks, the same on all of them. Collective."""
         largest = np.empty(len(self))
@@ -60,13 +68,13 @@ def copies_past_caches() -> bool:
     return IS_X86 and find_spec("numba") is not None
 
 
-def measure(node: NodeMemory) -> tuple[bool, MessageSpeed]:
+def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:
     """Return (True if copying into a cell is slow, speed). Collective.
 
-    All ranks of the node copy at once, as in a collective. The speed is that of this rank.
+    All ranks of the node copy at once, as in a collective. The speed is that of this rank. `room`: bytes of the cells.
     """
     left = node.place - 1  # -1, the last rank, for rank 0
-    nbytes = min(NBYTES, node.cells[0])
+    nbytes = min(NBYTES, room)
     cell = node.offsets[0] + node.size * node.box  # the first one, unused until the first message
     round_trip = _flag_round_trip(node, cell // 8)
     mine, source, target = node.bytes[node.place], np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
@@ -80,6 +88,7 @@ def measure(node: NodeMemory) -> tuple[bool, MessageSpeed]:
     times = np.full((REPEATS, 3), np.inf)
     for turn in range(REPEATS):
         for number, step in enumerate(steps):
+            source.fill(turn)  # into this core's cache, as the data of a message mostly is
             node.comm.Barrier()
             start = time.perf_counter_ns()
             step()

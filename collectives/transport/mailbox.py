@@ -78,6 +78,10 @@ the sender cannot reduce."""
 COPIED_WHOLE = 4
 """All limits, in cells, if ranks share cores or copies cannot go past the caches."""
 
+ONE_COPY = (1 << 16) - 1
+"""Bytes of the longest messages that go through cells where one copy between the processes takes less time than two
+through a cell (`MessageSpeed.one_copy_pays`). All longer ones then go by address."""
+
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
 
@@ -223,13 +227,16 @@ class NodeMemory:
         self.reads, self.writes = self._reads_and_writes()
         self.far, speed = False, MessageSpeed()
         if self.size > 1 and not self.shares_cores:
-            self.far, speed = measure(self)
+            self.far, speed = measure(self, SLOTS * self.cells[0])
         self.speed = speed.slowest(everyone)
-        self.copied = FAR_COPIED if self.far else CELL
-        self.copied_compiled = CELL if copies_past_caches() else self.copied
         far = reduced(self.comm, self.far, MPI.LOR)
+        one_copy = self.speed.one_copy_pays and not far
+        self.copied = FAR_COPIED if self.far else ONE_COPY if one_copy else CELL
+        self.copied_compiled = CELL if far and copies_past_caches() else self.copied
         limits = STREAMED if far else STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED
-        if not reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND):
+        if one_copy:
+            limits = (0, 0, 0)
+        elif not reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND):
             limits = (COPIED_WHOLE * self.cells[0],) * 3
         self.streamed, self.streamed_both_ways, self.streamed_reduced = limits
 
