@@ -182,12 +182,13 @@ class Functions(NamedTuple):
 
     It releases the interpreter's lock (GIL)."""
 
-    start: Callable[[Any, Any], bool]
-    """``start(numbers, request)`` starts a program for its persistent request, with the table as an array; False if
-    that is left to Python."""
+    start: Callable[[Any, Any], int]
+    """``start(numbers, request)`` starts a program for its persistent request, with the table as an array.
 
-    activate: Callable[[Any, Any], bool]
-    """``activate(numbers, request)`` makes the request of a program active; False if no progress thread exists."""
+    `REFUSED` if that is left to Python; `WAITING` if the request is active, and the progress thread must be woken."""
+
+    activate: Callable[[Any, Any], int]
+    """``activate(numbers, request)`` makes the request of a program active; else as `start`."""
 
     end: Callable[[Any, Any, bool], int]
     """``end(numbers, request, patient)`` advances an active request, with polls if `patient` and no other is active; at

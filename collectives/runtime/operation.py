@@ -118,10 +118,13 @@ class Operation:
 
     def resume(self, program: Program | CompiledProgram) -> None:
         """Activate the request of a `program` that `start_on` has started; compiled code goes on with it, if it can."""
-        if program.deferred or not mpi_is_thread_safe() or not program.activate_for(self):
+        result = program.activate_for(self) if mpi_is_thread_safe() and not program.deferred else REFUSED
+        if result == REFUSED:
             with progress_lock:
                 program.ended = False
                 self.activate()
+        elif result == WAITING:
+            progress_thread.ensure()
 
     def _start_program(self) -> None:
         if self.tag is not None and isinstance(self.program, Program):

@@ -173,13 +173,11 @@ class Program:
         """False: compiled code does not manage a request of this program (see `call_kernel.Functions`)."""
         return False
 
-    start_for = activate_for = runs_for
-
     def end_for(self, *_: object) -> int:
         """Return that Python code advances the request; see `runs_for`."""
         return REFUSED
 
-    take_back = end_for
+    start_for = activate_for = take_back = end_for
 
     def free(self) -> None:
         self.calls = (_freed,)

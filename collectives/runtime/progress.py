@@ -108,12 +108,11 @@ def run_program(program: Program) -> None:
 class ProgressThread:
     """Thread that advances active requests while the program does not. Errors are kept for those who wait for them.
 
-    It is started with a request (`ensure`, while holding `progress_lock`), and sleeps longer the longer nothing
-    advances. Without active requests it soon rests, since checks take time from the program, and later ends. Compiled
-    programs of long messages (`deferred`) run in portions, without the interpreter's lock (GIL) and without
-    `progress_lock`, so that other threads compute and call other methods meanwhile; a portion ends when it has waited a
-    millisecond for other ranks. If the MPI is not thread-safe, the thread advances only requests that are within the
-    node, and leaves their completion to the program.
+    It is started with a request (`ensure`), and sleeps longer the longer nothing advances. Without active requests it
+    soon rests, since checks take time from the program, and later ends. Compiled programs of long messages (`deferred`)
+    run in portions, without the interpreter's lock (GIL) and without `progress_lock`, so that other threads compute and
+    call other methods meanwhile; a portion ends when it has waited a millisecond for other ranks. If the MPI is not
+    thread-safe, the thread advances only requests that are within the node, and leaves their completion to the program.
     """
 
     def __init__(self) -> None:
@@ -126,16 +125,17 @@ class ProgressThread:
         self._ending = False
 
     def ensure(self) -> None:
-        """Start the thread unless it exists, or end its rest; the caller holds `progress_lock`."""
-        if self._ending or progress_words[HAS_THREAD]:
-            return
-        rests = self.thread is not None
-        if not rests:
-            self.thread = threading.Thread(target=self._run, name="chorus-progress", daemon=True)
-            self.thread.start()
-        progress_words[HAS_THREAD] = 1
-        if rests:
-            self.wake()
+        """Start the thread unless it exists, or end its rest."""
+        with progress_lock:
+            if self._ending or progress_words[HAS_THREAD]:
+                return
+            rests = self.thread is not None
+            if not rests:
+                self.thread = threading.Thread(target=self._run, name="chorus-progress", daemon=True)
+                self.thread.start()
+            progress_words[HAS_THREAD] = 1
+            if rests:
+                self.wake()
 
     def wake(self) -> None:
         """Let the thread check now, before a call that blocks in MPI or after the start of work that it is to do."""
@@ -168,7 +168,7 @@ class ProgressThread:
     def _rest(self) -> bool:
         """Sleep until a request is started; False if none is, and the thread is to end."""
         with progress_lock:
-            progress_words[HAS_THREAD] = 0  # first: from here on compiled code starts no request
+            progress_words[HAS_THREAD] = 0  # first: compiled code that starts a request from here on calls `ensure`
             if active_requests:
                 progress_words[HAS_THREAD] = 1
         end = time.monotonic() + REST

@@ -34,11 +34,6 @@ def _active_requests(t):
 
 
 @_compile
-def _has_thread(t):
-    return word_at(word_at(t, table.PROGRESS), table.HAS_THREAD) != 0
-
-
-@_compile
 def _count_attempt(t):
     words = word_at(t, table.PROGRESS)
     set_word_at(words, table.ATTEMPTS, word_at(words, table.ATTEMPTS) + 1)
@@ -46,9 +41,11 @@ def _count_attempt(t):
 
 @_compile
 def _activate(t, request):
+    """Make a request active; `DONE`, or `WAITING` if no progress thread is awake."""
     _count_attempt(t)
     set_word_at(t, table.REQUEST, request)
     _append(_active_requests(t), request)
+    return table.DONE if word_at(word_at(t, table.PROGRESS), table.HAS_THREAD) else table.WAITING
 
 
 @_compile
@@ -68,19 +65,13 @@ def _is_idle(t):
 
 def start(numbers, request):
     t = _address(numbers)
-    if not (_is_idle(t) and _has_thread(t)):
-        return False
-    if advance(t, 0) != table.DONE:
-        _activate(t, object_address(request))
-    return True
+    if not _is_idle(t):
+        return table.REFUSED
+    return table.DONE if advance(t, 0) == table.DONE else _activate(t, object_address(request))
 
 
 def activate(numbers, request):
-    t = _address(numbers)
-    if not _has_thread(t):
-        return False
-    _activate(t, object_address(request))
-    return True
+    return _activate(_address(numbers), object_address(request))
 
 
 def end(numbers, request, patient):

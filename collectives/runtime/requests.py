@@ -11,8 +11,8 @@ from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.compiled_program import compile_program
 from collectives.runtime.operation import Operation, acquire_progress, release_progress
 from collectives.runtime.program import Program
-from collectives.runtime.program_table import DONE
-from collectives.runtime.progress import active_requests, progress, progress_lock, progress_until
+from collectives.runtime.program_table import DONE, REFUSED, WAITING
+from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
 from collectives.runtime.request_lists import start_all, test_all, wait_all
 
 COMPILE_AFTER = 10
@@ -82,8 +82,11 @@ class Request(Operation):
 
     def Start(self) -> None:
         """Start a persistent request; raises InvalidArgument if it is active, freed, broken or not persistent."""
-        if not self.program.start_for(self):
+        result = self.program.start_for(self)
+        if result == REFUSED:
             self._start()
+        elif result == WAITING:
+            progress_thread.ensure()
 
     def _start(self) -> None:
         acquire_progress()

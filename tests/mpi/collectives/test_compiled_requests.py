@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -15,7 +16,8 @@ from collectives.errors import InvalidArgument
 from collectives.runtime import program_cache, requests
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.native_requests import EndedRequest
-from collectives.runtime.progress import active_requests
+from collectives.runtime.program_table import HAS_THREAD
+from collectives.runtime.progress import active_requests, progress_words
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="all is left to Python then")
@@ -64,6 +66,26 @@ def test_starts_and_waits(quick):
         bound.check(factor)
         assert not bound.request.active and bound.request.Wait() and bound.request.Test()
     assert bound.request not in active_requests
+
+
+def test_starts_without_a_progress_thread(quick, world, monkeypatch):
+    """Compiled code starts requests while the thread rests, and wakes it if they are still active."""
+    bound = Sum(quick)
+    monkeypatch.setattr(requests.Request, "_start", lambda _: pytest.fail("Python code has started it"))
+    for factor in range(3):
+        deadline = time.monotonic() + 60
+        while progress_words[HAS_THREAD]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        world.Barrier()
+        if world.Get_rank() == 0:
+            bound.start(factor)
+            assert bound.request.active and progress_words[HAS_THREAD], "the other ranks have not started"
+        world.Barrier()
+        if world.Get_rank() > 0:
+            bound.start(factor)
+        bound.request.Wait()
+        bound.check(factor)
 
 
 @pytest.mark.parametrize("n", [1, 1000, 100_000])
