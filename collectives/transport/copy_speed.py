@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,6 +63,7 @@ class MessageSpeed(NamedTuple):
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
+@cache
 def copies_past_caches() -> bool:
     """True if compiled code copies into shared memory by stores past the caches."""
     return IS_X86 and find_spec("numba") is not None
