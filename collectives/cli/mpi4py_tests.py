@@ -4,16 +4,17 @@
     python scripts/mpi4py_tests.py --ranks 3 test_cco_buf test_request
 
 The tests come from the source distribution of the installed mpi4py, which pip downloads the first time. Each file is an
-mpiexec of its own, under the MPI of this Python's environment; MPIEXEC names another. A file with failures runs once
-more on the MPI's own communicators: tests that fail there too are shown and do not count. Files and the cases left out,
-with reasons, are the tables of collectives/conformance/test_files.py. The last lines are a table of the outcomes by
-number of ranks. Ends with status 1 if a test fails, or if a file was left without time.
+mpiexec of its own, under the MPI of this Python's environment; MPIEXEC names another. Tests that fail run once more on
+the MPI's own communicators: those that fail there too are shown and do not count. Files and the cases left out, with
+reasons, are the tables of collectives/conformance/test_files.py. The last lines are a table of the outcomes by number
+of ranks. Ends with status 1 if a test fails, or if a file was left without time.
 """
 
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,22 +53,31 @@ def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
     return outcomes, all("" in lines for lines in ranks)
 
 
-def run(mpiexec: str, ranks: int, module: str, seconds: float, native: bool = False) -> dict[str, Outcome]:
+def run(
+    mpiexec: str,
+    ranks: int,
+    module: str,
+    seconds: float,
+    limit: float,
+    native: bool = False,
+    without: Iterable[str] = (),
+) -> dict[str, Outcome]:
     """Run one test module of mpi4py on `ranks` ranks; return outcomes by test, and the launch's if that failed.
 
-    A test that ends or holds up the ranks costs the launch; the tests after it run in another one.
+    A test that ends the ranks, or takes more than `seconds`, costs the launch; the tests after it run in another one.
+    A launch is ended after `limit` seconds. `without`: names of tests that are not run.
     """
     outcomes: dict[str, Outcome] = {}
     while True:
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "known").write_text("\n".join(outcomes))
+            Path(folder, "known").write_text("\n".join([*without, *outcomes]))
             launch = Launch(mpiexec, ranks, "collectives.conformance.test_rank", Path(folder))
-            status, output = launch.run([str(fetched()), module, str(seconds), *["--native"] * native], 10 * seconds)
+            status, output = launch.run([str(fetched()), module, str(seconds), *["--native"] * native], limit)
             found, ended = collected(launch)
         outcomes |= found
         if status == 0 and ended:
             return outcomes
-        if ended or not found:
+        if ended or not found or status is None:
             outcomes[f"{module} (the launch)"] = Outcome("failed", describe_end(status, output))
             return outcomes
 
@@ -132,12 +142,15 @@ def main(argv: list[str] | None = None) -> int:
                 total["not run"] += 1
                 print(f"{module:22} {size} ranks  not run: no time is left", flush=True)
                 continue
-            outcomes = run(mpiexec, size, module, args.limit)
+            start = time.perf_counter()
+            outcomes = run(mpiexec, size, module, args.limit, max(10 * args.limit, args.budget - start + began))
             failed = {name for name, (kind, _) in outcomes.items() if kind == "failed"}
-            natively = run(mpiexec, size, module, args.limit, native=True) if failed else {}
+            without = outcomes.keys() - failed
+            natively = run(mpiexec, size, module, args.limit, 10 * args.limit, True, without) if failed else {}
             also = {name for name in failed if name in natively and natively[name].kind == "failed"}
             also.discard(f"{module} (the launch)")
-            print(f"{module:22} {size} ranks  {cell(outcomes, also)}", flush=True)
+            took = time.perf_counter() - start
+            print(f"{module:22} {size} ranks {took:4.0f} s  {cell(outcomes, also)}", flush=True)
             for name in sorted(failed - also):
                 messages.setdefault(name, outcomes[name].text)
                 print(f"    {name}", flush=True)

@@ -1,4 +1,4 @@
-"""Programs run on several ranks under mpiexec, killed after a time limit."""
+"""Programs run on several ranks under mpiexec, ended after a time limit and by signals to this process."""
 
 import json
 import os
@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+
+GRACE = 5
+"""Seconds that mpiexec has to end its ranks."""
 
 
 def find_mpiexec() -> str | None:
@@ -21,14 +25,60 @@ def find_mpiexec() -> str | None:
     return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
 
 
+def descendants(process: int) -> list[int]:
+    """Processes that a process has started, and those started by them."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            children[int(fields[1])].append(int(file.parent.name))
+    found = [process]
+    for parent in found:
+        found += children[parent]
+    return found[1:]
+
+
+def end_ranks(launcher: subprocess.Popen[Any]) -> None:
+    """End mpiexec and all its ranks: by SIGTERM to mpiexec, then by SIGKILL to what is left after `GRACE` seconds."""
+    processes = descendants(launcher.pid)  # under MPICH and Intel MPI each rank is a session of its own
+    launcher.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(GRACE)
+    launcher.kill()
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    launcher.wait()
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGINT and SIGTERM, whose default action ends a process without its ``finally`` clauses.
+
+    Later ones are ignored meanwhile: ``timeout`` sends two, one of them to the process group.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
     """Run Python, which finds the same modules, with `arguments` on all ranks; return status and last lines printed.
 
-    The status is None after `limit` seconds.
+    The status is None after `limit` seconds. The ranks end with this process if SIGINT or SIGTERM ends it.
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)])
     command = [mpiexec, "-n", str(ranks), sys.executable, *arguments]
-    with tempfile.TemporaryFile("w+") as output:
+    with exit_on_signals(), tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,
@@ -39,8 +89,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], limit: float) 
                 status = process.wait(limit)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end_ranks(process)
         output.seek(0)
         return status, "\n".join(output.read().splitlines()[-40:])
 

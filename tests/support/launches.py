@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,11 @@ def ended(process):
         return process.communicate()[0]
     finally:
         process.kill()
+
+
+def is_alive(process):
+    """True for the id of a process that runs; False after its end, even before its parent has taken note of it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

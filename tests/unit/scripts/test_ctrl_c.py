@@ -7,10 +7,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from support.launches import MPIEXEC, needs_mpiexec
+from support.launches import MPIEXEC, is_alive, needs_mpiexec
 from support.tiers import default
 
 from collectives.conformance.launches import ROOT
@@ -56,13 +55,6 @@ work(comms[0], 10**9)
 
 SECONDS = 100
 """Until all ranks must have ended: some only get to know of it by the abort of another one."""
-
-
-def is_alive(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def interrupted(folder, ranks, threads, delay, interrupt):

@@ -33,7 +33,7 @@ def test_every_test_has_an_outcome(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "arrayimpl.py").write_text("ArrayBackends = []")
     monkeypatch.setattr(mpi4py_tests, "fetched", lambda: tmp_path)
-    outcomes = mpi4py_tests.run(MPIEXEC, 2, "test_some", seconds=20)
+    outcomes = mpi4py_tests.run(MPIEXEC, 2, "test_some", seconds=20, limit=200)
     kinds = {name.rpartition(".")[2]: kind for name, (kind, _) in outcomes.items()}
     assert kinds == {
         "test_a_passes": "passed",
@@ -43,6 +43,10 @@ def test_every_test_has_an_outcome(tmp_path, monkeypatch):
         "test_e_passes": "passed",
     }
     assert "time.sleep" in outcomes["test_some.Test.test_c_hangs"].text or "in test_c_hangs" in str(outcomes)
+    failed = [name for name, (kind, _) in outcomes.items() if kind == "failed"]
+    without = [name for name in outcomes if name not in failed[:1]]
+    natively = mpi4py_tests.run(MPIEXEC, 2, "test_some", 20, limit=200, native=True, without=without)
+    assert list(natively) == failed[:1] and natively[failed[0]].kind == "failed"
     assert mpi4py_tests.cell(outcomes, {"test_some.Test.test_c_hangs"}) == "2, 2 FAILED, 1 failed, natively too"
 
 
