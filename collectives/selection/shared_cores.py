@@ -1,8 +1,10 @@
 """Cost of a collective among more ranks than cores: the work of all ranks, divided by the cores.
 
 Where ranks take turns on the cores, a rank that waits costs nothing, but one that goes on must first be scheduled. It
-waits once for all messages that may be under way at the same time. Messages and reductions of different ranks do not
-overlap, so their total counts, and segments bring no gain. The constants fit measurements of four ranks on two cores.
+waits once for all messages that may be under way at the same time. Messages and reductions of different ranks rarely
+overlap, so their total counts, and segments bring no gain; a part of the critical path is added, since cores are idle
+where only one rank has work. If rank 0 waits for others, all of them must have had a turn before it goes on. The
+constants fit measurements of four ranks on two cores.
 """
 
 from functools import lru_cache
@@ -14,20 +16,27 @@ from collectives.analysis.matching import causal_levels
 from collectives.schedule.semantics import vector
 from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
 
-RESUME = 5e-6
+TURN = 19e-6
+"""Seconds until all ranks have had a turn on the cores."""
+
+RESUME = 1.4e-6
 """Seconds of core time for a rank to go on after it waited for messages."""
 
-MESSAGE = 4e-6
+MESSAGE = 0.1e-6
 """Seconds of core time per message, sent and received."""
 
-BETA, GAMMA = 0.2e-9, 0.28e-9
-"""Seconds to move a byte to another rank, and to combine a byte."""
+BETA, GAMMA = 0.19e-9, 0.15e-9
+"""Seconds of core time to move a byte to another rank, and to combine a byte."""
+
+CRITICAL = 0.25
+"""Share of the bytes on the critical path that is added."""
 
 
 class TotalWork(NamedTuple):
-    """Work of all ranks of a schedule: waits, messages, and vectors that they move and combine."""
+    """Work of all ranks of a schedule: waits, those of rank 0, messages, and vectors that they move and combine."""
 
     waits: int
+    of_first: int
     messages: int
     moved: float
     combined: float
@@ -37,16 +46,18 @@ class TotalWork(NamedTuple):
 def total_work(collective: str, name: str, size: int) -> TotalWork:
     """Work of all ranks of an algorithm that does not use the topology; bytes as parts of the whole vector.
 
-    >>> total_work("allreduce", "recursive_doubling", 4), total_work("scatter", "linear", 4)
-    (TotalWork(waits=8, messages=8, moved=8.0, combined=8.0), TotalWork(waits=3, messages=3, moved=0.75, combined=0.0))
+    >>> total_work("allreduce", "recursive_doubling", 4)
+    TotalWork(waits=8, of_first=2, messages=8, moved=8.0, combined=8.0)
+    >>> total_work("scatter", "linear", 4)
+    TotalWork(waits=3, of_first=0, messages=3, moved=0.75, combined=0.0)
     """
     schedules, blocks = catalog.build_all(collective, name, size), catalog.blocks(collective, name, size)
     steps = list(chain.from_iterable(chain.from_iterable(schedules)))
     sends = [_count(step.chunks) for step in steps if isinstance(step, Send)]
     combined = sum(_count(step.chunks) for step in steps if isinstance(step, RecvReduce))
     combined += sum(_count(step.source) for step in steps if isinstance(step, Reduce))
-    whole = vector(collective, size, blocks)
-    return TotalWork(len(causal_levels(schedules)), len(sends), sum(sends) / whole, combined / whole)
+    whole, waits = vector(collective, size, blocks), [rank for rank, _ in causal_levels(schedules)]
+    return TotalWork(len(waits), waits.count(0), len(sends), sum(sends) / whole, combined / whole)
 
 
 def _count(chunks: Chunks) -> int:
@@ -58,6 +69,6 @@ def predict_on_shared_cores(collective: str, name: str, size: int, nbytes: int, 
     entry, work = catalog.find(collective, name), total_work(collective, name, size)
     formulas = entry.beta or entry.volume, entry.gamma or entry.combined
     moved, combined = (float(catalog.evaluate(each, size)) for each in formulas)
-    latency = (RESUME * work.waits + MESSAGE * work.messages) / cores
-    bandwidth = BETA * max(moved, work.moved / cores) + GAMMA * max(combined, work.combined / cores)
+    latency = (RESUME * work.waits + MESSAGE * work.messages) / cores + (TURN if work.of_first else 0.0)
+    bandwidth = BETA * (work.moved / cores + CRITICAL * moved) + GAMMA * (work.combined / cores + CRITICAL * combined)
     return latency + nbytes * bandwidth

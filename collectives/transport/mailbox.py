@@ -76,7 +76,8 @@ each makes both copies; the fourth for messages that are reduced: by address the
 the sender cannot reduce."""
 
 COPIED_WHOLE = 4
-"""All limits, in cells, if ranks share cores or copies cannot go past the caches."""
+"""All limits, in cells, if copies cannot go past the caches; and the first one if ranks share cores. The others are one
+cell then: the work of all copies counts, and by address there is one."""
 
 ONE_COPY = (1 << 16) - 1
 """Bytes of the longest messages that go through cells where one copy between the processes takes less time than two
@@ -233,12 +234,17 @@ class NodeMemory:
         one_copy = self.speed.one_copy_pays and not far
         self.copied = FAR_COPIED if self.far else ONE_COPY if one_copy else CELL
         self.copied_compiled = CELL if far and copies_past_caches() else self.copied
-        limits = STREAMED if far else STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED
+        self.streamed, self.streamed_both_ways, self.streamed_reduced = self._streamed_limits(far, one_copy)
+
+    def _streamed_limits(self, far: bool, one_copy: bool) -> tuple[int, int, int]:
+        """Return `streamed`, `streamed_both_ways` and `streamed_reduced`. Collective."""
+        if reduced(self.comm, self.shares_cores, MPI.LOR):
+            return self.cells[0] * COPIED_WHOLE, self.cells[0], self.cells[0]
         if one_copy:
-            limits = (0, 0, 0)
-        elif not reduced(self.comm, copies_past_caches() and not self.shares_cores, MPI.LAND):
-            limits = (COPIED_WHOLE * self.cells[0],) * 3
-        self.streamed, self.streamed_both_ways, self.streamed_reduced = limits
+            return 0, 0, 0
+        if not reduced(self.comm, copies_past_caches(), MPI.LAND):
+            return (COPIED_WHOLE * self.cells[0],) * 3
+        return STREAMED if far else STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED
 
     def _reads_and_writes(self) -> tuple[bool, bool]:
         """If all ranks of the node may read, and may write, each other's memory (cross-memory attach). Collective."""

@@ -14,7 +14,7 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select
 from collectives.selection.cost_model import BUILT_IN, Costs, measured_costs, network, uniform_network
 from collectives.selection.select import CallTraits, Selector, formula
-from collectives.selection.shared_cores import BETA, MESSAGE, RESUME, predict_on_shared_cores, total_work
+from collectives.selection.shared_cores import BETA, CRITICAL, MESSAGE, RESUME, TURN, predict_on_shared_cores, total_work
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.network_speed import NetworkSpeed
@@ -160,9 +160,11 @@ def test_large_clusters_are_priced_by_a_part(monkeypatch):
 
 def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     n, work = 1 << 20, total_work("broadcast", "linear", 4)
-    assert work == (3, 3, 3.0, 0.0)
-    expected = (RESUME + MESSAGE) * 3 / 2 + n * BETA * 3
+    assert work == (3, 0, 3, 3.0, 0.0)
+    expected = (RESUME + MESSAGE) * 3 / 2 + n * BETA * (3 / 2 + CRITICAL * 3)
     assert predict_on_shared_cores("broadcast", "linear", 4, n, 2) == pytest.approx(expected)
+    gathered = (RESUME + 3 * MESSAGE) / 2 + TURN + n * BETA * 3 / 4 * (1 / 2 + CRITICAL)
+    assert predict_on_shared_cores("gather", "linear", 4, n, 2) == pytest.approx(gathered)
     alone, shared = Selector(4), Selector(4, cores=2)
     assert alone.decide(CallTraits("allreduce", 8)).algorithm == "recursive_doubling"
     assert shared.decide(CallTraits("allreduce", 8)).choice == ("linear", 1)  # half of the waits
