@@ -10,7 +10,7 @@ from collectives.schedule.topology import Nodes
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.network_speed import NetworkSpeed
 
-CALL = 1.5e-6
+CALL = 0.7e-6
 """Seconds of a compiled call without its messages, from when the first rank starts until the last one ends."""
 
 MESSAGE = 0.6e-6
