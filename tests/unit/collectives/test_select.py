@@ -14,7 +14,15 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select
 from collectives.selection.cost_model import BUILT_IN, Costs, measured_costs, network, uniform_network
 from collectives.selection.select import CallTraits, Selector, formula
-from collectives.selection.shared_cores import BETA, CRITICAL, MESSAGE, RESUME, TURN, predict_on_shared_cores, total_work
+from collectives.selection.shared_cores import (
+    BETA,
+    CRITICAL,
+    MESSAGE,
+    RESUME,
+    TURN,
+    predict_on_shared_cores,
+    total_work,
+)
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.network_speed import NetworkSpeed
