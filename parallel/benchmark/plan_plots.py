@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel.benchmark.plan_report import PlanQuestion
-from parallel.forecast.step_timeline import CAUSES, StepTimeline
+from parallel.benchmark.plan_timeline import drawn_part, title
+from parallel.benchmark.training_output import short
+from parallel.forecast.step_timeline import IDLE, NETWORK, SHARED, STEP, StepTimeline
 from parallel.planner.layout import accumulation
 from parallel.planner.memory import MEMORY_KINDS, over_time
 from parallel.planner.search import PlanChoice
@@ -19,17 +21,18 @@ def draw_memory(path: Path, question: PlanQuestion, choice: PlanChoice) -> None:
     from matplotlib.figure import Figure
 
     layout, limit = choice.layout, question.setup.device.memory / 1e9
+    rounds = accumulation(layout, question.sequences)
     stages = sorted({*range(min(STAGES - 1, layout.pp)), layout.pp - 1})
     figure = Figure(figsize=(8, 1.2 + 1.6 * len(stages)), layout="constrained")
     axes = figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
     for axis, stage in zip(axes, stages):
-        changes = over_time(question.model, layout, accumulation(layout, question.sequences), stage)
+        changes = over_time(question.model, layout, rounds, stage)
         times = [float(change.time) for change in changes]
         memory, bottom = choice.memory[stage], [0.0] * len(times)
-        alive = [change.nbytes / 1e9 for change in changes]
-        rest = memory["activations"] / 1e9 - max(alive)
+        moving = {"activations": [change.saved for change in changes]}
+        moving["recomputed"] = [change.recomputed for change in changes]
         for kind in MEMORY_KINDS:
-            values = [each + rest for each in alive] if kind == "activations" else [memory[kind] / 1e9] * len(times)
+            values = [nbytes / 1e9 for nbytes in moving.get(kind, [memory[kind]] * len(times))]
             if not max(values):
                 continue
             top = [low + value for low, value in zip(bottom, values)]
@@ -39,10 +42,8 @@ def draw_memory(path: Path, question: PlanQuestion, choice: PlanChoice) -> None:
         axis.set_ylabel(f"stage {stage}\nGB")
         axis.set_ylim(0, 1.1 * limit)
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=len(MEMORY_KINDS), fontsize=8, frameon=False)
-    axes[-1].set_xlabel("time (forward pass of a layer = 1)")
-    figure.suptitle(
-        f"{question.model_name} on {question.devices} x {question.setup.cluster.device}: {layout}", fontsize=9
-    )
+    axes[-1].set_xlabel(f"time (forward pass of a layer = 1){drawn_part(layout, rounds)}")
+    figure.suptitle(title(question, choice), fontsize=9)
     figure.savefig(path, dpi=120)
 
 
@@ -99,6 +100,8 @@ def _draw_speeds(axis: Any, plans: Sequence[tuple[PlanQuestion, PlanChoice | Non
     axis.plot(places, ideal, color="grey", lw=0.8, ls="--", label="efficiency of the first")
     axis.plot(places, tokens, marker="o", color="#0b6fbf", label="predicted")
     axis.set_yscale("log", base=10)
+    axis.yaxis.set_major_formatter(lambda y, _: short(y))
+    axis.yaxis.set_minor_formatter(lambda y, _: short(y) if max(tokens) < 10 * min(tokens) else "")
     axis.set_ylabel("tokens/s")
     axis.legend(fontsize=8, frameon=False, loc="upper left")
 
@@ -114,7 +117,16 @@ def _draw_parts(axis: Any, choices: Sequence[PlanChoice | None]) -> None:
     axis.set_ylabel("share of the step, %")
 
 
-COLOURS = dict(zip(CAUSES, ("#0b6fbf", "#e07b00", "#c4453b", "#bbbbbb", "#2a9d52", "#5b4fc4"), strict=True))
+DRAWN = PARTS | {
+    SHARED: (SHARED, "#e07b00"),
+    NETWORK: (NETWORK, "#c4453b"),
+    IDLE: (IDLE, "#bbbbbb"),
+    STEP: (STEP, "#5b4fc4"),
+}
+"""Label and colour of the causes of spans, on a cluster (`StepTime`) and here (`CAUSES`)."""
+
+MOST_EDGES = 400
+"""Spans of a picture up to which they have edges."""
 
 
 def draw_step(path: Path, title: str, step: StepTimeline) -> None:
@@ -123,17 +135,20 @@ def draw_step(path: Path, title: str, step: StepTimeline) -> None:
     from matplotlib.patches import Patch
 
     lanes = list(dict.fromkeys(span.lane for span in step.spans))
+    causes = list(dict.fromkeys(span.cause for span in step.spans))
+    unit, scale = ("s", 1.0) if max(span.end for span in step.spans) >= 10 else ("ms", 1e3)
     figure = Figure(figsize=(10, 1.4 + 0.4 * len(lanes)), layout="constrained")
     axis = figure.subplots()
-    for span in step.spans:
-        place = lanes.index(span.lane) - 0.4, 0.8
-        width = 1e3 * (span.end - span.start)
-        axis.broken_barh([(1e3 * span.start, width)], place, facecolors=COLOURS[span.cause], edgecolor="white", lw=0.4)
+    width = 0.4 * (len(step.spans) <= MOST_EDGES)
+    for row, lane in enumerate(lanes):
+        for cause in causes:
+            spans = [span for span in step.spans if (span.lane, span.cause) == (lane, cause)]
+            bars = [(scale * span.start, scale * (span.end - span.start)) for span in spans]
+            axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=DRAWN[cause][1], edgecolor="white", lw=width)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.set_ylim(len(lanes) - 0.5, -0.5)
-    axis.set_xlabel("ms")
-    causes = list(dict.fromkeys(span.cause for span in step.spans))
-    handles = [Patch(color=COLOURS[cause], label=cause) for cause in causes]
+    axis.set_xlabel(unit)
+    handles = [Patch(color=colour, label=label) for label, colour in map(DRAWN.__getitem__, causes)]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from collectives.benchmark.size_arguments import format_time
 from parallel.benchmark.training_output import format_share, short
-from parallel.planner.flops import CONVENTIONS, forward_flops, training_cost
+from parallel.planner.flops import CONVENTIONS, OperatorCost, forward_flops, operators, training_cost
 from parallel.planner.layout import accumulation
 from parallel.planner.memory import MEMORY_KINDS
 from parallel.planner.search import PlanChoice, Rejection, SearchResult
@@ -49,7 +50,9 @@ def report(
         lines += ["", *_batch_lines(question, best), "", *_memory_lines(question, best)]
         if tokens is not None:
             lines += ["", *_training_lines(question, best, tokens, price)]
-    return "\n".join([*lines, "", *_rejection_lines(found)])
+    if found.rejected:
+        lines += ["", *_rejection_lines(found)]
+    return "\n".join(lines)
 
 
 def _headline(question: PlanQuestion) -> Iterator[str]:
@@ -69,6 +72,21 @@ def _flops_lines(question: PlanQuestion) -> Iterator[str]:
     yield f"a step: {question.step_flops:.3g} FLOPs in matrix products, without causal mask: {shares}"
     simple = CONVENTIONS["6n"](question.model, question.model.context) * question.tokens
     yield f"        {simple:.3g} FLOPs as 6 x parameters x tokens"
+
+
+def operator_lines(question: PlanQuestion) -> Iterator[str]:
+    """Table of the matrix products of one sequence's forward pass: FLOPs, intensity, and least time on one device."""
+    device, precision, costs = question.setup.device, question.setup.precision, [*operators(question.model)]
+    total, ridge = sum(cost.flops for cost in costs), device.peak_of(precision) / device.bandwidth
+    where = f"memory limits {question.setup.cluster.device}"
+    yield f"products of one sequence's forward pass; below {ridge:.0f} FLOPs a byte {where}"
+    yield f"{'':30}{'m x k x n':>24}{'times':>9}{'share':>8}{'FLOP/byte':>11}{'least':>11}  limit"
+    for cost in costs:
+        limit = "memory" if cost.intensity() < ridge else "products"
+        shape, name = f"{cost.m} x {cost.k} x {cost.n}", f"{cost.part}: {cost.name}"
+        least = format_time(cost.seconds(device, precision))
+        share = format_share(cost.flops / total)
+        yield f"{name:30}{shape:>24}{cost.repeats:>9}{share:>8}{cost.intensity():>11.4g}{least:>11}  {limit}"
 
 
 def _batch_lines(question: PlanQuestion, choice: PlanChoice) -> Iterator[str]:
@@ -91,7 +109,7 @@ def _choice_lines(question: PlanQuestion, found: SearchResult, top: int) -> Iter
         seconds = choice.time.total
         parts = {name: share for name in fields if (share := getattr(choice.time, name) / seconds) >= 0.005}
         shares = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda item: -item[1]))
-        speed = f"{seconds:>8.3g}s{short(question.tokens / seconds):>10}{question.mfu(seconds):>6.0%}"
+        speed = f"{short(seconds):>8}s{short(question.tokens / seconds):>10}{question.mfu(seconds):>6.0%}"
         yield f"{choice.nbytes / 1e9:>6.1f}{speed}  {choice.layout}"
         yield f"{'':33}{shares}"
 
@@ -136,10 +154,17 @@ def as_dict(question: PlanQuestion, found: SearchResult, top: int) -> dict[str, 
         "step_flops": question.step_flops,
         "flops_convention": "exact",
         "fitting": len(found.choices),
+        "operators": [_operator_dict(question, each) for each in operators(question.model)],
         "choices": [_choice_dict(question, each) for each in found.choices[:top]],
         "slower": [_slower_dict(each, found.choices[0]) for each in found.choices[top:]],
         "rejected": [_rejection_dict(each) for each in found.rejected],
     }
+
+
+def _operator_dict(question: PlanQuestion, cost: OperatorCost) -> dict[str, Any]:
+    """Product of one sequence's forward pass, with its least seconds on one device (roofline)."""
+    least = cost.seconds(question.setup.device, question.setup.precision)
+    return cost._asdict() | {"flops": cost.flops, "intensity": cost.intensity(), "least_seconds": least}
 
 
 def _choice_dict(question: PlanQuestion, choice: PlanChoice) -> dict[str, Any]:

@@ -11,12 +11,21 @@ numbers of the model; times are estimates.
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.plan_report import PlanQuestion, as_dict, report
-from parallel.cli.plan_arguments import add_json, add_setup, check_files, expect_tokens, setup_of, write_json
+from parallel.benchmark.plan_report import PlanQuestion, as_dict, operator_lines, report
+from parallel.cli.plan_arguments import (
+    MOST_DEVICES,
+    add_json,
+    add_setup,
+    check_files,
+    expect_tokens,
+    setup_of,
+    write_json,
+)
 from parallel.planner.checked import lookup
 from parallel.planner.layout import COMPRESSED_BITS, ClusterLayout
 from parallel.planner.presets import Presets, load
@@ -58,16 +67,49 @@ def fixed_fields(text: str) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(
                 f"expected NAME=VALUE with names out of {', '.join(kinds)}; found {word!r}"
             )
-        if kinds[name] is not str and not value.isdecimal():
-            raise argparse.ArgumentTypeError(f"{name}: expected a whole number, found {value!r}")
-        if kinds[name] is bool and value not in ("0", "1"):
-            raise argparse.ArgumentTypeError(f"{name}: expected 0 or 1, found {value!r}")
-        found[name] = value if kinds[name] is str else bool(int(value)) if kinds[name] is bool else int(value)
+        try:
+            found[name] = READERS[kinds[name]](value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}, found {value!r}") from None
     try:
         ClusterLayout(**found)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return found
+
+
+def whole_number(text: str) -> int:
+    """Whole number of up to nine decimal digits; ValueError for another text."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
+        raise ValueError(f"expected a whole number of at most {MOST_DIGITS} digits")
+    return int(text)
+
+
+def truth(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """Layers of each part of the model, empty for even ones; ValueError for another text.
+
+    >>> layer_numbers("3x8+6")
+    (8, 8, 8, 6)
+    """
+    found: list[int] = []
+    for word in text.split("+") if text != EVEN else ():
+        count, times, number = word.rpartition("x")
+        try:
+            found += [whole_number(number)] * (min(whole_number(count), MOST_DEVICES) if times else 1)
+        except ValueError:
+            raise ValueError(f"expected {EVEN}, or layers of every part as 3x8+6") from None
+    return tuple(found)
+
+
+MOST_DIGITS, EVEN = 9, "even"
+READERS: dict[type, Callable[[str], Any]] = {str: str, int: whole_number, bool: truth, tuple: layer_numbers}
+"""Readers of a layout's fields by their type."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,8 +129,10 @@ def parser() -> argparse.ArgumentParser:
     add("--top", type=at_least(1, int), default=5, metavar="K", help="layouts to print (default 5)")
     add("--tokens", type=token_count, metavar="COUNT", help="tokens of the whole training, for its time: 15T")
     add("--price", type=at_least(0, float), metavar="PRICE", help="of an hour of one device")
+    add("--operators", action="store_true", help="print the matrix products, and what limits each on the device")
     add_json(result)
     add("--plot", type=picture_file, metavar="FILE", help="draw memory over a step of the best layout (PNG, SVG, PDF)")
+    add("--plot-step", type=picture_file, metavar="FILE", help="draw its stages over time, by cause")
     add("--plot-nodes", type=picture_file, metavar="FILE", help="draw the best layouts from one node to all devices")
     return result
 
@@ -123,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command.parse_args(argv)
     try:
         question = question_of(arguments, load(arguments.presets))
-        check_files(arguments, "plot", "plot_nodes", "json")
+        check_files(arguments, "plot", "plot_step", "plot_nodes", "json")
     except (ValueError, OSError) as error:
         command.error(str(error))
     model, setup = question.model, question.setup
@@ -133,12 +177,22 @@ def main(argv: list[str] | None = None) -> int:
         command.error(f"--fix: no layout of {question.devices} devices has {given}")
     if arguments.json != "-":
         print(report(question, found, arguments.top, arguments.tokens, arguments.price))
+        if arguments.operators:
+            print("\n" + "\n".join(operator_lines(question)))
     write_json(arguments.json, as_dict(question, found, arguments.top))
     if arguments.plot and found.choices:
         from parallel.benchmark.plan_plots import draw_memory
 
         draw_memory(arguments.plot, question, found.choices[0])
         print(f"{arguments.plot} drawn", file=sys.stderr)
+    if arguments.plot_step and found.choices:
+        from parallel.benchmark.plan_plots import draw_step
+        from parallel.benchmark.plan_timeline import predicted_timeline, title
+
+        draw_step(
+            arguments.plot_step, title(question, found.choices[0]), predicted_timeline(question, found.choices[0])
+        )
+        print(f"{arguments.plot_step} drawn", file=sys.stderr)
     if arguments.plot_nodes and found.choices:
         from parallel.benchmark.plan_plots import draw_nodes
 

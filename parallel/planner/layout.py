@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import accumulate, groupby, pairwise
 
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.planner.checked import expect_at_least, lookup
@@ -13,7 +14,7 @@ RECOMPUTE = ("none", "selective", "full")
 COMPRESSED_BITS = {"int8": 8, "int4": 4}
 """Bits of an element of compressed gradients, beside a float32 scale for each block."""
 
-NO_COMPRESSION = "none"
+NO_COMPRESSION, DEFAULT_SCHEDULE = "none", "1f1b"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class ClusterLayout:
         Pipeline schedule, and parts of the model on a stage.
     compress : str
         Compression of gradients between replicas, with error feedback: none, or of `COMPRESSED_BITS`.
+    layers : tuple of int
+        Layers of each part of the model; empty: numbers that differ by at most one.
     """
 
     dp: int = 1
@@ -44,9 +47,10 @@ class ClusterLayout:
     sequence: bool = False
     micro_batch: int = 1
     recompute: str = "none"
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     virtual: int = 1
     compress: str = NO_COMPRESSION
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         expect_at_least(self, 1, "dp", "tp", "pp", "cp", "ep", "micro_batch", "virtual")
@@ -59,6 +63,8 @@ class ClusterLayout:
             lookup("compress", self.compress, COMPRESSED_BITS)
             if self.zero:
                 raise ValueError(f"compress: expected zero=0, where ranks have whole sums; found zero={self.zero}")
+        if min(self.layers, default=1) < 1:
+            raise ValueError(f"layers: expected 1 or more in every part, found {layers_text(self.layers)}")
 
     @property
     def ranks(self) -> int:
@@ -74,6 +80,10 @@ class ClusterLayout:
         """Parts of the model in pipeline order."""
         return self.pp * self.virtual
 
+    def parts_of(self, stage: int) -> range:
+        """Parts of the model on a pipeline stage."""
+        return range(stage, self.parts, self.pp)
+
     def strides(self) -> dict[str, int]:
         """Distance in devices of neighbours along each axis: tp is innermost, then cp, dp and pp."""
         return {"tp": 1, "cp": self.tp, "dp": self.tp * self.cp, "pp": self.tp * self.cp * self.dp}
@@ -83,7 +93,9 @@ class ClusterLayout:
             f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1
         ]
         words = [" ".join(numbers) or "dp=1", f"zero{self.zero}" * (self.zero > 0), "sp" * self.sequence]
-        words += [f"{self.schedule} v={self.virtual}" * (self.virtual > 1), f"micro-batch {self.micro_batch}"]
+        form = [self.schedule * (self.schedule != DEFAULT_SCHEDULE), f"v={self.virtual}" * (self.virtual > 1)]
+        words += [" ".join(filter(None, form))]
+        words += [f"layers {layers_text(self.layers)}" * bool(self.layers), f"micro-batch {self.micro_batch}"]
         words += [f"recompute {self.recompute}" * (self.recompute != "none")]
         words += [f"compress {self.compress}" * (self.compress != NO_COMPRESSION)]
         return ", ".join(word for word in words if word)
@@ -92,9 +104,21 @@ class ClusterLayout:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-def layer_ranges(model: Transformer, parts: int) -> list[range]:
-    """Layers of each part of the model, numbers of which differ by at most one."""
-    return [range(part * model.layers // parts, (part + 1) * model.layers // parts) for part in range(parts)]
+def layers_text(layers: tuple[int, ...]) -> str:
+    """Numbers of layers as text.
+
+    >>> layers_text((8, 8, 8, 6))
+    '3x8+6'
+    """
+    runs = [(number, len([*same])) for number, same in groupby(layers)]
+    return "+".join(f"{count}x{number}" if count > 1 else str(number) for number, count in runs)
+
+
+def layer_ranges(model: Transformer, layout: ClusterLayout) -> list[range]:
+    """Layers of each part of the model."""
+    parts = layout.parts
+    ends = [*accumulate(layout.layers)] or [part * model.layers // parts for part in range(1, parts + 1)]
+    return [range(start, stop) for start, stop in pairwise([0, *ends])]
 
 
 def misfits(model: Transformer, layout: ClusterLayout, sequences: int) -> Iterator[str]:
@@ -112,6 +136,8 @@ def misfits(model: Transformer, layout: ClusterLayout, sequences: int) -> Iterat
         yield f"cp={cp}: {model.context} positions are no multiple of {2 * cp}"
     if layout.parts > model.layers:
         yield f"{layout.parts} pipeline parts of {model.layers} layers"
+    if layout.layers and (len(layout.layers), sum(layout.layers)) != (layout.parts, model.layers):
+        yield f"layers {layers_text(layout.layers)}: not {model.layers} in {layout.parts} parts"
     if ep > 1 and (experts is None or experts.count % ep):
         yield f"ep={ep} does not divide {experts.count if experts else 0} experts"
     if layout.replicas % ep:

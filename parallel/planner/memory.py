@@ -53,7 +53,7 @@ def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: in
     stage has several parts.
     """
     form = layout.schedule, layout.pp, microbatches, layout.virtual
-    ranges = layer_ranges(model, layout.parts)
+    ranges = layer_ranges(model, layout)
     found = [0] * layout.pp
     for kind, _ in model.kinds():
         sparse = model.is_sparse(kind)
@@ -68,14 +68,6 @@ def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: in
     return found
 
 
-def saved_by_part(model: Transformer, layout: ClusterLayout) -> list[int]:
-    """Bytes that the layers of each part of the model save on one rank for a micro-batch."""
-    return [
-        sum(count * layer_bytes(model, layer, layout) for layer, count in model.kinds(layers))
-        for layers in layer_ranges(model, layout.parts)
-    ]
-
-
 def stage_memory(
     model: Transformer, layout: ClusterLayout, recipe: StateRecipe, microbatches: int
 ) -> list[Counter[str]]:
@@ -84,7 +76,7 @@ def stage_memory(
     Not included: buffers of messages, memory of libraries, and what an allocator loses.
     """
     plan = plan_of(layout.schedule, layout.pp, microbatches, layout.virtual)
-    ranges = layer_ranges(model, layout.parts)
+    ranges = layer_ranges(model, layout)
     stages = []
     for stage, alive in enumerate(peak_activations(model, layout, microbatches)):
         parts = [number for place, number in plan.placement.part.items() if place.stage == stage]
@@ -103,23 +95,34 @@ def stage_memory(
 
 
 class MemoryChange(NamedTuple):
-    """Bytes of activations of a stage from a time on, in the unit of the simulation."""
+    """Bytes of saved and recomputed activations of a stage from a time on, in the unit of the simulation."""
 
     time: Number
-    nbytes: int
+    saved: int
+    recomputed: int
 
 
 def over_time(model: Transformer, layout: ClusterLayout, microbatches: int, stage: int) -> list[MemoryChange]:
-    """Saved activations of the layers of a stage over a step; a layer's forward takes 1 unit, its backward 2."""
-    plan = lower(plan_of(layout.schedule, layout.pp, microbatches, layout.virtual))
-    saved, layers = saved_by_part(model, layout), [len(each) for each in layer_ranges(model, layout.parts)]
-    alive, changes = 0, [MemoryChange(0, 0)]
-    for action, start, end in simulate(plan, ActionTimes(layers, layers, layers)).computed[stage]:
-        part = plan.placement.part[action.place]
-        if action.kind == "F":
-            alive += saved[part]
-            changes.append(MemoryChange(start, alive))
-        elif action.kind in ("W", "BW"):
-            alive -= saved[part]
-            changes.append(MemoryChange(end, alive))
+    """Activations of a stage over a step, layer by layer; a layer's forward takes 1 unit, its backward 2.
+
+    The embedding counts to the first layer, the head to the last one.
+    """
+    plan, ranges = lower(plan_of(layout.schedule, layout.pp, microbatches, layout.virtual)), layer_ranges(model, layout)
+    held = [layer_bytes(model, layer, layout) for layer in range(model.layers)]
+    held[0] += embedding_bytes(model, layout)
+    held[-1] += head_bytes(model, layout)
+    counts = [len(each) for each in ranges]
+    saved, changes = 0, [MemoryChange(0, 0, 0)]
+    for action, start, end in simulate(plan, ActionTimes(counts, counts, counts)).computed[stage]:
+        layers = ranges[plan.placement.part[action.place]]
+        unit = (end - start) // len(layers)
+        for begin, layer in zip(range(int(start), int(end), int(unit)), layers if action.kind == "F" else layers[::-1]):
+            if action.kind == "F":
+                saved += held[layer]
+                changes.append(MemoryChange(begin, saved, 0))
+                continue
+            again = 0 if action.kind == "W" else recomputed_bytes(model, layer, layout)
+            changes.append(MemoryChange(begin, saved, again))
+            saved -= 0 if action.kind == "B" else held[layer]
+            changes.append(MemoryChange(begin + unit, saved, 0))
     return changes

@@ -5,14 +5,14 @@ Every rejected candidate keeps its reason.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import NamedTuple
 
 from parallel.planner.layout import NO_COMPRESSION, RECOMPUTE, ClusterLayout, accumulation, layer_ranges, misfits
 from parallel.planner.memory import stage_memory
 from parallel.planner.states import WeightCount, part_weights, state_bytes
-from parallel.planner.step_time import Setup, StepTime, step_time
+from parallel.planner.step_time import Setup, StepTime, balanced_layers, step_time
 from parallel.planner.transformer import Transformer
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -59,7 +59,8 @@ def candidates(
     """All layouts of so many devices, with the values of `fixed` by field; tp stays within a node.
 
     Replicas without ZeRO sum their gradients as they are and in each of `compressions`, or as `fixed` says. Sequence
-    parallelism is used with tp, ZeRO from stage 1 with replicas. ValueError for an unknown field.
+    parallelism is used with tp, ZeRO from stage 1 with replicas. Pipelines have equal numbers of layers and, where that
+    is faster, fewer on the stage with the head. ValueError for an unknown field.
     """
     known = [each.name for each in fields(ClusterLayout)]
     if unknown := [name for name in fixed if name not in known]:
@@ -86,9 +87,14 @@ def candidates(
                 "sequence": tp > 1,
                 "virtual": virtual,
             }
-            options["schedule"] = schedule
-            if all(options[name] == value for name, value in fixed.items()):
-                yield ClusterLayout(**options)  # type: ignore[arg-type]
+            options |= {"schedule": schedule, "layers": fixed.get("layers", ())}
+            if any(options[name] != value for name, value in fixed.items()):
+                continue
+            layout = ClusterLayout(**options)  # type: ignore[arg-type]
+            yield layout
+            divided = "layers" not in fixed and 1 < layout.parts <= model.layers
+            if divided and (layers := balanced_layers(model, layout, setup)):
+                yield replace(layout, layers=layers)
 
 
 def judge(model: Transformer, layout: ClusterLayout, setup: Setup, sequences: int) -> PlanChoice | Rejection:
@@ -108,10 +114,10 @@ def judge(model: Transformer, layout: ClusterLayout, setup: Setup, sequences: in
 
 def heaviest(model: Transformer, layout: ClusterLayout) -> WeightCount:
     """Parameters of a rank of the stage that has most."""
-    ranges = layer_ranges(model, layout.parts)
+    ranges = layer_ranges(model, layout)
     stages = []
     for stage in range(layout.pp):
-        parts = [part_weights(model, ranges[part], layout) for part in range(stage, layout.parts, layout.pp)]
+        parts = [part_weights(model, ranges[part], layout) for part in layout.parts_of(stage)]
         stages.append(WeightCount(*map(sum, zip(*parts))))
     return max(stages, key=sum)
 

@@ -6,6 +6,7 @@ in `collectives.algorithms`, on the links of their mesh axis; the bubble by the 
 simulator's. What the software reaches and hides is a `Stack`, of which one number is calibrated.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from parallel.pipeline.schedule.formulas import FORMULAS, evaluate
 from parallel.pipeline.schedule.stage_placement import Number
 from parallel.planner.activations import HALF, layer_bytes
 from parallel.planner.flops import OperatorCost, operators
-from parallel.planner.layout import COMPRESSED_BITS, NO_COMPRESSION, ClusterLayout, accumulation
+from parallel.planner.layout import COMPRESSED_BITS, NO_COMPRESSION, ClusterLayout, accumulation, layer_ranges
 from parallel.planner.machines import Cluster, Device, Link, Stack
 from parallel.planner.states import StateRecipe, WeightCount, state_bytes
 from parallel.planner.transformer import Product, Transformer
@@ -65,7 +66,7 @@ class StepTime(NamedTuple):
 
 
 class BatchTime(NamedTuple):
-    """Seconds of a micro-batch on a stage by cause, as of `StepTime`; `head`: on the last stage, in addition."""
+    """Seconds of a micro-batch by cause, as of `StepTime`, on a rank that has some layers, and perhaps the head."""
 
     compute: float
     recompute: float
@@ -78,8 +79,12 @@ class BatchTime(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Seconds of a stage without the head."""
-        return sum(self) - self.head
+        return sum(self)
+
+    def part(self, layers: float, head: bool) -> "BatchTime":
+        """Seconds of a stage with this share of the layers, with or without the head."""
+        times = BatchTime(*(layers * seconds for seconds in self))
+        return times._replace(stages=self.stages, head=self.head * head)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -151,31 +156,64 @@ def step_time(
     model: Transformer, layout: ClusterLayout, setup: Setup, sequences: int, weights: WeightCount
 ) -> StepTime:
     """Predicted seconds of a step of `sequences`; `weights` are those of the stage that has most."""
-    rounds, each = accumulation(layout, sequences), batch_time(model, layout, setup)
-    parts = {name: rounds * seconds for name, seconds in each._asdict().items()}
+    rounds, stages = accumulation(layout, sequences), stage_times(model, layout, setup)
+    slowest = max(stages, key=lambda stage: stage.busy)
+    others = (sum(stage.busy for stage in stages) - slowest.busy) / max(1, layout.pp - 1)
+    parts = {name: rounds * seconds for name, seconds in slowest._asdict().items()}
     parts["compute"] += parts.pop("head")
     return StepTime(
         **parts,
-        bubble=_idle(layout, rounds, each.busy),
-        replicas=_replica_seconds(layout, setup, weights, rounds, each.busy + each.head),
+        bubble=_idle(layout, rounds, others),
+        replicas=_replica_seconds(layout, setup, weights, rounds, slowest.busy),
         update=_update_seconds(layout, setup, weights),
     )
 
 
+def stage_times(model: Transformer, layout: ClusterLayout, setup: Setup) -> list[BatchTime]:
+    """Predicted seconds of a micro-batch on every stage, forward and backward; all layers take alike."""
+    whole, ranges = batch_time(model, layout, setup), layer_ranges(model, layout)
+    shares = [sum(len(ranges[part]) for part in layout.parts_of(stage)) / model.layers for stage in range(layout.pp)]
+    return [whole.part(share, stage == layout.pp - 1) for stage, share in enumerate(shares)]
+
+
 def batch_time(model: Transformer, layout: ClusterLayout, setup: Setup) -> BatchTime:
-    """Predicted seconds of a micro-batch on each stage, forward and backward."""
+    """Predicted seconds of a micro-batch, forward and backward, on a rank that has all layers and the head."""
     layers, scores, head = forward_seconds(model, setup, layout.tp, layout.cp, layout.ep, layout.micro_batch)
     again = {"none": scores * (layout.cp > 1), "selective": scores, "full": layers + scores}[layout.recompute]
     logits = 4 * layout.micro_batch * model.context / layout.cp * model.vocabulary / layout.tp
-    messages = _layer_messages(model, layout, setup)
     return BatchTime(
-        compute=3 * (layers + scores) / layout.pp,
-        recompute=again / layout.pp,
-        memory=_traffic(model, layout, setup) / setup.device.bandwidth / layout.pp,
-        **{name: seconds / layout.pp for name, seconds in messages.items()},
+        compute=3 * (layers + scores),
+        recompute=again,
+        memory=_traffic(model, layout, setup) / setup.device.bandwidth,
+        **_layer_messages(model, layout, setup),
         stages=2 * layout.virtual * _boundary_seconds(model, layout, setup),
         head=3 * head + LOGIT_TRAFFIC * logits / setup.device.bandwidth,
     )
+
+
+def balanced_layers(model: Transformer, layout: ClusterLayout, setup: Setup) -> tuple[int, ...]:
+    """Layers of each part with fewer in the last one, which has the head; empty if that is no faster than `layout`."""
+    alike = replace(layout, dp=1, zero=0, compress=NO_COMPRESSION, layers=())
+    return _balanced_layers(model, alike, setup)
+
+
+@lru_cache(maxsize=1 << 14)
+def _balanced_layers(model: Transformer, layout: ClusterLayout, setup: Setup) -> tuple[int, ...]:
+    whole, parts = batch_time(model, layout, setup), layout.parts
+    each = (whole.busy - whole.head - whole.stages) / model.layers
+
+    def slowest(layers: tuple[int, ...]) -> float:
+        """Seconds of the slowest stage, without messages between stages."""
+        counts = [sum(layers[part] for part in layout.parts_of(stage)) for stage in range(layout.pp)]
+        return max(max(counts) * each, counts[-1] * each + whole.head)
+
+    even = tuple(map(len, layer_ranges(model, layout)))
+    before, divisions = parts - 1, [even]
+    for last in range(even[-1] - 1, 0, -1):
+        rest = model.layers - last
+        divisions.append((*((part + 1) * rest // before - part * rest // before for part in range(before)), last))
+    best = min(divisions, key=slowest)  # the first of equal ones
+    return () if best == even else best
 
 
 def _traffic(model: Transformer, layout: ClusterLayout, setup: Setup) -> float:

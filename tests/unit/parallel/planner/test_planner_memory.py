@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from parallel.optim.precision import PRECISIONS
-from parallel.planner.activations import head_bytes, layer_bytes, saved_arrays
+from parallel.planner.activations import head_bytes, layer_bytes, recomputed_bytes, saved_arrays
 from parallel.planner.layout import ClusterLayout, accumulation, layer_ranges, misfits
 from parallel.planner.memory import over_time, stage_memory
 from parallel.planner.presets import load
@@ -132,7 +132,7 @@ def test_ranks_together_have_the_model(name, axes):
     """Weights over all stages, times the ranks that share them: the parameters, but for copies on several ranks."""
     model, layout = MODELS[name], ClusterLayout(**axes)
     layout = replace(layout, ep=layout.ep if model.experts else 1)
-    held = [part_weights(model, layers, layout) for layers in layer_ranges(model, layout.parts)]
+    held = [part_weights(model, layers, layout) for layers in layer_ranges(model, layout)]
     dense, experts = (sum(counts) for counts in zip(*held))
     whole = layout.tp * (dense + experts * layout.ep)
     copies = model.vocabulary * model.width * (model.tied and layout.pp > 1)
@@ -188,12 +188,24 @@ def test_stage_3_gathers_two_layers():
 )
 def test_peak_over_time_is_the_peak(schedule, virtual):
     model, layout = replace(MODELS["gpt2"], dropout=False), ClusterLayout(pp=3, schedule=schedule, virtual=virtual)
-    memory = stage_memory(model, layout, RECIPES["bf16"], 6)
-    for stage in range(3):
-        changes = over_time(model, layout, 6, stage)
-        head = (stage == (0 if schedule == "zb-v" else 2)) * head_bytes(model, layout)
-        assert max(change.nbytes for change in changes) + head == memory[stage]["activations"]
-        assert changes[-1].nbytes == 0 and changes == sorted(changes, key=lambda change: change.time)
+    for recompute in ("none", "full"):
+        layout = replace(layout, recompute=recompute)
+        memory = stage_memory(model, layout, RECIPES["bf16"], 6)
+        for stage in range(3):
+            changes = over_time(model, layout, 6, stage)
+            assert max(change.saved for change in changes) == memory[stage]["activations"]
+            assert max(change.recomputed for change in changes) == memory[stage]["recomputed"]
+            assert changes[-1][1:] == (0, 0) and changes == sorted(changes, key=lambda change: change.time)
+
+
+def test_memory_rises_and_falls_by_layers():
+    model, layout = replace(MODELS["gpt2"], layers=3, vocabulary=0, dropout=False), ClusterLayout(recompute="full")
+    saved, again = layer_bytes(model, 0, layout), recomputed_bytes(model, 0, layout)
+    rising = [(0, 0, 0), *((time, (time + 1) * saved, 0) for time in range(3))]
+    falling = [
+        ((3 + 2 * layer, (3 - layer) * saved, again), (5 + 2 * layer, (2 - layer) * saved, 0)) for layer in range(3)
+    ]
+    assert over_time(model, layout, 1, 0) == [*rising, *(change for pair in falling for change in pair)]
 
 
 def test_more_micro_batches_take_no_more_memory():
@@ -216,6 +228,9 @@ def test_more_micro_batches_take_no_more_memory():
         ({"dp": 3}, 4, "dp x micro-batch = 3 does not divide 4 sequences"),
         ({"sequence": True}, 1, "sequence parallelism needs tp > 1 that divides 8192 positions"),
         ({"virtual": 2, "pp": 2}, 1, "1f1b has no choice of virtual stages"),
+        ({"pp": 2, "layers": (17, 15)}, 1, None),
+        ({"pp": 2, "layers": (17, 14)}, 1, "layers 17+14: not 32 in 2 parts"),
+        ({"pp": 2, "layers": (16, 8, 8)}, 1, "layers 16+2x8: not 32 in 2 parts"),
         ({"dp": 64, "tp": 8, "micro_batch": 2}, 512, None),
     ],
 )
@@ -229,7 +244,16 @@ def test_global_batch_of_the_notes():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dp": 0}, {"tp": -1}, {"zero": 4}, {"recompute": "some"}, {"schedule": "1f2b"}, {"micro_batch": 0}]
+    "wrong",
+    [
+        {"dp": 0},
+        {"tp": -1},
+        {"zero": 4},
+        {"recompute": "some"},
+        {"schedule": "1f2b"},
+        {"micro_batch": 0},
+        {"layers": (0, 3)},
+    ],
 )
 def test_wrong_layouts(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected "):

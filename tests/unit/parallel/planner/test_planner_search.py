@@ -3,26 +3,31 @@
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from parallel.benchmark.plan_report import PlanQuestion
+from parallel.benchmark.plan_timeline import predicted_timeline
 from parallel.cli import plan_cluster
 from parallel.cli.main import find
 from parallel.planner.flops import CONVENTIONS
-from parallel.planner.layout import ClusterLayout, misfits
+from parallel.planner.layout import ClusterLayout, layer_ranges, misfits
 from parallel.planner.machines import Stack
 from parallel.planner.memory import stage_memory
 from parallel.planner.presets import load, parse
 from parallel.planner.search import PlanChoice, Rejection, candidates, heaviest, judge, search
-from parallel.planner.states import RECIPES, state_bytes
+from parallel.planner.states import RECIPES, WeightCount, state_bytes
 from parallel.planner.step_time import (
     Setup,
     StepTime,
+    balanced_layers,
     batch_time,
     forward_seconds,
     message_seconds,
     ring_seconds,
+    stage_times,
     step_time,
 )
 
@@ -114,6 +119,11 @@ def test_compressed_gradients():
     assert "compress int4" in str(packed)
 
 
+def test_names_of_layouts_differ():
+    layouts = [*candidates(SMALL, SETUP, 4, {}, ["int8"])]
+    assert len({*map(str, layouts)}) == len(layouts)
+
+
 def test_messages_are_priced_by_the_catalogue():
     """A ring allgather of n bytes: (p - 1) alpha + (p - 1)/p n beta."""
     link = H100.inside
@@ -166,8 +176,58 @@ def test_parts_of_a_step():
     hidden = SETUP._replace(stack=Stack(hidden_tensor=0.75))
     assert batch_time(SMALL, ClusterLayout(tp=4), hidden).tensor == pytest.approx(tp.tensor / 64 / 4)
     pp = time_of(pp=4)
-    assert pp.bubble == pytest.approx(3 * batch_time(SMALL, ClusterLayout(pp=4), SETUP).busy)
+    stages = stage_times(SMALL, ClusterLayout(pp=4), SETUP)
+    assert pp.bubble == pytest.approx(3 * stages[0].busy) and stages[0].busy + stages[3].head == stages[3].busy
     assert time_of(pp=2, schedule="interleaved", virtual=2).bubble < time_of(pp=2).bubble
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved", "virtual": 2},
+        {"recompute": "full"},
+        {"schedule": "zb-h1"},
+    ],
+)
+def test_the_bubble_is_that_of_the_simulator(form):
+    """The timeline of a step, simulated with the head on the last stage, ends when the predicted step does."""
+    model, setup = PRESETS.models["llama-3-8b"], SETUP._replace(device=replace(SETUP.device, memory=1e15))
+    layout = ClusterLayout(dp=2, pp=4, zero=1, **form)
+    step = predicted_timeline(PlanQuestion("", model, "", setup, 8, 24), judge(model, layout, setup, 24))
+    assert max(span.end for span in step.spans) == pytest.approx(step.seconds)
+    busy = sum(span.end - span.start for span in step.spans if span.lane == "stage 3")
+    assert busy == pytest.approx(step.seconds - step.parts["bubble"])
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(126, (7, *14 * [8], 7)), (128, ()), (16, ())])
+def test_the_stage_with_the_head_has_fewer_layers(layers, expected):
+    """126 layers, as Llama 3 405B has for this reason: one fewer on the first and on the last of 16 stages."""
+    model, layout = replace(PRESETS.models["llama-3-405b"], layers=layers), ClusterLayout(tp=8, pp=16, sequence=True)
+    assert balanced_layers(model, layout, SETUP) == expected
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(7, 2), (9, 3), (10, 3), (13, 4)])
+def test_the_balanced_division_is_the_best_one(layers, pp):
+    """No division of the layers, all tried, has a faster slowest stage."""
+    model, layout = replace(SMALL, layers=layers), ClusterLayout(pp=pp)
+
+    def slowest(*numbers):
+        return max(stage.busy for stage in stage_times(model, replace(layout, layers=numbers), SETUP))
+
+    divisions = [each for each in product(range(1, layers), repeat=pp) if sum(each) == layers]
+    found = balanced_layers(model, layout, SETUP) or tuple(map(len, layer_ranges(model, layout)))
+    assert slowest(*found) == pytest.approx(min(slowest(*each) for each in divisions))
+
+
+def test_stages_of_unequal_numbers_of_layers():
+    """The stage with most layers counts: 10 layers on 8 stages take as long as 16."""
+    few, many = (
+        step_time(replace(SMALL, layers=layers), ClusterLayout(pp=8), SETUP, 64, WeightCount(0, 0))
+        for layers in (10, 16)
+    )
+    assert few.compute == pytest.approx(many.compute) and few.bubble < many.bubble
 
 
 def run(monkeypatch, capsys, *words):
@@ -193,6 +253,10 @@ def test_the_program(monkeypatch, capsys, tmp_path):
     assert "15T tokens (75TB of text)" in text
     status, text = run(monkeypatch, capsys, *words, "--json", "-", "--top", "2")
     assert len(json.loads(text)["choices"]) == 2
+    shares = [each["flops"] for each in plan["operators"]]
+    assert sum(shares) * 3 * 128 == plan["step_flops"]
+    status, text = run(monkeypatch, capsys, *words, "--operators")
+    assert "below 295 FLOPs a byte memory limits h100" in text and "scores: weighted values" in text
 
 
 def test_nothing_fits(monkeypatch, capsys):
@@ -216,6 +280,8 @@ def test_nothing_fits(monkeypatch, capsys):
         ("--batch", "0", "expected a batch such as 512, 512-sequences or 4M-tokens; found '0'"),
         ("--precision", "fp4", "precision: expected one of bf16, "),
         ("--fix", "tp", "tp: expected a whole number, found ''"),
+        ("--fix", "layers=8+x", "layers: expected even, or layers of every part as 3x8+6, found '8+x'"),
+        ("--fix", "layers=12+0", "layers: expected 1 or more in every part, found 12+0"),
         ("--fix", "tpp=2", "expected NAME=VALUE with names out of dp, tp, "),
         ("--fix", "tp=3,recompute=full", "--fix: no layout of 8 devices has tp=3, recompute=full"),
         ("--fix", "zero=4", "zero: expected a stage from 0 to 3, found 4"),
@@ -261,8 +327,9 @@ def test_picture(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "memory.png"
     words = ("--cluster", "h100:4", "--model", "gpt2-xl", "--batch", "16", "--fix", "pp=4,micro_batch=1")
-    assert run(monkeypatch, capsys, *words, "--plot", str(path))[0] == 0
-    assert path.stat().st_size > 10_000
+    step = tmp_path / "step.png"
+    assert run(monkeypatch, capsys, *words, "--plot", str(path), "--plot-step", str(step))[0] == 0
+    assert path.stat().st_size > 10_000 and step.stat().st_size > 10_000
     nodes = tmp_path / "nodes.png"
     words = ("--cluster", "h100:16", "--model", "gpt2-xl", "--batch", "64", "--fix", "micro_batch=4,cp=1,zero=1")
     assert run(monkeypatch, capsys, *words, "--plot-nodes", str(nodes))[0] == 0 and nodes.stat().st_size > 10_000
