@@ -47,10 +47,10 @@ def alive_at_most(
 
 
 def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: int) -> list[int]:
-    """Peak bytes of saved activations by stage, without the head's.
+    """Peak bytes of saved activations by stage.
 
-    Exact for layers of one kind; else the kinds' and the embedding's peaks are added, which need not coincide where a
-    stage has several parts.
+    Exact for layers of one kind; else the kinds', the embedding's and the head's peaks are added, which need not
+    coincide where a stage has several parts.
     """
     form = layout.schedule, layout.pp, microbatches, layout.virtual
     ranges = layer_ranges(model, layout)
@@ -62,9 +62,10 @@ def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: in
         )
         nbytes = layer_bytes(model, kind, layout)
         found = [before + int(alive) * nbytes for before, alive in zip(found, alive_at_most(*form, held))]
-    if embedding := embedding_bytes(model, layout):
-        alive = alive_at_most(*form, (1, *[0] * (layout.parts - 1)))
-        found = [before + int(each) * embedding for before, each in zip(found, alive)]
+    for place, nbytes in ((0, embedding_bytes(model, layout)), (layout.parts - 1, head_bytes(model, layout))):
+        if nbytes:
+            alive = alive_at_most(*form, tuple(int(part == place) for part in range(layout.parts)))
+            found = [before + int(each) * nbytes for before, each in zip(found, alive)]
     return found
 
 
@@ -83,7 +84,7 @@ def stage_memory(
         weights = WeightCount(*map(sum, zip(*(part_weights(model, ranges[part], layout) for part in parts))))
         memory = state_bytes(weights, recipe, layout)
         layers = [layer for part in parts for layer, _ in model.kinds(ranges[part])]
-        memory["activations"] = alive + (layout.parts - 1 in parts) * head_bytes(model, layout)
+        memory["activations"] = alive
         memory["recomputed"] = max((recomputed_bytes(model, layer, layout) for layer in layers), default=0)
         if layout.zero == 3:
             largest = max(

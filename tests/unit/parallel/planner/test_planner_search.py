@@ -279,7 +279,7 @@ def test_nothing_fits(monkeypatch, capsys):
         ("--batch", "9" * 30, "--batch: expected at most 1073741824 sequences of 1024 tokens, found 999"),
         ("--batch", "0", "expected a batch such as 512, 512-sequences or 4M-tokens; found '0'"),
         ("--precision", "fp4", "precision: expected one of bf16, "),
-        ("--fix", "tp", "tp: expected a whole number, found ''"),
+        ("--fix", "tp", "tp: expected a whole number of at most 9 digits, found ''"),
         ("--fix", "layers=8+x", "layers: expected even, or layers of every part as 3x8+6, found '8+x'"),
         ("--fix", "layers=12+0", "layers: expected 1 or more in every part, found 12+0"),
         ("--fix", "tpp=2", "expected NAME=VALUE with names out of dp, tp, "),
