@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel.benchmark.attention_plots import COLOURS
+from parallel.benchmark.tensor_parts import Holding
 from parallel.mesh.mesh import Mesh
-from parallel.tensor.holdings import Holding, along_tensor_axis
 
 
 def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
     """Plot a column for each rank and a row for each tensor: its outline, and the part that the rank has, filled.
 
-    Ranks with the same parts have the same colour; tensors on all ranks are grey. Sides grow with the square root of
+    Ranks with the same parts have the same colour; whole tensors are grey. Sides grow with the square root of
     their length.
     """
     import matplotlib
@@ -28,11 +28,9 @@ def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
         height, width = (0.8 * math.sqrt(length) / longest for length in _sides(one.shape))
         for rank in range(mesh.size):
             corner = rank - width / 2, row - height / 2
-            for x, y, w, h in _filled(one, along_tensor_axis(mesh, rank)):
+            for x, y, w, h in _filled(one, rank):
                 place = corner[0] + x * width, corner[1] + y * height
-                axes.add_patch(
-                    Rectangle(place, w * width, h * height, color=_colour(one, along_tensor_axis(mesh, rank)))
-                )
+                axes.add_patch(Rectangle(place, w * width, h * height, color=_colour(one, rank)))
             axes.add_patch(Rectangle(corner, width, height, fill=False, linewidth=0.6))
     names = [f"{one.name}  {' x '.join(map(str, one.shape))}" for one in held]
     axes.set(xlim=(-0.6, mesh.size - 0.4), ylim=(len(held) - 0.4, -0.6), yticks=range(len(held)), yticklabels=names)
@@ -51,17 +49,20 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _filled(one: Holding, rank: int) -> list[tuple[float, float, float, float]]:
-    """Parts of the outline (x, y, width, height, as shares) that a rank along ``tp`` has."""
-    if one.parts is None:
+    """Parts of the outline (x, y, width, height, as shares) that a rank has."""
+    part = one.parts[rank]
+    if part is None:
         return [(0, 0, 1, 1)]
-    dim, ranges = one.parts[rank]
+    dim, ranges = part
     shares = [(start / one.shape[dim], (stop - start) / one.shape[dim]) for start, stop in ranges]
     across = dim == len(one.shape) - 1
     return [(at, 0, size, 1) if across else (0, at, 1, size) for at, size in shares]
 
 
 def _colour(one: Holding, rank: int) -> Any:
-    return "#c9c9c9" if one.parts is None else COLOURS[rank % len(COLOURS)]
+    cut = list(dict.fromkeys(part for part in one.parts if part is not None and part.ranges))
+    part = one.parts[rank]
+    return "#c9c9c9" if part is None else COLOURS[cut.index(part) % len(COLOURS)]
 
 
 def _label(mesh: Mesh, rank: int) -> str:

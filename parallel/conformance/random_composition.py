@@ -42,7 +42,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
     random = Random(seed)
     mixed = random.random() < 0.3
     sizes = _sizes(random, most_ranks, pipelines=random.random() < 0.4, whole=mixed and random.random() < 0.5)
-    family = "gpt" if mixed else random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 2 * (sizes["cp"] == 1))
+    family = "gpt" if mixed else random.choice(["gpt", "gpt", "gated"] + ["mlp"] * 3 * (sizes["cp"] == 1))
     reproducible = random.random() < 0.6 and not any(size & (size - 1) for size in (sizes["cp"], sizes["tp"]))
     reproducible &= not mixed or sizes["cp"] == 1  # on divided sequences, mixtures do not have the bits of one rank
     shards, parts = (size * random.choice([1, 2]) * reproducible or size for size in (sizes["tp"], sizes["cp"]))
@@ -69,7 +69,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
         heads=heads,
         head_width=random.choice([1, 2, 3]) + (family == "mlp"),
         kv_heads=kv_heads,
-        dropout=random.random() < 0.4,
+        dropout=random.random() < 0.5,
         recompute=_recompute(random, family, layers),
         **mixtures,
         mesh=_mesh(random, sizes, layout, folds),

@@ -176,8 +176,9 @@ class Mesh:
             if name not in known:
                 raise ValueError(f"mesh: expected axes of {', '.join(known)}, found {name} in {self}")
         if self.size != ranks:
-            fits = " or ".join(map(str, self._fitting(ranks))) or f"a product of {ranks}"
-            raise ValueError(f"mesh: {self} is for {self.size} ranks, found {ranks}; {fits} would fit")
+            fits = " or ".join(map(str, self._fitting(ranks))) or f"axes with a product of {ranks}"
+            folded = f" without {' and '.join(self._folded)}" if self._folded else ""
+            raise ValueError(f"mesh: {self} is for {self.size} ranks{folded}, found {ranks}; {fits} would fit")
         self._expect_experts()
 
     def _expect_experts(self) -> None:
@@ -206,11 +207,11 @@ class Mesh:
         return [self.expert_shards * share for share in range(1, replicas + 1) if replicas % share == 0]
 
     def _fitting(self, ranks: int) -> list[Mesh]:
-        """Meshes of `ranks` ranks that differ from this one in the size of one axis."""
-        others = {name: self.size // size for name, size in self.sizes.items()}
-        fits = [
-            replace(self, sizes={**self.sizes, name: ranks // rest})
-            for name, rest in others.items()
-            if ranks % rest == 0
-        ]
+        """Meshes of `ranks` ranks that differ from this one in one axis, perhaps the replicas that it lacks."""
+        fits = []
+        for name in dict.fromkeys([*self.sizes, self.replicas]):
+            sizes = self.sizes if name in self.sizes else {name: 1, **self.sizes}
+            count, remainder = divmod(ranks, self.size // sizes[name])
+            if not remainder:
+                fits.append(replace(self, sizes={**sizes, name: count}))
         return [mesh for mesh in fits if mesh.ep in mesh._foldable]
