@@ -24,7 +24,7 @@ CASES: dict[str, Composition] = {
         mesh="tp=4", heads=4, layers=2, length=8, sequence=True, steps=2, clip=True, optimizer="adamw"
     ),
     "parts of the sequence scattered over the ranks of another axis": Composition(
-        mesh="tp=2,dp=3", heads=2, length=8, sequence=True, microbatches=3, samples=2
+        mesh="tp=2,cp=2,dp=2", heads=2, length=8, sequence=True, dropout=True, microbatches=3, samples=2
     ),
     "dropout masks that depend on the part of the sequence along tp": Composition(
         mesh=TP, heads=2, length=6, sequence=True, dropout=True, recompute="selective", samples=2

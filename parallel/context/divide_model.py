@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from parallel.context.allgather_attention import AllgatherAttention
 from parallel.context.context_attention import ContextAttention
 from parallel.context.divided_router import DividedRouter
-from parallel.context.positions import DividedDropout, DividedPositionEmbedding
+from parallel.context.positions import DividedDropout, DividedPositionEmbedding, PartOfTokens
 from parallel.context.ring_attention import RingAttention
 from parallel.context.sequence_division import SequenceDivision
 from parallel.context.sequence_parts import SequenceParts, TiedTerms
@@ -62,6 +62,10 @@ def _blockwise(operator: BlockwiseAttention, how: ModelDivision) -> Operator:
     return how.attention(how.axis, how.division, *operator.heads, operator.mask)
 
 
+def _part(operator: PartOfTokens, how: ModelDivision) -> Operator:
+    return operator.divided(how.division, how.axis.rank)
+
+
 def _positions(operator: PositionEmbedding, how: ModelDivision) -> Operator:
     return DividedPositionEmbedding(operator, how.division, how.axis.rank)
 
@@ -83,6 +87,7 @@ def _mixture(operator: MixtureOfExperts, how: ModelDivision) -> Operator:
 REPLACEMENTS: tuple[tuple[type[Operator], Callable[[Any, ModelDivision], Operator]], ...] = (
     (CausalAttention, _causal),
     (BlockwiseAttention, _blockwise),
+    (PartOfTokens, _part),
     (PositionEmbedding, _positions),
     (Dropout, _dropout),
     (MixtureOfExperts, _mixture),

@@ -74,6 +74,8 @@ class ModelsByLength:
         Key of `ALGORITHMS`, or "auto" for the one with the least predicted time.
     finish : callable
         Applied to every model and loss that is made.
+    multiple : int
+        Of which the number of a rank's tokens must be a multiple, if these are divided again along another axis.
 
     Raises
     ------
@@ -89,11 +91,12 @@ class ModelsByLength:
         parts: int,
         algorithm: str = AUTO,
         finish: Callable[[Operator, Any], tuple[Operator, Any]] = lambda model, loss: (model, loss),
+        multiple: int = 1,
     ):
         if algorithm != AUTO and algorithm not in ALGORITHMS:
             raise ValueError(f"context: expected {AUTO}, {', '.join(ALGORITHMS)}; found {algorithm!r}")
         self._model, self._loss, self._axis, self._parts = model, loss, axis, parts
-        self._algorithm, self._finish = algorithm, finish
+        self._algorithm, self._finish, self._multiple = algorithm, finish, multiple
         self.of = lru_cache(maxsize=64)(self._made)
 
     @property
@@ -109,7 +112,11 @@ class ModelsByLength:
         if x.ndim < 2 or y.ndim < 2 or x.shape[1] != y.shape[1]:
             expected = f"sequences to divide over {self._axis.name}, axis 1 of inputs and targets"
             raise ValueError(f"micro-batch {batch.number}: expected {expected}; found shapes {x.shape} and {y.shape}")
-        self.of(x.shape[1])
+        division = self.of(x.shape[1]).division
+        sizes = [division.size(rank) for rank in range(self._axis.size)] if division else []
+        if any(size % self._multiple for size in sizes):
+            expected = f"a multiple of {self._multiple} tokens on every rank along {self._axis.name}"
+            raise ValueError(f"micro-batch {batch.number}: expected {expected}; found {sizes}, of {x.shape[1]}")
 
     def of_shape(self, shape: tuple[int, ...]) -> LengthModel:
         """Model for inputs of this shape, (batch, positions, ...)."""

@@ -1,5 +1,8 @@
 """Operators that depend on a token's position, for tokens of a divided sequence: position embedding, dropout."""
 
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
 from typing import Any
 
 from parallel.context.sequence_division import Blocks, SequenceDivision
@@ -7,8 +10,16 @@ from parallel.nn import kernels
 from parallel.nn.array_checks import expect
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
-from parallel.nn.operator import GradientSink, PassMode
+from parallel.nn.operator import GradientSink, Operator, PassMode
 from quant.types import Array
+
+
+class PartOfTokens(Operator, ABC):
+    """Operator of a part of the tokens, along another axis, which depends on their positions."""
+
+    @abstractmethod
+    def divided(self, division: SequenceDivision, rank: int) -> Operator:
+        """This operator for the same part of the tokens that `rank` has of a divided sequence."""
 
 
 class DividedPositionEmbedding(PositionEmbedding):

@@ -40,8 +40,11 @@ def check_sequences(settings: Settings, mesh: Mesh) -> None:
         if settings.context != AUTO and CONTEXT not in mesh.sizes:
             raise ValueError(f"context: {settings.context} is for sequences divided along cp; found {mesh}")
         return
-    if settings.sequence_parallel:
-        raise ValueError(f"sequence_parallel: sequences are divided along cp or along tp, not both; found {mesh}")
+    if settings.sequence_parallel and (settings.reproducible or parts > ranks):
+        raise ValueError(
+            "sequence_parallel: reproducible sequences are divided along cp or along tp, not both; found "
+            f"{mesh} and {parts} sequence_parts"
+        )
     if settings.pool:
         raise ValueError(f"pool: ranks that share sequences need the same micro-batches; found pool and {mesh}")
     if settings.reproducible and settings.context not in (AUTO, INVARIANT):
@@ -63,7 +66,9 @@ def sequence_models(
     if parts == 1:
         return WholeSequences(*finish(model, loss))
     algorithm = INVARIANT if settings.reproducible else settings.context
-    models = ModelsByLength(model, loss, axis, parts, algorithm, finish)
+    tensor = Mesh.parse(settings.mesh).sizes.get(TENSOR, 1) if settings.mesh else 1
+    multiple = (settings.tensor_shards or tensor) if settings.sequence_parallel else 1
+    models = ModelsByLength(model, loss, axis, parts, algorithm, finish, multiple)
     check_placements(*models.of(1)[:2], INPUTS, {REPLICAS, CONTEXT})
     return models
 

@@ -1,15 +1,17 @@
 """Sequence parallelism: between cut operators, every rank has an equal part of the tokens (Korthikanti et al., 2022).
 
 Norms, dropout, biases and residual sums work on these parts; the exchanges are those of `GatherSequence` and
-`ScatterSequence`. Rank r of t has tokens from r s/t on.
+`ScatterSequence`. Rank r of t has tokens from r s/t on; of a sequence divided along another axis, this part of those.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
-from parallel.context.positions import DividedPositionEmbedding
+from parallel.context.positions import DividedDropout, DividedPositionEmbedding, PartOfTokens
+from parallel.context.sequence_division import SequenceDivision
 from parallel.context.sequence_parts import SequenceParts, TiedTerms
 from parallel.nn.array_checks import expect, label
 from parallel.nn.compose import Wrapper
@@ -120,29 +122,57 @@ class EqualParts(SequenceParts):
         return [slice(at * each, (at + 1) * each) for at in range(self.count)]
 
 
-class PositionsOfPart(DividedPositionEmbedding):
-    """Learned position embedding of this rank's part of the tokens, of any length."""
+class PositionsOfPart(DividedPositionEmbedding, PartOfTokens):
+    """Learned position embedding of this rank's part of the tokens, of any length; of a divided sequence of its length.
+
+    `positions` are those of all ranks of the axis, None if these have whole sequences.
+    """
 
     def __init__(self, whole: PositionEmbedding, axis: Any):
         self.context, self.width, self.weight, self.axis = whole.context, whole.width, whole.weight, axis
+        self.positions = None
+
+    def divided(self, division: SequenceDivision, rank: int) -> PositionsOfPart:
+        ours = copy.copy(self)
+        ours.positions = DividedPositionEmbedding(self, division, rank).positions
+        return ours
 
     def _expect(self, x: Any) -> None:
-        fits = len(x.shape) == 3 and x.shape[1] * self.axis.size <= self.context and x.shape[2] == self.width
-        most = self.context // self.axis.size
+        most = (self.context if self.positions is None else len(self.positions)) // self.axis.size
+        fits = len(x.shape) == 3 and x.shape[1] <= most and x.shape[2] == self.width
         expect(fits, self, f"an array of shape (batch, at most {most}, {self.width})", x)
 
-    def _indices(self, x: Array) -> slice:
-        return slice(self.axis.rank * x.shape[1], (self.axis.rank + 1) * x.shape[1])
+    def _indices(self, x: Array) -> Any:
+        part = slice(self.axis.rank * x.shape[1], (self.axis.rank + 1) * x.shape[1])
+        return part if self.positions is None else super()._indices(x)[part]
 
 
-class DropoutOfPart(Dropout):
-    """Dropout of this rank's tokens: its mask is their part of the whole sequence's mask."""
+class DropoutOfPart(Dropout, PartOfTokens):
+    """Dropout of this rank's tokens: its mask is their part of the whole sequence's mask.
+
+    `whole` makes the mask of the tokens of all ranks of the axis, if these are of a divided sequence.
+    """
 
     mixes = ()
 
     def __init__(self, rate: float, axis: Any):
         super().__init__(rate)
         self.axis = axis
+        self.whole: DividedDropout | None = None
+
+    def members(self) -> Any:
+        """No members: `whole` only makes masks."""
+        return iter(())
+
+    def divided(self, division: SequenceDivision, rank: int) -> DropoutOfPart:
+        ours = copy.copy(self)
+        ours.whole = DividedDropout(Dropout(self.rate), division.blocks(rank))
+        return ours
 
     def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int], position: int = 0) -> Array:
-        return super()._mask(samples, shape, key, position + self.axis.rank * shape[1])
+        start, length = self.axis.rank * shape[1], shape[1]
+        if self.whole is None:
+            return super()._mask(samples, shape, key, position + start)
+        every = (shape[0], length * self.axis.size, *shape[2:])
+        mask = self.whole._mask(samples, every, key).reshape(every)[:, start : start + length]
+        return mask.reshape(shape[0], mask[:1].size)

@@ -147,13 +147,19 @@ def test_the_same_bits_after_twenty_steps(comm, alone, precision):
         ({"mesh": "cp={n}", "sequence_parts": 12}, r"sequence_parts: .* a power of two of parts, found \d+; "),
         ({"mesh": "cp={n}", "context": "ring"}, "context: reproducible training needs allgather, found ring"),
         ({"mesh": "dp=2,cp={n}"}, r"mesh: .* is for \d+ ranks, found .; .*dp=1,cp=. .*would fit"),
+        (
+            {"mesh": "cp={n}", "sequence_parallel": True},
+            "sequence_parallel: reproducible sequences are divided along cp",
+        ),
         ({"mesh": "cp={n},sp=1"}, "mesh: expected axes of dp, cp, tp, ep, etp, found sp"),
         ({"mesh": "cp={n},ep=11"}, "mesh: (routers choose within whole|expected ep to be a divisor of the . ranks)"),
     ],
 )
 def test_what_does_not_go_together(comm, settings, message):
     ranks = comm.Get_size()
-    if ranks == 1 and message.startswith(("pool", "context: repro", "sequence_parts: expected a multiple")):
+    if ranks == 1 and message.startswith(
+        ("pool", "context: repro", "sequence_parallel", "sequence_parts: expected a multiple")
+    ):
         settings = {**settings, "sequence_parts": 4}
         message = message if "multiple" not in message else ""
     if "power of two" in message:

@@ -49,6 +49,7 @@ EDGES = (
     Composition(mesh="tp=3", heads=1, vocabulary=2),
     Composition(mesh="cp=2,tp=2", heads=1, length=3),
     Composition(mesh="cp=2", length=4, layers=0),
+    Composition(mesh="cp=3,tp=2", heads=3, length=12, sequence=True, dropout=True, context="ring"),
     Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
 )
 """Fewer tokens, heads or classes than ranks; cuts that the second layout cannot have."""

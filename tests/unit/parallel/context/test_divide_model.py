@@ -227,6 +227,16 @@ def test_models_by_length():
         ModelsByLength(whole, SoftmaxCrossEntropy(), axis, 2, "star")
 
 
+def test_tokens_of_a_rank_that_are_divided_again():
+    """Of every rank, so that all refuse the batch."""
+    for rank in range(2):
+        axis = thread_ranks.ThreadAxis("cp", rank, 2, None)
+        models = ModelsByLength(model(), SoftmaxCrossEntropy(), axis, 2, "ring", multiple=4)
+        models.expect(Batch(0, np.zeros((2, 16)), np.zeros((2, 16)), np.arange(2)))
+        with pytest.raises(ValueError, match=r"a multiple of 4 tokens on every rank along cp; found \[5, 4\], of 9"):
+            models.expect(Batch(0, np.zeros((2, 9)), np.zeros((2, 9)), np.arange(2)))
+
+
 def test_choice_by_cost():
     """That of the formulas, for the heads of this rank and the length."""
     axis = thread_ranks.ThreadAxis("cp", 0, 4, None)
