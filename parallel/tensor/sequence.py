@@ -13,6 +13,7 @@ from typing import Any
 from parallel.context.positions import DividedDropout, DividedPositionEmbedding, PartOfTokens
 from parallel.context.sequence_division import SequenceDivision
 from parallel.context.sequence_parts import SequenceParts, TiedTerms
+from parallel.nn import kernels
 from parallel.nn.array_checks import expect, label
 from parallel.nn.compose import Wrapper
 from parallel.nn.dropout import Dropout
@@ -125,26 +126,26 @@ class EqualParts(SequenceParts):
 class PositionsOfPart(DividedPositionEmbedding, PartOfTokens):
     """Learned position embedding of this rank's part of the tokens, of any length; of a divided sequence of its length.
 
-    `positions` are those of all ranks of the axis, None if these have whole sequences.
+    `every` has the positions of all ranks of the axis; None: these have whole sequences.
     """
 
     def __init__(self, whole: PositionEmbedding, axis: Any):
         self.context, self.width, self.weight, self.axis = whole.context, whole.width, whole.weight, axis
-        self.positions = None
+        self.every: Array | None = None
 
     def divided(self, division: SequenceDivision, rank: int) -> PositionsOfPart:
         ours = copy.copy(self)
-        ours.positions = DividedPositionEmbedding(self, division, rank).positions
+        ours.every = DividedPositionEmbedding(self, division, rank).positions
         return ours
 
     def _expect(self, x: Any) -> None:
-        most = (self.context if self.positions is None else len(self.positions)) // self.axis.size
+        most = (self.context if self.every is None else len(self.every)) // self.axis.size
         fits = len(x.shape) == 3 and x.shape[1] <= most and x.shape[2] == self.width
         expect(fits, self, f"an array of shape (batch, at most {most}, {self.width})", x)
 
     def _indices(self, x: Array) -> Any:
         part = slice(self.axis.rank * x.shape[1], (self.axis.rank + 1) * x.shape[1])
-        return part if self.positions is None else super()._indices(x)[part]
+        return part if self.every is None else kernels.array_namespace(x).asarray(self.every[part])
 
 
 class DropoutOfPart(Dropout, PartOfTokens):
