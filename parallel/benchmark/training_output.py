@@ -44,12 +44,13 @@ def short(number: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """Format a share with two significant digits if it is small.
+    """Format a share with two significant digits if it is below a tenth.
 
-    >>> format_share(0.423), format_share(0.0423), format_share(0.00423)
-    ('42%', '4.2%', '0.42%')
+    >>> format_share(0.423), format_share(0.0423), format_share(0.0000423), format_share(0.0)
+    ('42%', '4.2%', '0.0042%', '0%')
     """
-    return f"{share:.{0 if share >= 0.1 or not share else 1 if share >= 0.01 else 2}%}"
+    decimals = math.ceil(-math.log10(share)) - 1 if 0 < share < 0.1 else 0
+    return f"{share:.{decimals}%}"
 
 
 def format_speed(training: Training, speed: Throughput) -> str:

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from collectives.benchmark.race_plots import NATIVE, OURS, page
 
 TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
 LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
+LABEL["path_effects"] = [withStroke(linewidth=3, foreground="white")]  # legible on a line
 PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 
 
@@ -35,7 +37,7 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
     tested = [line for line in lines if line.get("test_loss") is not None]
     bits = any("bits_per_byte" in line for line in tested)
     panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
-    with picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels, title, note) as axes:
+    with picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels, title, note, sharex=True) as axes:
         _loss(axes[0], steps, tested, bits)
         if panels == 2:
             _accuracy(axes[1], tested)

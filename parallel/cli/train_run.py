@@ -198,7 +198,8 @@ class TrainingRun:
         """Test the trained model, write metrics, plot and trace; returns 0; OutputError if a file fails. Collective."""
         args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
         checkpoints = self._checkpoints
-        count = min(len(training.task.test), args.test_samples or len(training.task.test))
+        every = len(training.task.test)
+        count = min(every, args.test_samples or every)
         with launcher.progress(count, "test", "sample") as bar:
             score = training.score(count, tell=lambda done, count: bar.update(done - bar.n))
         speed = self._meter.overall(comm)
@@ -210,7 +211,8 @@ class TrainingRun:
         if checkpoints.problem and not training.fault_tolerant:  # else other ranks may not try again with this one
             checkpoints.save()
         spent = f"{training.done} steps and {final['seconds']:.1f} s"
-        say(f"{format_score(score)} after {spent}; {format_speed(training, speed)}")
+        part = f" on {count} of {every} samples" if count < every else ""
+        say(f"{format_score(score)}{part} after {spent}; {format_speed(training, speed)}")
         if args.checkpoint and not checkpoints.problem:
             say(f"checkpoints are in {args.checkpoint}")
         if training.fault_tolerant and not training.is_reporter:

@@ -54,8 +54,8 @@ def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
     except TypeError:
         raise ValueError(f"micro-batch at {at}: expected an integer as its number, found {number!r}") from None
     for what, array in zip(("inputs", "targets", "sample numbers"), arrays):
-        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", np.dtype(float))
-        if shape == () or not (shape or hasattr(array, "__len__")) or dtype.kind == "O":
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        if shape == () or not (shape or hasattr(array, "__len__")) or getattr(dtype, "kind", "") == "O":
             kind = type(array).__name__ if shape is None else f"{dtype} of shape {shape}"
             raise ValueError(f"micro-batch {number}: expected {what} as an array with an axis of samples, found {kind}")
     try:

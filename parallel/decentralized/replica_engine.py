@@ -167,6 +167,10 @@ class ReplicaEngine(BaseEngine):
         loss, measured = (sums[:2] / sums[2]).tolist() if sums[2] else (math.nan, math.nan)
         return Evaluation(loss, None if measure is None else measured, int(sums[2]))
 
+    def quiesce(self) -> None:
+        """Raise StepFailed on all ranks, after the same step, if one of them has failed. Collective."""
+        self._raise_failures()
+
     def consensus(self) -> float:
         """Root mean square over ranks of the distance between replica and mean of all replicas. Collective."""
         with self._averaged() as (own, mean):

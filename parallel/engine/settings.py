@@ -174,6 +174,9 @@ class Settings:
         for name in BELOW_ONE:
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name):g}")
+        given = [name for name in _MICRO_BATCHES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: expected one of {', '.join(_MICRO_BATCHES)}, found {' and '.join(given)}")
 
     def micro(self, ranks: int) -> int:
         """Samples per micro-batch if `ranks` ranks, or pipelines, share the step (as set, or by default).

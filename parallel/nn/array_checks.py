@@ -25,8 +25,14 @@ def expect(holds: bool, operator: Any, expected: str, x: Any) -> None:
 
 
 def expect_last(operator: Any, x: Any, size: int) -> None:
-    """Raise a ValueError unless `x` has at least two axes, the last of length `size`."""
+    """Raise a ValueError unless `x` has at least two axes, the last of length `size`, and no integers."""
     expect(len(x.shape) >= 2 and x.shape[-1] == size, operator, f"an array of shape (batch, ..., {size})", x)
+    expect_floats(operator, x)
+
+
+def expect_floats(operator: Any, x: Any) -> None:
+    """Raise a ValueError if `x` has integers or bools, such as images of bytes."""
+    expect(x.dtype.kind not in "iub", operator, "floating-point numbers, as x.astype(np.float32)", x)
 
 
 def expect_range(operator: Any, numbers: Any, limit: int, what: str, least: int | None = None) -> None:

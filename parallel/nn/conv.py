@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect, stored, widened
+from parallel.nn.array_checks import elements, expect, expect_floats, stored, widened
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -64,6 +64,7 @@ class Conv2d(Operator):
         """Check the shape of `x`; return the number of window positions (down, across)."""
         fits = len(x.shape) == 4 and x.shape[1] == self.inputs
         expect(fits, self, f"an array of shape (batch, {self.inputs}, height, width)", x)
+        expect_floats(self, x)
         over = kernels.positions(x.shape, self.window, self.stride, self.padding)
         expect(min(over) > 0, self, f"images that hold a window of {self.window}", x)
         return over

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import groupby
+from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,10 +80,11 @@ class Optimizer(metaclass=TorchNames):
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
-            expect("rate", self.rate, 0 <= self.rate < math.inf, "a number from 0 on, or a schedule")
+            is_rate = isinstance(self.rate, Real) and 0 <= self.rate < math.inf
+            expect("rate", self.rate, is_rate, "a number from 0 on, or a schedule")
         expect("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
         expect("ema", self.ema, 0 <= self.ema < 1, "0 <= ema < 1")
-        groups = tuple(one if isinstance(one, ParamGroup) else ParamGroup(**one) for one in self.groups)
+        groups = tuple(map(ParamGroup.of, self.groups))
         self.groups, self._table = groups, GroupTable(groups)
 
     @property

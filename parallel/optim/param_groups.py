@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from parallel.nn.operator import Parameter
@@ -72,7 +73,13 @@ class TorchNames(type):
     """Metaclass of classes whose constructors also take hyperparameters by PyTorch's names (`TORCH_NAMES`)."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        return super().__call__(*args, **from_torch(given))
+        values = from_torch(given)
+        try:
+            signature(cls.__init__).bind(None, *args, **values)
+        except TypeError as error:
+            hint = " (the engine has the model's parameters)" if args else ""
+            raise TypeError(f"{cls.__name__}: {error}; expected keywords, such as lr=0.01{hint}") from None
+        return super().__call__(*args, **values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +112,14 @@ class ParamGroup(metaclass=TorchNames):
         object.__setattr__(self, "params", params)
         if self.decay is not None and not 0 <= self.decay < math.inf:
             raise ValueError(f"decay: expected a number from 0 on, found {self.decay}")
+
+    @classmethod
+    def of(cls, group: Any) -> "ParamGroup":
+        """Group of a dict as in PyTorch; TypeError for anything else."""
+        if not isinstance(group, cls | Mapping):
+            found = type(group).__name__
+            raise TypeError(f'groups: expected a list of dicts, as {{"params": "0.*", "lr": 1e-3}}; found a {found}')
+        return group if isinstance(group, cls) else cls(**group)
 
     def has(self, parameter: Parameter) -> bool:
         """True if the parameter belongs to the group; it must have its name."""

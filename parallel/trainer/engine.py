@@ -21,6 +21,7 @@ from parallel.engine.microbatch_pass import Measure
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
@@ -172,7 +173,8 @@ class Engine:
         with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
         """
         if not (hasattr(data, "take") and hasattr(data, "__len__")):
-            raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found {data!r}")
+            found = type(data).__name__
+            raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found a {found}")
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
         sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
@@ -209,7 +211,7 @@ class Engine:
 
         TypeError if they are no arrays of numbers with an axis of samples.
         """
-        forms = [(name, array, np.shape(array), _is_numbers(array)) for name, array in (("x", x), ("y", y))]
+        forms = [(name, array, *_form_of(array)) for name, array in (("x", x), ("y", y))]
         facts = [(f"{name} of shape {shape}, hash", _digest(array, good)) for name, array, shape, good in forms]
         check_equal(self._comm, facts)
         for name, array, shape, good in forms:
@@ -263,9 +265,10 @@ class Engine:
     def save(self, directory: str | Path, *, keep: int = 3, **facts: Any) -> Path:
         """Write a checkpoint into a directory that all ranks see, keep the newest `keep`; returns its folder.
 
-        `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns. CheckpointError if
-        it cannot be written.
+        `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns; ValueError for
+        others. CheckpointError if it cannot be written.
         """
+        collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
         about |= {"ranks": self._comm.Get_size(), "user": facts}
         return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep)
@@ -306,7 +309,11 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *others: Any) -> None:
         if kind is None:
-            self.inner.quiesce()
+            try:
+                self.inner.quiesce()
+            except BaseException as error:  # as if the block had raised it
+                self.inner.__exit__(type(error), error, error.__traceback__)
+                raise
             self.close()
         else:  # a rank that failed does not wait for the others
             self.inner.__exit__(kind, *others)
@@ -320,8 +327,12 @@ def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, A
     return np.asarray(example[0])[places], np.asarray(example[1])[places]
 
 
-def _is_numbers(array: Any) -> bool:
-    return str(getattr(array, "dtype", None) or np.asarray(array).dtype) != "object"
+def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:
+    """Shape of an array, or of nested lists, and True if it has numbers; () of lists of unequal lengths."""
+    try:
+        return np.shape(array), str(getattr(array, "dtype", None) or np.asarray(array).dtype) != "object"
+    except ValueError:
+        return (), False
 
 
 def _digest(array: Any, is_numbers: bool) -> str:

@@ -1,5 +1,6 @@
 """State of any training engine: checkpoints, whole tensors, and an exchange of weights and their moving average."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,15 @@ def save_engine(engine: TrainableEngine, directory: Path, facts: Mapping[str, An
 
     engine.save(write)
     return directory / checkpoint_files.name_of(step)
+
+
+def expect_json(facts: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the first of `facts` that JSON does not have, such as a number of NumPy."""
+    for name, value in facts.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: expected a value for JSON, found {value!r} ({error})") from None
 
 
 def fit_engine(found: Checkpoint, engine: TrainableEngine, optimizer: Optimizer) -> None:
@@ -97,6 +107,8 @@ def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:
     """Arrays of the parameters in `state`; ValueError for other shapes, and if `strict` for other names."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"expected a mapping from names to arrays, found a {type(state).__name__}")
     found = {name: np.asarray(values) for name, values in state.items() if name in shapes}
     for name, values in found.items():
         if values.shape != shapes[name]:

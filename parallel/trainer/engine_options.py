@@ -18,9 +18,8 @@ OPTIONS = (
 )
 """Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
 
-OWNERS = dict.fromkeys(BUILD_FIELDS, "the model") | dict.fromkeys(
-    ("optimizer", "rate", "decay", "momentum", "beta2", "warm_up", "lr", "weight_decay", "betas"), "the optimizer"
-)
+_OPTIMIZERS = "optimizer rate decay momentum beta2 warm_up lr learning_rate weight_decay betas ema"
+OWNERS = dict.fromkeys(BUILD_FIELDS, "the model") | dict.fromkeys(_OPTIMIZERS.split(), "the optimizer")
 """Argument of `Engine` that has a value, by the name of a setting; those of no argument are the training program's."""
 
 
@@ -47,8 +46,9 @@ def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Opti
         raise TypeError(f"settings: expected Settings, or options by name, found {settings!r}")
     for name in options:
         if name not in OPTIONS and name not in NAMES and name not in OWNERS:
-            near = get_close_matches(name, OPTIONS, n=1, cutoff=0)[0]
-            raise ValueError(f"{name}: expected an option of engines; perhaps {near}")
+            near = get_close_matches(name, OPTIONS, n=1)
+            perhaps = f"perhaps {near[0]}" if near else f"they are {', '.join(OPTIONS)}"
+            raise ValueError(f"{name}: expected an option of engines; {perhaps}")
     ignored = [name for name in NAMES if name not in OPTIONS and name != "optimizer"]
     changed = [name for name in ignored if getattr(settings, name) != getattr(DEFAULTS, name)]
     for name in (*(name for name in options if name not in OPTIONS), *changed):

@@ -124,6 +124,7 @@ STEPS = {
     "features": ({"made": lambda: model(features=5)}, r"Linear 2.1: expected an array of shape \(batch, ..., 5\)"),
     "outputs": ({"made": lambda: model(outputs=2)}, "target 2 is not below 2"),
     "axes": ({"x": X[:, 0]}, r"Conv2d 0: expected an array of shape \(batch, 1, height, width\)"),
+    "integers": ({"x": (10 * X).astype(int)}, "Conv2d 0: expected floating-point numbers, as x.astype"),
     "NaN": ({"x": CHANGED}, "not a finite number|not finite"),
     "empty": ({"x": X[:0], "y": Y[:0]}, "x, y: expected at least one sample, found none"),
     "lengths": ({"y": Y[:7]}, "expected equal lengths, found 12 inputs, 7 targets"),
@@ -165,16 +166,21 @@ def test_batches_of_not_divisible_numbers(train):
 
 ARGUMENTS = {
     "x is a number": ({"x": 3.0}, TypeError, "x: expected an array of numbers with an axis of samples first"),
+    "x is a dict": ({"x": {"image": X}}, TypeError, "x: expected an array of numbers .* found dict"),
+    "x is ragged": ({"x": [[1.0], [1.0, 2.0]]}, TypeError, "x: expected an array of numbers .* found list"),
     "x has objects": ({"x": np.array([None] * 12)}, TypeError, "x: expected an array of numbers .* found object"),
     "layout": ({"layout": "ddp"}, ValueError, "layout: expected one of .*, found 'ddp'"),
     "option": ({"batch_size": 4}, ValueError, "batch_size: expected an option of engines; perhaps batch"),
     "option of the optimizer": ({"lr": 0.1}, ValueError, "lr: .* the optimizer has it"),
+    "rate": ({"learning_rate": 0.1}, ValueError, "learning_rate: .* the optimizer has it"),
+    "nothing like it": ({"zq": 1}, ValueError, "zq: expected an option of engines; they are layout, precision"),
+    "two sizes": ({"micro_batch": 2, "accumulate": 3}, ValueError, "found micro_batch and accumulate"),
     "class as model": ({"made": Scaled}, TypeError, "model: expected an operator"),
     "list as model": ({"made": [nn.Flatten()]}, TypeError, "model: expected an operator"),
     "class as loss": ({"loss": nn.SoftmaxCrossEntropy}, TypeError, "loss: expected an object with forward"),
     "function as loss": ({"loss": np.subtract}, TypeError, "loss: expected an object with forward"),
     "class as optimizer": ({"optimizer": AdamW}, TypeError, "optimizer: expected an optimizer"),
-    "tuple as data": ({"batches": ((X, Y), 4)}, TypeError, "data: expected len.data. and data.take.indices."),
+    "tuple as data": ({"batches": ((X, Y), 4)}, TypeError, "data.take.indices., .*; found a tuple$"),
     "batch of 0": ({"batches": (ArrayDataset(X, Y), 0)}, ValueError, "batch: expected a number from 1 on, found 0"),
 }
 
@@ -191,6 +197,75 @@ def test_ranks_with_own_batches(comm, train):
         pytest.skip("one rank")
     with pytest.raises(RankMismatch, match="rank 0 has x of shape"):
         train(x=X + comm.rank)
+
+
+class FailsOnOneRank(Scaled):
+    """Raises on the rank that has set it so."""
+
+    fails = False
+
+    def backward(self, dy, x, grads):
+        if self.fails:
+            raise KeyError("here")
+        return super().backward(dy, x, grads)
+
+
+@pytest.mark.parametrize("layout", ["local", "sgp"])
+def test_failure_of_a_replica_before_an_average(comm, layout):
+    """The end of the block raises it on all ranks, where no exchange of weights has."""
+    made = model(FailsOnOneRank)
+    made.items[1].fails = comm.rank == comm.size - 1
+    options = {"layout": layout, "tau": 50}
+    with pytest.raises(StepFailed, match="here"):
+        with Engine(made, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), **options) as engine:
+            engine.step(X, Y)
+
+
+def test_state(comm, tmp_path):
+    with Engine(model(), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01)) as engine:
+        with pytest.raises(ValueError, match="facts: epoch: expected a value for JSON"):
+            engine.save(tmp_path, epoch=np.int64(3) if comm.rank == 0 else 3)
+        with pytest.raises(ValueError, match="state: expected a mapping from names to arrays, found a list"):
+            engine.load_state_dict(list(engine.state_dict()))
+
+
+def test_optimizer():
+    with pytest.raises(
+        TypeError, match="AdamW: too many positional arguments; .*the engine has the model's parameters"
+    ):
+        AdamW(model().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="AdamW: missing a required argument: 'rate'; expected keywords, such as lr"):
+        AdamW()
+    with pytest.raises(ValueError, match="rate: expected a number from 0 on, or a schedule, found 0.1"):
+        AdamW(lr="0.1")
+    with pytest.raises(TypeError, match="groups: expected a list of dicts"):
+        AdamW(lr=0.1, groups={"params": "0.*"})
+    with pytest.raises(TypeError, match="ParamGroup: got an unexpected keyword argument 'rates'"):
+        AdamW(lr=0.1, groups=[{"params": "0.*", "rates": 1}])
+
+
+class Tensor:
+    """Array-like as a tensor of PyTorch, whose dtype has no kind."""
+
+    dtype = "torch.float32"
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, at):
+        return Tensor(self.array[at])
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.array, dtype)
+
+
+def test_tensors_and_lists_are_taken(train):
+    expected = train().loss
+    assert train(x=Tensor(X), y=Tensor(Y)).loss == expected
+    assert train(x=X.astype(float).tolist(), y=Y.tolist()).loss == expected
 
 
 def test_construction():
