@@ -216,9 +216,9 @@ def test_failure_of_a_replica_before_an_average(comm, layout):
     made = model(FailsOnOneRank)
     made.items[1].fails = comm.rank == comm.size - 1
     options = {"layout": layout, "tau": 50}
-    with pytest.raises(StepFailed, match="here"):
-        with Engine(made, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), **options) as engine:
-            engine.step(X, Y)
+    engine = Engine(made, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), **options)
+    with pytest.raises(StepFailed, match="here"), engine:
+        engine.step(X, Y)
 
 
 def test_state(comm, tmp_path):
@@ -231,12 +231,12 @@ def test_state(comm, tmp_path):
 
 def test_optimizer():
     with pytest.raises(
-        TypeError, match="AdamW: too many positional arguments; .*the engine has the model's parameters"
+        TypeError, match=r"AdamW: too many positional arguments; .*the engine has the model's parameters"
     ):
         AdamW(model().parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="AdamW: missing a required argument: 'rate'; expected keywords, such as lr"):
+    with pytest.raises(TypeError, match=r"AdamW: missing a required argument: 'rate'; expected keywords, such as lr"):
         AdamW()
-    with pytest.raises(ValueError, match="rate: expected a number from 0 on, or a schedule, found 0.1"):
+    with pytest.raises(ValueError, match="rate: expected a number from 0 on, or a schedule, found"):
         AdamW(lr="0.1")
     with pytest.raises(TypeError, match="groups: expected a list of dicts"):
         AdamW(lr=0.1, groups={"params": "0.*"})
