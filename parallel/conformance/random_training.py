@@ -1,6 +1,6 @@
 """Random trainings of every strategy, and the difference between the memory forecast of one and its ledger."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,39 +42,14 @@ def draw_settings(seed: int, ranks: int) -> Settings:
     if layout in LAYOUTS and text and ranks % 2 == 0 and random.random() < 0.7:
         chosen |= one(*_meshes(ranks))
     if layout == "pp":
-        chosen["layout"] = one("pp:1f1b", "pp:gpipe", "pp:zb-h1", "pp:zb-v", "pp:interleaved", "pp:dualpipe-v")
+        chosen["layout"] = one("pp:1f1b", "pp:gpipe", "pp:zb-h1")
         chosen["model"] = "gpt:tiny" if text else "mlp:small"
         chosen |= {"batch": 24, "stages": min(ranks, 2 if not text else ranks)}
         if ranks % chosen["stages"]:
             chosen["stages"] = 1
         chosen.pop("accumulate", None)
         chosen["micro_batch"] = 12 // (ranks // chosen["stages"])
-    return complete(chosen | _transforms(one, layout) | _sums(one, chosen, ranks) | (_blocks(one) if text else {}))
-
-
-def _transforms(one: Callable[..., Any], layout: str) -> dict[str, Any]:
-    """Few-bit products, fake quantisation or pruning, for about half of the trainings."""
-    moving = {"fake_quant_inputs": "int8"} if layout in LAYOUTS or layout == "pp" else {}
-    weights = {"fake_quant": one("int8", "int4_g32", "int3_row")}
-    pruned = one({"prune": 0.5}, {"prune": 0.3, "prune_pattern": "rows"}, {"prune_pattern": "2:4"})
-    return one({}, {}, {}, {"products": one("fp8", "mxfp8")}, weights | moving, weights | pruned)
-
-
-def _sums(one: Callable[..., Any], chosen: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """LAMB, compressed gradients, or sharded replicas of stages, where a layout has them."""
-    found = one({}, {}, {"optimizer": "lamb"}) if chosen["layout"] != "ps" else {}
-    if chosen["layout"].startswith("pp"):
-        axis, stages = one("dp", "dp-naive", "zero1", "zero2", "zero3"), chosen["stages"]
-        found |= {"stages": None, "mesh": f"{axis}={ranks // stages},pp={stages}"}
-    if found.get("mesh", chosen["layout"]).startswith("dp") and not chosen["reproducible"]:
-        found |= {"compress": one("none", "int8", "int4", "sign", "topk:0.05", "powersgd:2", "qsgd:4")}
-    return found
-
-
-def _blocks(one: Callable[..., Any]) -> dict[str, Any]:
-    """Recomputation by block, mixtures of experts, and blocks for some tokens."""
-    found = {"recompute": one("none", "selective", "full", "full,none", "selective,none")}
-    return found | one({}, {}, {"model": "gpt-moe:tiny", "experts": "4,k=2"}, {"depths": "0.5"})
+    return complete(chosen)
 
 
 def _meshes(ranks: int) -> Iterator[dict[str, Any]]:

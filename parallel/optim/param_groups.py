@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack, cast
 
 from parallel.nn.operator import Parameter
 from parallel.optim.lr_schedules import Rate, describe, rate_at
@@ -73,9 +73,9 @@ class TorchNames(type):
     """Metaclass of classes whose constructors also take hyperparameters by PyTorch's names (`TORCH_NAMES`)."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        values = from_torch(given)
+        values, made = from_torch(given), cast(Any, cls)
         try:
-            signature(cls.__init__).bind(None, *args, **values)
+            signature(made.__init__).bind(None, *args, **values)
         except TypeError as error:
             hint = " (the engine has the model's parameters)" if args else ""
             raise TypeError(f"{cls.__name__}: {error}; expected keywords, such as lr=0.01{hint}") from None
@@ -116,10 +116,10 @@ class ParamGroup(metaclass=TorchNames):
     @classmethod
     def of(cls, group: Any) -> "ParamGroup":
         """Group of a dict as in PyTorch; TypeError for anything else."""
-        if not isinstance(group, cls | Mapping):
+        if not isinstance(group, ParamGroup | Mapping):
             found = type(group).__name__
             raise TypeError(f'groups: expected a list of dicts, as {{"params": "0.*", "lr": 1e-3}}; found a {found}')
-        return group if isinstance(group, cls) else cls(**group)
+        return group if isinstance(group, ParamGroup) else cls(**group)
 
     def has(self, parameter: Parameter) -> bool:
         """True if the parameter belongs to the group; it must have its name."""
