@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from parallel.data_parallel.layouts import LAYOUTS as DATA_PARALLEL
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
@@ -49,6 +50,7 @@ class Composition:
     shards, slices, parts : logical shards of operators, parts of experts in them, and parts of sequences
     sequence : ranks of tp have parts of the sequence between operators that are cut
     precision, optimizer, clip, reproducible, context, bucket_bytes : as of `Settings`
+    overlap : `overlap_expert_comm`, on meshes and layouts that have it
     compress : as of `Settings`; not "none": weights do not change, and what all steps have sent, with what remains to
         be sent, is compared
     microbatches, samples : of a step; samples of a micro-batch
@@ -86,6 +88,7 @@ class Composition:
     reproducible: bool = False
     context: str = "auto"
     bucket_bytes: int = 1 << 22
+    overlap: bool = False
     compress: str = "none"
     microbatches: int = 1
     samples: int = 1
@@ -131,6 +134,8 @@ class Composition:
             own["sequence_parallel"] = self.sequence
         if self.cuts and (mesh, layout) == (self.mesh, self.layout):
             own["cuts"] = self.cuts
+        if self.overlap and Mesh.parse(mesh).expert_replicas > 1:
+            own["overlap_expert_comm"] = layout in DATA_PARALLEL and not DATA_PARALLEL[layout].sharded
         if self.reproducible:
             own |= {"tensor_shards": self.shards, "expert_shards": self.slices}
             own |= {"sequence_parts": self.parts} if self.parts > 1 else {}

@@ -95,7 +95,9 @@ def draw(seed: int, most_ranks: int) -> Composition:
         steps=random.choice([1, 2]),
         seed=seed,
     )
-    return _compressed(random, composition) if not (reproducible or mixed) else composition
+    if mixed:
+        return replace(composition, overlap=random.random() < 0.5)
+    return composition if reproducible else _compressed(random, composition)
 
 
 def _compressed(random: Random, composition: Composition) -> Composition:
