@@ -122,25 +122,6 @@ CASES: dict[str, Composition] = {
     "tokens returned in the order of another micro-batch": Composition(
         mesh=EP, experts=4, choices=2, head_width=4, length=8, microbatches=4
     ),
-    "values of one micro-batch in the backward pass of another": Composition(
-        mesh="dp=2,tp=2,ep=4",
-        layers=3,
-        heads=2,
-        shards=2,
-        experts=3,
-        choices=2,
-        router="biases",
-        length=5,
-        microbatches=5,
-        overlap=True,
-        clip=True,
-        optimizer="adamw",
-        reproducible=True,
-        precision="bf16",
-        layout="zero2",
-        next_mesh="dp=4,ep=4",
-        next_layout="zero1",
-    ),
     "capacity for the tokens of a rank": Composition(
         mesh="dp=3,ep=3", experts=2, choices=1, router="capacity", length=5, microbatches=4, samples=2, layout="zero3"
     ),
