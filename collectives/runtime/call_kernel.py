@@ -26,12 +26,13 @@ from collectives.runtime.kernel_memory import (
     NDIM,
     SIZE,
     TYPE,
+    bindable,
     copy_bytes,
     load_word,
+    new_number,
     object_address,
     set_word_at,
     sleep_us,
-    store_word,
     word_at,
 )
 from collectives.runtime.table_kernel import advance
@@ -116,16 +117,9 @@ def _agrees(arguments, checks, count, arrays):
     return True
 
 
-def _call(calls, sendbuf, recvbuf, op, root, algorithm, segments):
-    c = load_word(object_address(calls) + DATA)
-    arguments, arrays = c + 8 * table.ARGUMENTS, c + 8 * table.ARRAYS
-    store_word(arguments, object_address(sendbuf))
-    store_word(arguments + 8, object_address(recvbuf))
-    store_word(arguments + 16, object_address(op))
-    store_word(arguments + 24, object_address(root))
-    store_word(arguments + 32, object_address(algorithm))
-    store_word(arguments + 40, object_address(segments))
-    entry = c + 8 * table.ENTRIES
+def _call(calls, arguments, count):
+    c = load_word(calls + DATA)
+    arrays, entry = c + 8 * table.ARRAYS, c + 8 * table.ENTRIES
     for index in range(word_at(c, table.ENTRY_COUNT)):
         t = word_at(entry, table.TABLE)
         set_word_at(arrays, 0, word_at(entry, table.NO_ARRAY))
@@ -133,9 +127,9 @@ def _call(calls, sendbuf, recvbuf, op, root, algorithm, segments):
         if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
             result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t, word_at(c, table.SPINS))
             if result != table.REFUSED:
-                return result + (table.RESULT + 1) * index if result else result
+                return new_number(result + (table.RESULT + 1) * index if result else result)
         entry += 8 * table.ENTRY_WORDS
-    return table.REFUSED
+    return new_number(table.REFUSED)
 
 
 def _run(send, recv, t, spins):
@@ -163,8 +157,8 @@ _compiling = Lock()
 class Functions(NamedTuple):
     """Compiled functions. Each returns a result of `program_table`, after at most `spins` polls without progress."""
 
-    call: Callable[..., int]
-    """``call(calls, sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if `calls` has it:
+    call: Callable[[Any], Callable[..., int]]
+    """``call(calls)(sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if `calls` has it:
     words as in `program_table`. It returns the result and, unless that is `DONE`, in the bits above `RESULT` the
     entry."""
 
@@ -182,20 +176,20 @@ class Functions(NamedTuple):
 
     It releases the interpreter's lock (GIL)."""
 
-    start: Callable[[Any, Any], int]
-    """``start(numbers, request)`` starts a program for its persistent request, with the table as an array.
+    start: Callable[[Any], Callable[..., int]]
+    """``start(numbers)(request)`` starts a program for its persistent request, with the table as an array.
 
     `REFUSED` if that is left to Python; `WAITING` if the request is active, and the progress thread must be woken."""
 
-    activate: Callable[[Any, Any], int]
-    """``activate(numbers, request)`` makes the request of a program active; else as `start`."""
+    activate: Callable[[Any], Callable[..., int]]
+    """``activate(numbers)(request)`` makes the request of a program active; else as `start`."""
 
-    end: Callable[[Any, Any, bool], int]
-    """``end(numbers, request, patient)`` advances an active request, with polls if `patient` and no other is active; at
-    the end of the program it becomes inactive. An idle persistent request is at its end."""
+    end: Callable[[Any], Callable[..., int]]
+    """``end(numbers)(request)`` advances an active request; at the end of the program it becomes inactive. An idle
+    persistent request is at its end. With a second argument it polls, if no other request is active."""
 
-    take_back: Callable[[Any, Any], int]
-    """``take_back(numbers, request)`` leaves a request to Python code; `WAITING` if it is active, `DONE` if it is a
+    take_back: Callable[[Any], Callable[..., int]]
+    """``take_back(numbers)(request)`` leaves a request to Python code; `WAITING` if it is active, `DONE` if it is a
     persistent one that is idle, `REFUSED` if Python code manages it already."""
 
 
@@ -204,15 +198,15 @@ def functions() -> Functions:
     """Compile the functions, or load them from disk."""
     with _compiling:
         return Functions(
-            _entry(_compile(_call), (HANDLE,) * 7),
+            bindable(_compile(_call)),
             _entry(_compile(_run), (HANDLE, HANDLE, types.int64, types.int64)),
             _entry(advance, (types.int64, types.int64)),
             _entry(_compile(_copy), (types.int64, types.int64, types.int64)),
             _entry(_compile_released(_advance_patiently), (types.int64, types.int64, types.int64)),
-            _entry(_compile(request_kernel.start), (HANDLE, HANDLE)),
-            _entry(_compile(request_kernel.activate), (HANDLE, HANDLE)),
-            _entry(_compile(request_kernel.end), (HANDLE, HANDLE, types.boolean)),
-            _entry(_compile(request_kernel.take_back), (HANDLE, HANDLE)),
+            bindable(_compile(request_kernel.start)),
+            bindable(_compile(request_kernel.activate)),
+            bindable(_compile(request_kernel.end)),
+            bindable(_compile(request_kernel.take_back)),
         )
 
 

@@ -83,7 +83,7 @@ class _Method:
         self._words[table.SPINS] = spins
         self._entries: list[_Entry] = []
         self.programs: list[CompiledProgram] = []
-        self.run: Callable[..., int] = partial(call_kernel.functions().call, self._words)
+        self.run: Callable[..., int] = call_kernel.functions().call(self._words)
 
     def add(self, program: CompiledProgram, arguments: Sequence[Any]) -> None:
         """Add a program for these arguments; beyond `MAX_ENTRIES` forget the oldest one."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -77,9 +77,8 @@ class CompiledProgram:
         functions = call_kernel.functions()
         self._run, self._advance, self.copy = functions.run, functions.advance, functions.copy
         self._advance_patiently = functions.advance_patiently
-        self.start_for, self.end_for = partial(functions.start, self._table), partial(functions.end, self._table)
-        self.activate_for = partial(functions.activate, self._table)
-        self._take_back = partial(functions.take_back, self._table)
+        self.start_for, self.end_for = functions.start(self._table), functions.end(self._table)
+        self.activate_for, self._take_back = functions.activate(self._table), functions.take_back(self._table)
 
     def expect(self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int]) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.

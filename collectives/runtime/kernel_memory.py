@@ -4,6 +4,8 @@
 # Types of compiled functions are not those of Python.
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -44,6 +46,43 @@ class _HandleModel(models.OpaqueModel):
 @unbox(ObjectHandle)
 def _unbox(_, obj, context):
     return NativeValue(obj)
+
+
+new_number = types.ExternalFunction("PyLong_FromLong", types.int64(types.int64))
+"""Address of a new reference to a Python int."""
+
+
+class _MethodDefinition(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("documentation", ctypes.c_char_p),
+    )
+
+
+_FASTCALL = 0x80
+
+_new_method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+
+_definitions: list[_MethodDefinition] = []  # methods refer to them
+
+
+def bindable(dispatcher: Any) -> Callable[[Any], Callable[..., int]]:
+    """Compile ``function(owner, arguments, count)``, and return what binds it to an owner, as a method.
+
+    Python calls the method with the addresses of the owner and of an array of `count` objects, as it calls its own
+    functions in C (METH_FASTCALL). Nothing is converted, as an entry point of numba does, which saves 0.1 us a call.
+    """
+    signature = (types.int64,) * 3
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+    definition = _MethodDefinition(dispatcher.py_func.__name__.encode(), address, _FASTCALL, None)
+    _definitions.append(definition)
+    return lambda owner: _new_method(ctypes.addressof(definition), owner, None)
 
 
 def _pointer(builder, address):

@@ -149,7 +149,7 @@ class Operation:
 
     def _advance_compiled(self) -> None:
         """Advance the request if compiled code manages it."""
-        result = self.program.end_for(self, False)
+        result = self.program.end_for(self)
         if result == DONE and not self.persistent:
             self._complete()
         elif result > REFUSED:  # an error

@@ -76,11 +76,10 @@ RESULT = 7
 
 # ------------------------------------------------------------------------------------------ calls
 
-SPINS, ENTRY_COUNT, ARGUMENTS = range(3)
-ARRAYS = ARGUMENTS + 6
+SPINS, ENTRY_COUNT, ARRAYS = range(3)
 ENTRIES = ARRAYS + 2
-"""Words of the calls of a method: polls before a call returns; the number of entries; the arguments of the call, its
-two array objects, and the entries."""
+"""Words of the calls of a method: polls before a call returns; the number of entries; the two array objects of a call,
+and the entries."""
 
 TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
 """Words of an entry: addresses of the program's table, and of its first check; the number of checks; an array object

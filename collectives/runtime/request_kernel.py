@@ -2,7 +2,8 @@
 
 A request is *managed* by compiled code while its program's table names it (`REQUEST`), or permits starts (`STARTABLE`).
 These functions hold the interpreter's lock (GIL) throughout, so that each is one step for all other threads: they need
-no lock of their own, and leave `active_requests` as Python code expects it.
+no lock of their own, and leave `active_requests` as Python code expects it. They are called as `kernel_memory.bindable`
+describes, on the table as an array, with the request as their first argument.
 """
 
 # mypy: ignore-errors
@@ -12,7 +13,7 @@ from numba import types
 
 from collectives.runtime import kernel_memory, table_kernel
 from collectives.runtime import program_table as table
-from collectives.runtime.kernel_memory import DATA, ITEMS, SIZE, load_word, object_address, set_word_at, word_at
+from collectives.runtime.kernel_memory import DATA, ITEMS, SIZE, load_word, new_number, set_word_at, word_at
 from collectives.runtime.table_kernel import advance
 from quant.kernels.jit import compiler
 
@@ -25,7 +26,7 @@ _set_slice = types.ExternalFunction("PyList_SetSlice", types.int32(types.int64, 
 @_compile
 def _address(numbers):
     """Address of a table, given as an array."""
-    return load_word(object_address(numbers) + DATA)
+    return load_word(numbers + DATA)
 
 
 @_compile
@@ -63,35 +64,37 @@ def _is_idle(t):
     return word_at(t, table.STARTABLE) != 0 and word_at(t, table.REQUEST) == 0
 
 
-def start(numbers, request):
-    t = _address(numbers)
-    if not _is_idle(t):
-        return table.REFUSED
-    return table.DONE if advance(t, 0) == table.DONE else _activate(t, object_address(request))
+def start(numbers, arguments, count):
+    t, result = _address(numbers), table.REFUSED
+    if _is_idle(t):
+        result = advance(t, 0)
+        if result != table.DONE:
+            result = _activate(t, load_word(arguments))
+    return new_number(result)
 
 
-def activate(numbers, request):
-    return _activate(_address(numbers), object_address(request))
+def activate(numbers, arguments, count):
+    return new_number(_activate(_address(numbers), load_word(arguments)))
 
 
-def end(numbers, request, patient):
-    t = _address(numbers)
-    if word_at(t, table.REQUEST) != object_address(request):
-        return table.DONE if _is_idle(t) else table.REFUSED
+def end(numbers, arguments, count):
+    t, patient = _address(numbers), count > 1
+    if word_at(t, table.REQUEST) != load_word(arguments):
+        return new_number(table.DONE if _is_idle(t) else table.REFUSED)
     if patient:
         _count_attempt(t)
     polls = word_at(t, table.POLLS) if patient and load_word(_active_requests(t) + SIZE) == 1 else 0
     result = advance(t, polls)
     if result == table.DONE:
         _deactivate(t)
-    return result
+    return new_number(result)
 
 
-def take_back(numbers, request):
+def take_back(numbers, arguments, count):
     t = _address(numbers)
-    is_active, is_idle = word_at(t, table.REQUEST) == object_address(request), _is_idle(t)
+    is_active, is_idle = word_at(t, table.REQUEST) == load_word(arguments), _is_idle(t)
     if not (is_active or is_idle):
-        return table.REFUSED
+        return new_number(table.REFUSED)
     set_word_at(t, table.REQUEST, 0)
     set_word_at(t, table.STARTABLE, 0)
-    return table.WAITING if is_active else table.DONE
+    return new_number(table.WAITING if is_active else table.DONE)

@@ -132,7 +132,7 @@ class Request(Operation):
 
         Raises InvalidArgument if it was freed, RanksDisagree if it was aborted: by Ctrl-C, or an operation that raised.
         """
-        if self.program.end_for(self, False) == DONE:
+        if self.program.end_for(self) == DONE:
             self._ended_by_compiled_code(status)
             return True
         complete = self._is_complete("Test")
