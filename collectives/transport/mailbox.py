@@ -230,7 +230,7 @@ class NodeMemory:
         if self.size > 1 and not self.shares_cores:
             self.far, speed = measure(self, SLOTS * self.cells[0])
         self.speed = speed.slowest(everyone)
-        far = reduced(self.comm, self.far, MPI.LOR)
+        far = bool(reduced(self.comm, self.far, MPI.LOR))
         one_copy = self.speed.one_copy_pays and not far
         self.copied = FAR_COPIED if self.far else ONE_COPY if one_copy else CELL
         self.copied_compiled = CELL if far and copies_past_caches() else self.copied

@@ -95,9 +95,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
         steps=random.choice([1, 2]),
         seed=seed,
     )
-    if mixed:
-        return replace(composition, overlap=random.random() < 0.5)
-    return composition if reproducible else _compressed(random, composition)
+    return composition if reproducible or mixed else _compressed(random, composition)
 
 
 def _compressed(random: Random, composition: Composition) -> Composition:
@@ -190,6 +188,7 @@ def _mixtures(random: Random, layers: int, reproducible: bool) -> dict[str, Any]
         "choices": random.randint(1, min(experts, 3)),
         "every": random.choice([1, 1, min(2, layers)]),
         "router": random.choice([name for name in ROUTERS if reproducible or name != "one expert"]),
+        "overlap": random.random() < 0.5,
     }
 
 

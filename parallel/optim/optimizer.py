@@ -52,6 +52,10 @@ Runs = tuple[tuple[Tuning, ElementRun], ...]
 """Runs of elements with the same hyperparameters."""
 
 
+def _is_rate(value: object) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
+
+
 @dataclass(kw_only=True, eq=False)
 class Optimizer(metaclass=TorchNames):
     """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
@@ -80,8 +84,7 @@ class Optimizer(metaclass=TorchNames):
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
-            is_rate = isinstance(self.rate, Real) and 0 <= self.rate < math.inf
-            expect("rate", self.rate, is_rate, "a number from 0 on, or a schedule")
+            expect("rate", self.rate, _is_rate(self.rate), "a number from 0 on, or a schedule")
         expect("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
         expect("ema", self.ema, 0 <= self.ema < 1, "0 <= ema < 1")
         groups = tuple(map(ParamGroup.of, self.groups))
