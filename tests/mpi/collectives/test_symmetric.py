@@ -443,7 +443,7 @@ def arriving(request):
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("plain", ["none", "rank 0's", "all"])
 def test_what_all_see_is_not_cut_if_all_know(own, plain, in_place):
-    """A single array of another kind, and the messages of all ranks are cut alike."""
+    """A single array of another kind, and the messages of all ranks are cut alike, unless too long to be cut at all."""
     rank, size, node = own.Get_rank(), own.Get_size(), own._planner.node
     mine, total = own.full(100_000, 1.0, "f"), own.full(100_000, 1.0, "f")
     shared = (
@@ -460,7 +460,8 @@ def test_what_all_see_is_not_cut_if_all_know(own, plain, in_place):
     assert sight.shared == seen and (sight.in_place == in_place or not seen)
     request = own.Allreduce_init(*arguments, algorithm="ring")
     if node is not None and own.nodes is None:
-        assert (arriving(request) == 2 * (size - 1)) == (seen or size == 1)
+        long = node.reads and total.nbytes // size > node.streamed_reduced
+        assert (arriving(request) == 2 * (size - 1)) == (seen or long or size == 1)
     request.Start()
     request.Wait()
     assert (total == size).all()
