@@ -83,6 +83,7 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
     mpiexec = os.environ.get("MPIEXEC") or "mpiexec"
     environment = LAUNCH_DEFAULTS | ({} if program.blas_threads else ONE_BLAS_THREAD) | os.environ
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    name = name.partition(" --")[0]  # an option that selects a program is one of `words`
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "parallel.cli.main", *name.split(), *words]
     environment |= {EXPECTED: str(ranks), "PATH": path}
     try:

@@ -133,6 +133,12 @@ def test_ranks_are_started():
 
 
 @needs_mpiexec
+def test_an_option_that_selects_a_program_is_given_once():
+    done = run("verify", "-n", "2", "--forecasts", "1")
+    assert done.returncode == 0 and "1 of 1 forecasts are the ledger" in done.stdout, done.stderr
+
+
+@needs_mpiexec
 def test_a_program_with_too_few_ranks():
     done = run("bench", "servers", "-n", "1")
     assert done.returncode != 0 and "expected 2 ranks or more, found 1" in done.stderr
