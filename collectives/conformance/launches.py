@@ -30,7 +30,7 @@ def descendants(process: int) -> list[int]:
     children: dict[int, list[int]] = defaultdict(list)
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = file.read_text().rpartition(")")[2].split()
+            fields = file.read_text(errors="replace").rpartition(")")[2].split()
             children[int(fields[1])].append(int(file.parent.name))
     found = [process]
     for parent in found:
@@ -45,15 +45,15 @@ def end_ranks(launcher: subprocess.Popen[Any]) -> None:
     with suppress(subprocess.TimeoutExpired):
         launcher.wait(GRACE)
     launcher.kill()
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    for end, process in [(os.killpg, launcher.pid), *((os.kill, process) for process in processes)]:
+        with suppress(ProcessLookupError, PermissionError):
+            end(process, signal.SIGKILL)
     launcher.wait()
 
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit on SIGINT and SIGTERM, whose default action ends a process without its ``finally`` clauses.
+    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM, so that ``finally`` clauses run.
 
     Later ones are ignored meanwhile: ``timeout`` sends two, one of them to the process group.
     """
@@ -61,9 +61,11 @@ def exit_on_signals() -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        sys.exit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, leave)
     try:
         yield
     finally:

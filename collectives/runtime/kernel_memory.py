@@ -67,21 +67,21 @@ _new_method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_obj
     ("PyCFunction_NewEx", ctypes.pythonapi)
 )
 
-_definitions: list[_MethodDefinition] = []  # methods refer to them
+_definitions: list[tuple[_MethodDefinition, Any]] = []  # methods refer to them, and to the code
 
 
 def bindable(dispatcher: Any) -> Callable[[Any], Callable[..., int]]:
-    """Compile ``function(owner, arguments, count)``, and return what binds it to an owner, as a method.
+    """Compile ``function(owner, arguments, count)``; return a function that binds it to an owner.
 
     Python calls the method with the addresses of the owner and of an array of `count` objects, as it calls its own
-    functions in C (METH_FASTCALL). Nothing is converted, as an entry point of numba does, which saves 0.1 us a call.
+    functions in C (METH_FASTCALL). Nothing is converted, unlike at an entry point of numba.
     """
     signature = (types.int64,) * 3
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
     definition = _MethodDefinition(dispatcher.py_func.__name__.encode(), address, _FASTCALL, None)
-    _definitions.append(definition)
+    _definitions.append((definition, compiled))
     return lambda owner: _new_method(ctypes.addressof(definition), owner, None)
 
 

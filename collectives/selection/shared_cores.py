@@ -17,7 +17,7 @@ from collectives.schedule.semantics import vector
 from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
 
 TURN = 19e-6
-"""Seconds until all ranks have had a turn on the cores."""
+"""Seconds until all ranks have had a turn, as of four ranks on two cores."""
 
 RESUME = 1.4e-6
 """Seconds of core time for a rank to go on after it waited for messages."""

@@ -1,9 +1,9 @@
 """Speed of messages between the ranks of a node: of flags, and of copies through shared memory or out of the sender.
 
-Between cores that share a cache, a copy through shared memory is faster, as it needs no system call. Between other
+Between cores that share a cache, a copy through shared memory is often faster: it needs no system call. Between other
 cores every store must first invalidate the cache line that the receiver has read; from a few KiB on, such a copy is no
 faster than a read of the sender's memory. A virtual machine may be moved between such cores. Stores past the caches,
-which compiled code makes on x86, do not wait; without these, a measurement at the creation of a communicator decides.
+which compiled code makes on x86, do not wait. A measurement at the creation of a communicator decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collectives.transport.mailbox import NodeMemory
 
 NBYTES = 1 << 18
-"""Bytes of a copy: less than a core's own cache, and enough to hide the start of a system call."""
+"""Bytes of a copy: enough to hide the start of a system call."""
 
 REPEATS = 7
 """Copies of each kind. Their median decides what is slow; the fastest counts as the speed of the machine."""
@@ -89,6 +89,7 @@ def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:
     times = np.full((REPEATS, 3), np.inf)
     for turn in range(REPEATS):
         for number, step in enumerate(steps):
+            node.comm.Barrier()  # the neighbour has read `source`
             source.fill(turn)  # into this core's cache, as the data of a message mostly is
             node.comm.Barrier()
             start = time.perf_counter_ns()

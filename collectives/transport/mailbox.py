@@ -233,7 +233,7 @@ class NodeMemory:
         far = bool(reduced(self.comm, self.far, MPI.LOR))
         one_copy = self.speed.one_copy_pays and not far
         self.copied = FAR_COPIED if self.far else ONE_COPY if one_copy else CELL
-        self.copied_compiled = CELL if far and copies_past_caches() else self.copied
+        self.copied_compiled = CELL if self.far and copies_past_caches() else self.copied
         self.streamed, self.streamed_both_ways, self.streamed_reduced = self._streamed_limits(far, one_copy)
 
     def _streamed_limits(self, far: bool, one_copy: bool) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.benchmark.plan_report import PlanQuestion
-from parallel.benchmark.plan_timeline import drawn_part, title
+from parallel.benchmark.plan_timeline import title
 from parallel.benchmark.training_output import short
 from parallel.forecast.step_timeline import IDLE, NETWORK, SHARED, STEP, StepTimeline
 from parallel.planner.layout import accumulation
@@ -42,7 +42,7 @@ def draw_memory(path: Path, question: PlanQuestion, choice: PlanChoice) -> None:
         axis.set_ylabel(f"stage {stage}\nGB")
         axis.set_ylim(0, 1.1 * limit)
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=len(MEMORY_KINDS), fontsize=8, frameon=False)
-    axes[-1].set_xlabel(f"time (forward pass of a layer = 1){drawn_part(layout, rounds)}")
+    axes[-1].set_xlabel("time (forward pass of a layer = 1)")
     figure.suptitle(title(question, choice), fontsize=9)
     figure.savefig(path, dpi=120)
 

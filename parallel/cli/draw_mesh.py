@@ -4,9 +4,9 @@
     chorus draw mesh --mesh pp=2,cp=2,tp=2 --model gpt:small -o out/mesh.png
     chorus draw mesh --mesh dp=2,tp=2,ep=4 --model gpt-moe:tiny
 
-Of layers with equal parts only the first is drawn; "-" is a tensor that a rank has not. Replicas (dp) and ranks that
-share sequences (cp) have the same parts; ZeRO divides these further. Stages (pp) have equally many units. Runs in one
-process; pictures need matplotlib (the extra "plot").
+Of layers with equal parts only the first is drawn; "-" marks a tensor that a rank lacks. Replicas (dp) and ranks that
+share sequences (cp) have the same parts; ZeRO divides these further. Stages (pp) have nearly equally many units. Runs
+in one process; pictures need matplotlib (the extra "plot").
 """
 
 import argparse

@@ -101,7 +101,10 @@ def layer_numbers(text: str) -> tuple[int, ...]:
     for word in text.split("+") if text != EVEN else ():
         count, times, number = word.rpartition("x")
         try:
-            found += [whole_number(number)] * (min(whole_number(count), MOST_DEVICES) if times else 1)
+            repeats = min(whole_number(count), MOST_DEVICES) if times else 1
+            if not repeats:
+                raise ValueError
+            found += [whole_number(number)] * repeats
         except ValueError:
             raise ValueError(f"expected {EVEN}, or layers of every part as 3x8+6") from None
     return tuple(found)

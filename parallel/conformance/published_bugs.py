@@ -122,6 +122,9 @@ CASES: dict[str, Composition] = {
     "tokens returned in the order of another micro-batch": Composition(
         mesh=EP, experts=4, choices=2, head_width=4, length=8, microbatches=4
     ),
+    "experts' gradients in the order of turns where micro-batches enter at both ends": Composition(
+        mesh="pp=1,dp=2,ep=2", layout="pp:dualpipe", experts=2, microbatches=6, reproducible=True
+    ),
     "capacity for the tokens of a rank": Composition(
         mesh="dp=3,ep=3", experts=2, choices=1, router="capacity", length=5, microbatches=4, samples=2, layout="zero3"
     ),

@@ -75,7 +75,7 @@ class ModelsByLength:
     finish : callable
         Applied to every model and loss that is made.
     multiple : int
-        Of which the number of a rank's tokens must be a multiple, if these are divided again along another axis.
+        Divisor of every rank's number of tokens, for a further division along another axis.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from quant.types import Array
 
 
 class PartOfTokens(Operator, ABC):
-    """Operator of a part of the tokens, along another axis, which depends on their positions."""
+    """Operator that depends on positions, for a part of the tokens along another axis."""
 
     @abstractmethod
     def divided(self, division: SequenceDivision, rank: int) -> Operator:

@@ -27,6 +27,7 @@ from parallel.pipeline.schedule.actions import Action, gradients_by_update
 from parallel.pipeline.schedule.activation_memory import versions
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, truncate
+from parallel.pipeline.schedule.stage_placement import StagePlace
 
 AXIS = "pp"
 REPLICAS = tuple(name for name, layout in LAYOUTS.items() if layout.across_stages)
@@ -135,10 +136,12 @@ class Portion:
         ]
 
     def _expert_leaves(self, rank: int, part: int, assignment: Assignment) -> tuple[int | None, ...]:
-        """Numbers of the gradients of a rank's experts in a part of the model, in the turns that its stage computes."""
+        """Numbers of the gradients of a rank's experts in a part of the model, in the order that its stage has them."""
         assert self.sharing is not None
-        stage, route = self.stage(rank), self.plan.placement.route
-        turns = [turn for turn in range(self.rounds(assignment)) if route(turn)[part].stage == stage]
+        stage, parts = self.stage(rank), self.plan.placement.part
+        line = truncate(self.plan, self.rounds(assignment)).actions[stage]
+        ended = [action for action in line if action.kind in ("W", "BW")]
+        turns = [action.microbatch for action in ended if parts[StagePlace(stage, action.chunk)] == part]
         mine = [tuple(numbers[turn] for turn in turns) for numbers in self.sharing.padded(assignment)]
         return self.sharing.leaves(mine)[self.replica(rank) // self.sharing.size]
 

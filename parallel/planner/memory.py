@@ -49,8 +49,8 @@ def alive_at_most(
 def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: int) -> list[int]:
     """Peak bytes of saved activations by stage.
 
-    Exact for layers of one kind; else the kinds', the embedding's and the head's peaks are added, which need not
-    coincide where a stage has several parts.
+    The peaks of each kind of layer, of the embedding and of the head are added; they need not coincide where a stage
+    has several parts.
     """
     form = layout.schedule, layout.pp, microbatches, layout.virtual
     ranges = layer_ranges(model, layout)

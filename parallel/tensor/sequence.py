@@ -1,7 +1,7 @@
 """Sequence parallelism: between cut operators, every rank has an equal part of the tokens (Korthikanti et al., 2022).
 
 Norms, dropout, biases and residual sums work on these parts; the exchanges are those of `GatherSequence` and
-`ScatterSequence`. Rank r of t has tokens from r s/t on; of a sequence divided along another axis, this part of those.
+`ScatterSequence`. Rank r of t has tokens from r s/t on; if another axis divides the sequence, that part of its share.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class EqualParts(SequenceParts):
 
 
 class PositionsOfPart(DividedPositionEmbedding, PartOfTokens):
-    """Learned position embedding of this rank's part of the tokens, of any length; of a divided sequence of its length.
+    """Learned position embedding of this rank's part of the tokens: of any length, unless sequences are divided.
 
     `every` has the positions of all ranks of the axis; None: these have whole sequences.
     """
