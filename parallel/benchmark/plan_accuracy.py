@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +38,15 @@ class CaseRow(NamedTuple):
 
 
 class PlanAccuracy(NamedTuple):
-    """Result of a comparison: rows with their predicted seconds, and the fitted factors."""
+    """Result of a comparison: rows with their predicted seconds, and the fitted factors.
+
+    `regrets` are by question: by how much the layout that is predicted to be fastest is slower than the fastest one.
+    """
 
     rows: Sequence[CaseRow]
     predicted: Sequence[float]
     factors: np.ndarray
+    regrets: Mapping[tuple[str, int, str], float]
 
     @property
     def errors(self) -> np.ndarray:
@@ -55,18 +60,6 @@ class PlanAccuracy(NamedTuple):
         pairs = [row.measured for row in self.rows], self.predicted
         ranks = [np.argsort(np.argsort(values)) for values in pairs]
         return float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(self.rows) > 1 else 1.0
-
-    @property
-    def regrets(self) -> dict[tuple[str, int, str], float]:
-        """By how much the layout that is predicted to be fastest is slower than the fastest one, by question."""
-        found: defaultdict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
-        for row, predicted in zip(self.rows, self.predicted):
-            found[row.question].append((predicted, row.measured))
-        return {
-            question: min(pairs)[1] / min(measured for _, measured in pairs) - 1
-            for question, pairs in found.items()
-            if len(pairs) > 1
-        }
 
     @property
     def within_bounds(self) -> bool:
@@ -91,11 +84,37 @@ class PlanAccuracy(NamedTuple):
             yield f"chosen layout of {place} {ranks} {model}: {regret:.1%} slower than the best (at most {REGRET:.0%})"
 
 
-def compare(rows: Iterable[CaseRow]) -> PlanAccuracy:
-    """Compare measured steps with those predicted with factors fitted to the marked ones."""
-    rows = list(rows)
+def compare(turns: Iterable[Sequence[CaseRow]]) -> PlanAccuracy:
+    """Compare measured steps with those predicted with factors fitted to the marked rows.
+
+    Of a training's rows in several turns the one with the median quotient of measured and predicted seconds counts, and
+    of a question's regrets in several turns their median.
+    """
+    turns = [list(rows) for rows in turns]
+    by_name: defaultdict[str, list[CaseRow]] = defaultdict(list)
+    for row in (row for rows in turns for row in rows):
+        by_name[row.name].append(row)
+    rows = [_middle(rows) for rows in by_name.values()]
     factors = _fit([row for row in rows if row.fitted])
-    return PlanAccuracy(rows, [float(_vector(row.parts) @ factors) for row in rows], factors)
+    regrets: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for question, competing in ((question, rows) for rows in turns for question, rows in _questions(rows).items()):
+        if len(competing) > 1:
+            chosen = min(competing, key=lambda row: float(_vector(row.parts) @ factors))
+            regrets[question].append(chosen.measured / min(row.measured for row in competing) - 1)
+    predicted = [float(_vector(row.parts) @ factors) for row in rows]
+    return PlanAccuracy(rows, predicted, factors, {question: median(each) for question, each in regrets.items()})
+
+
+def _questions(rows: Iterable[CaseRow]) -> dict[tuple[str, int, str], list[CaseRow]]:
+    found: defaultdict[tuple[str, int, str], list[CaseRow]] = defaultdict(list)
+    for row in rows:
+        found[row.question].append(row)
+    return found
+
+
+def _middle(rows: Sequence[CaseRow]) -> CaseRow:
+    """Row with the median quotient of measured seconds and the sum of predicted parts (of two the lower one)."""
+    return sorted(rows, key=lambda row: row.measured / sum(row.parts.values()))[(len(rows) - 1) // 2]
 
 
 def _vector(parts: Mapping[str, float]) -> np.ndarray:

@@ -4,17 +4,20 @@ mpiexec -n 2 python scripts/verify_plan.py --rows out/rows.json --place node
 scripts/cluster --hosts 2 -- python scripts/verify_plan.py --rows out/rows.json --place cluster
 python scripts/verify_plan.py --rows out/rows.json                         # compare what was measured
 
-Under mpiexec all trainings of the table for this place and number of ranks are predicted and run, one after another, in
-several turns; those that differ between turns, in more. All measurements are added to the file, those of the forecast
-too. Without mpiexec steps are predicted again from the file, the factors of `FACTORS` fitted to the rows marked `*`, at
-most six, and all rows compared. Exit status 1 if a number is beyond its bound.
+Under mpiexec all trainings of the table for this place and number of ranks are predicted and run, in several turns. In a
+turn the layouts that compete for one model run a few steps each, alternately, and the forecast measures before and
+after them: a machine whose speed changes within minutes is as fast for one as for the other. All measurements are
+added to the file, those of the forecast too. Without mpiexec steps are predicted again from the file, the factors of
+`FACTORS` fitted to the rows marked `*`, at most six, and all rows compared. Exit status 1 if a number is beyond its
+bound.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -31,19 +34,16 @@ from parallel.benchmark.plan_accuracy import CaseRow, compare
 from parallel.engine.settings import Settings, complete
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.step_forecast import StepForecaster
-from parallel.forecast.step_timeline import CAUSES, StepTimeline
+from parallel.forecast.step_timeline import CAUSES
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training
 
-SECONDS, STEPS = 1.0, (10, 60)
-"""Seconds of a measured training in a turn, and least and most steps."""
+BLOCKS, SECONDS, STEPS = 5, 0.3, (4, 20)
+"""Blocks of steps of a training in a turn; a block's seconds, and its least and most steps."""
 
 WARM_UP = 3
-"""Steps before the measured ones."""
-
-SPREAD, MORE_TURNS = 0.1, 2
-"""Relative difference of turns from which a training is measured again, in so many turns more."""
+"""Steps of a training before its first block."""
 
 
 class TrainingCase(NamedTuple):
@@ -112,10 +112,10 @@ CASES = [
 
 
 class Turn(NamedTuple):
-    """Measurements of one turn on some ranks: those of the forecast, and seconds of steps and events by training."""
+    """Measurements of trainings that compete: the forecast's, before and after; steps and events by training, in s."""
 
     place: str
-    record: dict[str, Any]
+    records: list[dict[str, Any]]
     steps: dict[str, list[float]]
     events: dict[str, dict[str, float]]
 
@@ -128,81 +128,101 @@ def read_turns(path: Path) -> list[Turn]:
         raise ValueError(f"{path}: no file of this program: {error}") from None
 
 
-def measured_steps(settings: Settings, comm: Communicator, expected: float) -> tuple[list[float], dict[str, float]]:
-    """Seconds of steps on the slowest rank, and of their events by name on rank 0, on average. Collective."""
-    count = min(STEPS[1], max(STEPS[0], round(SECONDS / max(expected, 1e-6))))
-    events: defaultdict[str, float] = defaultdict(float)
-    seconds = []
-    with Training(replace(settings, steps=WARM_UP + count, trace=True), comm) as training:
-        for record in training.run():
-            seconds.append(record.seconds)
-            if len(seconds) > WARM_UP:
-                for event in training.engine.events:
-                    events[event.name] += (event.end - event.start) / count
-            training.engine.events.clear()
-    slowest = np.array(seconds[WARM_UP:])
-    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-    return slowest.tolist(), {name: float(value) for name, value in events.items()}
+class BlockwiseTraining:
+    """Training that makes some steps at a time. All methods are collective.
+
+    Attributes
+    ----------
+    seconds : list of float
+        Of all measured steps, on this rank. A block's first step, which finds the caches of another training, is none.
+    events : defaultdict of float
+        Seconds of this rank's events by name, of all measured steps.
+    """
+
+    def __init__(self, settings: Settings, comm: Communicator, expected: float):
+        self._steps = min(STEPS[1], max(STEPS[0], round(SECONDS / max(expected, 1e-6))))
+        self._training = Training(replace(settings, steps=WARM_UP + BLOCKS * (1 + self._steps), trace=True), comm)
+        self._records = self._training.run()
+        self.seconds: list[float] = []
+        self.events: defaultdict[str, float] = defaultdict(float)
+        self._make(WARM_UP)
+
+    def block(self) -> None:
+        self._make(1)
+        for _ in range(self._steps):
+            self.seconds.append(self._make(1))
+            for event in self._training.engine.events:
+                self.events[event.name] += event.end - event.start
+
+    def _make(self, count: int) -> float:
+        """Make so many steps; seconds of the last one."""
+        for _ in range(count):
+            self._training.engine.events.clear()
+            seconds = next(self._records).seconds
+        return seconds
+
+    def close(self) -> None:
+        for _ in self._records:  # none is left, but the engine comes to rest
+            pass
+        self._training.close()
 
 
 def measure(comm: Communicator, path: Path, place: str, turns: int) -> None:
     """Predict and measure all cases of this place and number of ranks, and add them to the file. Collective."""
     keep_freed_memory()
     limit_threads(1 if place == "cluster" else cores_per_rank(comm))
-    here = [case for case in CASES if (case.place, case.ranks) == (place, comm.Get_size())]
-    done: list[Turn] = []
-    for number in range(turns + MORE_TURNS):
-        cases = here if number < turns else [case for case in here if spread(case, done) > SPREAD]
-        if not cases:
-            break
-        done.append(_turn(comm, place, cases))
-        if comm.Get_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([turn._asdict() for turn in [*read_turns(path), done[-1]]]) + "\n")
+    competing: defaultdict[Hashable, list[TrainingCase]] = defaultdict(list)
+    for case in CASES:
+        if (case.place, case.ranks) == (place, comm.Get_size()):
+            competing[case.question].append(case)
+    for _ in range(turns):
+        for cases in competing.values():
+            turn = _turn(comm, place, cases)
+            if comm.Get_rank() == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps([each._asdict() for each in [*read_turns(path), turn]]) + "\n")
 
 
 def _turn(comm: Communicator, place: str, cases: Sequence[TrainingCase]) -> Turn:
-    """Predict and measure these cases once. Collective."""
-    record = MeasurementRecord.on(comm)
-    forecaster, turn = StepForecaster(record), Turn(place, {}, {}, {})
-    for case in cases:
-        settings, job = forecaster.prepare(case.settings)
-        step = forecaster.step(settings, job)
-        turn.steps[case.name], turn.events[case.name] = measured_steps(settings, comm, step.seconds)
-        parts = ", ".join(f"{cause} {1e3 * seconds:.2f}" for cause, seconds in step.parts.items())
-        measured = 1e3 * median(turn.steps[case.name])
-        say(f"{case.name:44} {measured:8.2f} ms, by parts {1e3 * step.seconds:8.2f}: {parts}")
-    return turn._replace(record=record.as_dict())
+    """Predict and measure cases that compete. Collective."""
+    records = [MeasurementRecord.on(comm)]
+    jobs = [StepForecaster(records[0]).prepare(case.settings) for case in cases]
+    expected = [StepForecaster(records[0]).step(*job).seconds for job in jobs]
+    with ExitStack() as open_trainings:
+        trainings = []
+        for (settings, _), seconds in zip(jobs, expected):
+            trainings.append(BlockwiseTraining(settings, comm, seconds))
+            open_trainings.callback(trainings[-1].close)
+        for _ in range(BLOCKS):
+            for training in trainings:
+                training.block()
+    records.append(MeasurementRecord.on(comm))
+    again = [StepForecaster(records[1]).step(*job) for job in jobs]
+    turn = Turn(place, [record.as_dict() for record in records], {}, {})
+    for case, training, before, after in zip(cases, trainings, expected, again):
+        slowest = np.array(training.seconds)
+        comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+        turn.steps[case.name] = slowest.tolist()
+        turn.events[case.name] = {name: seconds / len(slowest) for name, seconds in training.events.items()}
+        parts = ", ".join(f"{cause} {1e3 * seconds:.2f}" for cause, seconds in after.parts.items())
+        predicted = f"{1e3 * before:8.2f} and {1e3 * after.seconds:8.2f}: {parts}"
+        say(f"{case.name:44} {1e3 * median(slowest):8.2f} ms, by parts {predicted}")
+    return turn
 
 
-def spread(case: TrainingCase, turns: Sequence[Turn]) -> float:
-    """Relative difference of the medians of two neighbouring turns among the sorted ones, at the middle."""
-    medians = sorted(median(turn.steps[case.name]) for turn in turns if case.name in turn.steps)
-    middle = len(medians) // 2
-    return medians[middle] / medians[middle - 1] - 1 if len(medians) > 1 else 0.0
-
-
-def rows_of(turns: Sequence[Turn]) -> list[CaseRow]:
-    """Rows of all cases that were measured, predicted again from the records of their turns.
-
-    The median of the turns' medians counts, and so for predictions.
-    """
-    found: defaultdict[str, list[tuple[float, StepTimeline]]] = defaultdict(list)
+def rows_of(turns: Sequence[Turn]) -> list[list[CaseRow]]:
+    """Rows of each turn's cases, predicted again from its records: the mean of those before and after."""
+    found = []
     for turn in turns:
-        forecaster = StepForecaster(MeasurementRecord.from_dict(turn.record))
-        for case in CASES:
-            if case.name in turn.steps:
-                step = forecaster.step(*forecaster.prepare(case.settings))
-                found[case.name].append((median(turn.steps[case.name]), step))
-    rows = []
-    for case in CASES:
-        if case.name in found:
-            measured = median(seconds for seconds, _ in found[case.name])
-            steps = sorted((step for _, step in found[case.name]), key=lambda step: step.seconds)
-            middle = steps[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
-            parts = {cause: sum(step.parts[cause] for step in middle) / len(middle) for cause in CAUSES}
-            rows.append(CaseRow(case.name, case.question, measured, parts, case.fitted))
-    return rows
+        here = [case for case in CASES if case.name in turn.steps]
+        forecasters = [StepForecaster(MeasurementRecord.from_dict(record)) for record in turn.records]
+        rows = []
+        for case in here:
+            steps = [forecaster.step(*forecaster.prepare(case.settings)) for forecaster in forecasters]
+            parts = {cause: sum(step.parts[cause] for step in steps) / len(steps) for cause in CAUSES}
+            rows.append(CaseRow(case.name, case.question, median(turn.steps[case.name]), parts, case.fitted))
+        found.append(rows)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -211,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--rows", type=Path, required=True, metavar="FILE", help="measurements, JSON")
     add("--place", choices=["node", "cluster"], help="measure the trainings of this place on the ranks here")
-    add("--turns", type=at_least(1, int), default=3, metavar="N", help="of all trainings (default 3)")
+    add("--turns", type=at_least(1, int), default=5, metavar="N", help="of all trainings (default 5)")
     args = parser.parse_args(argv)
     try:
         turns = read_turns(args.rows)

@@ -132,10 +132,10 @@ def test_few_cases_are_fitted():
 
 
 def test_comparison():
-    found = plan_accuracy.compare(rows(noise=0.0))
+    found = plan_accuracy.compare([rows(noise=0.0)])
     assert found.within_bounds and found.correlation > 0.98
     assert list(found.lines())[32].startswith("30 steps: mean error ")
-    assert not plan_accuracy.compare(rows(noise=3.0)).within_bounds
+    assert not plan_accuracy.compare([rows(noise=3.0)]).within_bounds
 
 
 def test_regret_of_the_layout_that_is_chosen():
@@ -145,9 +145,19 @@ def test_regret_of_the_layout_that_is_chosen():
         plan_accuracy.CaseRow(name, question, measured, {"compute": predicted})
         for name, measured, predicted in (("one", 1.25, 1.0), ("two", 1.0, 1.125))
     ]
-    found = plan_accuracy.compare(pair)
+    found = plan_accuracy.compare([pair])
     assert found.regrets == {question: 0.25} and not found.within_bounds
     assert list(found.lines())[-1].startswith("chosen layout of node 2 mlp: 25.0% slower")
+
+
+def test_the_turn_with_the_median_quotient_counts():
+    """A machine that is slow in a turn is slow for prediction and measurement."""
+    turns = [
+        [plan_accuracy.CaseRow("one", ("node", 2, "mlp"), measured, {"compute": predicted})]
+        for measured, predicted in ((2.2, 2.0), (1.0, 1.0), (3.0, 1.5))
+    ]
+    found = plan_accuracy.compare(turns)
+    assert [row.measured for row in found.rows] == [2.2] and found.errors == pytest.approx(2 / 2.2 - 1)
 
 
 def test_steps_are_predicted_again_from_the_file(tmp_path, monkeypatch, capsys):
@@ -159,16 +169,15 @@ def test_steps_are_predicted_again_from_the_file(tmp_path, monkeypatch, capsys):
     with Communicator(MPI.COMM_SELF) as comm:
         verify_plan.measure(comm, path, "node", turns=1)
     (turn,) = verify_plan.read_turns(path)
-    assert len(turn.steps[case.name]) >= verify_plan.STEPS[0] and "'update'" in str(turn.record["values"])
-    (row,) = verify_plan.rows_of([turn])
-    printed = capsys.readouterr().out
-    assert f"by parts {1e3 * sum(row.parts.values()):8.2f}: compute" in printed and row.fitted
-    slower = turn._replace(steps={case.name: [each * 3 for each in turn.steps[case.name]]})
-    assert verify_plan.rows_of([turn, slower])[0].measured == pytest.approx(2 * row.measured)
-    assert verify_plan.spread(case, [turn, slower]) == pytest.approx(2) and verify_plan.spread(case, [turn]) == 0
+    assert len(turn.steps[case.name]) >= verify_plan.BLOCKS * verify_plan.STEPS[0]
+    assert all("'update'" in str(record["values"]) for record in turn.records) and len(turn.records) == 2
+    ((row,),) = verify_plan.rows_of([turn])
+    ((later,),) = verify_plan.rows_of([turn._replace(records=turn.records[1:])])
+    assert f" and {1e3 * sum(later.parts.values()):8.2f}: compute" in capsys.readouterr().out
+    assert row.fitted and row.measured == later.measured and row.parts != later.parts
     with pytest.raises(ValueError, match="expected a record with the measurement"):
-        verify_plan.rows_of([turn._replace(record={**turn.record, "values": {}})])
-    old = [turn._replace(record={**turn.record, "values": {}})._asdict()]
+        verify_plan.rows_of([turn._replace(records=[{**record, "values": {}} for record in turn.records])])
+    old = [turn._replace(records=[{**record, "values": {}} for record in turn.records])._asdict()]
     for text, message in (("[1]", "no file of this program"), (json.dumps(old), "remove the file and measure again")):
         path.write_text(text)
         with pytest.raises(SystemExit, match="2"):
