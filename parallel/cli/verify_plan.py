@@ -4,7 +4,7 @@ mpiexec -n 2 python scripts/verify_plan.py --rows out/rows.json --place node
 scripts/cluster --hosts 2 -- python scripts/verify_plan.py --rows out/rows.json --place cluster
 python scripts/verify_plan.py --rows out/rows.json                         # compare what was measured
 
-Under mpiexec all trainings of the table for this place and number of ranks are predicted and run, in several turns. In a
+Under mpiexec all trainings of the table for this place and number of ranks are predicted and run in several turns. In a
 turn the layouts that compete for one model run a few steps each, alternately, and the forecast measures before and
 after them: a machine whose speed changes within minutes is as fast for one as for the other. All measurements are
 added to the file, those of the forecast too. Without mpiexec steps are predicted again from the file, the factors of

@@ -1,6 +1,6 @@
 """Random trainings of every strategy, and the difference between the memory forecast of one and its ledger."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized.styles import STYLES
 from parallel.engine.settings import Settings, complete
 from parallel.optim.precision import PRECISIONS
+from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
 
 STRATEGIES = (*LAYOUTS, "pp", "ps", *STYLES)
@@ -42,14 +43,62 @@ def draw_settings(seed: int, ranks: int) -> Settings:
     if layout in LAYOUTS and text and ranks % 2 == 0 and random.random() < 0.7:
         chosen |= one(*_meshes(ranks))
     if layout == "pp":
-        chosen["layout"] = one("pp:1f1b", "pp:gpipe", "pp:zb-h1")
-        chosen["model"] = "gpt:tiny" if text else "mlp:small"
-        chosen |= {"batch": 24, "stages": min(ranks, 2 if not text else ranks)}
-        if ranks % chosen["stages"]:
-            chosen["stages"] = 1
+        chosen |= _pipeline(one, text, ranks)
         chosen.pop("accumulate", None)
-        chosen["micro_batch"] = 12 // (ranks // chosen["stages"])
+    divided = "cp=" in chosen.get("mesh", "")  # sequences, whose models have neither transforms nor depths
+    for more in ({} if divided else _transforms(one), _blocks(one, divided) if text else {}, _sums(one, chosen, ranks)):
+        if _is_accepted(chosen | more, ranks):
+            chosen |= more
     return complete(chosen)
+
+
+def _pipeline(one: Callable[..., Any], text: bool, ranks: int) -> dict[str, Any]:
+    """A schedule, stages and micro-batches; two parts of a stage where the model has as many layers."""
+    model, layers = ("gpt:tiny", 4) if text else ("mlp:small", 3)
+    stages = min(ranks, layers if text else 2)
+    if ranks % stages:
+        stages = 1
+    two_parts = ("pp:zb-v", "pp:interleaved", "pp:dualpipe-v") if 2 * stages <= layers else ()
+    parts = 24 * stages // ranks  # samples of a pipeline
+    micro = one(parts // 2, max(1, parts // 8))
+    layout = one("pp:1f1b", "pp:gpipe", "pp:zb-h1", *two_parts)
+    return {"model": model, "layout": layout, "batch": 24, "stages": stages, "micro_batch": micro}
+
+
+def _is_accepted(chosen: dict[str, Any], ranks: int) -> bool:
+    """True if these settings go together: a layout, or a mesh, may not have all options."""
+    try:
+        prepare(complete(chosen), ranks)
+    except ValueError:
+        return False
+    return True
+
+
+def _transforms(one: Callable[..., Any]) -> dict[str, Any]:
+    """Few-bit products, fake quantisation or pruning, for half of the trainings."""
+    moving: dict[str, Any] = one({}, {"fake_quant_inputs": "int8"})
+    weights: dict[str, Any] = {"fake_quant": one("int8", "int4_g32", "int3_row")}
+    pruned: dict[str, Any] = one(
+        {"prune": 0.5}, {"prune": 0.3, "prune_pattern": "rows"}, {"prune": 0.5, "prune_pattern": "2:4"}
+    )
+    found: dict[str, Any] = one({}, {}, {}, {"products": one("fp8", "mxfp8")}, weights | moving, pruned)
+    return found
+
+
+def _blocks(one: Callable[..., Any], divided: bool) -> dict[str, Any]:
+    """Recomputation by block, mixtures of experts, and blocks for some tokens."""
+    found: dict[str, Any] = {"recompute": one("none", "selective", "full", "full,none", "selective,none")}
+    depths = {} if divided else {"depths": "0.5"}
+    return found | one({}, {}, {"model": "gpt-moe:tiny", "experts": "4,k=2"}, depths)
+
+
+def _sums(one: Callable[..., Any], chosen: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """LAMB, replicas of stages that share states, compressed gradients."""
+    found: dict[str, Any] = one({}, {}, {"optimizer": "lamb"})
+    if chosen["layout"].startswith("pp"):
+        axis, stages = one("dp", "zero1", "zero2", "zero3"), chosen["stages"]
+        found |= {"stages": None, "mesh": f"{axis}={ranks // stages},pp={stages}"}
+    return found | {"compress": one("none", "none", "int8", "int4", "sign", "topk:0.05", "powersgd:2", "qsgd:4")}
 
 
 def _meshes(ranks: int) -> Iterator[dict[str, Any]]:
