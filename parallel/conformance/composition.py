@@ -10,6 +10,7 @@ from parallel.data_parallel.layouts import LAYOUTS as DATA_PARALLEL
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.compose import Sequential
+from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
@@ -44,6 +45,7 @@ class Composition:
     experts, choices, every : mixtures of gpt: number of experts (0: there is no mixture), of those of a token, and
         distance of blocks with a mixture
     router : name in `ROUTERS`
+    depths : fraction of the tokens in every block of gpt (`parallel.nn.depths`); 0: there is no choice
     mesh, layout : as of `Settings`; for pipelines pp:SCHEDULE
     cuts : first unit of each part of a pipeline on `mesh`, and the number of units; "": nearly equal parts
     next_mesh, next_layout : of the second half of the training, which loads a checkpoint; "": there is none
@@ -73,6 +75,7 @@ class Composition:
     choices: int = 1
     every: int = 1
     router: str = "plain"
+    depths: float = 0.0
     mesh: str = "dp=1"
     layout: str = "dp"
     cuts: str = ""
@@ -121,7 +124,7 @@ class Composition:
         for _, operator in made.walk():
             if self.router == "one expert" and isinstance(operator, Router):
                 operator.weight.init = normal(0.0)  # at first all tokens choose the same experts
-        return made
+        return DepthLayers(self.depths, every=1).of(made, width) if self.depths and self.layers else made
 
     def loss(self) -> MSE | SoftmaxCrossEntropy:
         return MSE() if self.family == "mlp" else SoftmaxCrossEntropy(0.1 * self.smoothing)

@@ -95,7 +95,16 @@ def draw(seed: int, most_ranks: int) -> Composition:
         steps=random.choice([1, 2]),
         seed=seed,
     )
-    return composition if reproducible or mixed else _compressed(random, composition)
+    if not reproducible and not mixed:
+        composition = _compressed(random, composition)
+    return _with_depths(random, composition)
+
+
+def _with_depths(random: Random, composition: Composition) -> Composition:
+    """The composition; now and then with blocks for some tokens, which are not computed part by part of a sequence."""
+    whole = composition.parts == 1 or not composition.reproducible
+    plain = composition.family == "gpt" and not composition.experts and composition.compress == "none"
+    return replace(composition, depths=random.choice([0, 0, 0, 0.2, 0.6])) if whole and plain else composition
 
 
 def _compressed(random: Random, composition: Composition) -> Composition:

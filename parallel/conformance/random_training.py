@@ -45,8 +45,8 @@ def draw_settings(seed: int, ranks: int) -> Settings:
     if layout == "pp":
         chosen |= _pipeline(one, text, ranks)
         chosen.pop("accumulate", None)
-    divided = "cp=" in chosen.get("mesh", "")  # sequences, whose models have neither transforms nor depths
-    for more in ({} if divided else _transforms(one), _blocks(one, divided) if text else {}, _sums(one, chosen, ranks)):
+    divided = "cp=" in chosen.get("mesh", "")  # sequences, whose models have no transforms
+    for more in ({} if divided else _transforms(one), _blocks(one) if text else {}, _sums(one, chosen, ranks)):
         if _is_accepted(chosen | more, ranks):
             chosen |= more
     return complete(chosen)
@@ -85,11 +85,11 @@ def _transforms(one: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def _blocks(one: Callable[..., Any], divided: bool) -> dict[str, Any]:
+def _blocks(one: Callable[..., Any]) -> dict[str, Any]:
     """Recomputation by block, mixtures of experts, and blocks for some tokens."""
     found: dict[str, Any] = {"recompute": one("none", "selective", "full", "full,none", "selective,none")}
-    depths = {} if divided else {"depths": "0.5"}
-    return found | one({}, {}, {"model": "gpt-moe:tiny", "experts": "4,k=2"}, depths)
+    found |= one({}, {}, {"model": "gpt-moe:tiny", "experts": "4,k=2"}, {"depths": "0.5"})
+    return found
 
 
 def _sums(one: Callable[..., Any], chosen: dict[str, Any], ranks: int) -> dict[str, Any]:

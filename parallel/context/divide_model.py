@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from parallel.context.allgather_attention import AllgatherAttention
 from parallel.context.context_attention import ContextAttention
+from parallel.context.divided_depths import DividedDepths
 from parallel.context.divided_router import DividedRouter
 from parallel.context.positions import DividedDropout, DividedPositionEmbedding, PartOfTokens
 from parallel.context.ring_attention import RingAttention
@@ -20,6 +22,7 @@ from parallel.context.sequence_parts import SequenceParts, TiedTerms
 from parallel.context.ulysses_attention import UlyssesAttention
 from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention
+from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.mixture import MixtureOfExperts
@@ -36,11 +39,25 @@ ALGORITHMS: dict[str, type[ContextAttention]] = {
 
 
 class ModelDivision(NamedTuple):
-    """Axis, division of its sequences, and class of attention."""
+    """Axis, division of its sequences, class of attention, and gradients by part of tied tables."""
 
     axis: Any
     division: SequenceDivision
     attention: type[ContextAttention]
+    tied: TiedTerms
+
+    def divided(self, model: Operator) -> Operator:
+        """Copy of a model in which operators that need other positions, or work part by part, are replaced."""
+        places = self.division.part_slices(self.axis.rank)
+
+        def replacement(operator: Operator) -> Operator | None:
+            for kind, make in REPLACEMENTS:
+                if isinstance(operator, kind):
+                    return make(operator, self)
+            alone = type(operator).place is Operator.place and operator.mixes is not None
+            return SequenceParts(operator, places, self.tied) if self.division.parts and alone else None
+
+        return replaced(model, replacement)
 
 
 class NoHeads(CausalAttention):
@@ -84,6 +101,18 @@ def _mixture(operator: MixtureOfExperts, how: ModelDivision) -> Operator:
     return ours
 
 
+def _depths(operator: MixtureOfDepths, how: ModelDivision) -> Operator:
+    """Mixture-of-Depths that divides its chosen tokens anew."""
+    if how.division.parts_per_rank > 1:
+        each = how.division.parts_per_rank
+        raise PlacementError(f"sequence_parts: Mixture-of-Depths takes one part on each rank, found {each}")
+
+    def block_of(count: int) -> Operator:
+        return how._replace(division=replace(how.division, length=count)).divided(operator.block)
+
+    return DividedDepths(operator, how.axis, how.division, block_of)
+
+
 REPLACEMENTS: tuple[tuple[type[Operator], Callable[[Any, ModelDivision], Operator]], ...] = (
     (CausalAttention, _causal),
     (BlockwiseAttention, _blockwise),
@@ -91,6 +120,7 @@ REPLACEMENTS: tuple[tuple[type[Operator], Callable[[Any, ModelDivision], Operato
     (PositionEmbedding, _positions),
     (Dropout, _dropout),
     (MixtureOfExperts, _mixture),
+    (MixtureOfDepths, _depths),
 )
 """Operators that need other positions than their own token's, and what replaces them."""
 
@@ -118,17 +148,7 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
     if algorithm not in ALGORITHMS:
         raise ValueError(f"context attention: expected one of {', '.join(ALGORITHMS)}; found {algorithm!r}")
     set_names(model)
-    how, tied = ModelDivision(axis, division, ALGORITHMS[algorithm]), TiedTerms()
-    places = division.part_slices(axis.rank)
-
-    def replacement(operator: Operator) -> Operator | None:
-        for kind, make in REPLACEMENTS:
-            if isinstance(operator, kind):
-                return make(operator, how)
-        alone = type(operator).place is Operator.place and operator.mixes is not None
-        return SequenceParts(operator, places, tied) if division.parts and alone else None
-
-    ours = replaced(model, replacement)
+    ours = ModelDivision(axis, division, ALGORITHMS[algorithm], TiedTerms()).divided(model)
     set_names(ours)
     ours.place(axis.name, Shard(1), set())
     return ours

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.context.messages import allgather
+from parallel.context.messages import allgather, allgather_positions
 from parallel.context.sequence_division import SequenceDivision
 from parallel.nn import kernels
 from parallel.nn.expert_choice import within_capacity
@@ -42,11 +42,7 @@ class DividedRouter(Router):
     def _within(self, capacity: int, chosen: Array, scores: Array) -> Array:
         xp = kernels.array_namespace(scores)
         wanted = xp.where(chosen, scores, -math.inf)
-        sequences, _, experts = scores.shape
-        parts = allgather(self.axis, wanted, [(sequences, size, experts) for size in self.division.sizes])
-        whole = xp.empty((sequences, self.division.length, experts), scores.dtype)
-        for rank, part in enumerate(parts):
-            whole[:, xp.asarray(self.division.positions(rank))] = part
+        whole = allgather_positions(self.axis, self.division, wanted)
         kept = within_capacity(whole != -math.inf, whole, capacity, self.settings.priority)
         return kept[:, self._positions(xp)]
 

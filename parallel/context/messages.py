@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.progress import progress_until
+from parallel.context.sequence_division import SequenceDivision
 from parallel.nn import kernels
 from parallel.nn.kernels.storage import movable
 from parallel.runtime.vector_memory import to_host
@@ -60,6 +61,16 @@ def allgather(axis: Any, x: Array, shapes: Sequence[tuple[int, ...]]) -> list[Ar
     whole = kernels.array_namespace(x).empty(sum(counts), x.dtype)
     axis.comm.Allgatherv(movable(x.reshape(-1)), [movable(whole), counts])
     return views(whole, shapes)
+
+
+def allgather_positions(axis: Any, division: SequenceDivision, x: Array) -> Array:
+    """Values of whole sequences, (sequences, length, ...), from those of every rank's positions."""
+    xp, rest = kernels.array_namespace(x), x.shape[2:]
+    parts = allgather(axis, xp.ascontiguousarray(x), [(len(x), size, *rest) for size in division.sizes])
+    whole = xp.empty((len(x), division.length, *rest), x.dtype)
+    for rank, part in enumerate(parts):
+        whole[:, xp.asarray(division.positions(rank))] = part
+    return whole
 
 
 def alltoall(axis: Any, sent: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:

@@ -27,7 +27,7 @@ from parallel.nn.operator import (
     constant,
     normal,
 )
-from parallel.nn.placement import logical_name
+from parallel.nn.placement import Placement, logical_name
 from quant.types import Array
 
 
@@ -58,7 +58,7 @@ class MixtureOfDepths(Operator):
         gradient reaches the predictor only.
     """
 
-    mixes = (1, -1)
+    mixes: tuple[int, ...] | None = (1, -1)
     writes_records = True
 
     def __init__(self, block: Operator, width: int, fraction: float, predictor_loss: float = 1.0):
@@ -122,6 +122,12 @@ class MixtureOfDepths(Operator):
         run.terms[name, "predictor"] = self.predictor_loss * losses.sum(axis=1)
         run.records[name, "predicted"] = ((logits > 0) == mask).sum().reshape(1)
 
+    def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
+        y = super().place(axis, x, partial)
+        if (of_block := self.block.place(axis, y, partial)) != y:
+            raise self.refuse(axis, of_block, f"a block with the result {y}")
+        return y
+
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         xp, v = kernels.array_namespace(dy), saved
         rows, upper = kernels.widen(v.x.reshape(-1, self.width)), kernels.widen(dy.reshape(-1, self.width))
@@ -133,15 +139,20 @@ class MixtureOfDepths(Operator):
         dx[v.chosen] += dtokens - dchange + dgates * kernels.widen(self.weight.data).reshape(-1)
         tokens = rows[v.chosen].reshape(-1, self.width)
         grads(self.weight, lambda out: kernels.matmul(tokens.T, dgates.reshape(-1, 1), out=out))
-        grads(self.predictor, lambda out: self._predictor_gradient(v, rows, out))
+        self._give_predictor_gradient(v.x, v.chosen.reshape(-1), v.scale, grads)
         return kernels.narrow(dx, dy.dtype).reshape(dy.shape)
 
-    def _predictor_gradient(self, v: DepthValues, rows: Array, out: Array) -> None:
-        slopes = kernels.sigmoid(self._logits(v.x)).reshape(-1)
-        slopes[v.chosen.reshape(-1)] -= 1
-        slopes *= self.predictor_loss * v.scale
-        kernels.matmul(rows.T, slopes[:, None], out=out[:-1])
-        out[-1] = slopes.sum()
+    def _give_predictor_gradient(self, x: Array, chosen: Array, scale: float, grads: GradientSink) -> None:
+        """Hand in the gradient of the loss of the choice of the tokens with the numbers `chosen`."""
+        slopes = kernels.sigmoid(self._logits(x)).reshape(-1)
+        slopes[chosen] -= 1
+        slopes *= self.predictor_loss * scale
+
+        def gradient(out: Array) -> None:
+            kernels.matmul(kernels.widen(x.reshape(-1, self.width)).T, slopes[:, None], out=out[:-1])
+            out[-1] = slopes.sum()
+
+        grads(self.predictor, gradient)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         """Outline of a pass in training."""

@@ -15,6 +15,7 @@ from parallel.nn.array_checks import label
 from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention, Heads
 from parallel.nn.compose import Recompute, Sequential
+from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.gated import SwiGLU
@@ -129,7 +130,15 @@ class Cutter:
             if operator.name and fnmatchcase(operator.name, pattern):
                 self.used.add(pattern)
                 return self._cut(operator, style)
+        if self.sequence and isinstance(operator, MixtureOfDepths):
+            return OnWholeSequence(self._of_whole_sequences(operator, table), self.axis)
         return self.on_part(operator) if self.sequence else None
+
+    def _of_whole_sequences(self, operator: Operator, table: Mapping[str, str]) -> Operator:
+        """The operator with those in it cut, where ranks have whole sequences."""
+        here = copy.copy(self)  # with the same parts of tensors
+        here.sequence = False
+        return replaced(operator, lambda one: here.replacement(one, table))
 
     def on_part(self, operator: Operator) -> Operator | None:
         """Form of an operator between those that are cut, if this rank has a part of the sequence; None: itself."""

@@ -176,4 +176,4 @@ class DropoutOfPart(Dropout, PartOfTokens):
             return super()._mask(samples, shape, key, position + start)
         every = (shape[0], length * self.axis.size, *shape[2:])
         mask = self.whole._mask(samples, every, key).reshape(every)[:, start : start + length]
-        return mask.reshape(shape[0], mask[:1].size)
+        return mask.copy().reshape(shape[0], mask[:1].size)  # a view would keep the whole mask

@@ -10,6 +10,7 @@ from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
+from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, mlp, transformer
 from parallel.nn.operator import ArraySpec
@@ -27,6 +28,10 @@ def alone():
 
 def gpt(recompute=False):
     return transformer(TOKENS, CONTEXT, 1, HEADS, 24, dropout=0.1, recompute=recompute)
+
+
+def blocks_for_some_tokens():
+    return DepthLayers(0.4, every=1).of(gpt(), 24)
 
 
 def batches(numbers, step, vocabulary=TOKENS, lengths=(13, 16)):
@@ -77,6 +82,26 @@ def test_a_mesh_trains_as_replicas_do(comm, alone, layout, context):
         assert same_score.loss == pytest.approx(score.loss, rel=1e-4) and same_score.measure == score.measure
         for name, tensor in state.items():
             np.testing.assert_allclose(same_state[name], tensor, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3"])
+def test_blocks_for_some_tokens(comm, alone, layout):
+    """Sequences are divided along cp, along tp, or both; tokens are chosen of whole ones."""
+    expected, score, state = train(alone, blocks_for_some_tokens, made_of=of_many_tokens)
+    for mesh in meshes(comm.Get_size()):
+        sequence = {"sequence_parallel": True} if "tp" in Mesh.parse(mesh).sizes else {}
+        found, same_score, same_state = train(
+            comm, blocks_for_some_tokens, made_of=of_many_tokens, layout=layout, mesh=mesh, **sequence
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        assert same_score.loss == pytest.approx(score.loss, rel=1e-4) and same_score.measure == score.measure
+        for name, tensor in state.items():
+            np.testing.assert_allclose(same_state[name], tensor, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def of_many_tokens(numbers, step):
+    """Micro-batches whose tokens all axes divide."""
+    return batches(numbers, step, lengths=(16,))
 
 
 @pytest.mark.parametrize(("layout", "reproducible"), [("dp", False), ("zero1", True), ("zero3", False)])

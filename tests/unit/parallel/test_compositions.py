@@ -50,9 +50,11 @@ EDGES = (
     Composition(mesh="cp=2,tp=2", heads=1, length=3),
     Composition(mesh="cp=2", length=4, layers=0),
     Composition(mesh="cp=3,tp=2", heads=3, length=12, sequence=True, dropout=True, context="ring"),
+    Composition(mesh="zero3=2,pp=2", layout="pp:dualpipe-v", layers=2, length=3, depths=0.6, microbatches=8),
+    Composition(mesh="cp=2,tp=2", shards=2, heads=2, length=8, depths=0.2, sequence=True, dropout=True),
     Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
 )
-"""Fewer tokens, heads or classes than ranks; cuts that the second layout cannot have."""
+"""Fewer tokens, heads or classes than ranks; chosen tokens; cuts that the second layout cannot have."""
 
 
 @pytest.mark.parametrize("composition", EDGES, ids=str)

@@ -14,6 +14,7 @@ from parallel.context.models_by_length import RANK_FLOPS, LengthModel, ModelsByL
 from parallel.context.sequence_division import DIVISIONS, SequenceDivision
 from parallel.data.sampler import Batch
 from parallel.nn.compose import Sequential
+from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy
@@ -27,8 +28,9 @@ from parallel.tensor.cut_model import cut
 LENGTH, VOCABULARY, HEADS = 24, 11, 12
 
 
-def model(**options):
-    return transformer(VOCABULARY, LENGTH, 2, HEADS, 24, **options)
+def model(depths=0.0, **options):
+    made = transformer(VOCABULARY, LENGTH, 2, HEADS, 24, **options)
+    return DepthLayers(depths, every=1).of(made, 24) if depths else made
 
 
 def batch():
@@ -88,6 +90,48 @@ def test_every_gradient(algorithm, ranks):
         for at, expected in enumerate(gradients):
             total = sum(one[2][at] for one in found)
             np.testing.assert_allclose(total, expected, rtol=0, atol=1e-12 * max(1, abs(expected).max()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("depths", [0.05, 0.4, 1.0])
+def test_every_gradient_of_blocks_for_some_tokens(depths, ranks):
+    """Two tokens, ten and all of 24 are chosen; gradients of gates and predictors are sums over the ranks too."""
+    options = {"depths": depths, "dropout": 0.2}
+    whole = model(**options)
+    loss, _, gradients = trained(whole, whole, batch(), np.float64)
+    for name in DIVISIONS:
+        found = parts(ranks, "ring", name, np.float64, **options)
+        assert sum(one[0] for one in found) == pytest.approx(loss, rel=1e-12)
+        for at, expected in enumerate(gradients):
+            total = sum(one[2][at] for one in found)
+            np.testing.assert_allclose(total, expected, rtol=0, atol=1e-12 * max(1, abs(expected).max()))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_blocks_for_some_tokens_in_use(ranks):
+    """Predictors choose, another number of tokens of every sequence."""
+
+    def bound(seed):
+        whole = model(depths=0.4)
+        flat = FlatParams(whole)
+        vector = np.zeros(flat.length)
+        flat.initialise(vector, seed)
+        flat.bind(vector)
+        predictors = [parameter for parameter in whole.parameters() if parameter.name.endswith("predictor")]
+        for parameter in predictors:
+            parameter.data[:-1] = np.random.default_rng(seed).standard_normal(parameter.data[:-1].shape)
+        return whole
+
+    use, x = PassMode(training=False, samples=np.arange(3)), batch().x
+    expected = bound(1).forward(x, use)[0]
+
+    def rank_main(axis):
+        division = SequenceDivision("zigzag", LENGTH, axis.size)
+        positions = division.positions(axis.rank)
+        return positions, divide(bound(1), axis, division).forward(x[:, positions], use)[0]
+
+    for positions, y in thread_ranks.run(ranks, rank_main, "cp"):
+        np.testing.assert_allclose(y, expected[:, positions], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
