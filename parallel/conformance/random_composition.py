@@ -49,8 +49,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
     parts = sizes["cp"] if mixed or family == "mlp" else parts
     layout = f"pp:{random.choice(PIPELINES)}" if "pp" in sizes else random.choice(LAYOUTS)
     layers = max(random.choice([1, 2, 3]), parts_of(layout, sizes.get("pp", 1)) - (1 if family == "mlp" else 2))
-    one_axis = parts == 1 or not reproducible  # along which sequences are divided reproducibly
-    sequence = family != "mlp" and not mixed and one_axis and shards > 1 and random.random() < 0.5
+    sequence = family != "mlp" and not mixed and shards > 1 and random.random() < 0.5
     microbatches = random.choice([1, 2, 3, 5]) * (sizes["dp"] if "pp" in sizes else 1)  # as many in each pipeline
     folds, slices = _folds(random, sizes, shards // sizes["tp"], None) if mixed else ((1, 1), 1)
     units = layers + (1 if family == "mlp" else 2)
@@ -58,7 +57,7 @@ def draw(seed: int, most_ranks: int) -> Composition:
     next_mesh, next_layout = (
         ("", "dp") if random.random() < 0.5 else _second(random, math.prod(sizes.values()), logical, mixed)
     )
-    length = 2 * shards * parts * random.choice([1, 2]) if sequence else random.choice([parts, 3, 5, 8, 13])
+    length = shards * parts * random.choice([1, 2, 3]) if sequence else random.choice([parts, 3, 5, 8, 13])
     heads = max(1, shards * random.choice([1, 1, 2]) + random.choice([0, 0, 1, -1]))
     mixtures = _mixtures(random, layers, reproducible) if mixed else {}
     kv_heads = random.choice([one for one in range(1, heads + 1) if heads % one == 0]) if family == "gated" else 0

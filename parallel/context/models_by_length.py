@@ -75,7 +75,7 @@ class ModelsByLength:
     finish : callable
         Applied to every model and loss that is made.
     multiple : int
-        Divisor of every rank's number of tokens, for a further division along another axis.
+        Divisor of every part's number of tokens, for a further division along another axis.
 
     Raises
     ------
@@ -113,9 +113,9 @@ class ModelsByLength:
             expected = f"sequences to divide over {self._axis.name}, axis 1 of inputs and targets"
             raise ValueError(f"micro-batch {batch.number}: expected {expected}; found shapes {x.shape} and {y.shape}")
         division = self.of(x.shape[1]).division
-        sizes = [division.size(rank) for rank in range(self._axis.size)] if division else []
+        sizes = [division.part_size(part) for part in range(self._parts)] if division else []
         if any(size % self._multiple for size in sizes):
-            expected = f"a multiple of {self._multiple} tokens on every rank along {self._axis.name}"
+            expected = f"a multiple of {self._multiple} tokens in every part along {self._axis.name}"
             raise ValueError(f"micro-batch {batch.number}: expected {expected}; found {sizes}, of {x.shape[1]}")
 
     def of_shape(self, shape: tuple[int, ...]) -> LengthModel:

@@ -90,13 +90,17 @@ class SequenceDivision:
         """Blocks of a part."""
         return DIVISIONS[self.name](self.length, self.ranks * self.parts_per_rank, part)
 
+    def part_size(self, part: int) -> int:
+        """Number of positions of a part."""
+        return sum(map(len, self.part_blocks(part)))
+
     def blocks(self, rank: int) -> Blocks:
         """Blocks of all parts of a rank, in the order of the parts."""
         return tuple(block for part in self.parts_of(rank) for block in self.part_blocks(part))
 
     def part_slices(self, rank: int) -> list[slice]:
         """Slices of the rank's parts in its arrays, along the axis of positions."""
-        sizes = [sum(map(len, self.part_blocks(part))) for part in self.parts_of(rank)]
+        sizes = map(self.part_size, self.parts_of(rank))
         return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def positions(self, rank: int) -> np.ndarray:

@@ -4,12 +4,16 @@ The parts (`SequenceDivision.parts`) are the same for every number of ranks, and
 gradients of a parameter by all parts of a rank are added along a binary tree, of which a rank has a whole subtree; the
 reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes on from there. Of a table that several
 stages of a pipeline share (`Parameter.terms`) each part's gradient is handed in apart, as the uses are summed first.
+
+Ranks along another axis may have equal shares of the rank's tokens, one after another. Then parts consist of slices, of
+which a rank has some neighbours: `SequenceParts.each` of them are summed first, then the parts, then the shares.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from parallel.nn import kernels
@@ -89,18 +93,22 @@ class SequenceParts(Wrapper):
     inner : Operator
         Of inputs of shape (batch, positions, ...); positions must not depend on each other.
     places : sequence of slice
-        Positions of each part in the arrays.
-    tied : TiedTerms
-        Of the whole model.
+        Positions of each part in the arrays of all tokens of this rank.
+    tied : TiedTerms or None
+        Of the whole model; None: uses of a parameter are summed by themselves.
     """
 
-    def __init__(self, inner: Operator, places: Sequence[slice], tied: TiedTerms):
+    each = 1
+    """Slices of a part to which the operator is applied one by one."""
+
+    def __init__(self, inner: Operator, places: Sequence[slice], tied: TiedTerms | None):
         super().__init__(inner)
         self.places, self.tied, self.mixes = tuple(places), tied, inner.mixes
 
     def slices(self, length: int) -> Sequence[slice]:
-        """Positions of the parts in arrays of this length."""
-        return self.places
+        """Positions of the slices in arrays of this length, which have all tokens of this rank or an equal share."""
+        shares = self.places[-1].stop // length if length else 1
+        return [slice(place.start // shares, place.stop // shares) for place in self.places]
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         pairs = [self.inner.forward(part, run) for part in self._split(x)]
@@ -123,20 +131,21 @@ class SequenceParts(Wrapper):
     def _summed(
         self, run: PassMode, parameter: Parameter, computes: Sequence[Callable[[Array], object]]
     ) -> Callable[[Array], object]:
-        """Function that writes the sum of the gradients of all parts, by the tree; 0 but for the last use."""
+        """Function that writes the sum of gradients by the tree over the slices of each part, then over parts.
+
+        With `tied` uses it writes 0 in all but the last.
+        """
 
         def compute(out: Array) -> None:
             xp = kernels.array_namespace(out)
             terms: Any = (self._term(one, xp.empty(out.shape, out.dtype)) for one in computes)
-            if parameter.uses > 1:
+            if parameter.uses > 1 and self.tied is not None:
                 terms = self.tied.add(run, parameter, list(terms))
             if terms is None:
                 out[...] = 0
                 return
-            tree = TreeSum(VectorPool(list))  # takes the terms over: nothing is taken from the pool
-            for number, term in enumerate(terms):
-                tree.push(TreeNode(0, number), term, ours=True)
-            out[...] = tree.total()
+            slices, parts = iter(terms), range(len(computes) // self.each)
+            out[...] = _tree_total(_tree_total(islice(slices, self.each)) for _ in parts)
 
         return compute
 
@@ -149,7 +158,7 @@ class SequenceParts(Wrapper):
         return self.inner.place(axis, x, partial)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline of all parts, which are arrays of their own."""
+        """Outline of all slices, which are arrays of their own."""
         places = self.slices(x.shape[1])
         parts = [ArraySpec((x.shape[0], place.stop - place.start, *x.shape[2:]), x.dtype) for place in places]
         outlines = [self.inner.outline(part) for part in parts]
@@ -166,3 +175,11 @@ class SequenceParts(Wrapper):
     @staticmethod
     def _joined(parts: Sequence[Array]) -> Array:
         return kernels.array_namespace(parts[0]).concatenate(parts, axis=1)
+
+
+def _tree_total(terms: Iterable[Array]) -> Array:
+    """Sum of arrays by the binary tree of neighbours; takes them over."""
+    tree = TreeSum(VectorPool(list))  # nothing is taken from the pool
+    for number, term in enumerate(terms):
+        tree.push(TreeNode(0, number), term, ours=True)
+    return tree.total()

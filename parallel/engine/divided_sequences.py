@@ -40,11 +40,6 @@ def check_sequences(settings: Settings, mesh: Mesh) -> None:
         if settings.context != AUTO and CONTEXT not in mesh.sizes:
             raise ValueError(f"context: {settings.context} is for sequences divided along cp; found {mesh}")
         return
-    if settings.sequence_parallel and (settings.reproducible or parts > ranks):
-        raise ValueError(
-            "sequence_parallel: reproducible sequences are divided along cp or along tp, not both; found "
-            f"{mesh} and {parts} sequence_parts"
-        )
     if settings.pool:
         raise ValueError(f"pool: ranks that share sequences need the same micro-batches; found pool and {mesh}")
     if settings.reproducible and settings.context not in (AUTO, INVARIANT):
@@ -53,6 +48,16 @@ def check_sequences(settings: Settings, mesh: Mesh) -> None:
         fits = "cp=2 or cp=4" if ranks & (ranks - 1) else f"sequence_parts={1 << (parts - 1).bit_length()}"
         expected = f"expected a power of two of parts, found {parts}; {fits} would fit"
         raise ValueError(f"sequence_parts: reproducible sums follow a binary tree: {expected}")
+    _check_slices(settings, mesh, parts > ranks)
+
+
+def _check_slices(settings: Settings, mesh: Mesh, several: bool) -> None:
+    """Raise ValueError if ranks along tp have slices of `several` parts that are no subtree of a reproducible sum."""
+    tensor = mesh.sizes.get(TENSOR, 1)
+    shards = settings.tensor_shards or tensor
+    if several and tensor > 1 and shards & (shards - 1) and settings.reproducible and settings.sequence_parallel:
+        expected = f"on ranks with several parts of a sequence, sequence_parallel takes a power of two; found {shards}"
+        raise ValueError(f"tensor_shards: reproducible sums follow a binary tree: {expected}, and {mesh}")
 
 
 def sequence_models(
@@ -68,9 +73,19 @@ def sequence_models(
     algorithm = INVARIANT if settings.reproducible else settings.context
     tensor = Mesh.parse(settings.mesh).sizes.get(TENSOR, 1) if settings.mesh else 1
     multiple = (settings.tensor_shards or tensor) if settings.sequence_parallel else 1
+    if multiple > 1 and (settings.reproducible or parts > axis.size):
+        _expect_one_use(model)
     models = ModelsByLength(model, loss, axis, parts, algorithm, finish, multiple)
     check_placements(*models.of(1)[:2], INPUTS, {REPLICAS, CONTEXT})
     return models
+
+
+def _expect_one_use(model: Operator) -> None:
+    """Raise ValueError if a parameter that is not cut has several uses: the order of the sums would depend on ranks."""
+    for parameter in model.parameters():
+        if parameter.uses > 1 and parameter.cut is None:
+            expected = "expected one use of every tensor that is not cut, on slices of the parts of a sequence"
+            raise ValueError(f"sequence_parallel: {expected}; found {parameter.uses} of {parameter.name}")
 
 
 class Teams(NamedTuple):

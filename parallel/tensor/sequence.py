@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel.context.positions import DividedDropout, DividedPositionEmbedding, PartOfTokens
 from parallel.context.sequence_division import SequenceDivision
-from parallel.context.sequence_parts import SequenceParts, TiedTerms
+from parallel.context.sequence_parts import SequenceParts
 from parallel.nn import kernels
 from parallel.nn.array_checks import expect, label
 from parallel.nn.compose import Wrapper
@@ -108,19 +108,28 @@ def exchanged(saved: Any, one: Any, other: Any) -> Any:
     return saved
 
 
-class EqualParts(SequenceParts):
-    """An operator applied to `count` equal parts of a rank's tokens, for sums that do not depend on the ranks."""
+class EqualParts(SequenceParts, PartOfTokens):
+    """An operator applied to `each` equal parts of a rank's tokens, for sums that do not depend on the ranks.
 
-    def __init__(self, inner: Operator, count: int):
-        super().__init__(inner, (), TiedTerms())
-        self.count = count
+    If another axis divides the sequence, to `each` equal slices of every part of it.
+    """
+
+    def __init__(self, inner: Operator, each: int):
+        super().__init__(inner, (), None)
+        self.each = each
+
+    def divided(self, division: SequenceDivision, rank: int) -> EqualParts:
+        ours = copy.copy(self)
+        ours.places = tuple(division.part_slices(rank))
+        return ours
 
     def slices(self, length: int) -> Sequence[slice]:
-        if length % self.count:
-            expected = f"a multiple of {self.count} tokens on every rank"
+        parts = len(self.places) or 1
+        if length % (self.each * parts):
+            expected = f"a multiple of {self.each * parts} tokens on every rank"
             raise ValueError(f"{label(self.inner)}: expected {expected}, found {length}")
-        each = length // self.count
-        return [slice(at * each, (at + 1) * each) for at in range(self.count)]
+        step = length // (self.each * parts)
+        return [slice(at * step, (at + 1) * step) for at in range(self.each * parts)]
 
 
 class PositionsOfPart(DividedPositionEmbedding, PartOfTokens):

@@ -1,5 +1,7 @@
 """Pipelines whose stages divide sequences over the ranks of an axis: the same bits as one rank, in every layout."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -72,15 +74,20 @@ def test_a_mesh_trains_as_one_rank_does(comm, alone, context):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "precision"),
-    [("zb-h1", "fp32"), ("1f1b", "bf16"), pytest.param("dualpipe", "fp32", marks=pytest.mark.full)],
+    ("schedule", "precision", "sequence"),
+    [
+        *(("zb-h1", "fp32", False), ("1f1b", "bf16", False), ("1f1b", "fp32", True)),
+        pytest.param("dualpipe", "fp32", False, marks=pytest.mark.full),
+    ],
 )
-def test_the_same_bits_on_any_mesh(comm, alone, schedule, precision):
+def test_the_same_bits_on_any_mesh(comm, alone, schedule, precision, sequence):
     """With several parts of a sequence on a rank, of a table that two stages share, too."""
     shared = {"precision": precision, "reproducible": True, "sequence_parts": 4, "tensor_shards": 2}
-    expected, score, state = train(alone, **shared)
+    shared["sequence_parallel"] = sequence
+    made_of = partial(batches, lengths=(8,) if sequence else (9, 12))
+    expected, score, state = train(alone, made_of=made_of, **shared)
     for mesh in meshes(comm.Get_size(), (1, 2, 4)):
-        found = train(comm, layout=f"pp:{schedule}", **mesh, **shared)
+        found = train(comm, made_of=made_of, layout=f"pp:{schedule}", **mesh, **shared)
         assert found[:2] == (expected, score), mesh
         assert differing(found[2], state) == [], mesh
 

@@ -1,5 +1,7 @@
 """Training on meshes with divided sequences: the same as data parallelism, in the same bits if reproducible."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -26,8 +28,8 @@ def alone():
         yield comm
 
 
-def gpt(recompute=False):
-    return transformer(TOKENS, CONTEXT, 1, HEADS, 24, dropout=0.1, recompute=recompute)
+def gpt(recompute=False, context=CONTEXT):
+    return transformer(TOKENS, context, 1, HEADS, 24, dropout=0.1, recompute=recompute)
 
 
 def blocks_for_some_tokens():
@@ -104,17 +106,27 @@ def of_many_tokens(numbers, step):
     return batches(numbers, step, lengths=(16,))
 
 
-@pytest.mark.parametrize(("layout", "reproducible"), [("dp", False), ("zero1", True), ("zero3", False)])
-def test_forecast(comm, layout, reproducible):
+@pytest.mark.parametrize(
+    ("layout", "reproducible", "sequence"),
+    [("dp", False, False), ("zero1", True, False), ("zero3", False, False), ("zero2", True, True)],
+)
+def test_forecast(comm, layout, reproducible, sequence):
     """Exact, kind by kind, for every rank, from the length of the sequences."""
-    ranks, shapes = comm.Get_size(), lambda samples: (ArraySpec((samples, 13), np.dtype(np.int64)),) * 2
+    ranks = comm.Get_size()
+    length = ranks * parts(ranks) if sequence else 13
+    model = partial(gpt, context=length)
+
+    def shapes(samples):
+        return (ArraySpec((samples, length), np.dtype(np.int64)),) * 2
+
     logical = {"reproducible": True, "sequence_parts": parts(ranks), "tensor_shards": ranks} if reproducible else {}
+    logical |= {"sequence_parallel": True} if sequence else {}
     workload = Workload(comm.Get_rank(), ranks, shapes, [(2,) * COUNT])
     for mesh in reproducible_meshes(ranks) if reproducible else meshes(ranks):
         settings = Settings(first_bytes=1, bucket_bytes=5000, layout=layout, mesh=mesh, **logical)
-        forecast = DataParallelEngine.forecast(gpt(), SoftmaxCrossEntropy(), AdamW(rate=0.01), workload, settings)
-        with engine(comm, layout=layout, mesh=mesh, **logical) as made:
-            made.step(list(batches(made.share(COUNT), 0, lengths=(13,))))
+        forecast = DataParallelEngine.forecast(model(), SoftmaxCrossEntropy(), AdamW(rate=0.01), workload, settings)
+        with engine(comm, model, layout=layout, mesh=mesh, **logical) as made:
+            made.step(list(batches(made.share(COUNT), 0, lengths=(length,))))
             assert forecast.predicted == made.ledger.predicted == made.ledger.allocated
             assert forecast.work == made.ledger.work
 
@@ -129,14 +141,21 @@ def reproducible_meshes(ranks):
     return [mesh for mesh in meshes(ranks) if ranks & (ranks - 1) == 0] or [f"dp={ranks}"]
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("dp", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")])
-def test_the_same_bits_on_any_mesh(comm, alone, layout, precision):
+@pytest.mark.parametrize(
+    ("layout", "precision", "sequence"),
+    [("dp", "fp32", False), ("zero1", "bf16", False), ("zero3", "fp32", False), ("zero2", "bf16", True)],
+)
+def test_the_same_bits_on_any_mesh(comm, alone, layout, precision, sequence):
     """Losses, norms, evaluation, weights and optimizer state of one rank with as many parts and shards."""
     ranks = comm.Get_size()
     shared = {"precision": precision, "reproducible": True, "sequence_parts": parts(ranks), "tensor_shards": ranks}
-    expected, score, state = train(alone, **shared)
+    model, made_of = gpt, batches
+    if sequence:  # each part has a slice for every shard
+        shared, length = {**shared, "sequence_parallel": True}, ranks * parts(ranks)
+        model, made_of = partial(gpt, context=3 * length), partial(batches, lengths=(length, 3 * length))
+    expected, score, state = train(alone, model, made_of=made_of, **shared)
     for mesh in reproducible_meshes(ranks):
-        found = train(comm, layout=layout, mesh=mesh, **shared)
+        found = train(comm, model, made_of=made_of, layout=layout, mesh=mesh, **shared)
         assert found[:2] == (expected, score)
         assert differing(found[2], state) == []
 
@@ -172,19 +191,13 @@ def test_the_same_bits_after_twenty_steps(comm, alone, precision):
         ({"mesh": "cp={n}", "sequence_parts": 12}, r"sequence_parts: .* a power of two of parts, found \d+; "),
         ({"mesh": "cp={n}", "context": "ring"}, "context: reproducible training needs allgather, found ring"),
         ({"mesh": "dp=2,cp={n}"}, r"mesh: .* is for \d+ ranks, found .; .*dp=1,cp=. .*would fit"),
-        (
-            {"mesh": "cp={n}", "sequence_parallel": True},
-            "sequence_parallel: reproducible sequences are divided along cp",
-        ),
         ({"mesh": "cp={n},sp=1"}, "mesh: expected axes of dp, cp, tp, ep, etp, found sp"),
         ({"mesh": "cp={n},ep=11"}, "mesh: (routers choose within whole|expected ep to be a divisor of the . ranks)"),
     ],
 )
 def test_what_does_not_go_together(comm, settings, message):
     ranks = comm.Get_size()
-    if ranks == 1 and message.startswith(
-        ("pool", "context: repro", "sequence_parallel", "sequence_parts: expected a multiple")
-    ):
+    if ranks == 1 and message.startswith(("pool", "context: repro", "sequence_parts: expected a multiple")):
         settings = {**settings, "sequence_parts": 4}
         message = message if "multiple" not in message else ""
     if "power of two" in message:

@@ -52,9 +52,22 @@ EDGES = (
     Composition(mesh="cp=3,tp=2", heads=3, length=12, sequence=True, dropout=True, context="ring"),
     Composition(mesh="zero3=2,pp=2", layout="pp:dualpipe-v", layers=2, length=3, depths=0.6, microbatches=8),
     Composition(mesh="cp=2,tp=2", shards=2, heads=2, length=8, depths=0.2, sequence=True, dropout=True),
+    *(
+        Composition(mesh=mesh, shards=4, parts=4, heads=2, length=16, sequence=True, dropout=True, reproducible=True)
+        for mesh in ("cp=2,tp=2", "dp=2,tp=4")
+    ),
+    Composition(mesh="cp=2,tp=3", shards=3, parts=2, heads=3, length=6, sequence=True, reproducible=True),
+    Composition(
+        **{"mesh": "cp=2", "next_mesh": "tp=2", "shards": 2, "parts": 4, "length": 24, "reproducible": True},
+        **{"family": "gated", "heads": 2, "sequence": True, "precision": "bf16", "microbatches": 3},
+    ),
+    Composition(
+        **{"mesh": "pp=2,tp=2", "layout": "pp:zb-v", "next_mesh": "pp=1,cp=4", "next_layout": "pp:1f1b", "layers": 2},
+        **{"shards": 2, "parts": 4, "heads": 2, "length": 8, "sequence": True, "reproducible": True, "clip": True},
+    ),
     Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
 )
-"""Fewer tokens, heads or classes than ranks; chosen tokens; cuts that the second layout cannot have."""
+"""Fewer tokens, heads or classes than ranks, chosen tokens, slices of parts, cuts that the second layout cannot have."""
 
 
 @pytest.mark.parametrize("composition", EDGES, ids=str)
