@@ -71,7 +71,7 @@ class Settings:
         travel along ``ep``, and conversely; takes the memory of two micro-batches
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     expert_shards : parts of the hidden features of every expert; by default as ``etp`` needs (one on other meshes)
-    sequence_parallel : between operators that are cut along ``tp``, its ranks have parts of the sequence
+    sequence_parallel : between operators cut along ``tp``, its ranks divide the sequence, or the tokens along ``cp``
     sequence_parts : parts of every sequence that is divided along ``cp``, a multiple of its ranks; by default as many
     context : attention over divided sequences: ring, allgather, ulysses, or "auto", the fastest by prediction
     stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
