@@ -67,7 +67,7 @@ EDGES = (
     ),
     Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
 )
-"""Fewer tokens, heads or classes than ranks, chosen tokens, slices of parts, cuts that the second layout cannot have."""
+"""Fewer tokens, heads or classes than ranks; chosen tokens; slices; cuts that the second layout cannot have."""
 
 
 @pytest.mark.parametrize("composition", EDGES, ids=str)
