@@ -2,7 +2,7 @@
 
 - The F of a place produces activations for the F of the next place on its route, its B (or BW) a gradient for the B of
   the previous place. If both are on one stage, there is no message.
-- ``SF`` and ``SB`` follow the action that produced their data; they start a message and do not wait.
+- ``SF`` and ``SB`` follow the action that produced their data, or its pair; they start a message and do not wait.
 - ``RF`` and ``RB`` post a buffer and do not wait; the F, B or BW of the same stage, chunk and micro-batch waits for the
   message. They are posted early enough for the message to arrive during other computations.
 - Messages of one kind between two places are received in the order of their sends (checked by the simulator), so one
@@ -32,12 +32,15 @@ def lower(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _lowered(line: tuple[Action, ...], plan: PipelinePlan) -> Iterator[Action]:
-    wanted = deque(line)
-    for index, action in enumerate(line):
-        while wanted and len(line) - len(wanted) <= index + AHEAD:
+    wanted, actions, done = deque(line), iter(line), 0
+    for action in actions:
+        block = (action, next(actions)) if action in plan.partners else (action,)
+        done += len(block)
+        while wanted and len(line) - len(wanted) < done + AHEAD:
             yield from received(wanted.popleft(), plan)
-        yield action
-        yield from _message(action, plan.target, "SF", "SB")
+        yield from block
+        for one in block:
+            yield from _message(one, plan.target, "SF", "SB")
 
 
 def received(action: Action, plan: PipelinePlan) -> list[Action]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from parallel.pipeline.schedule.actions import FORWARD, SENDS, Action, Actions, gradients_by_update
@@ -18,6 +18,7 @@ class PipelinePlan:
     """Actions of all stages in order: without messages from `build`, with messages from `lowering.lower`.
 
     `versions` are by stage and micro-batch the number of updates (``U``) in the weights that its F, B and W use.
+    `pairs` are neighbouring actions of a stage that are executed in turns (`pass_pairs.paired`).
     """
 
     name: str  # of the schedule
@@ -25,6 +26,12 @@ class PipelinePlan:
     microbatches: int  # in all steps, numbered from 0
     actions: Actions
     versions: tuple[tuple[int, ...], ...] | None = None  # None without updates
+    pairs: tuple[tuple[Action, Action], ...] = ()
+
+    @cached_property
+    def partners(self) -> dict[Action, Action]:
+        """Second action of each pair, by the first."""
+        return dict(self.pairs)
 
     @property
     def stages(self) -> int:
@@ -133,7 +140,8 @@ def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
         for line in plan.actions
     ]
     known = plan.versions and tuple(versions[:microbatches] for versions in plan.versions)
-    return replace(plan, microbatches=microbatches, versions=known).with_actions(lines)
+    pairs = tuple(pair for pair in plan.pairs if all(action.microbatch < microbatches for action in pair))
+    return replace(plan, microbatches=microbatches, versions=known, pairs=pairs).with_actions(lines)
 
 
 def forward_only(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
@@ -149,4 +157,4 @@ def forward_only(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
             for number in numbers:
                 place = placement.route(number)[part]
                 lines[place.stage].append(Action(place.stage, "F", number, place.chunk))
-    return replace(plan, microbatches=microbatches, versions=None).with_actions(lines)
+    return replace(plan, microbatches=microbatches, versions=None, pairs=()).with_actions(lines)

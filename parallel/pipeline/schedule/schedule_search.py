@@ -97,7 +97,8 @@ def _choices(
             with suppress(ValueError):  # keep the fastest cuts, for the error message
                 cuts = partition(layers, parts, MemoryLimit(limit / plan.placement.chunks, alive))
             nbytes = _footprint(plan, layers, cuts)
-        times = ActionTimes(*(_sums(layers, cuts, what) for what in ("forward", "backward", "weights")))
+        forward, backward, weights = (_sums(layers, cuts, what) for what in ("forward", "backward", "weights"))
+        times = ActionTimes(forward, backward, weights)
         seconds = simulate(lower(plan), times).makespan
         yield PipelineChoice(name, microbatches, virtual, cuts, seconds, nbytes)
 

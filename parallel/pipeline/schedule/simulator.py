@@ -1,8 +1,8 @@
 """Simulation of a plan in one process: proof of termination, and timing.
 
-A computation starts after the previous one of its stage and after the message that it needs, an update after the
-backwards of all replicas of its part. A message starts when its send is started and its receive is posted, so a plan
-that terminates here terminates under any MPI, without buffering.
+A computation starts after the previous one of its stage and after the message that it needs, a pair of computations
+after the messages of both, an update after the backwards of all replicas of its part. A message starts when its send
+is started and its receive is posted, so a plan that terminates here terminates under any MPI, without buffering.
 Times may be any numbers; with integers or fractions all results are exact.
 """
 
@@ -28,13 +28,15 @@ class PlanError(ValueError):
 class ActionTimes:
     """Durations of F, B, W and messages in any unit, one number or one per part of the model; BW takes B + W.
 
-    `message` is the time of a message with a part's activations, or their gradient.
+    `message` is the time of a message with a part's activations, or their gradient. A pair takes the time of both
+    passes, less the fraction `overlap` of the shorter one.
     """
 
     forward: PerPart = 1
     backward: PerPart = 1
     weights: PerPart = 1
     message: PerPart = 0
+    overlap: Number = 0
 
     def by_kind(self, parts: int) -> dict[str, list[Number]]:
         F, B, W = (spread(each, parts) for each in (self.forward, self.backward, self.weights))
@@ -112,7 +114,8 @@ class _Simulation:
     def __init__(self, plan: PipelinePlan, times: ActionTimes):
         self._plan = plan
         self._transfer_times = spread(times.message, plan.placement.parts)
-        self._times = times.by_kind(plan.placement.parts)
+        self._times, self._overlap = times.by_kind(plan.placement.parts), times.overlap
+        self._hidden: dict[Action, Number] = {}  # time of the second action of a pair during the first
         self._clock: list[Number] = [0] * len(plan.actions)
         self._at = [0] * len(plan.actions)
         # Completion times: of F, B and W, and of a receive when its message has arrived.
@@ -144,7 +147,11 @@ class _Simulation:
                 self._at[stage] += 1
 
     def _needs(self, action: Action) -> list[Action]:
-        """Actions that must be complete before this one starts; a receive is complete when its message has arrived."""
+        """Actions that must be complete before this one starts, or its pair; a receive when its message has arrived."""
+        partner = self._plan.partners.get(action)
+        return self._inputs(action) + ([] if partner is None else self._inputs(partner))
+
+    def _inputs(self, action: Action) -> list[Action]:
         match action.kind:
             case "SF":
                 return [action._replace(kind="F")]
@@ -172,12 +179,16 @@ class _Simulation:
             receive = Action(peer.stage, "RF" if action.kind == "SF" else "RB", action.microbatch, peer.chunk)
             self._started[receive] = action, now
             return self._start_transfer(receive)
-        part = self._plan.placement.part[action.place]
         start = max([now, *(self._finished[need] for need in needs)])
-        end = self._clock[stage] = start + self._times[action.kind][part]
+        end = self._clock[stage] = start + self._time_of(action) - self._hidden.pop(action, 0)
+        if (partner := self._plan.partners.get(action)) is not None:
+            self._hidden[partner] = self._overlap * min(self._time_of(action), self._time_of(partner))
         self.computed[stage].append(PipelineEvent(action, start, end))
         self._finished |= dict.fromkeys(halves(action), end)
         return halves(action)
+
+    def _time_of(self, action: Action) -> Number:
+        return self._times[action.kind][self._plan.placement.part[action.place]]
 
     def _start_transfer(self, receive: Action) -> Sequence[Action]:
         if receive not in self._posted or receive not in self._started:
