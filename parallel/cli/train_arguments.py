@@ -114,7 +114,7 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="tokens along ep: direct or hierarchical, perhaps with :int8 or :fp8 (direct)",
     )
-    ahead = "a micro-batch's forward pass runs while tokens of the backward pass before it travel along ep"
+    ahead = "a micro-batch's forward pass runs while tokens of another one's backward pass travel along ep"
     add("--overlap-expert-comm", action=argparse.BooleanOptionalAction, help=ahead)
     add = parser.add_argument_group("pipelines").add_argument
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")

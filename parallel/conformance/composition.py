@@ -138,7 +138,8 @@ class Composition:
         if self.cuts and (mesh, layout) == (self.mesh, self.layout):
             own["cuts"] = self.cuts
         if self.overlap and Mesh.parse(mesh).expert_replicas > 1:
-            own["overlap_expert_comm"] = layout in DATA_PARALLEL and not DATA_PARALLEL[layout].sharded
+            replicas = Mesh.parse(mesh).replicas if layout.startswith("pp") else layout
+            own["overlap_expert_comm"] = not DATA_PARALLEL[replicas].sharded
         if self.reproducible:
             own |= {"tensor_shards": self.shards, "expert_shards": self.slices}
             own |= {"sequence_parts": self.parts} if self.parts > 1 else {}

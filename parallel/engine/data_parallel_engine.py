@@ -21,7 +21,15 @@ from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequ
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, batch_without_samples, empty_pass
 from parallel.engine.microbatch_turn import MicrobatchTurn
-from parallel.engine.model_on_mesh import check_cut, cut_for, expert_division, forecast_axis, mesh_of, place_model
+from parallel.engine.model_on_mesh import (
+    check_cut,
+    check_overlap,
+    cut_for,
+    expert_division,
+    forecast_axis,
+    mesh_of,
+    place_model,
+)
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import Losses
 from parallel.mesh.device_mesh import DeviceMesh
@@ -331,8 +339,7 @@ class DataParallelEngine(TrainEngine):
 def check_settings(settings: Settings, ranks: int) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
     check_compression(settings, settings.layout)
-    if settings.overlap_expert_comm and LAYOUTS[settings.layout].sharded:
-        raise ValueError(f"overlap_expert_comm: {settings.layout} has the weights of one unit at a time")
+    check_overlap(settings, settings.layout)
     mesh = mesh_of(settings, ranks)
     check_cut(settings, mesh)
     check_sequences(settings, mesh)

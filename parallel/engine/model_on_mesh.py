@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from collectives import Communicator
 from parallel.data_parallel.expert_shards import ExpertDivision, ExpertTeams
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
 from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
@@ -59,6 +60,12 @@ def _check_experts(settings: Settings, mesh: Mesh) -> None:
             raise ValueError(f"{name}: {found} is for replicas that share experts, by ep; found {mesh}")
     if settings.reproducible and not dispatch.is_exact:
         raise ValueError(f"dispatch: reproducible training needs direct, found {settings.dispatch}")
+
+
+def check_overlap(settings: Settings, layout: str) -> None:
+    """Raise ValueError if two passes need their weights at a time, and replicas of this layout have those of one."""
+    if settings.overlap_expert_comm and LAYOUTS[layout].sharded:
+        raise ValueError(f"overlap_expert_comm: {layout} has the weights of one unit at a time")
 
 
 def expert_cut(settings: Settings, mesh: Mesh) -> ExpertCut:

@@ -11,7 +11,7 @@ from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.compression import check_compression
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences
-from parallel.engine.model_on_mesh import check_cut
+from parallel.engine.model_on_mesh import check_cut, check_overlap
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
@@ -95,6 +95,7 @@ def check(settings: Settings, ranks: int) -> None:
         turns = (1,) * stages if settings.stage_ranks == AUTO else ranks_of(settings.stage_ranks)
         check_ranks(name, stages, turns or ())
     check_compression(settings, replicas_of(mesh_of(settings, ranks), ranks))
+    check_overlap(settings, replicas_of(mesh_of(settings, ranks), ranks))
     check_cut(settings, mesh_of(settings, ranks))
     check_sequences(settings, mesh_of(settings, ranks))
     cuts_of(settings.cuts)

@@ -21,7 +21,14 @@ from parallel.engine.compression import check_compression, compressor_of, resolv
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure, batch_without_samples
-from parallel.engine.model_on_mesh import check_cut, cut_for, expert_division, forecast_axis, place_model
+from parallel.engine.model_on_mesh import (
+    check_cut,
+    check_overlap,
+    cut_for,
+    expert_division,
+    forecast_axis,
+    place_model,
+)
 from parallel.engine.settings import Settings
 from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
@@ -30,9 +37,10 @@ from parallel.nn.operator import ArraySpec, Operator, PassMode
 from parallel.optim.optimizer import Optimizer
 from parallel.pipeline import config
 from parallel.pipeline.param_division import SharedParamGroup, cuts_for
-from parallel.pipeline.runner import BoundAction, ScheduleRunner, bind_actions
+from parallel.pipeline.runner import BoundAction, ScheduleRunner, actions_of, bind_actions
 from parallel.pipeline.schedule.actions import to_csv
 from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pass_pairs import paired
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build, forward_only, truncate
 from parallel.pipeline.schedule.simulator import simulate
 from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer, empty_microbatch
@@ -80,6 +88,7 @@ class Pipeline(TrainEngine):
         check(comm, settings)
         self.mesh = config.mesh_of(settings, comm.Get_size())
         check_compression(settings, replicas_of(self.mesh, comm.Get_size()))
+        check_overlap(settings, replicas_of(self.mesh, comm.Get_size()))
         check_cut(settings, self.mesh)
         check_sequences(settings, self.mesh)
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
@@ -91,9 +100,10 @@ class Pipeline(TrainEngine):
         if plan.stages != self.mesh.sizes[AXIS]:
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
         settings, remarks = resolve_compression(settings, comm, self.mesh, FlatParams(model).length)
+        plan = paired(plan) if settings.overlap_expert_comm else plan
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS, EXPERT_TENSOR))
-        self.remarks = (*remarks, *self._mesh.remarks)
+        self.remarks = (*remarks, *self._mesh.remarks, *unpaired(plan, settings))
         here = place_model(model, loss, self._mesh, settings)
         comm = here.replicas
         whole = plan_of(here.whole, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
@@ -131,6 +141,7 @@ class Pipeline(TrainEngine):
         """Forecast of a rank's memory in a workload, as `DataParallelEngine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
+        plan = paired(plan) if settings.overlap_expert_comm else plan
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
         experts = expert_division(model, mesh, settings)
         sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
@@ -221,7 +232,7 @@ class Pipeline(TrainEngine):
         rounds = self._portion.rounds(assignment)
         line = self._bound(rounds, training)
         for at, chunk in self._chunks.items():
-            chunk.begin(bound.action.kind for bound in line if bound.action.chunk == at)
+            chunk.begin(action.kind for action in actions_of(line) if action.chunk == at)
         empty = empty_microbatch(self._model, self.plan.placement.parts)
         if self._portion.sharing is not None and rounds:
             lengths = [len(assignment[self._portion.replica(rank)]) for rank in range(self.context.plan.ranks)]
@@ -268,3 +279,10 @@ class Pipeline(TrainEngine):
         specs = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
         self.ledger.expect(*self._portion.activations([(one.model, *both) for one, both in zip(here, specs)]))
         return lambda alive: self.context.memory.record_peak("activations", alive)
+
+
+def unpaired(plan: PipelinePlan, settings: Settings) -> list[str]:
+    """Remark that `Settings.overlap_expert_comm` changes nothing: a list of one, or empty if the plan has pairs."""
+    if plan.pairs or not settings.overlap_expert_comm:
+        return []
+    return [f"overlap_expert_comm: pairs of passes would not shorten the steps of {plan.name}; there are none"]

@@ -1,14 +1,18 @@
 """Execution of one stage's actions: computes, sends and receives in the order of the plan.
 
 Sends and receives are started in plan order. A receive is completed before its data is needed, sends at the end, so
-messages overlap with computation. An empty message indicates missing data: after a failure a stage and its successors
-still exchange all messages, so no stage blocks.
+messages overlap with computation. The passes of a pair are computed in turns, after the receives of both. An empty
+message indicates missing data: after a failure a stage and its successors still exchange all messages, so no stage
+blocks.
 """
+
+from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Protocol
 
@@ -21,6 +25,7 @@ from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
 from parallel.pipeline.schedule.lowering import COMPUTED
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.runtime.interleaving import interleave
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -59,11 +64,27 @@ class BoundAction:
     tag: int = 0
     part: int = -1  # of the model, whose output or output gradient a message carries
     target: tuple[str, int, int] | None = None  # key of the result if the next part is on the same stage: no message
+    partner: BoundAction | None = None  # second action of a pair, of which this is the first
 
 
 def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> list[BoundAction]:
     """Bound actions of one stage, from a plan with messages; `title` is a prefix of their profiler labels."""
-    return [_bind_action(plan, action, f"{title}{action}") for action in plan.actions[stage]]
+    line, actions = [], iter(plan.actions[stage])
+    for action in actions:
+        bound = _bind_action(plan, action, f"{title}{action}")
+        if action in plan.partners:
+            partner = next(actions)
+            bound = replace(bound, partner=_bind_action(plan, partner, f"{title}{partner}"))
+        line.append(bound)
+    return line
+
+
+def actions_of(line: Iterable[BoundAction]) -> Iterator[Action]:
+    """Actions of a line, those of pairs one after the other."""
+    for bound in line:
+        yield bound.action
+        if bound.partner is not None:
+            yield bound.partner.action
 
 
 def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
@@ -123,13 +144,22 @@ class ScheduleRunner:
             self._comm.Iprobe()
 
     def _forward_or_backward(self, bound: BoundAction, work: StageWork) -> None:
+        if bound.partner is None:
+            self._keep(bound, self._compute(bound, self._taken(bound), work))
+            return
+        pair = bound, bound.partner
+        passes = [partial(self._compute, one, self._taken(one), work) for one in pair]
+        for one, result in zip(pair, interleave(*passes)):
+            self._keep(one, result)
+
+    def _compute(self, bound: BoundAction, received: Array, work: StageWork) -> Array:
         action = bound.action
-        received = self._taken(bound)
         with self._recorder("compute", bound.label):
             if action.kind == "F":
-                result = work.forward(action.chunk, action.microbatch, received)
-            else:
-                result = work.backward(action.chunk, action.microbatch, received, action.kind == "BW")
+                return work.forward(action.chunk, action.microbatch, received)
+            return work.backward(action.chunk, action.microbatch, received, action.kind == "BW")
+
+    def _keep(self, bound: BoundAction, result: Array) -> None:
         if bound.target is not None:
             self._ready[bound.target] = result
         elif result is not None:

@@ -257,7 +257,7 @@ class StageEvaluator:
 class StageTrainer(StageEvaluator):
     """Computations of a stage in training: forwards, backwards and weight gradients (`runner.StageWork`).
 
-    `note` is called with the bytes alive after every forward.
+    `note` is called after every forward with the bytes alive: those of the backward in a pair with it too.
     """
 
     def __init__(self, *args: Any, scale: float, note: Callable[[int], None] | None = None):
@@ -268,12 +268,12 @@ class StageTrainer(StageEvaluator):
         self._alive: dict[tuple[int, int], int] = {}
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        key = chunk, microbatch
+        key, before = (chunk, microbatch), sum(self._alive.values())
         self._passes[key], output = self._through(self._chunks[chunk], microbatch, x, keep=True)
         one = self._microbatches[microbatch]
         if self._note and one.number is not None:
             self._alive[key] = self._passes[key].nbytes((one.x, one.y), output)
-            self._note(sum(self._alive.values()))
+            self._note(before + self._alive[key])
         return output
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:

@@ -162,21 +162,28 @@ class Portion:
         """Predicted peak bytes of activations, and of temporaries; `forms`: model and specs of x, y by micro-batch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
-        for action in self._line(len(forms)):
+        plan = truncate(self.plan, len(forms))
+        for action in plan.actions[self.stage()]:
             key = action.chunk, action.microbatch
             if action.kind == "F":
-                (model, x, y), part = forms[action.microbatch], self.parts[action.chunk]
-                outline = self.outlines(model, x)[part]
-                kept, work = [outline.y, outline.saved], max(work, outline.work)
-                if part == self.plan.placement.parts - 1:
-                    y = ArraySpec(*y)
-                    end = loss_outline(model.loss, outline.y, y)
-                    kept, work = [*kept, y, end.saved], max(work, end.work)
-                held[key] = nbytes_of(kept)
+                held[key], here = self._held_by(action, forms)
                 most = max(most, sum(held.values()))
+                both = action in plan.partners
+                work = max(work, here + (self._held_by(plan.partners[action], forms)[1] if both else 0))
             elif action.kind in ("W", "BW"):
                 del held[key]
         return Counter(activations=most), work
+
+    def _held_by(self, action: Action, forms: Sequence[tuple[LengthModel, ArraySpec, ArraySpec]]) -> tuple[int, int]:
+        """Bytes that a part holds of a micro-batch from its forward to its backward pass, and bytes of temporaries."""
+        (model, x, y), part = forms[action.microbatch], self.parts[action.chunk]
+        outline = self.outlines(model, x)[part]
+        kept, work = [outline.y, outline.saved], outline.work
+        if part == self.plan.placement.parts - 1:
+            y = ArraySpec(*y)
+            end = loss_outline(model.loss, outline.y, y)
+            kept, work = [*kept, y, end.saved], max(work, end.work)
+        return nbytes_of(kept), work
 
     @cached_property
     def outlines(self) -> Callable[[LengthModel, ArraySpec], list[OperatorOutline]]:

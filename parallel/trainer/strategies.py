@@ -107,7 +107,7 @@ STRATEGIES["pp"] = Strategy(
     pipeline_config.check,
     pipeline_config.workers,
     _choose_cuts,
-    (*dict.fromkeys([*PIPELINE_FIELDS, *MESH_FIELDS]), "compress", "fake_quant_inputs"),
+    (*dict.fromkeys([*PIPELINE_FIELDS, *MESH_FIELDS]), "compress", "fake_quant_inputs", "overlap_expert_comm"),
     measures=True,
     has_variants=True,
 )

@@ -44,13 +44,22 @@ def test_losses(nodes, dispatch, error):
         assert copies == [0, 0]
 
 
-@pytest.mark.parametrize("dispatch, layout", [("direct", "dp"), ("hierarchical:int8", "zero1")])
+@pytest.mark.parametrize(
+    "dispatch, layout",
+    [("direct", "dp"), ("hierarchical:int8", "zero1"), ("direct", "pp:dualpipe"), ("direct:fp8", "pp:dualpipe-v")],
+)
 def test_two_micro_batches_in_flight(nodes, dispatch, layout):
-    """Three micro-batches on each rank, the last without samples on some: bits of one after the other."""
+    """Three micro-batches on each rank, the last without samples on some: bits of one after the other.
+
+    Pipelines have two stages if four ranks or more are even, else one, and no micro-batch without samples.
+    """
     ranks = nodes.Get_size()
     if ranks == 1:
         pytest.skip("one rank has all experts")
-    options = {"mesh": f"dp={ranks},ep={ranks}", "dispatch": dispatch, "layout": layout, "batch": 3 * ranks - 1}
+    in_stages = layout.startswith("pp")
+    stages = 2 if in_stages and ranks % 2 == 0 and ranks > 2 else 1
+    mesh = f"dp={ranks // stages},ep={ranks // stages}" + f",pp={stages}" * in_stages
+    options = {"mesh": mesh, "dispatch": dispatch, "layout": layout, "batch": 3 * ranks - (not in_stages)}
     one_by_one, found = (
         [
             (one.loss, one.norm, {name: value for name, value in one.traffic.items() if "seconds" not in name})

@@ -66,8 +66,11 @@ EDGES = (
         **{"shards": 2, "parts": 4, "heads": 2, "length": 8, "sequence": True, "reproducible": True, "clip": True},
     ),
     Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
+    Composition(
+        mesh="pp=2,dp=2,ep=2", layout="pp:dualpipe", layers=4, experts=3, choices=2, microbatches=6, overlap=True
+    ),
 )
-"""Fewer tokens, heads or classes than ranks; chosen tokens; slices; cuts that the second layout cannot have."""
+"""Fewer tokens, heads or classes than ranks; chosen tokens; slices; pairs; cuts that the second layout cannot have."""
 
 
 @pytest.mark.parametrize("composition", EDGES, ids=str)
