@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,7 +70,7 @@ def measured(path: Path) -> TimelineBand:
     lines = [of[min(of)].values() for _, of in sorted(threads.items())]
     zero = min(event.start for line in lines for event in line)
     shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]
-    end, busy = _end(shifted), sum(event.end - event.start for line in shifted for event in line)
+    end, busy = _end(shifted), sum(map(_covered, shifted))
     idle = 1 - busy / (end * len(shifted))
     return TimelineBand(f"measured: {end * 1e3:.3g} ms, idle {float(idle):.1%}", shifted, (), "s")
 
@@ -80,6 +81,12 @@ def _action(entry: dict[str, Any]) -> Action | None:
         action = parse(entry.get("name", ""))
         return action if entry.get("ph") == "X" and action.kind in NAMES else None
     return None
+
+
+def _covered(line: Sequence[PipelineEvent]) -> float:
+    """Time in which computations of a stage run, one or the two of a pair; the events are in order of their starts."""
+    ends = accumulate((float(event.end) for event in line), max, initial=0.0)
+    return sum(max(0.0, float(event.end) - max(float(event.start), before)) for event, before in zip(line, ends))
 
 
 def _end(lines: Sequence[Sequence[PipelineEvent]]) -> float:
@@ -116,11 +123,14 @@ def _colour(kind: str, chunk: int) -> str:
 
 def _band(axis: Axes, band: TimelineBand, end: float) -> None:
     for stage, line in enumerate(band.lines):
-        spans = [(float(event.start), float(event.end - event.start)) for event in line]
-        colours = [_colour(event.action.kind, event.action.chunk) for event in line]
-        axis.broken_barh(spans, (stage - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.5)
+        at_once = {event for pair in pairwise(line) if pair[1].start < pair[0].end for event in pair}
         for event in line:
-            _label(axis, event, stage, end)
+            height = 0.4 if event in at_once else 0.8
+            bottom = stage if event in at_once and event.action.kind != "F" else stage - 0.4  # forward above backward
+            span = float(event.start), float(event.end - event.start)
+            colour = _colour(event.action.kind, event.action.chunk)
+            axis.broken_barh([span], (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.5)
+            _label(axis, event, bottom + height / 2, end)
     for event, target in band.messages:
         source = event.action.stage
         edge = 0.4 if target > source else -0.4
@@ -137,13 +147,13 @@ def _band(axis: Axes, band: TimelineBand, end: float) -> None:
         axis.set_xlabel(band.unit, fontsize=8)
 
 
-def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
+def _label(axis: Axes, event: PipelineEvent, height: float, end: float) -> None:
     """Write the event's micro-batch number into its bar if it fits."""
     text = str(event.action.microbatch)
     share = float(event.end - event.start) / end * (WIDTH - 1)
     if share > 0.075 * len(text):
         middle, ink = float(event.start + event.end) / 2, INK if event.action.chunk else "white"
-        axis.text(middle, stage, text, ha="center", va="center", fontsize=7, color=ink)
+        axis.text(middle, height, text, ha="center", va="center", fontsize=7, color=ink)
 
 
 def summary(timeline: Timeline) -> str:

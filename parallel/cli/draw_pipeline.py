@@ -21,6 +21,7 @@ from parallel.benchmark.timelines import measured, picture, simulated, summary
 from parallel.pipeline.schedule import timeline as draw
 from parallel.pipeline.schedule.actions import from_csv, to_csv
 from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pass_pairs import paired
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
 from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, tabled
 from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
@@ -62,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     add("--backward", type=duration, default=Fraction(1), metavar="T", help="of its input gradient (default 1)")
     add("--weights", type=duration, default=Fraction(1), metavar="T", help="of its weights' gradients (default 1)")
     add("--message", type=duration, default=Fraction(0), metavar="T", help="of a message (default 0)")
+    pairs = "with the pairs of --overlap-expert-comm, of whose shorter passes this part takes no time"
+    add("--overlap", type=duration, metavar="FRACTION", help=pairs)
     add("--measured", type=Path, metavar="FILE", help="a run's trace, whose last step is drawn below")
     add("-o", "--output", type=output, metavar="FILE", help=f"a file {', '.join(FORMATS)}")
     return result
@@ -87,14 +90,16 @@ def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
 
 def timeline_of(plan: PipelinePlan, arguments: argparse.Namespace) -> Timeline:
     """Simulate a plan with the durations among the options; ValueError if it cannot be executed."""
+    plan = plan if arguments.overlap is None else paired(plan)
     parts = Fraction(plan.placement.parts, plan.stages)  # parts of the model on a stage
     F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
-    return simulate(lower(plan), ActionTimes(F, B, W, arguments.message))
+    return simulate(lower(plan), ActionTimes(F, B, W, arguments.message, min(arguments.overlap or 0, 1)))
 
 
 def title_of(timeline: Timeline) -> str:
     plan = timeline.plan
-    return f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches"
+    pairs = f", {len(plan.pairs)} pairs" if plan.pairs else ""
+    return f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches{pairs}"
 
 
 def main() -> int:

@@ -28,6 +28,16 @@ def test_as_text():
     assert "1f1b, 2 stages, 3 micro-batches" in lines
 
 
+def test_pairs_of_passes():
+    done = script("--schedule", "dualpipe", "--schedule", "1f1b", "--stages", 2, "--overlap", 1)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "dualpipe, 2 stages, 8 micro-batches, 12 pairs",
+        "takes 18, idle 0.0%; keeps 3, 3 micro-batches in one of 2 chunks; 16 messages",
+    ]
+    assert "1f1b, 2 stages, 8 micro-batches" in lines
+
+
 @pytest.mark.parametrize("name", ["zb-v", "pipedream"])
 def test_as_a_picture(tmp_path, name):
     pytest.importorskip("matplotlib")
@@ -72,7 +82,7 @@ def test_the_last_step_that_was_measured(tmp_path):
     ]
     assert [event.start for event in band.lines[0]] == pytest.approx([0, 0.003, 0.004])
     assert [event.end - event.start for event in band.lines[1]] == pytest.approx([0.0015] * 3)
-    assert band.title == "measured: 5.5 ms, idle 18.2%"
+    assert band.title == "measured: 5.5 ms, idle 31.8%"  # computations at once count once
 
 
 def test_a_last_step_of_fewer_micro_batches_is_not_mixed_with_the_one_before(tmp_path):
@@ -83,9 +93,10 @@ def test_a_last_step_of_fewer_micro_batches_is_not_mixed_with_the_one_before(tmp
     assert [str(event.action) for event in line] == ["0F0", "0BW0"]
 
 
-def test_measured_below_simulated(tmp_path):
+@pytest.mark.parametrize("steps", [1, 3])  # of the last step some computations overlap, as those of pairs do
+def test_measured_below_simulated(tmp_path, steps):
     pytest.importorskip("matplotlib")
-    trace, path = trace_of(tmp_path / "a.json", 1), tmp_path / "both.png"
+    trace, path = trace_of(tmp_path / "a.json", steps), tmp_path / "both.png"
     done = script("--schedule", "zb-h1", "--stages", 2, "--microbatches", 1, "--measured", trace, "-o", path)
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
