@@ -29,6 +29,7 @@ from parallel.engine.model_on_mesh import (
     forecast_axis,
     mesh_of,
     place_model,
+    with_own_experts,
 )
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import Losses
@@ -144,7 +145,8 @@ class DataParallelEngine(TrainEngine):
         rank, ranks, teams = replicas.index(workload.rank), len(replicas), Teams.of(mesh.without(TENSOR))
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
         experts = expert_division(model, mesh, settings)
-        sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
+        own = with_own_experts(model, experts, mesh, workload.rank)
+        sequences = sequence_models(own, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
         groups = RankGroups.of(plan, experts)
         ledger.expect_step(groups, layout, states, [()] * ranks)
@@ -328,8 +330,7 @@ class DataParallelEngine(TrainEngine):
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
-        units = self._units if here.division is None else units_of(here.model)
-        self.ledger.expect(*predict_activations(units, here.loss, x, y, in_flight=self._in_flight))
+        self.ledger.expect(*predict_activations(units_of(here.model), here.loss, x, y, in_flight=self._in_flight))
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):

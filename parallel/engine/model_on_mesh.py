@@ -152,6 +152,14 @@ def forecast_axis(mesh: Mesh, rank: int, name: str = TENSOR) -> MeshAxis:
     return MeshAxis(name, mesh.coordinates(rank).get(name, 0), mesh.sizes.get(name, 1), None)
 
 
+def with_own_experts(model: Operator, experts: ExpertDivision | None, mesh: Mesh, rank: int) -> Operator:
+    """Model as `rank` has it, without a communicator, for a forecast: experts are divided like this, or not."""
+    if experts is None:
+        return model
+    group = next(group for group in mesh.expert_groups(EXPERTS) if rank in group)
+    return divide_experts(model, MeshAxis(EXPERTS, group.index(rank), len(group), None))
+
+
 def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings) -> ModelOnMesh:
     """Cut a model for this rank of a mesh, along all axes. Collective."""
     axis, errors = mesh.axis(TENSOR), PassErrors()

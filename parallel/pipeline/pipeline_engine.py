@@ -28,6 +28,7 @@ from parallel.engine.model_on_mesh import (
     expert_division,
     forecast_axis,
     place_model,
+    with_own_experts,
 )
 from parallel.engine.settings import Settings
 from parallel.mesh.device_mesh import DeviceMesh
@@ -144,7 +145,8 @@ class Pipeline(TrainEngine):
         plan = paired(plan) if settings.overlap_expert_comm else plan
         model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
         experts = expert_division(model, mesh, settings)
-        sequences = sequence_models(model, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
+        own = with_own_experts(model, experts, mesh, workload.rank)
+        sequences = sequence_models(own, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
         shards = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
         compress = compressor_of(settings.compress)
         whole = plan_of(model, len(shards), shards.index(workload.rank), settings, compress)

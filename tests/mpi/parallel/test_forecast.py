@@ -104,6 +104,19 @@ def test_of_micro_batches_that_are_drawn(comm, data, layout):
     assert found == expected
 
 
+@pytest.mark.parametrize("experts", ["5,k=2,every=1", "2,k=1,every=1"])
+@pytest.mark.parametrize("layout", ["dp", "zero3", "pp:1f1b"])
+def test_of_experts_on_different_ranks(comm, layout, experts):
+    """Ranks have different numbers of experts, or none; what is allocated depends on the tokens' choices."""
+    ranks = comm.Get_size()
+    said = {"data": "copy", "model": "gpt-moe:tiny", "experts": experts, "length": 16, "batch": 12, "micro_batch": 1}
+    mesh = f"dp={ranks},ep={ranks}" if layout in LAYOUTS else f"pp=1,dp={ranks},ep={ranks}"
+    with Training(complete(said | {"steps": 2, "mesh": mesh, "layout": layout}), comm) as made:
+        list(made.run())
+        assert made.forecast.predicted == made.engine.ledger.predicted
+        assert made.forecast.needed == made.engine.ledger.needed
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_of_replicas(comm, data, style):
     if style == "hogwild" and len(set(comm.nodes or (0,))) > 1:
