@@ -15,7 +15,7 @@ import numpy as np
 from collectives.buffers.staging import DeviceMemory
 from collectives.runtime.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
 from collectives.runtime.ops import Combiner, SidedReduction
-from collectives.runtime.program import LANDING, ElementArray, Program, Task
+from collectives.runtime.program import LANDING, ElementArray, Program, ScratchMemory, Task
 from collectives.schedule.chunks import MemorySpan, aligned, joined, split
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, Side, Step
 from collectives.transport.exchange import Exchange, Stream
@@ -36,14 +36,16 @@ def bind(
     stream: DeviceMemory | None = None,
     first: Iterable[Callable[[], object] | Wait] = (),
     last: Iterable[Callable[[], object] | Wait] = (),
+    scratch: ScratchMemory | None = None,
 ) -> Program:
     """Build the program that runs a task between these arrays over a transport; the program frees the transport.
 
     `source` and `target` are the same for a call in place. Scratch memory and local work are on `stream`, by default
-    NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging.
+    NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging. On the host
+    the program uses `scratch`, and else memory of its own.
     """
     chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
-    binder = _ProgramBinder(task, chunks, [source, target], wire, reduce_kernel, stream)
+    binder = _ProgramBinder(task, chunks, [source, target], wire, reduce_kernel, stream, scratch)
     if stream is None:
         binder.emit_all(first)
     else:
@@ -85,6 +87,7 @@ class _ProgramBinder:
         wire: Wire,
         reduce_kernel: Combiner | None,
         stream: DeviceMemory | None,
+        scratch: ScratchMemory | None,
     ) -> None:
         self.task, self.chunks, self.wire = task, chunks, wire
         self.reduce_kernel, self.stream = reduce_kernel, stream
@@ -94,8 +97,12 @@ class _ProgramBinder:
         self.begins: list[tuple[int, int]] = []
         lengths = self.chunks.scratch_length, self.chunks.landing_length
         dtype = memories[0].array.dtype
-        self.memories = [*memories, *(ElementArray.allocate(count, dtype, stream or np) for count in lengths)]
-        self.nbytes = sum(lengths) * task.itemsize
+        if scratch is not None and stream is None:
+            more, self.nbytes = scratch.arrays(lengths, dtype)
+        else:
+            more = [ElementArray.allocate(count, dtype, stream or np) for count in lengths]
+            self.nbytes = sum(lengths) * task.itemsize
+        self.memories = [*memories, *more]
 
     def _array(self, place: MemorySpan) -> Any:
         return self.memories[place.memory].array[place.start : place.stop]

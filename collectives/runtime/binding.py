@@ -16,7 +16,7 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind, copy_array
 from collectives.runtime.call import Blocks, Call, staged
 from collectives.runtime.ops import OP_NAMES, Combiner, on_device
-from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, Task
+from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, ScratchMemory, Task
 from collectives.runtime.progress import active_requests, run_program
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
@@ -164,8 +164,12 @@ def bind_call(
     device: DeviceMemory | None = None,
     first: Sequence[Callable[[], object]] = (),
     nodes: Nodes | None = None,
+    scratch: ScratchMemory | None = None,
 ) -> Program:
-    """Build the program of a call with the chosen algorithm, on a device if given; `first` runs before all else."""
+    """Build the program of a call with the chosen algorithm, on a device if given; `first` runs before all else.
+
+    `scratch` is that of programs of which one runs at a time.
+    """
     ends = buffer_ends(call, device)
     program = bind(
         call_task(call, choice, rank, size, nodes),
@@ -176,6 +180,7 @@ def bind_call(
         stream=device,
         first=[*first, *ends.first],
         last=ends.last,
+        scratch=scratch,
     )
     if call.separate_output or call.copy_input:
         program.nbytes += (ends.target if call.separate_output else ends.source).array.nbytes

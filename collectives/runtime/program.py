@@ -7,6 +7,7 @@ streams of an exchange, is the whole state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,9 @@ SOURCE, TARGET, SCRATCH, LANDING = range(4)
 
 START_POLLS = 8
 """Polls of the start of a non-blocking call: some 3 us, less than a pending request costs."""
+
+LINE = 64
+"""Bytes of a cache line, at multiples of which arrays begin in shared scratch memory."""
 
 POLLS = 500
 """Polls of a wait, some 200 us, before other requests progress."""
@@ -57,6 +61,33 @@ class ElementArray(NamedTuple):
         return cls(array, _address(array))
 
 
+SHARED_SCRATCH = 1 << 25
+"""Most bytes that programs share as scratch memory."""
+
+
+class ScratchMemory:
+    """Scratch memory of host programs of which only one runs at a time, as those of blocking calls: all use the same.
+
+    A program that needs more than `SHARED_SCRATCH` has memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def arrays(self, counts: Sequence[int], dtype: np.dtype[Any]) -> tuple[list[ElementArray], int]:
+        """Arrays of so many elements, apart from each other, and the bytes that no other program uses."""
+        sizes = [count * dtype.itemsize for count in counts]
+        ends = list(accumulate(size + -size % LINE for size in sizes))
+        if ends[-1] > SHARED_SCRATCH:
+            return [ElementArray.allocate(count, dtype) for count in counts], sum(sizes)
+        if ends[-1] > len(self._bytes):  # programs that exist keep the smaller one
+            self._bytes = np.empty(min(max(ends[-1], 2 * len(self._bytes)), SHARED_SCRATCH) + LINE, np.uint8)
+            skipped = -_address(self._bytes) % LINE
+            self._bytes = self._bytes[skipped : len(self._bytes) - LINE + skipped]
+        arrays = [self._bytes[end - size - -size % LINE :][:size].view(dtype) for end, size in zip(ends, sizes)]
+        return [ElementArray(array, _address(array)) for array in arrays], 0
+
+
 def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return int(array.ctypes.data)
@@ -75,7 +106,7 @@ class Program:
     position
         Index of the next call; the number of calls once the program has ended, until it is started again.
     nbytes
-        Scratch memory of the program.
+        Scratch memory that no other program uses.
     stream
         In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
     on_arrays

@@ -15,7 +15,7 @@ from collectives.runtime.count_exchange import bind_after_exchange, bind_count_e
 from collectives.runtime.gpu_meeting import counted, peer_program
 from collectives.runtime.gpu_program import gpu_program, suits_kernels, without_owners
 from collectives.runtime.ops import on_device as kernel_on_device
-from collectives.runtime.program import ElementArray, Program
+from collectives.runtime.program import ElementArray, Program, ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.wire import Wire
@@ -30,6 +30,7 @@ class ProgramBuilder:
     def __init__(self, transports: Transports, async_progress: bool) -> None:
         self._comm, self._transports, self._async_progress = transports.comm, transports, async_progress
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
+        self._scratch = ScratchMemory()  # of blocking calls
 
     def on_device(
         self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL, any_algorithm: bool = False
@@ -114,7 +115,15 @@ class ProgramBuilder:
         wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
         rank, size = self._rank, self._size
         bind_known = partial(
-            binding.bind_call, choice=choice, rank=rank, size=size, wire=wire, device=device, first=first, nodes=nodes
+            binding.bind_call,
+            choice=choice,
+            rank=rank,
+            size=size,
+            wire=wire,
+            device=device,
+            first=first,
+            nodes=nodes,
+            scratch=self._scratch if form == BLOCKING else None,
         )
         if not exchanges:
             program = bind_known(call)
@@ -133,7 +142,7 @@ class ProgramBuilder:
         else:
             task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
             wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
-            program = bind_task(task, source, target, wire, binding.reduce_kernel(call))
+            program = bind_task(task, source, target, wire, binding.reduce_kernel(call), scratch=self._scratch)
         meetings = self._transports.gpu_channel(BLOCKING_CHANNEL)
         program = program if meetings is None else counted(program, meetings)
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

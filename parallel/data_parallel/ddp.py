@@ -32,7 +32,9 @@ class NaiveDDP:
     def __init__(self, context: RunContext):
         self._context = context
         self.buckets = buckets_of(self.cut(context.plan), context.plan)
-        self.vector = context.memory.shared("gradients", context.flat.length, context.wide)
+        length, weights = context.flat.length, context.storage  # which have as many elements
+        context.memory.reserve([length, length], [context.wide, weights])
+        self.vector = context.memory.shared("gradients", length, context.wide)
         scratch = context.memory.private("buffers", context.plan.scratch(adds=True), context.wide)
         part = self.part()
         make: Any = PlainReducer if context.plan.compress is None else ErrorFeedbackReducer
