@@ -172,7 +172,7 @@ def hooked(sink: GradientSink) -> GradientSink:
 
         def write(out: Array) -> object:
             returned = compute(out)
-            for hook in parameter.hooks:
+            for hook in (*parameter.hooks,):  # a hook may remove itself
                 if (changed := hook(out)) is not None:
                     out[...] = changed
             return returned

@@ -30,6 +30,21 @@ GradientHook = Callable[[Array], Any]
 """Function of a gradient that may change it in place or return another one (else None)."""
 
 
+class HookHandle:
+    """Result of `Parameter.register_hook`, by which the hook is removed."""
+
+    def __init__(self, hooks: list[GradientHook], hook: GradientHook):
+        self._hooks: list[GradientHook] | None = hooks
+        self._hook = hook
+
+    def remove(self) -> None:
+        """End the calls of the hook, registered once; no-op if they have ended."""
+        hooks, self._hooks = self._hooks, None
+        places = [place for place, each in enumerate(hooks or ()) if each is self._hook]
+        if hooks and places:
+            del hooks[places[0]]
+
+
 class ParameterNotGathered(RuntimeError):
     """Raised when a parameter is used whose values are not in this rank's memory."""
 
@@ -62,7 +77,7 @@ class Parameter:
     dtype : dtype
         Storage dtype of the current or last values; before the first, float32 or as an engine has set it.
     hooks : list of callable
-        As of `register_hook`, called in this order; remove one to end it.
+        As of `register_hook`, called in this order.
     """
 
     shape: tuple[int, ...]
@@ -119,13 +134,17 @@ class Parameter:
         self._data = values
         self.dtype = self.dtype if values is None else values.dtype
 
-    def register_hook(self, hook: GradientHook) -> None:
+    def register_hook(self, hook: GradientHook) -> HookHandle:
         """Call ``hook(gradient)`` with each gradient of the parameter, before gradients are added.
 
         The array has the parameter's shape: the gradient of one use in one micro-batch, of the sum of losses times the
-        loss scale. The hook may change it in place, or return another of the same shape.
+        loss scale. The hook may change it in place, or return another of the same shape. `remove` of the result ends
+        the calls. TypeError if the hook is no function.
         """
+        if not callable(hook):
+            raise TypeError(f"hook: expected a function of a gradient, found {type(hook).__name__}")
         self.hooks.append(hook)
+        return HookHandle(self.hooks, hook)
 
     def first(self, seed: int) -> np.ndarray:
         """Initial values, float64 of `shape`; they depend only on `seed` and the logical tensor's name and shape."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,11 +21,10 @@ from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
-from parallel.runtime.vector_memory import to_host
 from parallel.trainer import engine_checkpoint
+from parallel.trainer.batch_check import expect_data, expect_epoch, expect_same
 from parallel.trainer.engine_options import expect_parts, with_options, with_transforms
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from quant.types import Array
@@ -36,7 +34,7 @@ class Engine:
     """Engine that trains a model on all ranks of a communicator, by the strategy of its settings.
 
     `step` and `evaluate` take whole batches, the same on all ranks; each rank computes its share. Everything but
-    `batches` and the attributes is collective.
+    `batches` and the attributes is collective. Methods of a closed engine raise RuntimeError.
 
     Parameters
     ----------
@@ -108,7 +106,7 @@ class Engine:
         self._pool = WorkQueue(self._comm) if settings.pool else None
         self._workers = strategy.workers(settings, self._comm.Get_size())
         self._micro = settings.micro(self._workers)
-        self._is_checked = False
+        self._is_checked = self._is_closed = False
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -133,13 +131,14 @@ class Engine:
         StepFailed, ParameterMismatch
             As `parallel.engine.base.TrainEngine.step`.
         """
+        self._expect_open("step")
         if y is None:
             mine: Any = x
         elif self._strategy.has_clients:
             raise ValueError(f"y: a step of {self.settings.layout} takes the samples of its clients, as from `batches`")
         else:
             if not self._is_checked:
-                self._expect_same(x, y)
+                expect_same(self._comm, x, y)
                 self._is_checked = True
             self._micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
             mine = self._cut(x, y, samples, training=True)
@@ -157,10 +156,11 @@ class Engine:
         ema : bool
             True to evaluate the moving average of the weights. Decentralised styles then continue from their mean.
         """
+        self._expect_open("evaluate")
         with self._average(ema):
             if y is None:
                 return self.inner.evaluate(x, measure)
-            self._expect_same(x, y)
+            expect_same(self._comm, x, y)
             return self.inner.evaluate(list(self._cut(x, y, None, training=False)), measure)
 
     def batches(
@@ -172,9 +172,9 @@ class Engine:
         by default that of the settings; the order depends on the settings' seed and `epoch`. With `batch_tokens`, data
         with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
         """
-        if not (hasattr(data, "take") and hasattr(data, "__len__")):
-            found = type(data).__name__
-            raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found a {found}")
+        self._expect_open("batches")
+        expect_data(data)
+        expect_epoch(epoch)
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
         sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
@@ -205,19 +205,6 @@ class Engine:
                 yield Batch(number, x[here], y[here], places)
 
         return list(made()) if training and self._strategy.pulls_work else made()
-
-    def _expect_same(self, x: Any, y: Any) -> None:
-        """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective.
-
-        TypeError if they are no arrays of numbers with an axis of samples.
-        """
-        forms = [(name, array, *_form_of(array)) for name, array in (("x", x), ("y", y))]
-        facts = [(f"{name} of shape {shape}, hash", _digest(array, good)) for name, array, shape, good in forms]
-        check_equal(self._comm, facts)
-        for name, array, shape, good in forms:
-            if not good or not shape:
-                found = f"{getattr(array, 'dtype', type(array).__name__)} of shape {shape}"
-                raise TypeError(f"{name}: expected an array of numbers with an axis of samples first, found {found}")
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -251,6 +238,7 @@ class Engine:
 
         New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks.
         """
+        self._expect_open("state_dict")
         with self._average(ema):
             return engine_checkpoint.state_dict(self.inner)
 
@@ -260,6 +248,7 @@ class Engine:
         With `strict`, ValueError unless these are all parameters; else some may be missing, or unknown. Arrays of
         another shape are always a ValueError. Nothing is changed then.
         """
+        self._expect_open("load_state_dict")
         engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
 
     def save(self, directory: str | Path, *, keep: int = 3, **facts: Any) -> Path:
@@ -268,6 +257,7 @@ class Engine:
         `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns; ValueError for
         others. CheckpointError if it cannot be written.
         """
+        self._expect_open("save")
         collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
         about |= {"ranks": self._comm.Get_size(), "user": facts}
@@ -278,6 +268,7 @@ class Engine:
 
         CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or optimizer.
         """
+        self._expect_open("load")
         folder: Path | None = Path(path)
         if not NAME.fullmatch(Path(path).name):
             folder = latest(self._comm, Path(path))
@@ -297,25 +288,40 @@ class Engine:
         return engine_checkpoint.exchanged_average(self.inner)
 
     def close(self) -> None:
-        """Free memory and MPI requests, parameter values too; the engine cannot be used afterwards."""
+        """Free memory and MPI requests, parameter values too; the engine cannot be used afterwards.
+
+        No-op if it is closed.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.inner.close()
         if self._pool is not None:
             self._pool.close()
         if self._is_owner:
             self._comm.close()
 
+    def _expect_open(self, method: str) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{method}: expected an open engine, found one that is closed")
+
     def __enter__(self) -> Self:
+        self._expect_open("with")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *others: Any) -> None:
+        if self._is_closed:  # by the block
+            return
         if kind is None:
             try:
                 self.inner.quiesce()
             except BaseException as error:  # as if the block had raised it
+                self._is_closed = True
                 self.inner.__exit__(type(error), error, error.__traceback__)
                 raise
             self.close()
         else:  # a rank that failed does not wait for the others
+            self._is_closed = True
             self.inner.__exit__(kind, *others)
 
 
@@ -325,19 +331,3 @@ def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, A
         raise ValueError("example: expected (inputs, targets) with at least one sample, found none")
     places = np.arange(count) % len(example[0])
     return np.asarray(example[0])[places], np.asarray(example[1])[places]
-
-
-def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:
-    """Shape of an array, or of nested lists, and True if it has numbers; () of lists of unequal lengths."""
-    try:
-        return np.shape(array), str(getattr(array, "dtype", None) or np.asarray(array).dtype) != "object"
-    except ValueError:
-        return (), False
-
-
-def _digest(array: Any, is_numbers: bool) -> str:
-    if not is_numbers:
-        return ""
-    on_device = type(array).__module__.partition(".")[0] == "cupy"
-    values = np.ascontiguousarray(to_host(array) if on_device else array)
-    return blake2b(values.tobytes(), digest_size=8).hexdigest()

@@ -173,7 +173,7 @@ def test_frozen_units_groups_and_hooks(comm, layout):
         gradient[1:] = 0
         return -gradient
 
-    hooked.register_hook(hook)
+    handle = hooked.register_hook(hook)
     still = {"params": model.items[2].parameters(), "lr": 0.0}
     with engine(comm, layout, model, AdamW(lr=0.01, weight_decay=0.0, groups=[still])) as made:
         before = made.state_dict()
@@ -188,6 +188,48 @@ def test_frozen_units_groups_and_hooks(comm, layout):
         model.items[1].requires_grad_(True)
         trained(made, range(3, 5))
         assert not np.array_equal(before["1.inner.0.weight"], made.state_dict()["1.inner.0.weight"])
+        handle.remove()
+        count = len(seen)
+        trained(made, range(5, 7))
+        assert len(seen) == count and not np.array_equal(before[hooked.name][1:], made.state_dict()[hooked.name][1:])
+
+
+METHODS = {
+    "step": lambda made, data: made.step(data.x, data.y),
+    "evaluate": lambda made, data: made.evaluate(data.x, data.y),
+    "batches": lambda made, data: made.batches(data),
+    "state_dict": lambda made, data: made.state_dict(),
+    "load_state_dict": lambda made, data: made.load_state_dict({}),
+    "save": lambda made, data: made.save("/dev/null/a"),
+    "load": lambda made, data: made.load("/dev/null/a"),
+    "with": lambda made, data: made.__enter__(),
+}
+
+
+@every
+def test_a_closed_engine(comm, layout):
+    """Its methods are refused by name, whoever closed it; another `close` does nothing."""
+    data = ArrayDataset(*batch())
+    with engine(comm, layout) as made:
+        made.step(data.x, data.y)
+        made.close()
+    made.close()
+    for name, call in METHODS.items():
+        with pytest.raises(RuntimeError, match=f"^{name}: expected an open engine, found one that is closed$"):
+            call(made, data)
+    assert made.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("epoch", "error"),
+    [(-1, ValueError), (1.5, TypeError), (float("nan"), TypeError), ("1", TypeError), (None, TypeError)],
+)
+def test_epochs_that_are_none(comm, epoch, error):
+    data = ArrayDataset(*batch())
+    with engine(comm, "dp-naive") as made:
+        with pytest.raises(error, match=f"^epoch: expected an integer from 0 on, found {epoch!r}$"):
+            made.batches(data, epoch=epoch)
+        assert len(list(made.batches(data, epoch=np.int64(3)))) == 1
 
 
 @every

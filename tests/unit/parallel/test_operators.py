@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.operator_cases import CASES, inputs, play
 
+from parallel.engine.microbatch_pass import hooked
 from parallel.nn import gradcheck, kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import QUERIES, CausalAttention, self_attention
@@ -18,7 +19,7 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
-from parallel.nn.operator import ArraySpec, ParameterNotGathered, PassMode, name_all, nbytes_of
+from parallel.nn.operator import ArraySpec, Parameter, ParameterNotGathered, PassMode, constant, name_all, nbytes_of
 
 SHAPES = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
 WRONG = [(name, shape) for name, case in CASES.items() for shape in case.wrong]
@@ -113,6 +114,33 @@ def test_gradients_may_be_computed_later(name):
 
 
 # ------------------------------------------------------------------------------------------ one by one
+
+
+def test_hooks_are_removed():
+    """Each handle ends the calls of its own registration, once; a hook may end its own."""
+    parameter, calls = Parameter((2,), constant(0.0)), []
+    handles = {}
+
+    def once(gradient):
+        calls.append("once")
+        handles["once"].remove()
+
+    handles["once"] = parameter.register_hook(once)
+    first, second = (parameter.register_hook(lambda gradient: calls.append("each")) for _ in range(2))
+    third = parameter.register_hook(calls.append)
+    third.remove()
+    take = hooked(lambda parameter, compute: compute(np.zeros(2)))
+    for _ in range(2):
+        take(parameter, lambda out: None)
+    assert calls == ["once", "each", "each", "each", "each"]
+    first.remove()
+    first.remove()
+    take(parameter, lambda out: None)
+    assert len(parameter.hooks) == 1 and len(calls) == 6
+    second.remove()
+    assert parameter.hooks == []
+    with pytest.raises(TypeError, match="hook: expected a function of a gradient, found int"):
+        parameter.register_hook(3)
 
 
 def test_weights_that_are_not_at_hand():

@@ -1,0 +1,58 @@
+"""Checks of what users give an engine: batches that are the same on all ranks, data sets, epochs."""
+
+from hashlib import blake2b
+from operator import index
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from parallel.runtime.consistency_check import check_equal
+from parallel.runtime.vector_memory import to_host
+
+
+def expect_same(comm: MPI.Intracomm, x: Any, y: Any) -> None:
+    """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective.
+
+    TypeError if they are no arrays of numbers with an axis of samples.
+    """
+    forms = [(name, array, *_form_of(array)) for name, array in (("x", x), ("y", y))]
+    facts = [(f"{name} of shape {shape}, hash", _digest(array, good)) for name, array, shape, good in forms]
+    check_equal(comm, facts)
+    for name, array, shape, good in forms:
+        if not good or not shape:
+            found = f"{getattr(array, 'dtype', type(array).__name__)} of shape {shape}"
+            raise TypeError(f"{name}: expected an array of numbers with an axis of samples first, found {found}")
+
+
+def expect_data(data: Any) -> None:
+    """Raise TypeError for an object that is no data set."""
+    if not (hasattr(data, "take") and hasattr(data, "__len__")):
+        found = type(data).__name__
+        raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found a {found}")
+
+
+def expect_epoch(epoch: Any) -> None:
+    """Raise TypeError for an epoch that is no integer, ValueError for a negative one."""
+    try:
+        number = index(epoch)
+    except TypeError:
+        raise TypeError(f"epoch: expected an integer from 0 on, found {epoch!r}") from None
+    if number < 0:
+        raise ValueError(f"epoch: expected an integer from 0 on, found {epoch!r}")
+
+
+def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:
+    """Shape of an array, or of nested lists, and True if it has numbers; () of lists of unequal lengths."""
+    try:
+        return np.shape(array), str(getattr(array, "dtype", None) or np.asarray(array).dtype) != "object"
+    except ValueError:
+        return (), False
+
+
+def _digest(array: Any, is_numbers: bool) -> str:
+    if not is_numbers:
+        return ""
+    on_device = type(array).__module__.partition(".")[0] == "cupy"
+    values = np.ascontiguousarray(to_host(array) if on_device else array)
+    return blake2b(values.tobytes(), digest_size=8).hexdigest()
