@@ -35,6 +35,8 @@ def check_writable(path: Path) -> None:
     """Check that a file can be written at `path`, creating its folder; OSError if not."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no plain file")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise NotADirectoryError(f"{path.parent} is no folder")
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(f"{path} may not be written")
     check_folder(path.parent)

@@ -8,9 +8,9 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 def parse_size(text: str) -> int:
     """Bytes named by `text`: a whole number and an optional K, M or G (powers of 1024)."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:I?B)?", text.strip().upper())
+    match = re.fullmatch(r"([0-9]{1,30})([KMG]?)(?:I?B)?", text.strip().upper())
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write a number and perhaps K, M or G, as in 64K")
+        raise argparse.ArgumentTypeError(f"expected a number and perhaps K, M or G, as in 64K; found {text!r}")
     return int(match[1]) * UNITS[match[2]]
 
 

@@ -79,7 +79,7 @@ def picture_file(text: str) -> Path:
     """Argument type: path of an image file; an error if its format is unknown or matplotlib is missing."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(PICTURES)}, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(PICTURES)}, found {text!r}")
     if not find_spec("matplotlib"):
         raise argparse.ArgumentTypeError("pictures need matplotlib: pip install 'chorus-mpi[plot]'")
     return path

@@ -30,6 +30,10 @@ class ProgramParser(argparse.ArgumentParser):
         options.setdefault("prog", os.path.basename(sys.argv[0]))
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def error(self, message: str) -> NoReturn:
+        """Print one line, without the usage, and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+
 
 class LauncherParser(ProgramParser):
     """Argument parser of a program on all ranks: rank 0 prints, and all ranks exit together."""
@@ -47,15 +51,16 @@ class LauncherParser(ProgramParser):
 
 
 def at_least(low: float, kind: type) -> Any:
-    """Make an argument type: a number of type `kind`, `low` or more."""
+    """Make an argument type: a finite number of type `kind`, `low` or more."""
+    expected = "a whole number" if kind is int else "a number"
 
     def number(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+            value = None
+        if value is None or not low <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected {expected} from {low} on, found {text!r}")
         return value
 
     return number

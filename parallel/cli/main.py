@@ -58,7 +58,7 @@ def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
     for position, word in enumerate(words):
         if word == "-n" or (word.startswith("-n") and word[2:].isdigit()):
             text = word[2:] or "".join(words[position + 1 : position + 2])
-            if not text.isdigit() or int(text) < 1:
+            if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
                 raise UsageError(f"-n: expected a number of ranks, 1 or more, found {text!r}")
             return int(text), words[:position] + words[position + (1 if word[2:] else 2) :]
     return None, words

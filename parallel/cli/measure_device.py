@@ -9,8 +9,8 @@ Takes some seconds on an idle machine. Links of the cluster in the file are assu
 import re
 from pathlib import Path
 
-from collectives.benchmark.reports import check_writable
 from collectives.cli.launcher import ProgramParser
+from parallel.cli.plan_arguments import check_files
 from parallel.planner.device_measurement import measure_device
 from parallel.planner.presets import parse
 from parallel.runtime.resources import node_memory
@@ -27,10 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     if not re.fullmatch(r"[\w-]+", name, re.ASCII):
         command.error(f"--measure-device: expected letters, digits, - and _; found {name!r}")
     try:
-        if arguments.output:
-            check_writable(arguments.output)
-    except (OSError, ValueError) as error:
-        command.error(f"--output: {error}")
+        check_files(arguments, "output")
+    except ValueError as error:
+        command.error(str(error))
     text = measure_device(node_memory()).as_toml(name)
     parse(text, name)
     if arguments.output:

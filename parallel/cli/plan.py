@@ -17,7 +17,7 @@ from collectives.cli import launcher
 from collectives.cli.launcher import say
 from parallel.benchmark.training_output import short
 from parallel.cli.train import describe, limit_threads
-from parallel.cli.train_arguments import add_settings
+from parallel.cli.train_arguments import add_settings, threads_error
 from parallel.engine import settings
 from parallel.engine.memory_ledger import KINDS
 from parallel.trainer.trainer import TrainingPlan
@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     args = parser.parse_args(argv)
+    if problem := threads_error(args):
+        parser.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
     try:
         chosen = settings.complete({name: getattr(args, name, None) for name in settings.NAMES})

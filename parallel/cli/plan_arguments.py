@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from collectives.benchmark.reports import check_writable
 from parallel.planner.checked import lookup
-from parallel.planner.presets import Presets
+from parallel.planner.presets import Presets, load
 from parallel.planner.states import RECIPES
 from parallel.planner.step_time import Setup
 
@@ -19,11 +20,16 @@ MOST_DEVICES, MOST_TOKENS = 1 << 20, 1 << 40
 def cluster_size(text: str) -> tuple[str, int]:
     """Argument type: name of a cluster and number of devices, as in h100:64."""
     name, _, count = text.partition(":")
-    if not count.isdecimal() or not int(count):
+    if not name or not positive(count):
         raise argparse.ArgumentTypeError(f"expected a cluster and a number of devices, as h100:64; found {text!r}")
-    if int(count) > MOST_DEVICES:
+    if positive(count) > MOST_DEVICES:
         raise argparse.ArgumentTypeError(f"expected at most {MOST_DEVICES} devices, found {count}")
-    return name, int(count)
+    return name, positive(count)
+
+
+def positive(text: str) -> int:
+    """Whole number of at most 40 decimal digits; 0 for another text."""
+    return int(text) if re.fullmatch("[0-9]{1,40}", text) else 0
 
 
 def expect_tokens(sequences: int, length: int) -> None:
@@ -56,21 +62,48 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=json_target, metavar="FILE", help=text)
 
 
+def presets_of(arguments: argparse.Namespace) -> Presets:
+    """Built-in presets and those of --presets; ValueError for files that cannot be used."""
+    try:
+        return load(arguments.presets)
+    except ValueError as error:
+        raise ValueError(f"--presets: {error}") from None
+
+
 def setup_of(arguments: argparse.Namespace, presets: Presets) -> Setup:
     """Cluster, device, precision, recipe and software of the arguments; ValueError for unknown names."""
     cluster = lookup("--cluster", arguments.cluster[0], presets.clusters)
     setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES[arguments.recipe])
-    setup.device.peak_of(arguments.precision)
-    if name := getattr(arguments, "stack", None):
-        setup = setup._replace(stack=lookup("--stack", name, presets.stacks))
+    lookup("--precision", arguments.precision, setup.device.peak)
+    if "stack" in arguments:
+        setup = setup._replace(stack=lookup("--stack", arguments.stack, presets.stacks))
     return setup
 
 
+def expect_writable(path: Path) -> None:
+    """Raise ValueError if a file cannot be written at `path`."""
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ValueError(
+            f"expected a file that can be written, found {str(path)!r}: {error.strerror or error}"
+        ) from None
+
+
 def check_files(arguments: argparse.Namespace, *options: str) -> None:
-    """Raise OSError or ValueError if a file that one of the given `options` names cannot be written."""
-    for option in options:
-        if (path := getattr(arguments, option)) and path != "-":
-            check_writable(Path(path))
+    """Raise ValueError if a file that one of the given `options` names cannot be written, or two name the same."""
+    named: dict[Path, str] = {}
+    for name in options:
+        option, path = f"--{name.replace('_', '-')}", getattr(arguments, name)
+        if path is None or path == "-":
+            continue
+        try:
+            expect_writable(Path(path))
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+        if other := named.get(Path(path)):
+            raise ValueError(f"{option}: expected another file than that of {other}, found {str(path)!r}")
+        named[Path(path)] = option
 
 
 def write_json(path: str | None, result: Mapping[str, Any]) -> None:

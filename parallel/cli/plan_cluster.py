@@ -11,7 +11,7 @@ numbers of the model; times are estimates.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from collectives.cli.arguments import picture_file
@@ -23,26 +23,30 @@ from parallel.cli.plan_arguments import (
     add_setup,
     check_files,
     expect_tokens,
+    positive,
+    presets_of,
     setup_of,
     write_json,
 )
 from parallel.planner.checked import lookup
 from parallel.planner.layout import COMPRESSED_BITS, ClusterLayout
-from parallel.planner.presets import Presets, load
-from parallel.planner.search import PlanChoice, search
+from parallel.planner.presets import Presets
+from parallel.planner.search import PlanChoice, candidates, search
 
 MULTIPLES = {"K": 1 << 10, "M": 1 << 20}
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def batch_size(text: str) -> tuple[int, str]:
-    """Argument type: sequences of a step, or tokens as in 4M-tokens, with K and M for 2^10 and 2^20."""
-    number, _, unit = text.partition("-")
+    """Argument type: sequences of a step, or tokens as in 4M-tokens, with K and M for 2^10 and 2^20 of a unit."""
+    number, dash, unit = text.partition("-")
     factor = MULTIPLES.get(number[-1:].upper(), 1)
-    digits = number[:-1] if factor > 1 else number
-    if not digits.isdecimal() or not int(digits) or unit not in ("", "tokens", "sequences"):
+    count = positive(number[:-1] if factor > 1 else number)
+    if not count or (dash and unit not in ("tokens", "sequences")):
         raise argparse.ArgumentTypeError(f"expected a batch such as 512, 512-sequences or 4M-tokens; found {text!r}")
-    return int(digits) * factor, unit or "sequences"
+    if factor > 1 and not unit:
+        raise argparse.ArgumentTypeError(f"expected a unit, as {text}-tokens or {text}-sequences; found {text!r}")
+    return count * factor, unit or "sequences"
 
 
 def token_count(text: str) -> float:
@@ -67,6 +71,8 @@ def fixed_fields(text: str) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(
                 f"expected NAME=VALUE with names out of {', '.join(kinds)}; found {word!r}"
             )
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name}: expected one value, found {text!r}")
         try:
             found[name] = READERS[kinds[name]](value)
         except ValueError as error:
@@ -120,7 +126,13 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add_setup(result, stack="megatron-core")
     add("--model", required=True, metavar="NAME", help="a preset, or a model of --presets")
-    add("--batch", type=batch_size, required=True, metavar="SIZE", help="of a step: 512, or 4M-tokens (M: 2^20)")
+    add(
+        "--batch",
+        type=batch_size,
+        required=True,
+        metavar="SIZE",
+        help="of a step: 512 sequences, or 4M-tokens (M: 2^20)",
+    )
     add("--fix", type=fixed_fields, default={}, metavar="NAME=VALUE,...", help="fields of the layout that are given")
     add(
         "--compress",
@@ -164,20 +176,36 @@ def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion
     return PlanQuestion(arguments.model, model, name, setup_of(arguments, presets), devices, sequences)
 
 
+def expect_layouts(question: PlanQuestion, fixed: Mapping[str, Any]) -> None:
+    """Raise ValueError if no layout has the fields that --fix gives, or their layers are not those of the model."""
+    model, setup, devices = question.model, question.setup, question.devices
+    layers = fixed.get("layers", ())
+    if layers and sum(layers) != model.layers:
+        raise ValueError(f"--fix: layers: expected {model.layers} layers together, found {sum(layers)}")
+    even = {"layers": ()}
+    if not fixed or any(candidates(model, setup, devices, dict(fixed) | even)):
+        return
+    for name, value in fixed.items():
+        if name != "layers" and not any(candidates(model, setup, devices, {name: value} | even)):
+            known = sorted({getattr(each, name) for each in candidates(model, setup, devices, even)})
+            of = f"of {devices} device{'s' * (devices > 1)}"
+            raise ValueError(f"--fix: {name}: expected {', '.join(map(str, known))} for layouts {of}, found {value}")
+    given = ", ".join(f"{name}={value}" for name, value in fixed.items() if name != "layers")
+    raise ValueError(f"--fix: expected fields that a layout of {devices} devices has together, found {given}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the plan; exit status 1 if no layout fits, 2 for wrong arguments."""
     command = parser()
     arguments = command.parse_args(argv)
     try:
-        question = question_of(arguments, load(arguments.presets))
+        question = question_of(arguments, presets_of(arguments))
+        expect_layouts(question, arguments.fix)
         check_files(arguments, "plot", "plot_step", "plot_nodes", "json")
     except (ValueError, OSError) as error:
         command.error(str(error))
     model, setup = question.model, question.setup
     found = search(model, setup, question.devices, question.sequences, arguments.fix, arguments.compress)
-    if not found.choices and not found.rejected:
-        given = ", ".join(f"{name}={value}" for name, value in arguments.fix.items())
-        command.error(f"--fix: no layout of {question.devices} devices has {given}")
     if arguments.json != "-":
         print(report(question, found, arguments.top, arguments.tokens, arguments.price))
         if arguments.operators:

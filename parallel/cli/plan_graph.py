@@ -17,13 +17,21 @@ from collectives.benchmark.size_arguments import parse_size
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.graph_report import as_dict, plan_lines, resharding_lines, stage_lines
-from parallel.cli.plan_arguments import add_json, add_setup, check_files, setup_of, write_json
-from parallel.planner.checked import expect_above_zero, lookup
+from parallel.cli.plan_arguments import (
+    add_json,
+    add_setup,
+    check_files,
+    positive,
+    presets_of,
+    setup_of,
+    write_json,
+)
+from parallel.planner.checked import lookup
 from parallel.planner.graph_costs import GraphCosts, GraphPlan
 from parallel.planner.graph_presets import read_graph, transformer_block, two_layers
 from parallel.planner.graph_stages import StagePlanner, mesh_of
 from parallel.planner.operator_graph import OperatorGraph
-from parallel.planner.presets import Presets, load
+from parallel.planner.presets import Presets
 from parallel.planner.step_time import Setup
 
 WIDTH, HIDDEN = 8192, 32768
@@ -33,7 +41,7 @@ WIDTH, HIDDEN = 8192, 32768
 def mesh_sizes(text: str) -> tuple[int, ...]:
     """Argument type: sizes of one or two axes, as in 8 or 2x4."""
     sizes = text.split("x")
-    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
+    if len(sizes) > 2 or not all(map(positive, sizes)):
         raise argparse.ArgumentTypeError(f"expected a mesh of one or two axes, as 8 or 2x4; found {text!r}")
     return tuple(map(int, sizes))
 
@@ -43,6 +51,8 @@ def fixed_rules(text: str) -> dict[str, tuple[str, ...]]:
     pairs = [word.partition("=") for word in text.split(",")]
     if not all(name and rules for name, _, rules in pairs):
         raise argparse.ArgumentTypeError(f"expected OPERATOR=RULE,...; found {text!r}")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise argparse.ArgumentTypeError(f"expected every operator once, found {text!r}")
     return {name: tuple(rules.split("/")) for name, _, rules in pairs}
 
 
@@ -87,9 +97,11 @@ def graph_of(arguments: argparse.Namespace, presets: Presets) -> OperatorGraph:
     name, batch = arguments.graph, arguments.batch
     if name == "two-layers":
         return two_layers(batch or 1, WIDTH, HIDDEN)
-    if name.endswith(".toml"):
-        return read_graph(Path(name), batch)
-    return transformer_block(lookup("--graph", name, presets.models), batch or 1)
+    model = None if name.endswith(".toml") else lookup("--graph", name, presets.models)
+    try:
+        return read_graph(Path(name), batch) if model is None else transformer_block(model, batch or 1)
+    except ValueError as error:
+        raise ValueError(f"--graph: {error}") from None
 
 
 def plans_of(arguments: argparse.Namespace, graph: OperatorGraph, setup: Setup, limit: float) -> dict[str, GraphPlan]:
@@ -98,10 +110,14 @@ def plans_of(arguments: argparse.Namespace, graph: OperatorGraph, setup: Setup, 
     found = {}
     for fixed in ({}, *arguments.fix):
         name = ",".join(f"{name}={'/'.join(rules)}" for name, rules in fixed.items()) or "best"
-        costs = GraphCosts(graph, mesh_of(sizes, setup.cluster), setup, arguments.microbatches, fixed=fixed)
+        try:
+            costs = GraphCosts(graph, mesh_of(sizes, setup.cluster), setup, arguments.microbatches, fixed=fixed)
+        except ValueError as error:
+            raise ValueError(f"--fix: {error}" if fixed else f"--graph: {error}") from None
         plan = costs.best(limit)
         if plan is None:
-            raise ValueError(f"{name}: expected placements within {limit / 1e9:g} GB of a device, found none")
+            option = "--cluster" if arguments.memory is None else "--memory"
+            raise ValueError(f"{option}: expected placements within {limit / 1e9:g} GB of a device, found none: {name}")
         found[name] = plan
     return found
 
@@ -112,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command.parse_args(argv)
     name, devices = arguments.cluster
     try:
-        presets = load(arguments.presets)
+        presets = presets_of(arguments)
         setup = setup_of(arguments, presets)
         sizes = arguments.mesh or (devices,)
         if prod(sizes) != devices:
@@ -120,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         graph = graph_of(arguments, presets)
         check_files(arguments, "plot", "json")
         if arguments.resharding is not None:
-            expect_above_zero(arguments, "resharding")
+            if not arguments.resharding:
+                raise ValueError("--resharding: expected a number of bytes above 0, found 0")
             print("\n".join(resharding_lines(mesh_of(sizes, setup.cluster), arguments.resharding)))
             return 0
         limit = setup.device.memory if arguments.memory is None else arguments.memory

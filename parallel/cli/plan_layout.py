@@ -22,11 +22,13 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.reports import check_writable
+from collectives.benchmark.reports import check_folder
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
 from parallel.benchmark.plan_plots import draw_step
+from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.cli import train
+from parallel.cli.plan_arguments import expect_writable
 from parallel.cli.train_arguments import add_files, add_settings, argument_error, picture_error
 from parallel.engine import settings
 from parallel.engine.settings import Settings
@@ -107,16 +109,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if problem := argument_error(args) or picture_error("--plan-plot", args.plan_plot) or _searched_for(args):
             raise ValueError(problem)
-        for option in ("plan_json", "plan_plot"):
-            if path := getattr(args, option):
-                collective_call(comm, partial(check_writable, path), f"--{option.replace('_', '-')}", root=0)
+        _check_files(comm, args)
         chosen = settings.complete(given)
         if chosen.compress not in (NONE, AUTO):
             parse(chosen.compress)
         train.limit_threads(comm, args, chosen)
         limit = args.limit or (resources.node_memory() or float("inf")) / comm.Get_size()
         fitting, refused = LayoutChoice(comm, comm.bcast(limit)).search(chosen)
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         parser.error(str(error))
     for line in report(fitting, refused, args.top):
         say(line)
@@ -132,10 +132,21 @@ def main(argv: list[str] | None = None) -> int:
     return train.main(words)
 
 
+def _check_files(comm: Communicator, args: argparse.Namespace) -> None:
+    """Raise an error on all ranks if a file to write cannot be written; with --run, those of the training too."""
+    for name in ("plan_json", "plan_plot", *(("json", "plot", "trace", "checkpoint") if args.run else ())):
+        if path := getattr(args, name):
+            check = check_folder if name == "checkpoint" else expect_writable
+            collective_call(comm, partial(check, path), f"--{name.replace('_', '-')}", root=0)
+    if args.run and (args.resume or args.checkpoint):
+        train.resumed(comm, args)
+
+
 def _searched_for(args: argparse.Namespace) -> str | None:
     """Text if an option is given whose value the search finds; else None."""
     given = [name for name in FOUND if getattr(args, name, None) is not None]
-    return f"{given[0]}: the search finds it, found {getattr(args, given[0])}" if given else None
+    option = FOUND[given[0]] if given else ""
+    return f"--{option}: expected none, as the search finds it; found {getattr(args, given[0])}" if given else None
 
 
 def _words_for_training(words: list[str]) -> list[str]:

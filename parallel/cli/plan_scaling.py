@@ -14,9 +14,8 @@ from pathlib import Path
 from collectives.benchmark.size_arguments import format_time
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.cli.plan_arguments import add_setup, check_files, expect_tokens, setup_of
+from parallel.cli.plan_arguments import add_setup, check_files, expect_tokens, presets_of, setup_of
 from parallel.planner.checked import lookup
-from parallel.planner.presets import load
 from parallel.planner.scaling import (
     BANDWIDTH,
     EXCHANGES,
@@ -109,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command.parse_args(argv)
     name, devices = arguments.cluster
     try:
-        presets = load(arguments.presets)
+        presets = presets_of(arguments)
         model = lookup("--model", arguments.model, presets.models)
         setup = setup_of(arguments, presets)
         expect_tokens(arguments.batch * devices, model.context)

@@ -164,11 +164,23 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="trace of a few steps for ui.perfetto.dev")
 
 
+MOST_THREADS = 1 << 16
+
+
+def threads_error(args: argparse.Namespace) -> str | None:
+    """Text if --threads is out of range; else None."""
+    if args.threads is None or 1 <= args.threads <= MOST_THREADS:
+        return None
+    return f"--threads: expected {'1 or more' if args.threads < 1 else f'at most {MOST_THREADS}'}, found {args.threads}"
+
+
 def argument_error(args: argparse.Namespace) -> str | None:
-    for name in ("every", "keep", "test_every", "test_samples", "threads"):
+    for name in ("every", "keep", "test_every", "test_samples"):
         value = getattr(args, name)
         if value is not None and value < 1:
             return f"--{name.replace('_', '-')}: expected 1 or more, found {value}"
+    if problem := threads_error(args):
+        return problem
     if args.resume is True and args.checkpoint is None:
         return "--resume: expected --checkpoint DIR with the checkpoints, or the name of one"
     return picture_error("--plot", args.plot)
@@ -178,5 +190,5 @@ def picture_error(option: str, path: Path | None) -> str | None:
     if path is None:
         return None
     if path.suffix not in PICTURES:
-        return f"{option}: expected a name that ends in one of {', '.join(PICTURES)}, found {path}"
+        return f"{option}: expected a name that ends in one of {', '.join(PICTURES)}, found {str(path)!r}"
     return None if find_spec("matplotlib") else f"{option} needs matplotlib: pip install 'chorus-mpi[plot]'"

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
-from math import isfinite
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -72,12 +71,21 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}: expected a table of numbers, found {value!r}")
         return {key: _converted(arguments[1], each, f"{where}.{key}") for key, each in value.items()}
-    accepted = (int, float) if hint is float else (hint,)
+    accepted: tuple[type, ...] = (int, float) if hint is float else (hint,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where}: expected {TYPE_NAMES[hint]}, found {value!r}")
-    if hint is float and not isfinite(value):
-        raise ValueError(f"{where}: expected a finite number, found {value!r}")
+    size = abs(value) if isinstance(value, int | float) else 0
+    if hint is float and not size < MOST:
+        raise ValueError(f"{where}: expected a finite number below {MOST:g}, found {value!r}")
+    if hint is float and 0 < size < 1 / MOST:
+        raise ValueError(f"{where}: expected 0, or a number from {1 / MOST:g} on, found {value!r}")
+    if hint is int and not size < MOST_WHOLE:
+        raise ValueError(f"{where}: expected a number below {MOST_WHOLE}, found {value!r}")
     return hint(value)
+
+
+MOST, MOST_WHOLE = 1e30, 10**12
+"""Numbers of files beyond which times would overflow."""
 
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

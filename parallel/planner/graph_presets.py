@@ -62,8 +62,8 @@ def read_graph(path: Path, batch: int | None = None) -> OperatorGraph:
     """Graph of a TOML file, with another batch if given; ValueError, which names the file, if something is wrong."""
     try:
         table = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a TOML file, found: {getattr(error, 'strerror', None) or error}") from None
     known = ("shape", "repeated", "operators")
     if unknown := [key for key in table if key not in known]:
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(known)}")

@@ -30,8 +30,8 @@ class Device:
     def __post_init__(self) -> None:
         if not self.efficiency or not all(0 < share <= 1 for share in self.efficiency.values()):
             raise ValueError(f"efficiency: expected shares above 0, up to 1, found {self.efficiency}")
-        if not min(self._curve[0]) >= 0:
-            raise ValueError(f"efficiency: expected FLOPs from 0 on, found {min(self._curve[0])}")
+        if wrong := [flops for flops in self._curve[0] if not 0 <= flops < float("inf")]:
+            raise ValueError(f"efficiency: expected finite FLOPs from 0 on, found {wrong[0]}")
         if not 0 < self.attainable <= 1:
             raise ValueError(f"attainable: expected a share above 0, up to 1, found {self.attainable}")
         expect_above_zero(self, "memory", "bandwidth")

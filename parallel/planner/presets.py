@@ -36,8 +36,8 @@ def parse(text: str, where: str) -> Presets:
     """Presets in the text of a TOML file; ValueError, which names file, table and key, if something is wrong."""
     try:
         tables: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{where}: expected TOML, found: {error}") from None
     found: dict[str, dict[str, Any]] = {}
     for kind, entries in tables.items():
         cls = lookup(f"{where}: table", kind, KINDS)
@@ -54,7 +54,8 @@ def load(paths: Iterable[Path] = ()) -> Presets:
         try:
             texts.append((path.read_text(), str(path)))
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from None
+            reason = getattr(error, "strerror", None) or "no text in UTF-8"
+            raise ValueError(f"expected a TOML file, found {str(path)!r}, which cannot be read: {reason}") from None
     together = Presets()
     for text, where in texts:
         one = parse(text, where)

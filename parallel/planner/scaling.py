@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -124,8 +125,13 @@ def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
             title: {f"{name}{MEASURED}": {int(x): float(y) for x, y in line.items()} for name, line in lines.items()}
             for title, lines in found.items()
         }
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: no measured points: {error}") from None
+        if not all(
+            isfinite(y) and x > 0 for lines in points.values() for line in lines.values() for x, y in line.items()
+        ):
+            raise ValueError
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "another form"
+        raise ValueError(f"--measured: expected a file of measure_scaling.py, found {str(path)!r}: {reason}") from None
     if unknown := points.keys() - predicted.keys():
-        raise ValueError(f"{path}: expected tables out of {', '.join(predicted)}; found {unknown.pop()!r}")
+        raise ValueError(f"--measured: {path}: expected tables out of {', '.join(predicted)}; found {unknown.pop()!r}")
     return {title: lines | points.get(title, {}) for title, lines in predicted.items()}

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from parallel.planner.checked import expect_at_least
 
+MOST_LAYERS = 10_000
+"""Layers beyond which a number is taken for a slip."""
+
 
 class Product(NamedTuple):
     """Product of every token's vector with a weight of `inputs` x `outputs` elements.
@@ -128,6 +131,8 @@ class Transformer:
 
     def __post_init__(self) -> None:
         expect_at_least(self, 1, "layers", "width", "heads", "context")
+        if self.layers > MOST_LAYERS:
+            raise ValueError(f"layers: expected at most {MOST_LAYERS}, found {self.layers}")
         expect_at_least(self, 0, "vocabulary", "kv_heads", "head_width", "ffn", "positions", "norms")
         if not self.head_width and self.width % self.heads:
             raise ValueError(

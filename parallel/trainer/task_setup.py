@@ -74,7 +74,10 @@ def measure_of(task: LearningTask) -> Any:
 def steps_of(settings: Settings, task: LearningTask) -> int:
     if settings.steps is not None:
         return settings.steps
-    return math.ceil(settings.epochs * _sampler(settings, task, workers=1).steps_per_epoch)  # of any number of workers
+    steps = settings.epochs * _sampler(settings, task, workers=1).steps_per_epoch  # of any number of workers
+    if not math.isfinite(steps):
+        raise ValueError(f"epochs: expected a number of steps, found {settings.epochs:g} epochs")
+    return math.ceil(steps)
 
 
 def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:

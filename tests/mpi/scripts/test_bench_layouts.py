@@ -11,7 +11,7 @@ from parallel.data_parallel.layouts import LAYOUTS
     [
         (["--model", "convnet"], "--model"),
         (["--turns", "0"], "below 1"),
-        (["--turn", "many"], "is no int"),
+        (["--turn", "many"], "expected a whole number from "),
         (["--layouts", "dp,none"], "unknown layout 'none'"),
     ],
 )

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # what PyTorch warns of is n
     [
         (["--model", "convnet"], "--model"),
         (["--steps", "0"], "below 1"),
-        (["--turn", "many"], "is no int"),
+        (["--turn", "many"], "expected a whole number from "),
     ],
 )
 def test_bad_arguments_end_all_ranks_with_one_message(world, capsys, argv, said):

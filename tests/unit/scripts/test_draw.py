@@ -76,15 +76,15 @@ def test_pictures_of_nodes(tmp_path, nodes, name):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ("--collective allreduce --algorithm ring --per-node 0", "--per-node: 0 is below 1"),
+        ("--collective allreduce --algorithm ring --per-node 0", "--per-node: expected a whole number from 1 on"),
         ("--collective allreduce --algorithm ring --ranks 3 --nodes a,b", "each of 3 ranks, found 2 names"),
         ("--collective allreduce --algorithm ring --ranks 2 --nodes a,b --per-node 1", "not allowed with"),
         ("--collective allreduce --algorithm rink", "known: linear, mst, ring"),
         ("--collective allreduces --algorithm ring", "invalid choice: 'allreduces'"),
-        ("--collective allreduce --algorithm ring --ranks 0", "--ranks: 0 is below 1"),
+        ("--collective allreduce --algorithm ring --ranks 0", "--ranks: expected a whole number from 1 on"),
         ("--collective allreduce --algorithm ring --root 1", "--root: allreduce has no root"),
         ("--collective reduce --algorithm ring --ranks 4 --root 4", "a rank from 0 to 3, found 4"),
-        ("--collective reduce --algorithm ring --segments 0", "--segments: 0 is below 1"),
+        ("--collective reduce --algorithm ring --segments 0", "--segments: expected a whole number from 1 on"),
         ("--collective barrier --algorithm linear --segments 2", "--segments must be 1 for a barrier"),
         ("--collective reduce --algorithm ring -o ring.txt", "ends in one of .png, .pdf, .svg, .jpg"),
     ],

@@ -82,4 +82,4 @@ def test_wrong_requests(argument):
         [sys.executable, *PROGRAM, argument, "0"], env=ENVIRONMENT, capture_output=True, text=True,
         timeout=170, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and f"argument {argument}: 0 is below 1" in done.stderr
+    assert done.returncode == 2 and f"argument {argument}: expected a whole number from 1 on, found '0'" in done.stderr

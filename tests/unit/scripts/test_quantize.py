@@ -131,7 +131,7 @@ WRONG = {
         lambda at, tmp: ["--checkpoint", at, "--mixed-inputs", 4],
         "--mixed-inputs needs --activations",
     ),
-    "samples": (lambda at, tmp: ["--checkpoint", at, "--samples", 0], "0 is below 1"),
+    "samples": (lambda at, tmp: ["--checkpoint", at, "--samples", 0], "expected a whole number from 1 on, found '0'"),
     "too few bits": (lambda at, tmp: ["--checkpoint", at, "--mixed", 1, "--spec", "int3_g32"], "expected 2 to 8 bits"),
     "widths of a table": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--spec", "mxfp4"], "codes e2m1 have one"),
     "no width": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--widths", "3,9"], "bits: expected one of 1, 2"),

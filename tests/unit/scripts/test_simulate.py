@@ -83,12 +83,12 @@ def test_rates(text, expected):
     [
         ("--collective allreduces", "invalid choice: 'allreduces'"),
         ("--algorithm rink", "allreduce has no rink; known: linear, mst, ring"),
-        ("--ranks 0", "--ranks: 0 is below 1"),
-        ("--per-node 0", "--per-node: 0 is below 1"),
+        ("--ranks 0", "--ranks: expected a whole number from 1 on"),
+        ("--per-node 0", "--per-node: expected a whole number from 1 on"),
         ("--alpha soon", "'soon' is no time"),
         ("--beta 0GB/s", "'0GB/s' is no rate"),
         ("--table nowhere.json", "nowhere.json"),
-        ("--bytes much", "'much' is no size"),
+        ("--bytes much", "expected a number and perhaps K, M or G, as in 64K; found 'much'"),
     ],
 )
 def test_errors(arguments, told, capsys):

@@ -106,7 +106,7 @@ def test_an_error_that_is_no_number_is_a_status(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "argv,said",
     [
-        (["--elements", "1K,2K"], "'1K,2K' is no size"),
+        (["--elements", "1K,2K"], "as in 64K; found '1K,2K'"),
         (["--elements", "0"], "an element or more"),
         (["--specs", "bogus"], "no spec 'bogus'"),
         (["--specs", "int8_row"], "a vector has no channels"),

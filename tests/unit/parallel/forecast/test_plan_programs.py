@@ -15,8 +15,8 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.benchmark import plan_accuracy
 from parallel.benchmark.plan_plots import draw_step
-from parallel.cli import plan_layout, verify_plan
-from parallel.cli.main import find
+from parallel.cli import plan, plan_layout, verify_plan
+from parallel.cli.main import UsageError, find, take_ranks
 from parallel.cli.train_arguments import add_settings
 from parallel.engine.settings import complete
 from parallel.forecast.layout_choice import candidates
@@ -87,21 +87,45 @@ def test_own_options_are_not_for_the_training():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--parallel", "zero1"], "layout: the search finds it, found zero1"),
-        (["--mesh", "tp=2"], "mesh: the search finds it, found tp=2"),
+        (["--parallel", "zero1"], "--parallel: expected none, as the search finds it; found zero1"),
+        (["--mesh", "tp=2"], "--mesh: expected none, as the search finds it; found tp=2"),
         (["--model", "gpt5"], "model: expected one of mlp, "),
         (["--top", "0"], "argument --top: "),
         (["--limit", "-1"], "argument --limit: "),
         (["--compress", "zip"], "compress: expected one of int8, "),
         (["--batch", "0"], "batch: expected a number from 1 on, found 0"),
-        (["--plan-json", "/dev/null/plan.json"], "--plan-json"),
+        (["--batch", "4M"], "argument --batch: invalid int value: '4M'"),
+        (["--limit", "nan"], "argument --limit: expected a number from 1 on, found 'nan'"),
+        (["--threads", "0"], "--threads: expected 1 or more, found 0"),
+        (["--threads", "9" * 20], "--threads: expected at most 65536, found 99999"),
+        (["--epochs", "1e308"], "epochs: expected a number of steps, found 1e+308 epochs"),
+        (["--plan-json", "/dev/null/plan.json"], "--plan-json: expected a file that can be written, found '/dev/null/"),
+        (["--run", "--json", "/dev/null/a"], "--json: expected a file that can be written, found '/dev/null/a'"),
+        (["--run", "--trace", "/dev/null/a"], "--trace: expected a file that can be written, found '/dev/null/a'"),
+        (["--run", "--resume", "/nowhere"], "/nowhere"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, words, message):
     monkeypatch.setattr(sys, "argv", ["chorus plan --search"])
     with pytest.raises(SystemExit) as exit_:
         plan_layout.main(["--search", *words])
-    assert exit_.value.code == 2 and message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and message in line
+
+
+@pytest.mark.parametrize(("option", "value"), [("--threads", "0"), ("--epochs", "1e308"), ("--threads", "9" * 20)])
+def test_wrong_arguments_of_a_forecast(monkeypatch, capsys, option, value):
+    monkeypatch.setattr(sys, "argv", ["chorus plan"])
+    with pytest.raises(SystemExit) as exit_:
+        plan.main([option, value])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and f"{option.strip('-')}: expected " in line
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "nan", "²", "1e9", "9" * 5000, ""])
+def test_wrong_numbers_of_ranks(count):
+    with pytest.raises(UsageError, match=r"^-n: expected a number of ranks, 1 or more, found "):
+        take_ranks(["plan", "--search", "-n", count])
 
 
 def rows(noise):

@@ -230,15 +230,26 @@ def test_program(capsys, tmp_path):
     assert "P         R            1.05 MB" in capsys.readouterr().out
     for more, message in (
         (["--graph", "gpt-33"], "perhaps gpt-3"),
-        (["--graph", "llama-3-8b"], "expected a plain transformer"),
+        (["--graph", ""], "--graph: expected one of "),
+        (["--graph", "none.toml"], "--graph: none.toml: expected a TOML file, found: No such file or directory"),
+        (["--graph", "llama-3-8b"], "--graph: model: expected a plain transformer"),
+        (["--fix", "Z=row"], "--fix: operator: expected one of x, A, "),
+        (["--fix", "A=row,A=column"], "--fix: expected every operator once, found 'A=row,A=column'"),
+        (["--mesh", "²"], "--mesh: expected a mesh of one or two axes, as 8 or 2x4; found '²'"),
+        (["--mesh", "9" * 5000], "--mesh: expected a mesh of one or two axes"),
+        (["--memory", "nan"], "--memory: expected a number and perhaps K, M or G, as in 64K; found 'nan'"),
+        (["--resharding", "0"], "--resharding: expected a number of bytes above 0, found 0"),
+        (["--batch", "0"], "--batch: expected a whole number from 1 on, found '0'"),
+        (["--json", "/dev/null/a"], "--json: expected a file that can be written, found '/dev/null/a'"),
         (["--fix", "A=rows"], "A: expected one of replicated, batch, column, row; found rows"),
         (["--mesh", "3x1"], "expected axes of 2 devices"),
-        (["--memory", "1M"], "within 0.00104858 GB"),
+        (["--memory", "1M"], "--memory: expected placements within 0.00104858 GB"),
         (["--stages", "3"], "expected 3 stages on 2 devices"),
     ):
         with pytest.raises(SystemExit, match="2"):
             plan_graph.main([*words, *more])
-        assert message in capsys.readouterr().err
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 def test_without_scipy(capsys, monkeypatch):

@@ -100,7 +100,15 @@ def test_users_file(tmp_path):
         ("[devices.x]\nmemory = 1\nbandwidth = 1\npeak = 3", "f: devices.x.peak: expected a table of numbers, found 3"),
         ("[devices.x]\nmemory = 1\nbandwidth = 1\npeak = {}", "f: devices.x: peak: expected FLOP/s of at least one"),
         ("[devices.x]\nmemory = nan\nbandwidth = 1\npeak = { a = 1 }", "f: devices.x.memory: expected a finite number"),
-        ("[devices", "f: "),
+        ("[devices.x]\nmemory = 1\nbandwidth = 1e-300\npeak = { a = 1 }", "f: devices.x.bandwidth: expected 0, or a"),
+        (f"[devices.x]\nmemory = 1{'0' * 400}\nbandwidth = 1\npeak = {{}}", "f: devices.x.memory: expected a finite"),
+        (
+            MINE.replace("= 4\nwidth", "= 1_000_000_000\nwidth"),
+            "f: models.mine: layers: expected at most 10000, found 1",
+        ),
+        (MINE.replace("32", "9223372036854775807"), "f: models.mine.context: expected a number below 1000000000000, "),
+        ("[devices", "f: expected TOML, found: "),
+        ("a = " + "[" * 100_000, "f: expected TOML, found: "),
     ],
 )
 def test_wrong_files(text, message):
@@ -109,7 +117,9 @@ def test_wrong_files(text, message):
 
 
 def test_unreadable_files_and_unknown_devices(tmp_path):
-    with pytest.raises(ValueError, match=r"none.toml: cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"expected a TOML file, found .*none.toml', which cannot be read: No such file"
+    ):
         load([tmp_path / "none.toml"])
     path = tmp_path / "cluster.toml"
     link = "{ alpha = 0, rate = 1 }"
@@ -144,7 +154,8 @@ def test_a_measured_device_is_a_presets_file(tmp_path, monkeypatch, capsys):
         ("{}", "efficiency: expected shares above 0"),
         ("{ 1e9 = 1.5 }", "efficiency: expected shares above 0"),
         ("{ much = 0.5 }", "efficiency: expected numbers of FLOPs, found much"),
-        ("{ -1 = 0.5 }", "efficiency: expected FLOPs from 0 on, found -1"),
+        ("{ -1 = 0.5 }", "efficiency: expected finite FLOPs from 0 on, found -1"),
+        ("{ inf = 0.5 }", "efficiency: expected finite FLOPs from 0 on, found inf"),
     ],
 )
 def test_wrong_efficiency(curve, message):

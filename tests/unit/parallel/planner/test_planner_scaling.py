@@ -91,12 +91,19 @@ def test_program(capsys, tmp_path):
     assert ["ring,", "measured", "0.125", "0.25"] in lines and ["weak,", "measured", "0.75"] in lines
     other = tmp_path / "other.json"
     other.write_text('{"speed": {}}')
+    endless = tmp_path / "endless.json"
+    endless.write_text(json.dumps({REPLICAS: {"weak": {"2": float("inf")}}}))
     for more, message in (
         (["--measured", str(other)], "expected tables out of share of ideal throughput"),
-        (["--measured", str(tmp_path / "none")], "no measured points"),
+        (["--measured", str(tmp_path / "none")], "--measured: expected a file of measure_scaling.py, found "),
+        (["--measured", str(endless)], "--measured: expected a file of measure_scaling.py, found "),
+        (["--batch", "4M"], "--batch: expected a whole number from 1 on, found '4M'"),
+        (["--nodes", "4"], "unrecognized arguments: --nodes 4"),
+        (["--plot", "/dev/null/a.png"], "--plot: expected a file that can be written, found '/dev/null/a.png'"),
         (["--cluster", "h100:1"], "expected 2 devices or more"),
         (["--model", "gtp2"], "perhaps gpt2"),
     ):
         with pytest.raises(SystemExit, match="2"):
             plan_scaling.main([*words, *more])
-        assert message in capsys.readouterr().err
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line

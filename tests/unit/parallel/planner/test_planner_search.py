@@ -275,23 +275,48 @@ def test_nothing_fits(monkeypatch, capsys):
         ("--cluster", "h100:9999999", "expected at most 1048576 devices, found 9999999"),
         ("--cluster", "h100:-4", "expected a cluster and a number of devices, as h100:64; found 'h100:-4'"),
         ("--cluster", "h10:4", "--cluster: expected one of "),
+        ("--cluster", "h100:1e9", "expected a cluster and a number of devices, as h100:64; found 'h100:1e9'"),
+        ("--cluster", "h100:" + "9" * 5000, "expected a cluster and a number of devices, as h100:64; found 'h100:99"),
+        ("--cluster", ":8", "expected a cluster and a number of devices, as h100:64; found ':8'"),
+        ("--model", "", "--model: expected one of .*; found ''"),
+        ("--stack", "", "--stack: expected one of .*; found ''"),
+        ("--batch", "4M", "--batch: expected a unit, as 4M-tokens or 4M-sequences; found '4M'"),
+        ("--batch", "4M-", "expected a batch such as 512, 512-sequences or 4M-tokens; found '4M-'"),
+        ("--batch", "nan", "expected a batch such as 512, 512-sequences or 4M-tokens; found 'nan'"),
+        ("--batch", "9" * 5000, "--batch: expected a batch such as 512"),
+        ("--top", "0", "--top: expected a whole number from 1 on, found '0'"),
+        ("--price", "nan", "--price: expected a number from 0 on, found 'nan'"),
+        ("--price", "inf", "--price: expected a number from 0 on, found 'inf'"),
         ("--batch", "4M-token", "expected a batch such as 512, 512-sequences or 4M-tokens; found '4M-token'"),
         ("--batch", "9" * 30, "--batch: expected at most 1073741824 sequences of 1024 tokens, found 999"),
         ("--batch", "0", "expected a batch such as 512, 512-sequences or 4M-tokens; found '0'"),
-        ("--precision", "fp4", "precision: expected one of bf16, "),
+        ("--precision", "fp4", "--precision: expected one of bf16, "),
         ("--fix", "tp", "tp: expected a whole number of at most 9 digits, found ''"),
         ("--fix", "layers=8+x", "layers: expected even, or layers of every part as 3x8+6, found '8+x'"),
         ("--fix", "layers=12+0", "layers: expected 1 or more in every part, found 12+0"),
         ("--fix", "tpp=2", "expected NAME=VALUE with names out of dp, tp, "),
-        ("--fix", "tp=3,recompute=full", "--fix: no layout of 8 devices has tp=3, recompute=full"),
+        ("--fix", "tp=3,recompute=full", "--fix: tp: expected 1, 2, 4, 8 for layouts of 8 devices, found 3"),
+        ("--fix", "micro_batch=3", "--fix: micro_batch: expected 1, 2, 4, 8, 16 for layouts of 8 devices, found 3"),
+        (
+            "--fix",
+            "dp=2,cp=1,pp=1,tp=2",
+            "expected fields that a layout of 8 devices has together, found dp=2, cp=1, pp=1, tp=2",
+        ),
+        ("--fix", "tp=8,tp=4", "tp: expected one value, found 'tp=8,tp=4'"),
+        ("--fix", "layers=9999999x1", "--fix: layers: expected 12 layers together, found 1048576"),
+        ("--fix", "", "expected NAME=VALUE with names out of dp, tp, "),
         ("--fix", "zero=4", "zero: expected a stage from 0 to 3, found 4"),
         ("--fix", "sequence=7", "sequence: expected 0 or 1, found '7'"),
         ("--fix", "compress=int8,zero=1", "compress: expected zero=0, where ranks have whole sums; found zero=1"),
         ("--compress", "int3", "invalid choice: 'int3'"),
         ("--json", "", "expected a file's name, or - for the standard output; found ''"),
         ("--tokens", "-1", "expected a number of tokens such as 15T or 300B; found '-1'"),
-        ("--presets", "none.toml", "none.toml: cannot be read"),
-        ("--json", "/dev/null/plan.json", "/dev/null"),
+        (
+            "--presets",
+            "none.toml",
+            "--presets: expected a TOML file, found 'none.toml', which cannot be read: No such file",
+        ),
+        ("--json", "/dev/null/a.json", "--json: expected a file that can be written, found '/dev/null/a.json'"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, option, value, message):
@@ -301,10 +326,26 @@ def test_wrong_arguments(monkeypatch, capsys, option, value, message):
         plan_cluster.main([f"{name}={text}" for name, text in words.items()])
     assert exit_.value.code == 2
     printed = capsys.readouterr()
-    lines = printed.err.splitlines()
+    (line,) = printed.err.splitlines()
     assert not printed.out
     before, _, after = message.partition(".*")
-    assert before in lines[-1] and after in lines[-1]
+    assert before in line and after in line
+
+
+def test_wrong_pictures(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["chorus"])
+    path = str(tmp_path / "a.png")
+    for words, message in (
+        (["--plot", path, "--plot-step", path], "--plot-step: expected another file than that of --plot, found "),
+        (["--plot", "/dev/null/a.png"], "--plot: expected a file that can be written, found '/dev/null/a.png': "),
+        (["--plot-nodes", "a.txt"], "--plot-nodes: expected a name that ends in one of "),
+        (["--plot-step", ""], "--plot-step: expected a name that ends in one of "),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            plan_cluster.main(["--cluster", "h100:8", "--model", "gpt2", "--batch", "8", *words])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 def test_page(monkeypatch, capsys):
