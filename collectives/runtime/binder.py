@@ -33,19 +33,20 @@ def bind(
     target: ElementArray,
     wire: Wire,
     reduce_kernel: Combiner | None = None,
-    stream: DeviceMemory | None = None,
+    place: DeviceMemory | ScratchMemory | None = None,
     first: Iterable[Callable[[], object] | Wait] = (),
     last: Iterable[Callable[[], object] | Wait] = (),
-    scratch: ScratchMemory | None = None,
 ) -> Program:
     """Build the program that runs a task between these arrays over a transport; the program frees the transport.
 
-    `source` and `target` are the same for a call in place. Scratch memory and local work are on `stream`, by default
-    NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging. On the host
-    the program uses `scratch`, and else memory of its own.
+    `source` and `target` are the same for a call in place. Scratch memory and local work are at `place`: on a device,
+    in host memory that programs share, or, by default, in host memory of the program's own. `first` and `last` run
+    before the first round and after the last, such as staging.
     """
+    stream = None if isinstance(place, ScratchMemory) else place
     chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
-    binder = _ProgramBinder(task, chunks, [source, target], wire, reduce_kernel, stream, scratch)
+    binder = _ProgramBinder(task, chunks, [source, target], wire, reduce_kernel, stream)
+    binder.allocate(place)
     if stream is None:
         binder.emit_all(first)
     else:
@@ -87,7 +88,6 @@ class _ProgramBinder:
         wire: Wire,
         reduce_kernel: Combiner | None,
         stream: DeviceMemory | None,
-        scratch: ScratchMemory | None,
     ) -> None:
         self.task, self.chunks, self.wire = task, chunks, wire
         self.reduce_kernel, self.stream = reduce_kernel, stream
@@ -95,14 +95,18 @@ class _ProgramBinder:
         self.steps: list[Callable[[], object] | Wait] = []
         self.exchanges: list[Exchange] = []
         self.begins: list[tuple[int, int]] = []
+        self.memories, self.nbytes = memories, 0
+
+    def allocate(self, place: DeviceMemory | ScratchMemory | None) -> None:
+        """Add scratch and landing memory to the memories of the program."""
         lengths = self.chunks.scratch_length, self.chunks.landing_length
-        dtype = memories[0].array.dtype
-        if scratch is not None and stream is None:
-            more, self.nbytes = scratch.arrays(lengths, dtype)
+        dtype = self.memories[0].array.dtype
+        if isinstance(place, ScratchMemory):
+            more, self.nbytes = place.arrays(lengths, dtype)
         else:
-            more = [ElementArray.allocate(count, dtype, stream or np) for count in lengths]
-            self.nbytes = sum(lengths) * task.itemsize
-        self.memories = [*memories, *more]
+            more = [ElementArray.allocate(count, dtype, place or np) for count in lengths]
+            self.nbytes = sum(lengths) * self.task.itemsize
+        self.memories = [*self.memories, *more]
 
     def _array(self, place: MemorySpan) -> Any:
         return self.memories[place.memory].array[place.start : place.stop]

@@ -161,15 +161,12 @@ def bind_call(
     rank: int,
     size: int,
     wire: Wire,
-    device: DeviceMemory | None = None,
+    place: DeviceMemory | ScratchMemory | None = None,
     first: Sequence[Callable[[], object]] = (),
     nodes: Nodes | None = None,
-    scratch: ScratchMemory | None = None,
 ) -> Program:
-    """Build the program of a call with the chosen algorithm, on a device if given; `first` runs before all else.
-
-    `scratch` is that of programs of which one runs at a time.
-    """
+    """Build the program of a call with the chosen algorithm, at a place as of `bind`; `first` runs before all else."""
+    device = None if isinstance(place, ScratchMemory) else place
     ends = buffer_ends(call, device)
     program = bind(
         call_task(call, choice, rank, size, nodes),
@@ -177,10 +174,9 @@ def bind_call(
         ends.target,
         wire,
         reduce_kernel(call),
-        stream=device,
+        place=place,
         first=[*first, *ends.first],
         last=ends.last,
-        scratch=scratch,
     )
     if call.separate_output or call.copy_input:
         program.nbytes += (ends.target if call.separate_output else ends.source).array.nbytes

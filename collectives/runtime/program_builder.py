@@ -114,16 +114,9 @@ class ProgramBuilder:
         exchanges = needs_counts(call, choice)
         wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
         rank, size = self._rank, self._size
+        place = device or (self._scratch if form == BLOCKING else None)
         bind_known = partial(
-            binding.bind_call,
-            choice=choice,
-            rank=rank,
-            size=size,
-            wire=wire,
-            device=device,
-            first=first,
-            nodes=nodes,
-            scratch=self._scratch if form == BLOCKING else None,
+            binding.bind_call, choice=choice, rank=rank, size=size, wire=wire, place=place, first=first, nodes=nodes
         )
         if not exchanges:
             program = bind_known(call)
@@ -142,7 +135,7 @@ class ProgramBuilder:
         else:
             task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
             wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
-            program = bind_task(task, source, target, wire, binding.reduce_kernel(call), scratch=self._scratch)
+            program = bind_task(task, source, target, wire, binding.reduce_kernel(call), self._scratch)
         meetings = self._transports.gpu_channel(BLOCKING_CHANNEL)
         program = program if meetings is None else counted(program, meetings)
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

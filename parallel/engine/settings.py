@@ -67,9 +67,8 @@ class Settings:
         ``etp`` ranks along tp have parts of the same experts
     dispatch : exchange of tokens between replicas that share experts: direct or hierarchical, perhaps with a format of
         rows, as ``direct:int8`` (`parallel.expert.dispatch`)
-    overlap_expert_comm : a micro-batch's forward pass runs while tokens and gradients of another one's backward pass
-        travel along ``ep``, and conversely; takes the memory of two micro-batches. In pipelines such passes are pairs
-        of neighbours in a stage's line (`parallel.pipeline.schedule.pass_pairs`)
+    overlap_expert_comm : a forward pass runs while tokens of another micro-batch's backward pass travel along ``ep``,
+        and conversely; needs the memory of both. In pipelines these are `parallel.pipeline.schedule.pass_pairs`
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
     expert_shards : parts of the hidden features of every expert; by default as ``etp`` needs (one on other meshes)
     sequence_parallel : between operators cut along ``tp``, its ranks divide the sequence, or the tokens along ``cp``
