@@ -15,7 +15,7 @@ from collectives.cli import bench_compressed
         (["--specs", "int8,nf4", "--ways", "shared_scale"], "found nf4"),
         (["--specs", "int8_g32_zero", "--ways", "shared_scale"], "found int8_g32_zero"),
         (["--ways", "two_shot,three_shot"], "three_shot"),
-        (["--turns", "0"], "below 1"),
+        (["--turns", "0"], "a whole number from 1 on"),
         (["--sizes", "x"], "--sizes"),
     ],
 )
