@@ -14,6 +14,7 @@ from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
 from collectives.runtime.request_lists import start_all, test_all, wait_all
+from collectives.transport.wire import pause_after_test
 
 COMPILE_AFTER = 10
 """Starts of a persistent request at which its program is compiled; loading the compiler takes up to a second."""
@@ -136,6 +137,7 @@ class Request(Operation):
             self._ended_by_compiled_code(status)
             return True
         complete = self._is_complete("Test")
+        pause_after_test(complete)
         if complete:
             self._report(status)
         return complete
@@ -188,6 +190,7 @@ class Request(Operation):
     def Get_status(self, status: MPI.Status | None = None) -> bool:
         """True if the operation is complete; makes progress, but leaves the request unchanged."""
         complete = self._is_complete("Get_status")
+        pause_after_test(complete)
         if complete:
             clear_status(status)
         return complete

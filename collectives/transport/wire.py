@@ -38,6 +38,20 @@ def pause(turn: int = 0) -> None:
         _yield_core()
 
 
+_failed_tests = 0
+
+
+def pause_after_test(complete: bool) -> None:
+    """Sleep after each of many tests of requests in succession that have failed, if ranks share cores.
+
+    A program that only tests would keep the cores, and the lock of the MPI, from those it waits for.
+    """
+    global _failed_tests
+    _failed_tests = 0 if complete else _failed_tests + 1
+    if _failed_tests > YIELDS and _cores_are_shared:
+        time.sleep(NAP)
+
+
 class Iovec(NamedTuple):
     """A contiguous range of bytes. A message is a sequence of them, concatenated."""
 
