@@ -10,7 +10,7 @@ from parallel.data_parallel.layouts import LAYOUTS
     ("argv", "said"),
     [
         (["--model", "convnet"], "--model"),
-        (["--turns", "0"], "below 1"),
+        (["--turns", "0"], "from 1 on"),
         (["--turn", "many"], "expected a whole number from "),
         (["--layouts", "dp,none"], "unknown layout 'none'"),
     ],

@@ -11,8 +11,8 @@ from parallel.cli import compare_compression
     [
         (["--ways", "none,zip"], "found 'zip'"),
         (["--ways", "topk:2"], "a share of the elements"),
-        (["--seeds", "1"], "below 2"),
-        (["--steps", "0"], "below 1"),
+        (["--seeds", "1"], "from 2 on"),
+        (["--steps", "0"], "from 1 on"),
     ],
 )
 def test_bad_arguments_end_all_ranks_with_one_message(world, capsys, argv, said):

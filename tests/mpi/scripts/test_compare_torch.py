@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # what PyTorch warns of is n
     ("argv", "said"),
     [
         (["--model", "convnet"], "--model"),
-        (["--steps", "0"], "below 1"),
+        (["--steps", "0"], "from 1 on"),
         (["--turn", "many"], "expected a whole number from "),
     ],
 )
