@@ -28,8 +28,8 @@ MOST = 1 << 48
 LINE = 128
 """Alignment of arrays and flags: no two share a cache line, or a pair of lines that processors fetch together."""
 
-PAGE = 1 << 21
-"""Segments are multiples of a huge page."""
+PAGE, OWN_PAGE = 1 << 21, 1 << 16
+"""Segments are multiples of a huge page; those that no other rank maps, of 64 KiB."""
 
 AHEAD = 1 << 28
 """Most bytes of a new segment in advance: it doubles the heap up to this, so that there are few segments."""
@@ -157,7 +157,8 @@ class SharedHeap:
 
     def _grow(self, room: int) -> None:
         """Add a segment of at least `room` bytes (none if 0). Collective; `OutOfMemory` on all ranks if one cannot."""
-        lacking = -(-room // PAGE) * PAGE
+        unit = PAGE if len(self._mapped) > 1 else OWN_PAGE
+        lacking = -(-room // unit) * unit
         generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
         outcomes: list[tuple[int, str | None]] = []
         for nbytes in (generous, lacking):
