@@ -29,7 +29,7 @@ LINE = 128
 """Alignment of arrays and flags: no two share a cache line, or a pair of lines that processors fetch together."""
 
 PAGE, OWN_PAGE = 1 << 21, 1 << 16
-"""Segments are multiples of a huge page; those that no other rank maps, of 64 KiB."""
+"""Segments are multiples of a huge page; longer ones that no other rank maps, of 64 KiB."""
 
 AHEAD = 1 << 28
 """Most bytes of a new segment in advance: it doubles the heap up to this, so that there are few segments."""
@@ -157,7 +157,7 @@ class SharedHeap:
 
     def _grow(self, room: int) -> None:
         """Add a segment of at least `room` bytes (none if 0). Collective; `OutOfMemory` on all ranks if one cannot."""
-        unit = PAGE if len(self._mapped) > 1 else OWN_PAGE
+        unit = PAGE if len(self._mapped) > 1 or room < PAGE else OWN_PAGE
         lacking = -(-room // unit) * unit
         generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
         outcomes: list[tuple[int, str | None]] = []
