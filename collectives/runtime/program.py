@@ -17,6 +17,7 @@ from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
 from collectives.transport.exchange import Exchange
+from collectives.transport.shared_heap import LINE
 from collectives.transport.wire import Wire
 from collectives.types import Wait
 
@@ -25,9 +26,6 @@ SOURCE, TARGET, SCRATCH, LANDING = range(4)
 
 START_POLLS = 8
 """Polls of the start of a non-blocking call: some 3 us, less than a pending request costs."""
-
-LINE = 64
-"""Bytes of a cache line, at multiples of which arrays begin in shared scratch memory."""
 
 POLLS = 500
 """Polls of a wait, some 200 us, before other requests progress."""

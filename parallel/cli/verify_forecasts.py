@@ -2,9 +2,10 @@
 
     chorus verify --forecasts 200 -n 3 --seed 0
 
-A seed draws layout (every strategy in turn), model, data, mesh, precision, optimizer and sizes of micro-batches and
-buckets. After two steps the forecast, made before the first one, is compared with the bytes that the engine expected
-and allocated. Exit status 1 if one differs.
+A seed draws layout (every strategy in turn), model, data, mesh, precision, optimizer, sizes of micro-batches and
+buckets, and, where they go with these, transforms, kinds of blocks and compressed gradients. After two steps the
+forecast, made before the first one, is compared with the bytes that the engine expected and allocated. Exit status 1 if
+one differs.
 """
 
 import time

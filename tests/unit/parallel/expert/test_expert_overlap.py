@@ -71,6 +71,15 @@ def trained(comm, router, samples, **options):
         return seen, weights, calls, engine.inner.ledger
 
 
+def with_routers(cases):
+    """Cases with every router; each is in the default tests with half of them."""
+    return [
+        pytest.param(router, *case, marks=() if (number + place) % 2 else pytest.mark.full)
+        for number, case in enumerate(cases)
+        for place, router in enumerate(ROUTERS)
+    ]
+
+
 CASES = [  # mesh, settings, samples
     ("dp=2,ep=2", {"reproducible": True}, 7),
     ("dp=2,ep=2", {"reproducible": True}, 2),
@@ -86,11 +95,7 @@ CASES = [  # mesh, settings, samples
 
 @pytest.mark.parametrize(
     ("router", "mesh", "changed", "samples"),
-    [
-        pytest.param(router, *case, marks=() if (number + place) % 2 else pytest.mark.full)
-        for number, case in enumerate(CASES)
-        for place, router in enumerate(ROUTERS)
-    ],
+    with_routers(CASES),
 )
 def test_bits_and_exchanges_of_one_after_the_other(router, mesh, changed, samples):
     """With 1 to 4 micro-batches on a rank, some fewer than others."""
@@ -126,11 +131,7 @@ PIPELINES = [  # mesh, schedule, settings
 
 @pytest.mark.parametrize(
     ("router", "mesh", "schedule", "changed"),
-    [
-        pytest.param(router, *case, marks=() if (number + place) % 2 else pytest.mark.full)
-        for number, case in enumerate(PIPELINES)
-        for place, router in enumerate(ROUTERS)
-    ],
+    with_routers(PIPELINES),
 )
 def test_pipelines(router, mesh, schedule, changed):
     """Bits, exchanges and memory of one pass after the other; the replicas have six micro-batches each, or fewer."""
