@@ -338,25 +338,6 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
 """collective -> {name: algorithm}; the first one is the naive reference."""
 
 
-_NAMES: dict[str, Callable[[int, int, int], Fraction | int]] = {
-    "p": lambda p, k, N: Fraction(p),
-    "k": lambda p, k, N: Fraction(k),
-    "q": lambda p, k, N: (p - 1).bit_length(),
-    "f": lambda p, k, N: p.bit_length() - 1,
-    "P": lambda p, k, N: Fraction(1 << (p.bit_length() - 1)),
-    "odd": lambda p, k, N: int(p & (p - 1) != 0),
-    "ones": lambda p, k, N: (p - 1).bit_count(),
-    "hops": lambda p, k, N: sum(distance.bit_count() for distance in range(p)),
-    "folds": lambda p, k, N: sum(min(1 << i, p - (1 << (p.bit_length() - 1))) for i in range(p.bit_length() - 1)),
-    "N": lambda p, k, N: Fraction(N),
-    "M": lambda p, k, N: Fraction(-(-p // N)),
-    "qN": lambda p, k, N: (N - 1).bit_length(),
-    "qM": lambda p, k, N: (-(-p // N) - 1).bit_length(),
-    "oddN": lambda p, k, N: int(N & (N - 1) != 0),
-}
-"""Values of the names in formulas, for p ranks on N nodes and k segments."""
-
-
 @lru_cache(maxsize=4096)
 def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Fraction:
     """Value of a cost formula such as ``2*(p-1)/p`` for p = `size` ranks, k = `segments` and N = `nodes`.
@@ -366,8 +347,31 @@ def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Frac
     ceil(log2 N) and ceil(log2 M), and oddN is odd for N.
     """
     code = compile(formula, formula, "eval")  # the formulas are the constants above
-    letters = {name: _NAMES[name](size, segments, nodes) for name in code.co_names if name in _NAMES}
-    return Fraction(eval(code, {"min": min, "max": max, "__builtins__": {}, **letters}))
+    return Fraction(eval(code, {"min": min, "max": max, "__builtins__": {}, **_values(size, segments, nodes)}))
+
+
+@lru_cache(maxsize=256)
+def _values(p: int, k: int, N: int) -> dict[str, Fraction | int]:
+    """Values of the names in formulas."""
+    f = p.bit_length() - 1
+    M, P = -(-p // N), 1 << f
+    doublings = (p - P).bit_length()  # 2^i <= p-P for so many i
+    return {
+        "p": Fraction(p),
+        "k": Fraction(k),
+        "q": (p - 1).bit_length(),
+        "f": f,
+        "P": Fraction(P),
+        "odd": int(p != P),
+        "ones": (p - 1).bit_count(),
+        "hops": sum(map(int.bit_count, range(p))),
+        "folds": (1 << doublings) - 1 + (f - doublings) * (p - P),
+        "N": Fraction(N),
+        "M": Fraction(M),
+        "qN": (N - 1).bit_length(),
+        "qM": (M - 1).bit_length(),
+        "oddN": int(N & (N - 1) != 0),
+    }
 
 
 def names(collective: str) -> list[str]:

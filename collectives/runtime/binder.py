@@ -7,6 +7,7 @@ reads the user's send buffer, results go to the receive buffer, and to scratch m
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -161,13 +162,13 @@ class _ProgramBinder:
 
     def round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
         """Append a round that starts all messages (as far as there are receive slots), then waits and reduces."""
-        sends = [sent for step in steps if isinstance(step, Send) for sent in self._sends(step, shape.changing)]
-        receives = [
-            (index, message)
-            for index, step in enumerate(steps)
-            if isinstance(step, Recv)
-            for message in self._receives(step)
-        ]
+        sends: list[tuple[Any, list[MemorySpan]]] = []
+        receives: list[tuple[int, Any]] = []
+        for index, step in enumerate(steps):
+            if isinstance(step, Send):
+                sends += self._sends(step, shape.changing)
+            elif isinstance(step, Recv):
+                receives += zip(repeat(index), self._receives(step))
         actions = self._actions(steps, shape)
         arrivals = [(action.step, action.message) for action in actions if action.message is not None]
         arriving = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # by step

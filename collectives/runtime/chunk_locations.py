@@ -94,7 +94,10 @@ class ChunkLocations:
         peer, whose sends may depend on theirs.
         """
         arrivals = [step for step in steps if isinstance(step, RecvReduce)]
-        changing = joined(destination for step in arrivals for destination in self.destinations(step.chunks))
+        changing: list[MemorySpan] = []
+        for step in arrivals:
+            changing += self.destinations(step.chunks)
+        changing = joined(changing)
         if self._reduces_in_place(steps, arrivals, changing):
             return RoundShape(True, [0] * len(arrivals), 0, changing)
         cuts = [self.segment_counts(step) for step in arrivals]

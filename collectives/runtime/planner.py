@@ -21,6 +21,7 @@ from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_
 from collectives.runtime.compiled_program import CompiledProgram, compile_program, load_compiler
 from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
 from collectives.runtime.desync_check import DesyncChecker
+from collectives.runtime.gpu_program_builder import GpuProgramBuilder
 from collectives.runtime.native_requests import ended_request, new_request
 from collectives.runtime.nonblocking_programs import NonblockingPrograms
 from collectives.runtime.operation import Operation
@@ -61,7 +62,8 @@ class Planner:
         self.transports, self.chooser, self._checker = transports, chooser, checker
         self.comm, self.node, self.nodes = transports.comm, transports.node, transports.nodes
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self._builder = ProgramBuilder(transports, async_progress)
+        builder = ProgramBuilder if transports.sharing.gpu is None else GpuProgramBuilder
+        self._builder = builder(transports, async_progress)
         self.cache = ProgramCache(self.rank)
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
         self._nonblocking = NonblockingPrograms(self.cache)

@@ -9,12 +9,9 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.runtime import binding, native
 from collectives.runtime.binder import bind as bind_task
 from collectives.runtime.binding import EagerBuffers
-from collectives.runtime.call import Call, call_device
+from collectives.runtime.call import Call
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
-from collectives.runtime.gpu_meeting import counted, peer_program
-from collectives.runtime.gpu_program import gpu_program, suits_kernels, without_owners
-from collectives.runtime.ops import on_device as kernel_on_device
 from collectives.runtime.program import ElementArray, Program, ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
@@ -39,18 +36,9 @@ class ProgramBuilder:
 
         With `any_algorithm` the kernels of a GPU that all ranks share may take the place of the chosen one.
         """
-        shared = self._transports.gpu_channel(channel)
-        if shared is not None and shared.gpu.links is None:
-            device = call_device(call) if any_algorithm and suits_kernels(call) else None
-            if device is None or device.number != shared.gpu.device:
-                return call, None
-            return call, device if all(device.holds(buffer.owner) for buffer in call.buffers) else None
         in_cells = self._transports.fits_cells(channel, call.unit.itemsize) and not needs_counts(call, choice)
         takes_device = (self._transports.aware or in_cells) and choice.algorithm != NATIVE
-        found = binding.as_device_call(call) if takes_device else None
-        if found is None or shared is None:
-            return found or (call, None)
-        return call, found[1] if found[1].number == shared.gpu.device else None
+        return (binding.as_device_call(call) if takes_device else None) or (call, None)
 
     def wire(
         self,
@@ -84,30 +72,6 @@ class ProgramBuilder:
         shared: bool = False,
     ) -> Program:
         """Build the program of a call on its own memory; `first` runs before all else."""
-        meetings = self._transports.gpu_channel(channel)
-        if meetings is None:
-            return self._bind(call, choice, form, device, first, channel, shared)
-        if device is None:
-            return counted(self._bind(call, choice, form, None, (), channel, shared), meetings)
-        call = without_owners(call, device)  # programs outlive the arrays
-        on_host = partial(self._bind, call, choice, form, None, (), channel, shared)
-        mark = binding.call_mark(call, choice)
-        if meetings.gpu.links is None:
-            return gpu_program(call, meetings, mark, device, first, on_host)
-        kernel = call.combine and kernel_on_device(call.combine, call.unit, device)
-        on_device = partial(self._bind, call._replace(combine=kernel), choice, form, device, (), channel, shared)
-        return peer_program(call.collective, meetings, mark, device, first, (on_device, on_host))
-
-    def _bind(
-        self,
-        call: Call,
-        choice: AlgorithmChoice,
-        form: Form,
-        device: DeviceMemory | None,
-        first: Sequence[Callable[[], object]],
-        channel: int | None,
-        shared: bool,
-    ) -> Program:
         if choice.algorithm == NATIVE:
             source, target, loading, storing = binding.buffer_ends(call, None)
             return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
@@ -136,6 +100,4 @@ class ProgramBuilder:
             task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
             wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
             program = bind_task(task, source, target, wire, binding.reduce_kernel(call), self._scratch)
-        meetings = self._transports.gpu_channel(BLOCKING_CHANNEL)
-        program = program if meetings is None else counted(program, meetings)
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LONGEST_SLEEP = 5e-3
 """Seconds between two checks of the progress thread while the program makes progress itself, or nothing progresses.
 
-A check interrupts a program that computes on the core: in a training step of 6 ms, checks every millisecond took 4 %."""
+A check interrupts a program that computes on the core."""
 
 SHORTEST_SLEEP = 2e-5
 """Seconds to the next check after progress; from then on, four times as long each time."""

@@ -104,7 +104,7 @@ numbers: Callable[[Chunks], Iterator[int]] = chain.from_iterable
 
 def freeze(rounds: Iterable[Iterable[Step]]) -> Schedule:
     """Convert the rounds of a generator to a tuple of tuples."""
-    return tuple(tuple(steps) for steps in rounds)
+    return tuple(map(tuple, rounds))
 
 
 def show(chunks: Chunks) -> str:

@@ -6,6 +6,7 @@ ranks received from rank 0, and costs that all ranks measured together.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from itertools import repeat
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -300,9 +301,8 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
         return 0.0
     entry = catalog.find(collective, name)
     formulas = (entry.rounds, entry.beta or entry.volume, entry.gamma or entry.combined, entry.volume, entry.combined)
-    waited, moved, added, volume, combined = (
-        float(catalog.evaluate(each, size, segments if entry.cuts else 1)) for each in formulas
-    )
+    values = map(catalog.evaluate, formulas, repeat(size), repeat(segments if entry.cuts else 1))
+    waited, moved, added, volume, combined = map(float, values)
     overhead = wire.alpha if wire.overhead is None else min(wire.alpha, wire.overhead)
     at_once = waited - float(catalog.evaluate(entry.depth, size)) if entry.depth else 0.0
     if not entry.cuts:

@@ -8,6 +8,7 @@ does not hold up the others, so a rank never withholds a message that a peer nee
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from collectives.transport.mailbox import NodeMemory
@@ -40,11 +41,6 @@ class After(NamedTuple):
         return self.stream.position >= self.number
 
 
-def _waits(operation: Any) -> bool:
-    """True if an operation waits for a stream: an `After`, or an acknowledgement, which has one."""
-    return isinstance(operation, After) or hasattr(operation, "sent")
-
-
 class Exchange:
     """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible.
 
@@ -53,16 +49,20 @@ class Exchange:
 
     def __init__(self, node: NodeMemory, streams: Sequence[Stream], uses_network: bool = False) -> None:
         self.node, self.uses_network = node, uses_network
-        self._set(streams)
-
-    def _set(self, streams: Sequence[Stream]) -> None:
         self.streams = self._pending = streams
-        independent = all(len(stream.calls) == 1 and not _waits(stream.operations[0]) for stream in streams)
-        self._independent = [stream.calls[0] for stream in streams] if independent else []
+
+    @cached_property
+    def _independent(self) -> list[Callable[[], object]]:
+        """The only operations of all streams, if none waits for another stream; else nothing."""
+        for stream in self.streams:
+            operation = stream.operations[0]
+            if len(stream.calls) > 1 or isinstance(operation, After) or hasattr(operation, "sent"):
+                return []  # or an acknowledgement, which waits for the end of the message that it is of
+        return [stream.calls[0] for stream in self.streams]
 
     def prepend(self, stream: Stream) -> None:
-        """Add a stream before the others, between two runs."""
-        self._set([stream, *self.streams])
+        """Add a stream before the others, before the first run."""
+        self.streams = self._pending = [stream, *self.streams]
 
     def test(self) -> bool:
         """Run all streams as far as possible; True if all are done: the next call starts them anew."""

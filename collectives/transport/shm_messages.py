@@ -63,17 +63,17 @@ class MailboxSend:
         self.by_address = self.nbytes > edge.outgoing.cell_bytes or (
             may_choose and (self.nbytes > node.copied or all(node.heap.is_shared(*piece) for piece in pieces))
         )
-        self._sources = [view(*piece, BYTE) for piece in pieces]
+        self._sources: list[np.ndarray] = []  # by the first message that Python code copies
         self.packs: list[tuple[np.ndarray, np.ndarray]] = []
         if self.by_address and len(pieces) > ADDRESSES:
             packed = np.empty(self.nbytes, BYTE)
-            self.packs = list(zip(np.split(packed, list(accumulate(lengths[:-1]))), self._sources))
+            self.packs = list(zip(np.split(packed, list(accumulate(lengths[:-1]))), _views(pieces)))
             pieces = [Iovec(MPI.Get_address(packed), self.nbytes)]
         self.pieces = list(pieces)
         self.label = label(mark, self.nbytes)
         self.address_label = address_label(mark, len(pieces)) if may_choose or self.by_address else 0
         self.number = 0  # to be acknowledged: none of an eager message
-        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
+        self._flags = range(edge.outbox, edge.outbox + SLOTS * WORDS, WORDS)
         self._period = edge.outgoing.period(self.nbytes)
         self._copies: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # by place
 
@@ -93,7 +93,8 @@ class MailboxSend:
             place, label = number % self._period, self.label
             copies = self._copies.get(place)
             if copies is None:
-                parts = edge.outgoing.parts(place, [source.nbytes for source in self._sources])
+                self._sources = self._sources or _views(self.pieces)
+                parts = edge.outgoing.parts(place, [piece.nbytes for piece in self.pieces])
                 copies = self._copies[place] = list(map(as_words, parts, self._sources))
             for target, source in copies:
                 target[...] = source
@@ -113,6 +114,11 @@ class MailboxSend:
             words[at + 1] = address
             words[at + 2] = nbytes
             at += 2
+
+
+def _views(pieces: Sequence[Iovec]) -> list[np.ndarray]:
+    """Arrays of bytes at the pieces of a message."""
+    return [view(*piece, BYTE) for piece in pieces]
 
 
 class Acknowledgement(NamedTuple):
@@ -144,7 +150,7 @@ class MailboxReceive:
         self.edge, self.read, self._take, self._fence = edge, read, take, edge.node.fence
         self.nbytes = read.nbytes
         self.label, self.address_label = label(mark, self.nbytes), address_label(mark)
-        self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
+        self._flags = range(edge.inbox, edge.inbox + SLOTS * WORDS, WORDS)
         self._period = edge.incoming.period(self.nbytes)
         self._takes: dict[int, Sequence[Callable[[], object]]] = {}  # by place
 

@@ -11,7 +11,9 @@ from support.fakes import Foreign, cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument, InvalidType, Mismatch, OutOfMemory
-from collectives.runtime import compiled_program, gpu_program, program_builder
+from collectives.runtime import compiled_program, gpu_program
+from collectives.runtime.gpu_program_builder import GpuProgramBuilder
+from collectives.runtime.program_builder import ProgramBuilder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,7 +173,8 @@ def test_no_memory_for_a_request(shared, world, monkeypatch, gpu_transfer):
         x, y = cupy.full(3000, world.rank, "i4"), cupy.zeros(3000, "i4")
         with monkeypatch.context() as patched:
             if world.rank == world.size - 1:
-                patched.setattr(program_builder.ProgramBuilder, "bind", out_of_memory)
+                patched.setattr(ProgramBuilder, "bind", out_of_memory)
+                patched.setattr(GpuProgramBuilder, "bind", out_of_memory)
             with pytest.raises(OutOfMemory, match=f"no memory for the request .* on rank {world.size - 1}"):
                 comm.Allreduce_init(x, y)
         request = comm.Allreduce_init(x, y)
