@@ -213,11 +213,11 @@ def build(
     >>> len(build("gpt:tiny", (64,), 256).items)  # the embedding, two blocks, the head
     4
     """
-    family, _, size = name.partition(":")
+    family, separator, size = name.partition(":")
     if family not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, found {family!r}")
     dimensions, axes = MODELS[family]
-    if (size := size or "small") not in dimensions:
+    if (size := size if separator else "small") not in dimensions:
         raise ValueError(f"model {family}: expected a size of {', '.join(dimensions)}, found {size!r}")
     if experts is not None and family != "gpt-moe":
         raise ValueError(f"experts: expected the model gpt-moe, found {name}")

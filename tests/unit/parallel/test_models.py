@@ -93,6 +93,7 @@ def test_first_values_do_not_depend_on_the_rest():
     [
         ("resnet", (1, 8, 8), "expected one of mlp, convnet, gpt, gpt-moe, found 'resnet'"),
         ("gpt:gigantic", (16,), "expected a size of tiny, mini, small, medium, large, found 'gigantic'"),
+        ("gpt:", (16,), "expected a size of tiny, mini, small, medium, large, found ''"),
         ("gpt", (1, 8, 8), r"gpt: expected samples of shape \(length,\)"),
         ("convnet", (64,), r"convnet: expected samples of shape \(channels, height, width\)"),
         ("convnet:medium", (1, 4, 4), "4 x 4 cannot be halved 3 times"),
