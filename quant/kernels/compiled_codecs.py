@@ -11,12 +11,11 @@ import math
 from functools import cache, wraps
 
 import numpy as np
-from numba import njit
 
 from quant import formats, packing
 from quant.formats import GREATEST, LARGEST_LEVEL, MINIFLOATS
 from quant.kernels import reference_codecs
-from quant.kernels.jit import compiler
+from quant.kernels.jit import compiler, njit
 from quant.packing import BLOCK, POWERS
 from quant.spec import quant_spec
 from quant.spec.quant_spec import ROUNDINGS

@@ -11,13 +11,13 @@ import math
 from functools import wraps
 
 import numpy as np
-from numba import njit
 
 from parallel.nn.kernels import reference_kernels
 from parallel.nn.kernels.compiled_elementwise import *  # noqa: F403
 from parallel.nn.kernels.compiled_elementwise import loop
 from parallel.nn.kernels.compiled_rows import *  # noqa: F403
 from parallel.nn.kernels.scalar import ONE, ZERO, F, exp_down
+from quant.kernels.jit import njit
 
 ROWS = 64
 """Rows per partial sum: limits the growth of rounding errors with the length of a sum."""

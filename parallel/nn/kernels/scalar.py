@@ -9,7 +9,8 @@ Products and sums may be fused. NaN stays NaN. Needs numba.
 import math
 
 import numpy as np
-from numba import njit
+
+from quant.kernels.jit import njit
 
 F = np.float32
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
