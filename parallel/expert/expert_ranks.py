@@ -136,7 +136,8 @@ class ExpertRanks(ExpertGroup):
         sources = list(range(len(rows)))
         for batch, some in enumerate([[one] for one in sources] if self.by_source else [sources]):
             for expert in order:
-                found = compute(batch, expert, concatenate([rows[one][expert] for one in some]))
+                parts = [rows[one][expert] for one in some]
+                found = compute(batch, expert, parts[0] if len(parts) == 1 else concatenate(parts))
                 into = [places[one][expert] for one in some]
                 for place, part in zip(into, segments(found, list(map(len, into)))):
                     place[...] = part
