@@ -27,7 +27,7 @@ class AlgorithmChooser:
 
     def __init__(self, transports: Transports, table: TimingTable | None, threads: bool) -> None:
         node, nodes = transports.node, transports.nodes
-        cores = node.cores if node is not None and node.shares_cores and nodes is None else None
+        cores = node.cores if node is not None and node.crowded and nodes is None else None
         costs = measured_costs(transports.message_speed, transports.network_speed)
         self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs)
         self._native = table is not None and not transports.aware and threads

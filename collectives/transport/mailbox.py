@@ -28,7 +28,7 @@ from collectives.transport.cross_memory import CrossMemoryAttach, permitted
 from collectives.transport.machine import machine_name, usable_cores
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import LINE, SharedHeap, map_all
-from collectives.transport.wire import pause, share_cores
+from collectives.transport.wire import cores_are_shared, pause, share_cores
 
 SLOTS = 16
 """Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
@@ -187,7 +187,8 @@ class NodeMemory:
     far : True if copies into cells take this rank long
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
-    cores, shares_cores : cores that the ranks of the machine may use, and if there are fewer than ranks
+    cores, crowded, shares_cores : cores that the ranks of the machine may use; if there are fewer than ranks of this
+        communicator; or of one that any of them has made before
     """
 
     def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
@@ -196,10 +197,13 @@ class NodeMemory:
         neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
-        machines = everyone.allgather((machine_name(), usable_cores()))  # with other, emulated nodes
-        cores = [cores for name, cores in machines if name == machine_name()]
-        self.cores = len(set[int]().union(*cores))
-        self.shares_cores = self.cores < len(cores)
+        machines = everyone.allgather(
+            (machine_name(), usable_cores(), cores_are_shared())
+        )  # with other, emulated nodes
+        here = [(cores, shared) for name, cores, shared in machines if name == machine_name()]
+        self.cores = len(set[int]().union(*(cores for cores, _ in here)))
+        self.crowded = self.cores < len(here)
+        self.shares_cores = self.crowded or any(shared for _, shared in here)
         self.spins = 0 if self.shares_cores else SPINS
         if self.shares_cores:
             share_cores()

@@ -26,6 +26,11 @@ def share_cores() -> None:
     _cores_are_shared = True
 
 
+def cores_are_shared() -> bool:
+    """True after `share_cores`."""
+    return _cores_are_shared
+
+
 def pause(turn: int = 0) -> None:
     """Yield the core after unsuccessful polls; `turn` is the number of pauses of this wait so far.
 
