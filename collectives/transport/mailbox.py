@@ -197,9 +197,8 @@ class NodeMemory:
         neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
-        machines = everyone.allgather(
-            (machine_name(), usable_cores(), cores_are_shared())
-        )  # with other, emulated nodes
+        mine = machine_name(), usable_cores(), cores_are_shared()
+        machines = everyone.allgather(mine)  # with other, emulated nodes
         here = [(cores, shared) for name, cores, shared in machines if name == machine_name()]
         self.cores = len(set[int]().union(*(cores for cores, _ in here)))
         self.crowded = self.cores < len(here)

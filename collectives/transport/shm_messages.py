@@ -52,7 +52,7 @@ class MailboxSend:
     """
 
     __slots__ = (
-        "_copies", "_fence", "_flags", "_period", "_sources", "address_label", "by_address", "edge", "label", "nbytes",
+        "_copies", "_fence", "_flags", "_period", "address_label", "by_address", "edge", "label", "nbytes",
         "number", "packs", "pieces",
     )  # fmt: skip
 
@@ -63,7 +63,6 @@ class MailboxSend:
         self.by_address = self.nbytes > edge.outgoing.cell_bytes or (
             may_choose and (self.nbytes > node.copied or all(node.heap.is_shared(*piece) for piece in pieces))
         )
-        self._sources: list[np.ndarray] = []  # by the first message that Python code copies
         self.packs: list[tuple[np.ndarray, np.ndarray]] = []
         if self.by_address and len(pieces) > ADDRESSES:
             packed = np.empty(self.nbytes, BYTE)
@@ -93,9 +92,8 @@ class MailboxSend:
             place, label = number % self._period, self.label
             copies = self._copies.get(place)
             if copies is None:
-                self._sources = self._sources or _views(self.pieces)
                 parts = edge.outgoing.parts(place, [piece.nbytes for piece in self.pieces])
-                copies = self._copies[place] = list(map(as_words, parts, self._sources))
+                copies = self._copies[place] = list(map(as_words, parts, _views(self.pieces)))
             for target, source in copies:
                 target[...] = source
             if self.nbytes > INLINE:
