@@ -272,6 +272,12 @@ class DeviceMemory:
         with self._device:
             event.record(self._stream)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if all work on the stream has ended."""
+        with self._device:
+            return bool(self._stream.done)
+
     def wait_for(self, event: int) -> None:
         """Let later work on the stream wait for the latest record of an event, which is given by CUDA's number."""
         with self._device:
@@ -280,6 +286,8 @@ class DeviceMemory:
     def _stream_of(self, array: Any) -> Any:
         """CUDA stream of `__cuda_array_interface__`, else CuPy's current one, made to wait for a DLPack array."""
         current = self._cuda.get_current_stream()
+        if isinstance(array, self.namespace.ndarray):
+            return current
         interface = cuda_interface(array)
         if interface is None:
             array.__dlpack__(stream=current.ptr or _LEGACY)  # the array's library makes our stream wait for its own

@@ -7,6 +7,7 @@
 True
 """
 
+import sys
 from operator import index
 from typing import Any
 
@@ -14,6 +15,9 @@ import numpy as np
 from mpi4py import MPI
 
 _ndarray, _IN_PLACE = np.ndarray, MPI.IN_PLACE
+
+DENSE = 0x3
+"""NumPy's flags of an array without gaps, in C or Fortran order."""
 
 _CONSTANTS = {id(value): value for value in vars(MPI).values() if isinstance(value, (MPI.Op, MPI.Datatype))}
 """MPI's predefined operations and datatypes by id. Held here, so that no other object gets their ids."""
@@ -24,12 +28,31 @@ def is_constant(number: int) -> bool:
     return number in _CONSTANTS
 
 
-def describe(spec: Any) -> tuple[np.ndarray | None, tuple[Any, ...]]:
-    """NumPy array of a buffer argument, None if it has none, and a key of all else; TypeError for other arguments."""
+def is_cupy(array: Any) -> bool:
+    """True for CuPy's own arrays."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and type(array) is cupy.ndarray
+
+
+def place_of(array: Any) -> tuple[Any, ...]:
+    """Address and layout of an array of NumPy or CuPy; TypeError if it has gaps."""
+    if type(array) is _ndarray:
+        flags = array.flags.num
+        if flags & DENSE:
+            return MPI.Get_address(array), flags, array.strides
+    elif array.flags.c_contiguous or array.flags.f_contiguous:
+        return array.data.ptr, array.device.id, array.strides
+    raise TypeError
+
+
+def describe(spec: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Array of NumPy or CuPy of an argument, None if it has none, and a key of all else; TypeError for other ones."""
     if type(spec) is _ndarray:
         return spec, (spec.shape, spec.dtype)
     if spec is None or spec is _IN_PLACE:
         return None, ()
+    if is_cupy(spec):
+        return spec, (spec.shape, spec.dtype, "cupy")
     if type(spec) not in (list, tuple) or not 2 <= len(spec) <= 4 or type(spec[0]) is not _ndarray:
         raise TypeError
     data = spec[0]

@@ -35,7 +35,7 @@ LINE = 64
 SLOT = 4096
 """Bytes up to which a blocking call uses eager buffers."""
 
-DENSE, READY = 0x3, 0x401
+READY = 0x401
 """NumPy's flags of an array without gaps, in C or Fortran order, and of a C-contiguous, writeable one."""
 
 

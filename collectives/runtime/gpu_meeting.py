@@ -61,6 +61,9 @@ class MeetingSteps:
     def __init__(self, channel: GpuChannel) -> None:
         self._channel = channel
         self._active: Iterator[None] | None = None
+        self.is_waited_for = False
+        """True if the caller does nothing but wait for the call."""
+
         self.inner: dict[Bind, Program] = {}
         """Programs that were bound in calls, by the functions that bind them."""
 
@@ -95,7 +98,11 @@ class MeetingSteps:
         return True
 
     def wait(self) -> None:
-        self._channel.gpu.node_memory.wait_until(self.test)
+        self.is_waited_for = True
+        try:
+            self._channel.gpu.node_memory.wait_until(self.test)
+        finally:
+            self.is_waited_for = False
 
 
 def meeting_program(steps: MeetingSteps, first: Sequence[Callable[[], object]], device: DeviceMemory) -> Program:

@@ -1,13 +1,14 @@
 """Program of a call among ranks that share a GPU, in which the leader's kernel does all the work.
 
-All ranks take the same steps: post where the buffers are, wait for the others' posts, launch (the leader) or let the
-stream wait for the launch (the others). Buffers outside exported memory are copied through a workspace, in parts if it
-is too small. If a rank's buffers are on the host, all ranks run the program for the host instead.
+All ranks take the same steps: post where the buffers are, wait for the others' posts, launch (the leader) or wait for
+the launch (the others). Buffers outside exported memory are copied through a workspace, in parts if it is too small. If
+a rank's buffers are on the host, all ranks run the program for the host instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from collectives.runtime.call import BYTE, Blocks, Call
 from collectives.runtime.gpu_meeting import MeetingSteps, different_calls, meeting_program
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.program import Program
-from collectives.transport.exported_memory import ExportedBlock
+from collectives.transport.exported_memory import HANDLE, ExportedBlock
 from collectives.transport.gpu_kernels import (
     EXCLUSIVE,
     INCLUSIVE,
@@ -31,13 +32,15 @@ from collectives.transport.gpu_kernels import (
     ReductionType,
     reduction_type,
 )
-from collectives.transport.shared_gpu import LEADER, ON_HOST, GpuChannel, new_record, set_place
+from collectives.transport.shared_gpu import LEADER, ON_HOST, PATIENCE, GpuChannel, new_record, set_place
 
 WORKSPACE = 1 << 25
 """Most bytes of a workspace for each of the two buffers of a call."""
 
 ALIGNMENT = 256
 """Bytes that parts of a block are multiples of."""
+
+NO_EVENT = bytes(HANDLE)
 
 WAYS = {"scan": INCLUSIVE, "exscan": EXCLUSIVE}
 
@@ -101,9 +104,13 @@ class _End:
         self._channel, self._name, self.unit = channel, name, call.unit.itemsize
         self._address = 0 if buffer is None else buffer.address
         self._blocks = {block: (start * self.unit, call.lengths[block] * self.unit) for block, start in blocks.items()}
-        self._span = max(map(sum, self._blocks.values()), default=0)
-        self._found = channel.gpu.exported.find(self._address, self._span)
-        self.staged = self._span > 0 and (apart or self._found is None)
+        self._span, self._apart = max(map(sum, self._blocks.values()), default=0), apart
+        self.locate()
+
+    def locate(self) -> None:
+        """Find out if the buffer is in exported memory; else it is `staged`, in so many `parts`."""
+        self._found = self._channel.gpu.exported.find(self._address, self._span)
+        self.staged = self._span > 0 and (self._apart or self._found is None)
         nbytes = sum(length for _, length in self._blocks.values()) if self.staged else 0
         self.parts = max(1, -(-nbytes // WORKSPACE))
 
@@ -155,30 +162,45 @@ class _GpuCall(MeetingSteps):
         source = call.target if call.copy_input else call.source
         self._source = _End(call, channel, "source", source, call.send_blocks, call.copy_input)
         self._target = _End(call, channel, "target", call.target, call.recv_blocks, call.separate_output)
-        self._staged = self._source.staged or self._target.staged
-        self._parts = max(self._source.parts, self._target.parts)
+        self._located = -1  # changes of exported memory up to which this is known
+        self._staged, self._parts = False, 1
+        self._record: np.ndarray | None = None
         self._planned, self._launches = b"", list[KernelLaunch]()
 
+    def _locate(self) -> None:
+        """Find out where the buffers are, anew if exported memory has changed."""
+        if self._located == self._gpu.exported.changes:
+            return
+        self._source.locate()
+        self._target.locate()
+        self._located, self._record = self._gpu.exported.changes, None
+        self._staged = self._source.staged or self._target.staged
+        self._parts = max(self._source.parts, self._target.parts)
+
     def _run(self) -> Iterator[None]:
+        self._locate()
         try:
             self._source.reserve()
             self._target.reserve()
         except (RuntimeError, MemoryError):  # no room on the GPU: all ranks stage this call
             record = new_record(ON_HOST)
         else:
-            record = self._post(0, 1) if self._parts == 1 else new_record(self._mark, parts=self._parts)
+            several = self._parts > 1
+            record = new_record(self._mark, self._parts) if several else (yield from self._post(0, 1))
         yield from self._channel.meet(record)
-        records = self._channel.records
-        if any(record["mark"] == ON_HOST for record in records):
-            yield from self._run_on_host()
-            return
-        parts = max(int(record["parts"]) for record in records)
+        records, parts = self._channel.records, 1
+        if not self._are_planned(records):
+            if any(record["mark"] == ON_HOST for record in records):
+                yield from self._run_on_host()
+                return
+            parts = max(int(record["parts"]) for record in records)
         for part in range(parts):
             if parts > 1:
-                yield from self._channel.meet(self._post(part, parts))
-            yield from self._launch(self._channel.records)
-            self._put(self._target.copies(self._target.pieces(part, parts), to_user=True))
+                yield from self._channel.meet((yield from self._post(part, parts)))
+                records = self._channel.records
+            yield from self._launch(records)
             if self._staged:
+                self._put(self._target.copies(self._target.pieces(part, parts), to_user=True))
                 self._device.record(self._channel.unused)
         self._device.join()
 
@@ -190,37 +212,60 @@ class _GpuCall(MeetingSteps):
         for launch in launches:
             self._device.working(launch.put)()
 
-    def _post(self, part: int, parts: int) -> np.ndarray:
-        """Copy staged input, record this rank's event, and return the record of a part."""
-        record = new_record(self._mark, self._channel.handle)
+    def _post(self, part: int, parts: int) -> Generator[None, None, np.ndarray]:
+        """Copy staged input; return the record of a part, with an event unless this rank's stream is idle."""
         if self._staged:
             self._device.wait_for(self._channel.unused.ptr)
-        for end in (self._source, self._target):
-            pieces = end.pieces(part, parts)
-            end.write(record, pieces)
-            if end is self._source:
-                self._put(end.copies(pieces, to_user=False))
-        if self._gpu.rank != LEADER:
+            self._put(self._source.copies(self._source.pieces(part, parts), to_user=False))
+        record = self._record if self._record is not None and parts == 1 else self._places(part, parts)
+        leads = self._gpu.rank == LEADER
+        waits = not leads and not (yield from self._soon(lambda: self._device.is_idle))
+        if waits:
             self._device.record(self._channel.event)
+        record["event"] = np.void(self._channel.handle if leads or waits else NO_EVENT)
         return record
 
+    def _places(self, part: int, parts: int) -> np.ndarray:
+        """Record of the places of a part's buffers; kept for later calls if nothing is staged."""
+        record = new_record(self._mark)
+        for end in (self._source, self._target):
+            end.write(record, end.pieces(part, parts))
+        if not self._staged and parts == 1:
+            self._record = record
+        return record
+
+    def _soon(self, test: Callable[[], bool]) -> Generator[None, None, bool]:
+        """Iterate until `test` is true, in a blocking call for at most `PATIENCE` seconds; return whether it is."""
+        deadline, found = time.perf_counter() + PATIENCE, test()
+        while not found and self.is_waited_for and time.perf_counter() < deadline:
+            yield
+            found = test()
+        return found
+
+    def _are_planned(self, records: Sequence[np.ndarray]) -> bool:
+        """True if the latest launches were those of records that differ in their events only."""
+        return _without_events(records) == self._planned
+
     def _launch(self, records: Sequence[np.ndarray]) -> Iterator[None]:
-        """Run the kernels behind the events of all ranks, on the leader; elsewhere let the stream wait for them."""
-        seen = b"".join(record.tobytes() for record in records)
-        if seen != self._planned:
-            self._launches, self._planned = self._plan(records), seen
+        """Run the kernels behind the work of all ranks, on the leader; elsewhere wait for them, or let streams wait."""
+        if not self._are_planned(records):
+            self._launches = self._plan(records)
+            self._planned = _without_events(records)
         exported = self._gpu.exported
         if self._gpu.rank == LEADER:
-            for record in records[1:]:
-                self._device.wait_for(exported.open_event(record["event"].tobytes()))
+            for event in [record["event"].tobytes() for record in records[1:]]:
+                if event != NO_EVENT:
+                    self._device.wait_for(exported.open_event(event))
             self._put(self._launches)
             self._device.record(self._channel.event)
             self._channel.show_launch()
-        else:
-            while not self._channel.is_launched():
-                self._gpu.check_peers([LEADER])
-                yield
-            self._device.wait_for(exported.open_event(records[LEADER]["event"].tobytes()))
+            return
+        while not self._channel.is_launched():
+            self._gpu.check_peers([LEADER])
+            yield
+        event = records[LEADER]["event"].tobytes()
+        if not (yield from self._soon(lambda: exported.is_reached(event))):
+            self._device.wait_for(exported.open_event(event))
 
     # -------------------------------------------------------------------------------- what the kernels do
 
@@ -285,6 +330,10 @@ class _GpuCall(MeetingSteps):
             inputs = [source + rows[run[0]][0] for source, rows in zip(sources, sent, strict=True)]
             launches += self._gpu.kernels.reduction(form, inputs, count, outputs, way)
         return launches
+
+
+def _without_events(records: Sequence[np.ndarray]) -> bytes:
+    return b"".join(record.tobytes()[HANDLE:] for record in records)
 
 
 def _rows(rows: np.ndarray) -> dict[int, tuple[int, int]]:

@@ -69,7 +69,9 @@ class NonblockingPrograms:
 
         It is compiled, for any arrays with these arguments, or found for arrays at the same addresses.
         """
-        if key is UNCACHEABLE or len(self.known[channel]) >= MAX_PROGRAMS or not key.identifies(call):
+        if program.stream is not None or key is UNCACHEABLE:
+            return
+        if len(self.known[channel]) >= MAX_PROGRAMS or not key.identifies(call):
             return
         if key.arguments not in self._made:
             if len(self._made) >= 4 * MAX_PROGRAMS:

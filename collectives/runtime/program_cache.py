@@ -16,8 +16,8 @@ from mpi4py import MPI
 from collectives.errors import RanksDisagree
 from collectives.runtime import compiled_program
 from collectives.runtime import program_table as table
-from collectives.runtime.argument_keys import counts_key, describe, is_constant
-from collectives.runtime.binding import DENSE, EagerBuffers, memories, program_of, separate_bytes
+from collectives.runtime.argument_keys import counts_key, describe, is_constant, place_of
+from collectives.runtime.binding import EagerBuffers, memories, program_of, separate_bytes
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import NO_ARRAY, CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
@@ -34,7 +34,7 @@ COMPILE_AFTER = 16
 """Repeated calls after which programs are compiled. Loading compiled code takes up to a second; compiling it, once per
 installation, took 8.5 seconds."""
 
-_ndarray, _address = np.ndarray, MPI.Get_address
+_ndarray = np.ndarray
 
 Run = Callable[[Any, Any], bool]
 
@@ -42,12 +42,13 @@ Run = Callable[[Any, Any], bool]
 class CallKey(NamedTuple):
     """Cache key of a call, by its arguments without addresses, and its arrays: one twice if it has only one.
 
-    `given` are the arguments themselves: send buffer, receive buffer, operation, root, algorithm and segments.
+    The arrays are NumPy's or CuPy's. `given` are the arguments themselves: send buffer, receive buffer, operation,
+    root, algorithm and segments.
     """
 
     arguments: tuple[Any, ...]
-    sendbuf: np.ndarray
-    recvbuf: np.ndarray
+    sendbuf: Any
+    recvbuf: Any
     given: tuple[Any, ...] = ()
 
     @property
@@ -60,7 +61,7 @@ class CallKey(NamedTuple):
         Other arrays may have none there.
         """
         ends = zip(memories(call), (self.sendbuf, self.recvbuf))
-        return is_constant(self.arguments[1]) and all(at is None or at >= _address(array) for at, array in ends)
+        return is_constant(self.arguments[1]) and all(at is None or at >= place_of(array)[0] for at, array in ends)
 
     @property
     def plain(self) -> bool:
@@ -68,17 +69,14 @@ class CallKey(NamedTuple):
         return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
 
 
-def with_addresses(arguments: tuple[Any, ...], s: np.ndarray, r: np.ndarray) -> tuple[Any, ...]:
+def with_addresses(arguments: tuple[Any, ...], s: Any, r: Any) -> tuple[Any, ...]:
     """Key that includes the addresses of two arrays; TypeError if they have gaps."""
-    sent, received = s.flags.num, r.flags.num
-    if not (sent & DENSE and received & DENSE):
-        raise TypeError
-    return arguments, _address(s), sent, s.strides, _address(r), received, r.strides
+    return arguments, *place_of(s), *place_of(r)
 
 
 def key_fields(
     name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
-) -> tuple[tuple[Any, ...], np.ndarray, np.ndarray]:
+) -> tuple[tuple[Any, ...], Any, Any]:
     """Fields of a `CallKey`, as a tuple: a lookup needs no more. TypeError for buffers that `describe` refuses."""
     if type(root) is not int:
         root = counts_key(root)
@@ -189,6 +187,9 @@ class ProgramCache:
         if key is UNCACHEABLE or entry is None or len(self.calls) >= 4 * MAX_PROGRAMS or not key.identifies(call):
             return
         name, s, r, program = key.arguments[0], key.sendbuf, key.recvbuf, program_of(entry)
+        if program.stream is not None:
+            self.calls[key.addresses] = CachedCall(partial(_run, program), bound)
+            return
         compiled = self.compile(program, key, call)
         if compiled is not None:
             self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
@@ -275,6 +276,8 @@ class ProgramCache:
         self.compiled_calls.clear()
 
 
-def _run(program: Program, *_: Any) -> bool:
+def _run(program: Program, sendbuf: Any, recvbuf: Any) -> bool:
+    if program.stream is not None:
+        program.stream.follow(*((sendbuf,) if sendbuf is recvbuf else (sendbuf, recvbuf)))
     run_program(program)
     return True

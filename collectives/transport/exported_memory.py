@@ -39,13 +39,15 @@ class ExportedBlock(NamedTuple):
 class ExportedMemory:
     """Exported allocations of this process on one device, and those of other processes that are open here.
 
-    An allocation is freed by `release` only, after all other processes have closed it.
+    An allocation is freed by `release` only, after all other processes have closed it. `changes` counts allocations and
+    releases: what `find` has returned holds until the next one.
     """
 
     def __init__(self, cupy: ModuleType, device: int) -> None:
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self.device = device
         self.blocks: list[ExportedBlock] = []
+        self.changes = 0
         self._opened: dict[bytes, int] = {}
         self._events: dict[bytes, int] = {}
         self._unused: deque[ExportedBlock] = deque()  # of collected arrays; appended by finalizers at any moment
@@ -57,6 +59,7 @@ class ExportedMemory:
             memory = self._cupy.cuda.Memory(nbytes)
         block = ExportedBlock(memory, int(memory.ptr), nbytes, self._runtime.ipcGetMemHandle(memory.ptr))
         self.blocks.append(block)
+        self.changes += 1
         return block
 
     def array(self, block: ExportedBlock, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -87,6 +90,7 @@ class ExportedMemory:
         handles = {block.handle for block in blocks}
         blocks.clear()
         self.blocks = [block for block in self.blocks if block.handle not in handles]
+        self.changes += 1
 
     def open(self, handle: bytes) -> int:
         """Address here of another process's allocation; it stays open until `close`."""
@@ -116,6 +120,10 @@ class ExportedMemory:
             with self._cupy.cuda.Device(self.device):
                 self._events[handle] = self._runtime.ipcOpenEventHandle(handle)
         return self._events[handle]
+
+    def is_reached(self, handle: bytes) -> bool:
+        """True if the latest record of another process's event was reached; nothing is put on the GPU."""
+        return bool(self._runtime.eventQuery(self.open_event(handle)) == 0)
 
     def close_events(self) -> None:
         while self._events:

@@ -1,10 +1,14 @@
 """Meetings of the ranks of a node whose GPUs access each other's memory, and transport among ranks that share one.
 
 Where all ranks share one GPU, the leader's kernel reads and writes the memory of all. A call is a meeting of all ranks
-on a board in shared host memory: every rank records an event on its stream, posts the places of its buffers, and waits
-until all have posted. Then the leader's stream waits for these events, runs the kernels, and records an event that the
-other streams wait for. No kernel waits for another one: without NVIDIA's MPS the kernels of two processes never run at
-the same time. No rank waits for the GPU, only for the other ranks' posts.
+on a board in shared host memory: every rank posts the places of its buffers, and waits until all have posted. Then the
+leader runs the kernels. No kernel waits for another one: without NVIDIA's MPS the kernels of two processes never run at
+the same time, and a GPU takes some 300 microseconds to go from one process to the other.
+
+So a short call puts work on the GPU in the leader's process only: the others' hosts wait until their streams are idle
+before they post, and then until the leader's kernels have ended. What takes longer than `PATIENCE`, and non-blocking
+calls, are left to events: a rank records one on its stream before it posts, for which the leader's stream waits, and
+its stream waits for the leader's.
 
 Where the ranks use several GPUs, a meeting only finds out if the arrays of all are there; `peer_messages` has the
 messages.
@@ -43,20 +47,24 @@ TOKEN = 256
 LEADER = 0
 """Rank on the node whose stream runs the kernels."""
 
+PATIENCE = 2e-3
+"""Most seconds for which a blocking call waits for its stream, or for the leader's kernels, before it uses an event."""
+
 BLOCK = np.dtype([("block", "i8"), ("start", "i8"), ("count", "i8")])
 RECORD = np.dtype(
     [
+        ("event", f"V{HANDLE}"),
         ("mark", "i8"),
         ("parts", "i8"),
-        ("event", f"V{HANDLE}"),
         ("source", f"V{HANDLE}"),
         ("target", f"V{HANDLE}"),
         ("sent", BLOCK, MOST_RANKS),
         ("received", BLOCK, MOST_RANKS),
     ]
 )
-"""Post of a rank: mark of the call, or `ON_HOST`; parts in which it is to be run; handles of the rank's event
-and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
+"""Post of a rank: handle of the event to wait for, zeros if there is none; mark of the call, or `ON_HOST`; parts in
+which it is to be run; handles of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count
+of units."""
 
 ENTRY = np.dtype([("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("records", RECORD, 2)])
 """Of one rank and channel: number of its latest meeting or call with host arrays, of the leader's latest launch, and
@@ -206,10 +214,10 @@ class GpuChannel:
         return self.gpu.words[LEADER][self._at + 1] >= self.number
 
 
-def new_record(mark: int, event: bytes = b"", parts: int = 1) -> np.ndarray:
-    """Record without buffers."""
+def new_record(mark: int, parts: int = 1) -> np.ndarray:
+    """Record without buffers and event."""
     record = np.zeros((), RECORD)
-    record["mark"], record["parts"], record["event"] = mark, parts, np.void(event.ljust(HANDLE, b"\0"))
+    record["mark"], record["parts"] = mark, parts
     record["sent"]["block"] = record["received"]["block"] = -1
     return record
 

@@ -53,7 +53,7 @@ def does_not_meet(self, record):
 
 def frees_after_the_call(self, part, parts):
     """The memory is freed when the kernel is not on a stream yet."""
-    record = POST(self, part, parts)
+    record = yield from POST(self, part, parts)
     for block in self._gpu.exported.blocks:
         cupy.GPU.shared[block.address][0].words[cupy.interprocess.FREED] = 1
     return record
@@ -70,6 +70,8 @@ FAULTS = {
     "no wait for the other ranks' events": lambda: (DeviceMemory, "wait_for", lambda self, event: None),
     "waits on the wrong stream": lambda: (DeviceMemory, "wait_for", waits_on_another_stream),
     "event recorded on the wrong stream": lambda: (DeviceMemory, "record", on_another_stream),
+    "thought idle while at work": lambda: (DeviceMemory, "is_idle", True),
+    "thought to have ended": lambda: (ExportedMemory, "is_reached", lambda self, handle: True),
     "event never recorded": lambda: (DeviceMemory, "record", lambda self, event: None),
     "event waited for before its record": lambda: (GpuChannel, "meet", does_not_meet),
     "done before the launch": lambda: (GpuChannel, "is_launched", lambda self: True),

@@ -257,6 +257,18 @@ class _BaseStream:
         GPU.log.append(("wait", self.number, 0))
         GPU.run(self.number, GPU.begun[self.number])
 
+    @property
+    def done(self):
+        """Whether all work has ended; whoever asks makes the GPU go one step on."""
+        GPU.log.append(("query", self.number, 0))
+        if GPU.ended[self.number] >= GPU.begun[self.number]:
+            return True
+        if GPU.engine is None:
+            GPU.step(self.number)
+        else:
+            GPU.engine.check()
+        return False
+
     def record(self, event=None):
         event = event or Event()
         event.record(self)
