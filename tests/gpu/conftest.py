@@ -48,16 +48,16 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(f"below the goal: {len(LEFT_OUT)} tests were left out: no time")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cupy():
     import cupy
 
     return cupy
 
 
-@pytest.fixture(params=["staged", "pinned", "kernel", "direct"])
+@pytest.fixture(scope="session", params=["staged", "pinned", "kernel", "direct"])
 def comm(request, world, cupy):
-    """A communicator with each transfer of device arrays that is possible here."""
+    """A communicator with each transfer of device arrays that is possible here, for all tests that use it."""
     from collectives import Communicator
     from collectives.transport.device import cuda_aware
 
