@@ -256,7 +256,7 @@ class DeviceMemory:
         """Use the first array's stream from now on, and let it wait for the work now on the other arrays' streams."""
         with self._device:
             self._stream, *others = [self._stream_of(array) for array in arrays]
-            self._others = [other for other in others if other != self._stream]
+            self._others = [other for other in others if other != self._stream] if others else []
             for other in self._others:
                 self._stream.wait_event(other.record())
 
@@ -312,6 +312,14 @@ class DeviceMemory:
                 yield
 
         return captured
+
+    def launch(self, calls: Sequence[Callable[[], object]], event: Any = None) -> None:
+        """Run CuPy's work of `calls` on this device and `follow`'s latest stream; then record an event, if any."""
+        with self._device, self._stream:
+            for call in calls:
+                call()
+            if event is not None:
+                event.record(self._stream)
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
         """Wrapper that runs CuPy's work in `call` on this device and `follow`'s latest stream, and returns None."""

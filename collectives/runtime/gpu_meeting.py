@@ -11,7 +11,7 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.errors import Mismatch
 from collectives.runtime.program import Program
 from collectives.transport.exchange import Stream
-from collectives.transport.shared_gpu import ON_HOST, GpuChannel, new_record
+from collectives.transport.shared_gpu import ON_HOST, GpuChannel
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
@@ -123,7 +123,7 @@ class _PeerCall(MeetingSteps):
             self.bound(self._on_device)
         except (RuntimeError, MemoryError):  # no room on the GPU: all ranks stage this call
             mark = ON_HOST
-        yield from self._channel.meet(new_record(mark))
+        yield from self._channel.meet(self._channel.new_post(mark))
         marks = {int(record["mark"]) for record in self._channel.records}
         if len(marks) > 1 and ON_HOST not in marks:
             raise different_calls(self._name)

@@ -20,7 +20,7 @@ from collectives.runtime.call import BYTE, Blocks, Call
 from collectives.runtime.gpu_meeting import MeetingSteps, different_calls, meeting_program
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.program import Program
-from collectives.transport.exported_memory import HANDLE, ExportedBlock
+from collectives.transport.exported_memory import ExportedBlock
 from collectives.transport.gpu_kernels import (
     EXCLUSIVE,
     INCLUSIVE,
@@ -32,15 +32,13 @@ from collectives.transport.gpu_kernels import (
     ReductionType,
     reduction_type,
 )
-from collectives.transport.shared_gpu import LEADER, ON_HOST, PATIENCE, GpuChannel, new_record, set_place
+from collectives.transport.shared_gpu import LEADER, ON_HOST, PATIENCE, GpuChannel, Post, set_place
 
 WORKSPACE = 1 << 25
 """Most bytes of a workspace for each of the two buffers of a call."""
 
 ALIGNMENT = 256
 """Bytes that parts of a block are multiples of."""
-
-NO_EVENT = bytes(HANDLE)
 
 WAYS = {"scan": INCLUSIVE, "exscan": EXCLUSIVE}
 
@@ -164,8 +162,9 @@ class _GpuCall(MeetingSteps):
         self._target = _End(call, channel, "target", call.target, call.recv_blocks, call.separate_output)
         self._located = -1  # changes of exported memory up to which this is known
         self._staged, self._parts = False, 1
-        self._record: np.ndarray | None = None
-        self._planned, self._launches = b"", list[KernelLaunch]()
+        self._post: Post | None = None
+        self._planned, self._launches = list[int](), list[KernelLaunch]()
+        """Launches for the records of these versions."""
 
     def _locate(self) -> None:
         """Find out where the buffers are, anew if exported memory has changed."""
@@ -173,35 +172,40 @@ class _GpuCall(MeetingSteps):
             return
         self._source.locate()
         self._target.locate()
-        self._located, self._record = self._gpu.exported.changes, None
+        self._located, self._post = self._gpu.exported.changes, None
         self._staged = self._source.staged or self._target.staged
         self._parts = max(self._source.parts, self._target.parts)
 
     def _run(self) -> Iterator[None]:
         self._locate()
-        try:
-            self._source.reserve()
-            self._target.reserve()
-        except (RuntimeError, MemoryError):  # no room on the GPU: all ranks stage this call
-            record = new_record(ON_HOST)
-        else:
-            several = self._parts > 1
-            record = new_record(self._mark, self._parts) if several else (yield from self._post(0, 1))
-        yield from self._channel.meet(record)
-        records, parts = self._channel.records, 1
-        if not self._are_planned(records):
+        channel, post, waits = self._channel, self._post, False
+        if post is None:
+            try:
+                self._source.reserve()
+                self._target.reserve()
+            except (RuntimeError, MemoryError):  # no room on the GPU: all ranks stage this call
+                post = channel.new_post(ON_HOST)
+            else:
+                post = channel.new_post(self._mark, self._parts) if self._parts > 1 else self._load(0, 1)
+        if self._parts == 1:
+            waits = yield from self._needs_event()
+        yield from channel.meet(post, waits)
+        parts = 1
+        if channel.versions != self._planned:
+            records = channel.records
             if any(record["mark"] == ON_HOST for record in records):
                 yield from self._run_on_host()
                 return
             parts = max(int(record["parts"]) for record in records)
         for part in range(parts):
             if parts > 1:
-                yield from self._channel.meet((yield from self._post(part, parts)))
-                records = self._channel.records
-            yield from self._launch(records)
+                post = self._load(part, parts)
+                waits = yield from self._needs_event()
+                yield from channel.meet(post, waits)
+            yield from self._launch()
             if self._staged:
                 self._put(self._target.copies(self._target.pieces(part, parts), to_user=True))
-                self._device.record(self._channel.unused)
+                self._device.record(channel.unused)
         self._device.join()
 
     def _run_on_host(self) -> Iterator[None]:
@@ -209,30 +213,28 @@ class _GpuCall(MeetingSteps):
 
     def _put(self, launches: Sequence[KernelLaunch]) -> None:
         """Put kernels on the call's stream."""
-        for launch in launches:
-            self._device.working(launch.put)()
+        self._device.launch([launch.put for launch in launches])
 
-    def _post(self, part: int, parts: int) -> Generator[None, None, np.ndarray]:
-        """Copy staged input; return the record of a part, with an event unless this rank's stream is idle."""
+    def _load(self, part: int, parts: int) -> Post:
+        """Copy staged input; return the post of a part, which is kept for later calls if nothing is staged."""
+        post = self._channel.new_post(self._mark)
         if self._staged:
             self._device.wait_for(self._channel.unused.ptr)
-            self._put(self._source.copies(self._source.pieces(part, parts), to_user=False))
-        record = self._record if self._record is not None and parts == 1 else self._places(part, parts)
-        leads = self._gpu.rank == LEADER
-        waits = not leads and not (yield from self._soon(lambda: self._device.is_idle))
-        if waits:
-            self._device.record(self._channel.event)
-        record["event"] = np.void(self._channel.handle if leads or waits else NO_EVENT)
-        return record
-
-    def _places(self, part: int, parts: int) -> np.ndarray:
-        """Record of the places of a part's buffers; kept for later calls if nothing is staged."""
-        record = new_record(self._mark)
         for end in (self._source, self._target):
-            end.write(record, end.pieces(part, parts))
+            pieces = end.pieces(part, parts)
+            end.write(post.record, pieces)
+            if end is self._source:
+                self._put(end.copies(pieces, to_user=False))
         if not self._staged and parts == 1:
-            self._record = record
-        return record
+            self._post = post
+        return post
+
+    def _needs_event(self) -> Generator[None, None, bool]:
+        """Record an event unless this rank leads or its stream is soon idle; return whether it was recorded."""
+        if self._gpu.rank == LEADER or self._device.is_idle or (yield from self._soon(lambda: self._device.is_idle)):
+            return False
+        self._device.record(self._channel.event)
+        return True
 
     def _soon(self, test: Callable[[], bool]) -> Generator[None, None, bool]:
         """Iterate until `test` is true, in a blocking call for at most `PATIENCE` seconds; return whether it is."""
@@ -242,28 +244,21 @@ class _GpuCall(MeetingSteps):
             found = test()
         return found
 
-    def _are_planned(self, records: Sequence[np.ndarray]) -> bool:
-        """True if the latest launches were those of records that differ in their events only."""
-        return _without_events(records) == self._planned
-
-    def _launch(self, records: Sequence[np.ndarray]) -> Iterator[None]:
+    def _launch(self) -> Iterator[None]:
         """Run the kernels behind the work of all ranks, on the leader; elsewhere wait for them, or let streams wait."""
-        if not self._are_planned(records):
-            self._launches = self._plan(records)
-            self._planned = _without_events(records)
-        exported = self._gpu.exported
+        channel, exported = self._channel, self._gpu.exported
+        if (versions := channel.versions) != self._planned:
+            self._launches, self._planned = self._plan(channel.records), versions
         if self._gpu.rank == LEADER:
-            for event in [record["event"].tobytes() for record in records[1:]]:
-                if event != NO_EVENT:
-                    self._device.wait_for(exported.open_event(event))
-            self._put(self._launches)
-            self._device.record(self._channel.event)
-            self._channel.show_launch()
+            for rank in channel.waiting:
+                self._device.wait_for(exported.open_event(channel.event_of(rank)))
+            self._device.launch([launch.put for launch in self._launches], channel.event)
+            channel.show_launch()
             return
-        while not self._channel.is_launched():
+        while not channel.is_launched():
             self._gpu.check_peers([LEADER])
             yield
-        event = records[LEADER]["event"].tobytes()
+        event = channel.event_of(LEADER)
         if not (yield from self._soon(lambda: exported.is_reached(event))):
             self._device.wait_for(exported.open_event(event))
 
@@ -330,10 +325,6 @@ class _GpuCall(MeetingSteps):
             inputs = [source + rows[run[0]][0] for source, rows in zip(sources, sent, strict=True)]
             launches += self._gpu.kernels.reduction(form, inputs, count, outputs, way)
         return launches
-
-
-def _without_events(records: Sequence[np.ndarray]) -> bytes:
-    return b"".join(record.tobytes()[HANDLE:] for record in records)
 
 
 def _rows(rows: np.ndarray) -> dict[int, tuple[int, int]]:

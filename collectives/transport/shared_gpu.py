@@ -53,23 +53,27 @@ PATIENCE = 2e-3
 BLOCK = np.dtype([("block", "i8"), ("start", "i8"), ("count", "i8")])
 RECORD = np.dtype(
     [
-        ("event", f"V{HANDLE}"),
         ("mark", "i8"),
         ("parts", "i8"),
+        ("event", f"V{HANDLE}"),
         ("source", f"V{HANDLE}"),
         ("target", f"V{HANDLE}"),
         ("sent", BLOCK, MOST_RANKS),
         ("received", BLOCK, MOST_RANKS),
     ]
 )
-"""Post of a rank: handle of the event to wait for, zeros if there is none; mark of the call, or `ON_HOST`; parts in
-which it is to be run; handles of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count
-of units."""
+"""What a rank posts of a call: its mark, or `ON_HOST`; parts in which it is to be run; handles of the rank's event
+and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
 
-ENTRY = np.dtype([("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("records", RECORD, 2)])
-"""Of one rank and channel: number of its latest meeting or call with host arrays, of the leader's latest launch, and
-the two latest posts with their numbers. A rank posts after all have reached the number before, and so have read the
-post that it replaces."""
+WORDS = ("number", "launched", "posted", "later posted", "version", "later version", "waits", "later waits")
+ENTRY = np.dtype([(name, "i8") for name in WORDS] + [("records", RECORD, 2)])
+"""Of one rank and channel: number of its latest meeting or call with host arrays, and of the leader's latest launch;
+then of the two latest posts, by whether their numbers are odd, these numbers, the records' versions, and 1 if the
+leader's stream is to wait for the rank's event. A rank posts after all have reached the number before, and so have read
+the post that it replaces."""
+
+NUMBER, LAUNCHED, POSTED, VERSION, WAITS = 0, 1, 2, 4, 6
+"""Words of an entry."""
 
 HEADER = 64
 CLOSED = 2
@@ -155,18 +159,26 @@ def free_retired() -> None:
     _retired[:] = [one for one in _retired if not all(words[CLOSED] for words in one[0])]
 
 
+class Post(NamedTuple):
+    """A record, and a number that no other record of the rank and channel has: what has it need not be read again."""
+
+    record: np.ndarray
+    version: int
+
+
 class GpuChannel:
     """Meetings of one channel, on which one call at a time runs: numbers, this rank's event, and its workspace."""
 
     def __init__(self, gpu: SharedGpu, number: int) -> None:
-        self.gpu, self.number = gpu, 0
+        self.gpu, self.number, self._version = gpu, 0, 0
         self._at = (HEADER + number * ENTRY.itemsize) // 8
-        self._records, self._posted = ([one[number][name] for one in gpu.entries] for name in ("records", "posted"))
+        self._records = [one[number]["records"] for one in gpu.entries]
         self._count = gpu.entries[gpu.rank]["number"][number : number + 1]
         self.count: Callable[[], object] = partial(np.add, self._count, np.ones(1, np.int64), out=self._count)
         """Count a call with host arrays: an operation that compiled programs have."""
 
         self.event, self.handle = gpu.exported.new_event()
+        self._counted = self.new_post(ON_HOST).record
         self._workspaces: dict[str, ExportedBlock] = {}
         with gpu.cupy.cuda.Device(gpu.device):
             self.unused = gpu.cupy.cuda.Event(disable_timing=True)
@@ -178,48 +190,67 @@ class GpuChannel:
             self._workspaces[end] = self.gpu.exported.allocate(nbytes)  # the smaller one stays open elsewhere
         return self._workspaces[end]
 
-    def meet(self, record: np.ndarray) -> Iterator[None]:
-        """Post a record, and iterate until all ranks have posted or counted; `records` are then those of all."""
-        fence, rank, words, number = self.gpu.node_memory.fence, self.gpu.rank, self.gpu.words, int(self._count[0]) + 1
+    def meet(self, post: Post, waits: bool = False) -> Iterator[None]:
+        """Post, and iterate until all ranks have posted or counted. `waits`: for this rank's event, recorded before."""
+        fence, own, number = self.gpu.node_memory.fence, self.gpu.words[self.gpu.rank], int(self._count[0]) + 1
         yield from self._reached(number - 1)
         self.number, turn = number, number % 2
-        self._records[rank][turn], self._posted[rank][turn] = record, number
+        if own[self._at + VERSION + turn] != post.version:
+            self._records[self.gpu.rank][turn], own[self._at + VERSION + turn] = post
+        own[self._at + WAITS + turn], own[self._at + POSTED + turn] = waits, number
         if fence is not None:
             fence()
-        words[rank][self._at] = number
+        own[self._at] = number
         yield from self._reached(number)
         if fence is not None:
             fence()
 
     def _reached(self, number: int) -> Iterator[None]:
         """Iterate until all ranks have posted or counted so many calls."""
-        while late := [place for place, one in enumerate(self.gpu.words) if one[self._at] < number]:
-            self.gpu.check_peers(late)
+        at, boards = self._at, self.gpu.words
+        while min([words[at] for words in boards]) < number:
+            self.gpu.check_peers([place for place, words in enumerate(boards) if words[at] < number])
             yield
+
+    def new_post(self, mark: int, parts: int = 1) -> Post:
+        """Post without buffers."""
+        record = np.zeros((), RECORD)
+        record["mark"], record["parts"], record["event"] = mark, parts, np.void(self.handle)
+        record["sent"]["block"] = record["received"]["block"] = -1
+        self._version += 1
+        return Post(record, self._version)
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the records of this meeting, by rank; 0 for a rank that has only counted."""
+        at, posted = self._at + VERSION + self.number % 2, self._at + POSTED + self.number % 2
+        return [words[at] if words[posted] == self.number else 0 for words in self.gpu.words]
 
     @property
     def records(self) -> list[np.ndarray]:
         """Records of this meeting, by rank; one without buffers for a rank that has only counted."""
-        turn, number = self.number % 2, self.number
-        posts = zip(self._records, self._posted)
-        return [records[turn] if posted[turn] == number else new_record(ON_HOST) for records, posted in posts]
+        turn = self.number % 2
+        posts = zip(self.versions, self._records)
+        return [records[turn] if version else self._counted for version, records in posts]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Ranks for whose events the leader's stream is to wait."""
+        at = self._at + WAITS + self.number % 2
+        return [rank for rank, words in enumerate(self.gpu.words) if words[at]]
+
+    def event_of(self, rank: int) -> bytes:
+        """Handle of the event of a rank that has posted in this meeting."""
+        return bytes(self._records[rank][self.number % 2]["event"].tobytes())
 
     def show_launch(self) -> None:
         """Tell the other ranks that the leader's event is recorded."""
         if self.gpu.node_memory.fence is not None:
             self.gpu.node_memory.fence()
-        self.gpu.words[self.gpu.rank][self._at + 1] = self.number
+        self.gpu.words[self.gpu.rank][self._at + LAUNCHED] = self.number
 
     def is_launched(self) -> bool:
-        return self.gpu.words[LEADER][self._at + 1] >= self.number
-
-
-def new_record(mark: int, parts: int = 1) -> np.ndarray:
-    """Record without buffers and event."""
-    record = np.zeros((), RECORD)
-    record["mark"], record["parts"] = mark, parts
-    record["sent"]["block"] = record["received"]["block"] = -1
-    return record
+        return bool(self.gpu.words[LEADER][self._at + LAUNCHED] >= self.number)
 
 
 def set_place(record: np.ndarray, end: str, handle: bytes, blocks: Sequence[tuple[int, int, int]]) -> None:

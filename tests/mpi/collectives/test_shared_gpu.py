@@ -220,8 +220,9 @@ def test_what_is_staged(shared):
 # ------------------------------------------------------------------------------------------ exported arrays
 
 
-def test_short_calls_leave_the_gpu_to_the_leader(shared, gpu):
+def test_short_calls_leave_the_gpu_to_the_leader(shared, gpu, monkeypatch):
     """A GPU takes long to go from one process to the other: idle ranks put nothing on their streams."""
+    monkeypatch.setattr(gpu_program, "PATIENCE", 60)
     x, y = shared.empty(1000, "f4", like=cupy), shared.empty(1000, "f4", like=cupy)
     x[...] = cupy.full(1000, shared.Get_rank(), "f4")
     for _ in range(3):

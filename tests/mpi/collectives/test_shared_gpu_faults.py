@@ -12,11 +12,12 @@ from collectives.runtime import gpu_program
 from collectives.runtime.gpu_program import _GpuCall
 from collectives.transport.exported_memory import Exported, ExportedMemory
 from collectives.transport.gpu_kernels import GpuKernels
-from collectives.transport.shared_gpu import GpuChannel
+from collectives.transport.shared_gpu import POSTED, VERSION, WAITS, GpuChannel
 
 CASES = [(name, shared, 400) for name, shared in product(("allgather", "allreduce", "scan"), (True, False, True))]
 
-FIND, UNUSED, POST = ExportedMemory.find, ExportedMemory.unused, _GpuCall._post
+FIND, UNUSED, LOAD = ExportedMemory.find, ExportedMemory.unused, _GpuCall._load
+NEW_POST = GpuChannel.new_post
 
 
 def on_another_stream(self, event):
@@ -43,20 +44,26 @@ def records_in_reverse(self):
     return [records[self.number % 2] for records in self._records][::-1]
 
 
-def does_not_meet(self, record):
+def does_not_meet(self, post, waits=False):
     """Posts, and waits for nobody: the leader waits for events before they are recorded."""
     self.number += 1
-    self._records[self.gpu.rank][self.number % 2], self._posted[self.gpu.rank][self.number % 2] = record, self.number
-    self.gpu.words[self.gpu.rank][self._at] = self.number
+    own, turn = self.gpu.words[self.gpu.rank], self.number % 2
+    self._records[self.gpu.rank][turn], own[self._at + VERSION + turn] = post
+    own[self._at + WAITS + turn], own[self._at + POSTED + turn] = waits, self.number
+    own[self._at] = self.number
     yield from ()
+
+
+def of_the_same_version(self, mark, parts=1):
+    return NEW_POST(self, mark, parts)._replace(version=1)
 
 
 def frees_after_the_call(self, part, parts):
     """The memory is freed when the kernel is not on a stream yet."""
-    record = yield from POST(self, part, parts)
+    post = LOAD(self, part, parts)
     for block in self._gpu.exported.blocks:
         cupy.GPU.shared[block.address][0].words[cupy.interprocess.FREED] = 1
-    return record
+    return post
 
 
 def frees_before_others_close(self):
@@ -73,11 +80,12 @@ FAULTS = {
     "thought idle while at work": lambda: (DeviceMemory, "is_idle", True),
     "thought to have ended": lambda: (ExportedMemory, "is_reached", lambda self, handle: True),
     "event never recorded": lambda: (DeviceMemory, "record", lambda self, event: None),
+    "an older post taken for the new one": lambda: (GpuChannel, "new_post", of_the_same_version),
     "event waited for before its record": lambda: (GpuChannel, "meet", does_not_meet),
     "done before the launch": lambda: (GpuChannel, "is_launched", lambda self: True),
     "handle without the offset": lambda: (ExportedMemory, "find", without_offset),
     "handle of a pool": lambda: (ExportedMemory, "allocate", of_the_pool),
-    "freed too early": lambda: (_GpuCall, "_post", frees_after_the_call),
+    "freed too early": lambda: (_GpuCall, "_load", frees_after_the_call),
     "wrong order of ranks": lambda: (GpuChannel, "records", property(records_in_reverse)),
     "copies of the input left out": lambda: (GpuKernels, "copies", lambda self, pieces: []),
     "prefixes in place of totals": lambda: (gpu_program, "TOTAL", 1),
@@ -102,4 +110,4 @@ def test_fault_is_found(gpu, impatient, world, monkeypatch, fault):
     if world.size == 1:
         pytest.skip("needs two processes")
     monkeypatch.setattr(*FAULTS[fault]())
-    assert not passes(world, "kernel", CASES, delay=0.03)
+    assert not passes(world, "kernel", CASES, delay=0.1 if "event" in fault else 0.03)
