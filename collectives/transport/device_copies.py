@@ -72,6 +72,15 @@ class DeviceCopies:
         if isinstance(event, self._new_event):
             self._idle.append(event)
 
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin host memory for copies; RuntimeError if CUDA refuses."""
+        with self._device:
+            self._runtime.hostRegister(address, nbytes, PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        self._runtime.hostUnregister(address)
+
     def finish(self) -> None:
         """Wait for all copies."""
         self._down.synchronize()

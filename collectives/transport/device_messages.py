@@ -1,9 +1,10 @@
 """Transport of device memory within a node, through mailboxes whose pages are pinned.
 
-The cells of the mailboxes are the staging buffers. A send copies from the device into the next cell, and sets its flag
-when the copy has ended; a receive copies out of the cell, and acknowledges it when that has ended. Long messages are
-cut to the length of a cell, and there are two cells each way: one part leaves its device while the part before enters
-another. Flags and labels are those of `shm_messages`, so the peer's memory may be on the host.
+The cells of the mailboxes are the staging buffers of messages that fit them. A send copies from the device into the
+next cell, and sets its flag when the copy has ended; a receive copies out of the cell, and acknowledges it when that
+has ended. Longer messages are cut into parts, which go through larger `staging_chunks`, or without these through cells:
+one part leaves its device while parts before enter another. Flags and labels are those of `shm_messages`, so the peer's
+memory may be on the host.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from collectives.transport.mailbox import (
 )
 from collectives.transport.peer_watch import PeerWatch
 from collectives.transport.shm_messages import RendezvousRead
+from collectives.transport.staging_chunks import CHUNK, StagingChunks, part_size
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
@@ -87,8 +89,31 @@ class DeviceSend:
         edge.mine[at] = number * KIND + label
 
 
+class ChunkSend(DeviceSend):
+    """Send of at most a chunk of device memory, through a chunk of this rank's."""
+
+    def __init__(self, chunks: StagingChunks, *message: Any) -> None:
+        super().__init__(*message)
+        self._chunks, self._chunk = chunks, 0
+
+    def next_number(self) -> int | None:
+        edge = self._edge
+        chunk = self._chunks.take(edge, self._copies) if edge.has_room(SLOTS) else None
+        if chunk is None:
+            return None
+        self._chunk = chunk
+        edge.counts[SENT] = number = edge.counts[SENT] + 1
+        return int(number)
+
+    def slot(self, number: int) -> int:
+        return self._chunk
+
+    def end(self, number: int) -> Any:
+        self.set_flag(number, address_label(self._mark, 1), self._chunk, self._nbytes)
+
+
 class DeviceReceive:
-    """Receive of at most a cell into device memory; `begin` starts its copy, `end` acknowledges it."""
+    """Receive of at most a cell, or a chunk, into device memory; `begin` starts its copy, `end` acknowledges it."""
 
     done = True
 
@@ -100,10 +125,12 @@ class DeviceReceive:
         copies: DeviceCopies,
         slots: Sequence[int],
         device: DeviceMemory,
+        chunks: StagingChunks | None = None,
     ) -> None:
         self._edge, self._pieces, self._copies, self._slots = edge, list(pieces), copies, slots
         self._device, self._nbytes = device, sum(piece.nbytes for piece in pieces)
         self._label, self._address_label = label(mark, self._nbytes), address_label(mark)
+        self._chunks = chunks
         self._host: np.ndarray | None = None
         self._read: RendezvousRead | None = None
 
@@ -144,7 +171,12 @@ class DeviceReceive:
         return self.found(number) == self._label and (not is_long or self._edge.theirs[at + 1] == self._nbytes)
 
     def fetch(self, pieces: tuple[int, ...]) -> int:
-        """Address here of a copy of a message that is in a peer's memory, made by reading from that process."""
+        """Address here of a message that is in a peer's memory: of its chunk, or of a copy read from that process."""
+        chunk = None
+        if self._chunks is not None and len(pieces) == 2:
+            chunk = self._chunks.find(self._edge.place, *pieces, self._copies)
+        if chunk is not None:
+            return chunk
         if self._read is None:
             self._host = self._device.pinned(self._nbytes)
             self._read = RendezvousRead(self._edge, [self._host], None)
@@ -187,12 +219,21 @@ class Lane:
 
     def advance(self) -> None:
         """Begin and end messages as far as possible, in order."""
+        self._begin()
+        before = len(self._begun)
+        self._end()
+        if len(self._begun) < before:
+            self._begin()
+
+    def _begin(self) -> None:
         while self._waiting:
             begun = self._waiting[0].begin(len(self._begun))
             if begun is None:
                 break
             self._begun.append(begun)
             self._waiting.popleft()
+
+    def _end(self) -> None:
         while self._begun and self._begun[0].event.done:
             message, number, event = self._begun[0]
             self._copies.recycle(event)
@@ -205,7 +246,7 @@ class Lane:
 
 
 class _Parts(NamedTuple):
-    """A message: parts that fit a cell, and the lane that they take."""
+    """A message: parts that fit a cell or a chunk, and the lane that they take."""
 
     parts: Sequence[DeviceSend | DeviceReceive]
     lane: Lane
@@ -214,7 +255,8 @@ class _Parts(NamedTuple):
 class DeviceNodeTransport(Wire):
     """Transport between devices of a node: one channel of its pinned mailboxes; all ranks are on the node.
 
-    `edges` and `mark` are as in `NodeAwareTransport`, which must cut all messages to the length of a cell.
+    `edges` and `mark` are as in `NodeAwareTransport`, which must cut messages as here: to the length of a cell, or if
+    there are `chunks` by `part_size`.
     """
 
     in_mailboxes = True
@@ -227,9 +269,11 @@ class DeviceNodeTransport(Wire):
         mark: int,
         device: DeviceMemory,
         copies: DeviceCopies,
+        chunks: StagingChunks | None = None,
     ) -> None:
         self._memory, self._channel, self._edges, self._mark = memory, channel, edges, mark
         self._device, self._copies, self._cell = device, copies, memory.cells[channel]
+        self._chunks = chunks
         self._lanes: dict[tuple[type, int], Lane] = {}
         self._watch = PeerWatch({peer: int(edge.numbers[PID]) for peer, edge in edges.items()})
 
@@ -249,19 +293,22 @@ class DeviceNodeTransport(Wire):
         return self._lanes.setdefault((kind, peer), Lane(self._copies))
 
     def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
-        """Bind a send of at most a cell."""
-        slots = edge.outgoing.addresses(sum(piece.nbytes for piece in pieces))
-        return DeviceSend(edge, pieces, self._mark, self._copies, slots)
+        """Bind a send of at most a cell, or a chunk."""
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if self._chunks is not None and nbytes > self._cell:
+            return ChunkSend(self._chunks, edge, pieces, self._mark, self._copies, ())
+        return DeviceSend(edge, pieces, self._mark, self._copies, edge.outgoing.addresses(nbytes))
 
     def bind_receive(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceReceive:
-        """Bind a receive of at most a cell."""
-        slots = edge.incoming.addresses(sum(piece.nbytes for piece in pieces))
-        return DeviceReceive(edge, pieces, self._mark, self._copies, slots, self._device)
+        """Bind a receive of at most a cell, or a chunk."""
+        nbytes = sum(piece.nbytes for piece in pieces)
+        slots = edge.incoming.addresses(nbytes) if nbytes <= self._cell else ()
+        return DeviceReceive(edge, pieces, self._mark, self._copies, slots, self._device, self._chunks)
 
     def _cut(self, pieces: Sequence[Iovec]) -> list[list[Iovec]]:
-        """Cut a message into parts that fit a cell; programs bind no longer ones, see `split_size`."""
+        """Cut a message into parts that fit a cell, or a chunk; programs bind no longer ones, see `split_size`."""
         parts: list[list[Iovec]] = [[]]
-        room = cell = self._cell
+        room = cell = self._cell if self._chunks is None else CHUNK
         for address, nbytes in pieces:
             end = address + nbytes
             while end - address > room:
@@ -273,7 +320,9 @@ class DeviceNodeTransport(Wire):
         return parts
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
-        return 0 if nbytes <= self._cell else self._cell
+        if nbytes <= self._cell:
+            return 0
+        return self._cell if self._chunks is None else part_size(nbytes)
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         return [partial(self._start, messages)] if messages else []
@@ -291,7 +340,7 @@ class DeviceNodeTransport(Wire):
             self._watch.check({peer for (_, peer), lane in self._lanes.items() if lane.is_busy})
 
     def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        mine = [part for parts, _ in messages for part in parts]
+        mine = [part for parts, _ in messages for part in parts][::-1]  # the last one mostly ends last
 
         def test() -> bool:
             self._advance()

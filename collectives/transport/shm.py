@@ -31,7 +31,8 @@ class NodeAwareTransport:
 
     `edges` are those of the channel, by rank of the node. `streamed`: bytes up to which messages are cut to go
     through cells; equal at both ends of every edge. `mark` is a number below `MARKS` that both ends of every edge
-    compute from the call: a message with another mark raises.
+    compute from the call: a message with another mark raises. `part_size` gives the bytes of the parts to which longer
+    messages than a cell are cut where a device may be at the other end, whatever `streamed` is.
     """
 
     in_mailboxes = True
@@ -44,10 +45,11 @@ class NodeAwareTransport:
         network: PersistentTransport | ImmediateTransport,
         streamed: int,
         mark: int = 0,
+        part_size: Callable[[int], int] | None = None,
     ) -> None:
         self.node, self._channel, self._edges, self._network = node, channel, edges, network
         self.mark = mark
-        self._streamed = streamed
+        self._streamed, self._part_size = streamed, part_size
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         if peer not in self._edges:
@@ -78,6 +80,8 @@ class NodeAwareTransport:
         if peer not in self._edges:
             return None
         cell = self.node.cells[self._channel]
+        if self._part_size is not None:
+            return self._part_size(nbytes) if nbytes > cell else 0
         whole = nbytes <= cell or (nbytes > self._streamed and self.node.reads)
         return 0 if whole else cell
 

@@ -1,0 +1,130 @@
+"""Chunks of pinned memory that the ranks of a node share: staging buffers of long messages between devices.
+
+Copies of a cell of the mailboxes are so short that their starts and ends, and polling for these, take more time than
+the data: 128 KiB move at a third of the link's speed, 4 MiB at nine tenths. Longer cells would be no answer: there are
+sixteen each way for every peer and channel, and compiled code writes all in turn. So every rank has an area of chunks
+beside its mailboxes, in a memory file that the others map. Calls on all channels take chunks from it, and a message's
+mailbox has the address of its chunk, as it would have that of data in the sender's memory: ranks with arrays on the
+host read it like any other.
+
+A chunk is in use until its message is acknowledged, which may be late: its receiver may wait for another message first.
+So `SHARED` chunks go to whoever comes first, at most `IN_FLIGHT` to one receiver of a channel, and a receiver that has
+none may use one chunk more, which is its own. No message waits for the end of others.
+
+Pages are allocated, and pinned by sender and receiver, when the first message takes the chunk: a rank that sends long
+messages by one call at a time uses at most 64 MiB, with two ranks 16 MiB. Each further call at the same time may add
+4 MiB per receiver. The rest of the area is addresses without memory.
+"""
+
+from collections import deque
+from contextlib import suppress
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.transport.device_copies import DeviceCopies
+from collectives.transport.mailbox import CHANNELS, SENT, MailboxEdge, NodeMemory
+from collectives.transport.reduced import reduced
+from collectives.transport.shared_heap import map_all
+
+CHUNK, SHORTEST = 1 << 22, 1 << 20
+"""Bytes of a chunk; and of the shortest parts that a message is cut to."""
+
+PARTS = 16
+"""Parts that a message is cut to, if these are no chunks: the first one is not copied while another is."""
+
+IN_FLIGHT, SHARED = 4, (8, 16)
+"""Chunks in use by messages to one receiver; least and most chunks for all."""
+
+MOST_RANKS = 16
+"""Ranks of a node up to which there are such chunks; each maps the areas of all, 33 GiB of addresses at most."""
+
+
+def part_size(nbytes: int) -> int:
+    """Bytes of the parts of a message that is longer than a cell, equal at both ends.
+
+    >>> [part_size(mib << 20) >> 20 for mib in (1, 16, 32, 256)]
+    [1, 1, 2, 4]
+    """
+    return min(CHUNK, max(SHORTEST, nbytes // PARTS))
+
+
+class StagingChunks:
+    """Areas of chunks of all ranks of a node, as mapped here; `bases` are their addresses in the ranks' processes."""
+
+    def __init__(self, node: NodeMemory, areas: list[np.ndarray], bases: list[int]) -> None:
+        self._place, self._areas, self._bases = node.place, areas, bases
+        self._addresses = [MPI.Get_address(area) for area in areas]
+        peers = node.size - 1
+        self._shared = min(max(IN_FLIGHT * peers, SHARED[0]), SHARED[1])
+        self._most = min(IN_FLIGHT, max(1, self._shared // peers))
+        self._free = list(range(self._shared))[::-1]  # the last one used is used next
+        self._own: dict[MailboxEdge, int] = {}  # chunks of receivers that found no other one
+        self._taken: dict[MailboxEdge, deque[tuple[int, int]]] = {}  # (number of the message, chunk)
+        self._pinned: dict[int, DeviceCopies | None] = {}  # by address; None if CUDA refused
+
+    def take(self, edge: MailboxEdge, copies: DeviceCopies) -> int | None:
+        """Address of a chunk for the next message on an edge; None if messages before must be acknowledged first."""
+        taken = self._taken.setdefault(edge, deque())
+        self._give_back(edge, taken)
+        if len(taken) >= self._most:
+            return None
+        if not self._free:
+            for other, used in self._taken.items():
+                self._give_back(other, used)
+        if self._free:
+            chunk = self._free.pop()
+        elif not taken:
+            chunk = self._own.setdefault(edge, self._shared + len(self._own))
+        else:
+            return None
+        taken.append((edge.counts[SENT] + 1, chunk))
+        return self._pin(self._place, chunk * CHUNK, copies)
+
+    def _give_back(self, edge: MailboxEdge, taken: deque[tuple[int, int]]) -> None:
+        """Take back the chunks of acknowledged messages."""
+        while taken and edge.is_acknowledged(taken[0][0]):
+            _, chunk = taken.popleft()
+            if chunk < self._shared:
+                self._free.append(chunk)
+
+    def find(self, place: int, address: int, nbytes: int, copies: DeviceCopies) -> int | None:
+        """Address here of data in a chunk of the rank with a place on the node; None if it is not in a chunk."""
+        start = address - self._bases[place]
+        inside = 0 <= start and start + nbytes <= self._areas[place].size
+        return self._pin(place, start, copies) if inside else None
+
+    def _pin(self, place: int, start: int, copies: DeviceCopies) -> int:
+        """Pin the chunk at an offset in an area; return the offset's address.
+
+        If CUDA refuses, it copies from and to the chunk all the same, but takes more time.
+        """
+        address = self._addresses[place] + start
+        chunk = address - start % CHUNK
+        if chunk not in self._pinned:
+            self._pinned[chunk] = None
+            with suppress(RuntimeError):
+                copies.pin(chunk, CHUNK)
+                self._pinned[chunk] = copies
+        return address
+
+    def free(self) -> None:
+        """Unpin all chunks; no copies may be under way."""
+        for address, copies in self._pinned.items():
+            if copies is not None:
+                copies.unpin(address)
+        self._pinned.clear()
+
+
+def share_chunks(comm: MPI.Intracomm, node: NodeMemory) -> StagingChunks | None:
+    """Map the areas of all ranks of `comm`, all of one node; None on all if that fails, or they are too many.
+
+    Also if ranks may not read each other's memory: ranks with arrays on the host send the addresses of long messages.
+    Collective.
+    """
+    if not reduced(comm, node.reads and 1 < node.size <= MOST_RANKS, MPI.LAND):
+        return None
+    areas = map_all(node.comm, (SHARED[1] + CHANNELS * node.size) * CHUNK)
+    if not areas:
+        return None
+    return StagingChunks(node, areas, node.comm.allgather(MPI.Get_address(areas[node.place])))
