@@ -29,7 +29,8 @@ class AlgorithmChooser:
         node, nodes = transports.node, transports.nodes
         cores = node.cores if node is not None and node.crowded and nodes is None else None
         costs = measured_costs(transports.message_speed, transports.network_speed)
-        self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs)
+        shares_link = transports.pinning.shares_gpu
+        self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs, shares_link)
         self._native = table is not None and not transports.aware and threads
 
     def choose(

@@ -20,6 +20,7 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, CALL, Costs, network, uniform_network
 from collectives.selection.shared_cores import predict_on_shared_cores
+from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.mailbox import RENDEZVOUS_BYTES
 
@@ -72,7 +73,7 @@ class Selector:
 
     `nodes` is None if all ranks are on one node. `table` is the same on all ranks; without one the model decides, at
     `costs`, which are the same on all ranks too. `cores`: those that the ranks of one node share, if there are fewer
-    than ranks.
+    than ranks. `shares_link`: all messages are copied from and to one GPU.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Selector:
         table: TimingTable | None = None,
         cores: int | None = None,
         costs: Costs = BUILT_IN,
+        shares_link: bool = False,
     ) -> None:
         self.size, self.nodes, self.table = size, nodes, table
         self._mixed = None if nodes is None or uniform_network(nodes, BUILT_IN) else sample(nodes, SIMULATED_RANKS)
         """Placement that predictions assume where not all edges are alike, else None."""
 
         self.cores = cores if size <= SIMULATED_RANKS else None
+        self.shares_link = shares_link and size <= SIMULATED_RANKS
         self.costs = costs if table is None else table.costs
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
         self._decided: dict[CallTraits, Selection] = {}
@@ -164,7 +167,7 @@ class Selector:
         else:
             found: dict[AlgorithmChoice, float] = {}
             for name in able:
-                most = MOST_SEGMENTS if self.cores is None else 1
+                most = MOST_SEGMENTS if self.cores is None and not self.shares_link else 1
                 segments, seconds = best_segments(partial(self._seconds, traits, name, deciding), most)
                 found[AlgorithmChoice(name, segments)] = seconds
             best = min(found, key=found.__getitem__)
@@ -185,6 +188,8 @@ class Selector:
         call = traits.collective, name, size, traits.nbytes
         if catalog.find(traits.collective, name).placed:
             return predict(*call, segments, nodes=self._mixed, costs=costs)
+        if self.shares_link:
+            return predict_on_shared_link(*call)
         if self.cores is not None:
             return predict_on_shared_cores(*call, self.cores)
         return formula(*call, segments, self._wire(costs))

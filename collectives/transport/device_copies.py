@@ -118,10 +118,14 @@ class PinnedMailboxes:
 
 
 class PinningResult(NamedTuple):
-    """The pinned mailboxes, or None and the reason why there are none; the same kind on all ranks."""
+    """The pinned mailboxes, or None and the reason why there are none; the same kind on all ranks.
+
+    `shares_gpu`: several ranks have mailboxes, and one GPU is current on all of them.
+    """
 
     mailboxes: PinnedMailboxes | None
     reason: str
+    shares_gpu: bool = False
 
 
 def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> PinningResult:
@@ -147,10 +151,12 @@ def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) ->
         return PinningResult(None, f"the memory of the node cannot be pinned on all ranks{error}")
     if mailboxes is None:
         raise AssertionError("a rank without pinned mailboxes agreed to them")
-    if not reduced(comm, _token_arrives(comm, node, mailboxes.copies(cupy.cuda.Device().id), cupy), MPI.LAND):
+    device = int(cupy.cuda.Device().id)
+    if not reduced(comm, _token_arrives(comm, node, mailboxes.copies(device), cupy), MPI.LAND):
         mailboxes.free()
         return PinningResult(None, "a message between devices did not arrive")
-    return PinningResult(mailboxes, "")
+    buses = comm.allgather(str(cupy.cuda.runtime.deviceGetPCIBusId(device)))
+    return PinningResult(mailboxes, "", len(buses) > 1 == len(set(buses)))
 
 
 def _token_arrives(comm: MPI.Intracomm, node: NodeMemory, copies: DeviceCopies, cupy: ModuleType) -> bool:

@@ -105,7 +105,7 @@ class ChunkSend(DeviceSend):
         edge.counts[SENT] = number = edge.counts[SENT] + 1
         return int(number)
 
-    def slot(self, number: int) -> int:
+    def slot(self, _: int) -> int:
         return self._chunk
 
     def end(self, number: int) -> Any:
@@ -172,11 +172,10 @@ class DeviceReceive:
 
     def fetch(self, pieces: tuple[int, ...]) -> int:
         """Address here of a message that is in a peer's memory: of its chunk, or of a copy read from that process."""
-        chunk = None
         if self._chunks is not None and len(pieces) == 2:
             chunk = self._chunks.find(self._edge.place, *pieces, self._copies)
-        if chunk is not None:
-            return chunk
+            if chunk is not None:
+                return chunk
         if self._read is None:
             self._host = self._device.pinned(self._nbytes)
             self._read = RendezvousRead(self._edge, [self._host], None)
@@ -221,7 +220,15 @@ class Lane:
         """Begin and end messages as far as possible, in order."""
         self._begin()
         before = len(self._begun)
-        self._end()
+        while self._begun and self._begun[0].event.done:
+            message, number, event = self._begun[0]
+            self._copies.recycle(event)
+            another = message.end(number)
+            if another is not None:
+                self._begun[0] = DeviceCopy(message, number, another)
+                continue
+            self._begun.popleft()
+            message.done = True
         if len(self._begun) < before:
             self._begin()
 
@@ -232,17 +239,6 @@ class Lane:
                 break
             self._begun.append(begun)
             self._waiting.popleft()
-
-    def _end(self) -> None:
-        while self._begun and self._begun[0].event.done:
-            message, number, event = self._begun[0]
-            self._copies.recycle(event)
-            another = message.end(number)
-            if another is not None:
-                self._begun[0] = DeviceCopy(message, number, another)
-                continue
-            self._begun.popleft()
-            message.done = True
 
 
 class _Parts(NamedTuple):
@@ -255,8 +251,8 @@ class _Parts(NamedTuple):
 class DeviceNodeTransport(Wire):
     """Transport between devices of a node: one channel of its pinned mailboxes; all ranks are on the node.
 
-    `edges` and `mark` are as in `NodeAwareTransport`, which must cut messages as here: to the length of a cell, or if
-    there are `chunks` by `part_size`.
+    `edges` and `mark` are as in `NodeAwareTransport`, which must cut messages as here: to cells, or with `chunks` by
+    `part_size`.
     """
 
     in_mailboxes = True

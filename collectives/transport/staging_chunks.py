@@ -91,7 +91,7 @@ class StagingChunks:
     def find(self, place: int, address: int, nbytes: int, copies: DeviceCopies) -> int | None:
         """Address here of data in a chunk of the rank with a place on the node; None if it is not in a chunk."""
         start = address - self._bases[place]
-        inside = 0 <= start and start + nbytes <= self._areas[place].size
+        inside = start >= 0 and start + nbytes <= self._areas[place].size
         return self._pin(place, start, copies) if inside else None
 
     def _pin(self, place: int, start: int, copies: DeviceCopies) -> int:

@@ -58,6 +58,7 @@ class _Gpu:
         self.memory = {}  # address -> (weak reference to the block's bytes, device)
         self.pinned = []  # weak references
         self.registered = {}  # bytes by address
+        self.pageable = False  # copies take other host memory too, and are then waited for
         self.jobs = defaultdict(deque)  # stream -> (work, the ranges that it touches)
         self.begun = defaultdict(int)
         self.ended = defaultdict(int)
@@ -467,7 +468,8 @@ def _memcpy_async(target, source, nbytes, direction, stream):
         GPU.put(number, checked, ranges, ("copy", number, nbytes))
         return
     there, here = (source, target) if direction == runtime.memcpyDeviceToHost else (target, source)
-    if not GPU.is_pinned(here, nbytes):
+    is_pinned = GPU.is_pinned(here, nbytes)
+    if not is_pinned and not GPU.pageable:
         raise RuntimeError("an asynchronous copy needs pinned memory")
     device = GPU.at(there, nbytes)
 
@@ -479,6 +481,8 @@ def _memcpy_async(target, source, nbytes, direction, stream):
 
     kind = "to_host" if direction == runtime.memcpyDeviceToHost else "to_device"
     GPU.put(number, work, ranges, (kind, number, nbytes))
+    if not is_pinned:
+        GPU.run(number, GPU.begun[number])
 
 
 def _exported(pointer):
