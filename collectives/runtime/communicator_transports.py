@@ -28,7 +28,7 @@ from collectives.transport.reduced import reduced
 from collectives.transport.shared_gpu import GpuChannel, share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
 from collectives.transport.shm import NodeAwareTransport
-from collectives.transport.staging_chunks import part_size, share_chunks
+from collectives.transport.staging_chunks import share_chunks
 from collectives.transport.wire import Wire
 
 BLOCKING_CHANNEL = 0
@@ -73,7 +73,7 @@ class Transports:
         everyone = self.node if self.nodes is None else None
         self.sharing = share_gpu(comm, everyone, gpu == "kernel")
         self.pinning = pin_mailboxes(comm, everyone, gpu in ("kernel", "pinned") and self.sharing.gpu is None)
-        self.chunks = share_chunks(comm, self.node) if self.node is not None and self.pinning.mailboxes else None
+        self.chunks = share_chunks(self.node) if self.node is not None and self.pinning.mailboxes else None
         self.network_speed = network_speed.NetworkSpeed()
         if self.nodes is not None:
             self.network_speed = network_speed.measure(comm, self.nodes)
@@ -154,8 +154,7 @@ class Transports:
             return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies, self.chunks)
         if mailboxes is not None:  # a message may be in a device's memory, at either end
             streamed = MOST
-        parts = None if self.chunks is None else part_size
-        return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark, parts)
+        return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark, self.chunks)
 
     def gpu_channel(self, channel: int | None) -> GpuChannel | None:
         """Meetings of a channel's calls on the GPU that all ranks share, or on several with access; None without."""

@@ -116,6 +116,10 @@ class SharedHeap:
         """Mapped segments of the peer with node rank `place`; for this rank, those that its peers have mapped."""
         return self._mapped[place]
 
+    def add(self, place: int, segment: HeapSegment) -> None:
+        """Add memory of the rank with node rank `place` that was mapped here already; not for arrays."""
+        self._mapped[place].append(segment)
+
     def is_shared(self, address: int, nbytes: int) -> bool:
         """True if the peers have this memory of this rank mapped."""
         return self.peer_view(self._place, address, nbytes) is not None

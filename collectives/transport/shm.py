@@ -22,6 +22,7 @@ from collectives.buffers.memory import view
 from collectives.transport.mailbox import SLOTS, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shm_messages import BYTE, Combination, MailboxReceive, MailboxSend, RendezvousRead, as_words
+from collectives.transport.staging_chunks import HostChunkSend, StagingChunks, part_size
 from collectives.transport.wire import Iovec, Reduction
 from collectives.types import Wait
 
@@ -31,8 +32,8 @@ class NodeAwareTransport:
 
     `edges` are those of the channel, by rank of the node. `streamed`: bytes up to which messages are cut to go
     through cells; equal at both ends of every edge. `mark` is a number below `MARKS` that both ends of every edge
-    compute from the call: a message with another mark raises. `part_size` gives the bytes of the parts to which longer
-    messages than a cell are cut where a device may be at the other end, whatever `streamed` is.
+    compute from the call: a message with another mark raises. With `chunks`, where a device may be at the
+    other end, messages longer than a cell are cut for these, whatever `streamed` is.
     """
 
     in_mailboxes = True
@@ -45,15 +46,18 @@ class NodeAwareTransport:
         network: PersistentTransport | ImmediateTransport,
         streamed: int,
         mark: int = 0,
-        part_size: Callable[[int], int] | None = None,
+        chunks: StagingChunks | None = None,
     ) -> None:
         self.node, self._channel, self._edges, self._network = node, channel, edges, network
         self.mark = mark
-        self._streamed, self._part_size = streamed, part_size
+        self._streamed, self._chunks = streamed, chunks
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         if peer not in self._edges:
             return self._network.send(peer, pieces, stable)
+        is_long = sum(piece.nbytes for piece in pieces) > self.node.cells[self._channel]
+        if self._chunks is not None and is_long and not self.node.reads:
+            return HostChunkSend(self._chunks, self._edges[peer], pieces, self.mark)
         return MailboxSend(self._edges[peer], pieces, self.mark, stable)
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
@@ -80,8 +84,8 @@ class NodeAwareTransport:
         if peer not in self._edges:
             return None
         cell = self.node.cells[self._channel]
-        if self._part_size is not None:
-            return self._part_size(nbytes) if nbytes > cell else 0
+        if self._chunks is not None:
+            return part_size(nbytes) if nbytes > cell else 0
         whole = nbytes <= cell or (nbytes > self._streamed and self.node.reads)
         return 0 if whole else cell
 
@@ -92,7 +96,7 @@ class NodeAwareTransport:
         """Direction and node rank of a message through a mailbox, whose order matters; None for the network's."""
         if isinstance(message, MailboxReceive):
             return "in", message.edge.place
-        return ("out", message.edge.place) if isinstance(message, MailboxSend) else None
+        return ("out", message.edge.place) if isinstance(message, (MailboxSend, HostChunkSend)) else None
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         return self._network.start_calls(messages)

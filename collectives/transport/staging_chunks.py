@@ -4,8 +4,9 @@ Copies of a cell of the mailboxes are so short that their starts and ends, and p
 the data: 128 KiB move at a third of the link's speed, 4 MiB at nine tenths. Longer cells would be no answer: there are
 sixteen each way for every peer and channel, and compiled code writes all in turn. So every rank has an area of chunks
 beside its mailboxes, in a memory file that the others map. Calls on all channels take chunks from it, and a message's
-mailbox has the address of its chunk, as it would have that of data in the sender's memory: ranks with arrays on the
-host read it like any other.
+mailbox has the address of its chunk, as it would have that of an array in shared memory: ranks with arrays on the host
+read it like any other. They send long messages by address, too, or through chunks if ranks may not read each other's
+memory.
 
 A chunk is in use until its message is acknowledged, which may be late: its receiver may wait for another message first.
 So `SHARED` chunks go to whoever comes first, at most `IN_FLIGHT` to one receiver of a channel, and a receiver that has
@@ -17,15 +18,27 @@ messages by one call at a time uses at most 64 MiB, with two ranks 16 MiB. Each 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.buffers.memory import view
 from collectives.transport.device_copies import DeviceCopies
-from collectives.transport.mailbox import CHANNELS, SENT, MailboxEdge, NodeMemory
-from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import map_all
+from collectives.transport.mailbox import (
+    CHANNELS,
+    KIND,
+    MASK,
+    SENT,
+    SLOTS,
+    WORDS,
+    MailboxEdge,
+    NodeMemory,
+    address_label,
+)
+from collectives.transport.shared_heap import HeapSegment, map_all
+from collectives.transport.wire import Iovec
 
 CHUNK, SHORTEST = 1 << 22, 1 << 20
 """Bytes of a chunk; and of the shortest parts that a message is cut to."""
@@ -63,8 +76,11 @@ class StagingChunks:
         self._taken: dict[MailboxEdge, deque[tuple[int, int]]] = {}  # (number of the message, chunk)
         self._pinned: dict[int, DeviceCopies | None] = {}  # by address; None if CUDA refused
 
-    def take(self, edge: MailboxEdge, copies: DeviceCopies) -> int | None:
-        """Address of a chunk for the next message on an edge; None if messages before must be acknowledged first."""
+    def take(self, edge: MailboxEdge, copies: DeviceCopies | None) -> int | None:
+        """Address of a chunk for the next message on an edge; None if messages before must be acknowledged first.
+
+        It is pinned for `copies`, if any.
+        """
         taken = self._taken.setdefault(edge, deque())
         self._give_back(edge, taken)
         if len(taken) >= self._most:
@@ -94,14 +110,14 @@ class StagingChunks:
         inside = start >= 0 and start + nbytes <= self._areas[place].size
         return self._pin(place, start, copies) if inside else None
 
-    def _pin(self, place: int, start: int, copies: DeviceCopies) -> int:
+    def _pin(self, place: int, start: int, copies: DeviceCopies | None) -> int:
         """Pin the chunk at an offset in an area; return the offset's address.
 
         If CUDA refuses, it copies from and to the chunk all the same, but takes more time.
         """
         address = self._addresses[place] + start
         chunk = address - start % CHUNK
-        if chunk not in self._pinned:
+        if copies is not None and chunk not in self._pinned:
             self._pinned[chunk] = None
             with suppress(RuntimeError):
                 copies.pin(chunk, CHUNK)
@@ -116,15 +132,39 @@ class StagingChunks:
         self._pinned.clear()
 
 
-def share_chunks(comm: MPI.Intracomm, node: NodeMemory) -> StagingChunks | None:
-    """Map the areas of all ranks of `comm`, all of one node; None on all if that fails, or they are too many.
+class HostChunkSend:
+    """Operation of an exchange that sends at most a chunk of host memory, by a copy into a chunk of this rank's."""
 
-    Also if ranks may not read each other's memory: ranks with arrays on the host send the addresses of long messages.
-    Collective.
-    """
-    if not reduced(comm, node.reads and 1 < node.size <= MOST_RANKS, MPI.LAND):
-        return None
-    areas = map_all(node.comm, (SHARED[1] + CHANNELS * node.size) * CHUNK)
+    def __init__(self, chunks: StagingChunks, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
+        self.edge, self._chunks, self._label = edge, chunks, address_label(mark, 1)
+        self._data = [view(*piece, np.dtype(np.uint8)) for piece in pieces]
+        self._nbytes = sum(piece.nbytes for piece in pieces)
+
+    def attempt(self) -> bool:
+        """Copy the data, and write the chunk's address into the next slot; False if no slot or chunk is free."""
+        edge = self.edge
+        chunk = self._chunks.take(edge, None) if edge.has_room(SLOTS) else None
+        if chunk is None:
+            return False
+        edge.counts[SENT] = number = edge.counts[SENT] + 1
+        start = chunk
+        for data in self._data:
+            view(start, data.nbytes, data.dtype)[...] = data
+            start += data.nbytes
+        at = edge.outbox + (number & MASK) * WORDS
+        edge.mine[at + 1], edge.mine[at + 2] = chunk, self._nbytes
+        if edge.node.fence is not None:
+            edge.node.fence()
+        edge.mine[at] = number * KIND + self._label
+        return True
+
+
+def share_chunks(node: NodeMemory) -> StagingChunks | None:
+    """Map the areas of all ranks of a node; None on all if that fails, or if they are too many. Collective."""
+    areas = map_all(node.comm, (SHARED[1] + CHANNELS * node.size) * CHUNK) if 1 < node.size <= MOST_RANKS else []
     if not areas:
         return None
-    return StagingChunks(node, areas, node.comm.allgather(MPI.Get_address(areas[node.place])))
+    bases = node.comm.allgather(MPI.Get_address(areas[node.place]))
+    for place, area in enumerate(areas):
+        node.heap.add(place, HeapSegment(bases[place], area))
+    return StagingChunks(node, areas, bases)

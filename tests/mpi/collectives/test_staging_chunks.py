@@ -180,24 +180,52 @@ def maps_nothing(comm, nbytes):
     return []
 
 
-def reads_nothing(self):
-    READS(self)
-    return False, False
-
-
-@pytest.mark.parametrize(
-    "patch", [(staging_chunks, "map_all", maps_nothing), (NodeMemory, "_reads_and_writes", reads_nothing)]
-)
 @pytest.mark.parametrize("places", PLACES)
-def test_nodes_without_chunks(gpu, world, monkeypatch, patch, places):
+def test_nodes_without_chunks(gpu, world, monkeypatch, places):
     """Long messages go through cells."""
     if world.size == 1:
         pytest.skip("needs two processes")
-    monkeypatch.setattr(*patch)
+    monkeypatch.setattr(staging_chunks, "map_all", maps_nothing)
     comm = open_pinned(world)
     assert chunks_of(comm) is None
     for n in (1, CELL + 1, CHUNK + 1):
         assert broadcast_is_right(comm, n, n, PLACES[places](world.rank))
+    comm.close()
+
+
+class Unreadable:
+    """A process whose memory cannot be read."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def read(self, *_):
+        raise OSError("this memory is private")
+
+
+def reads_nothing(self):
+    READS(self)
+    self.readers = [Unreadable(reader.pid) for reader in self.readers]
+    return False, False
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_ranks_that_may_not_read_each_others_memory(gpu, world, monkeypatch, places):
+    if world.size == 1:
+        pytest.skip("needs two processes")
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+    monkeypatch.setattr(NodeMemory, "_reads_and_writes", reads_nothing)
+    comm = open_pinned(world)
+    assert chunks_of(comm) is not None
+    for n in (1, CELL + 1, 3 * SHORTEST + 5, MANY):
+        assert broadcast_is_right(comm, n, n, PLACES[places](world.rank))
+    mine = array_of(PLACES[places](world.rank), np.zeros(700_001, "i4"))
+    total = mine.copy()
+    for turn in range(5):
+        mine[...] = array_of(PLACES[places](world.rank), np.arange(700_001, dtype="i4") + world.rank + turn)
+        comm.Allreduce(mine, total)
+        expected = world.size * (np.arange(700_001) + turn) + world.size * (world.size - 1) // 2
+        np.testing.assert_array_equal(cupy.asnumpy(total), expected)
     comm.close()
 
 
