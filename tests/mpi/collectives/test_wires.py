@@ -20,18 +20,19 @@ from collectives.transport.mpi_transport import ImmediateTransport, PersistentTr
 from collectives.transport.peer_messages import PeerLinks, PeerTransport, connect
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shm import NodeAwareTransport
+from collectives.transport.staging_chunks import share_chunks
 from collectives.transport.wire import Iovec
 
 
 class OnDevice(DeviceNodeTransport):
     """The transport of device memory; the stand-in's GPU takes the memory of the messages for its own."""
 
-    def __init__(self, node):
+    def __init__(self, node, chunks=None):
         cupy.GPU.private = False
         self.mailboxes = PinnedMailboxes(node, cupy)
         device, copies = DeviceMemory(cupy.zeros(1)), self.mailboxes.copies(0)
         edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
-        super().__init__(node, 1, edges, 0, device, copies)
+        super().__init__(node, 1, edges, 0, device, copies, chunks)
         self._taken = []
 
     def _cut(self, pieces):
@@ -70,6 +71,7 @@ WIRES = {
     "peer": lambda comm, node: BetweenDevices(comm, node),
     "peer, without flags": lambda comm, node: BetweenDevices(comm, node, flags=False),
     "device": lambda comm, node: OnDevice(node),
+    "device, chunks": lambda comm, node: OnDevice(node, share_chunks(node)),
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),
     "shared": lambda comm, node: mailboxes(comm, node),

@@ -11,7 +11,7 @@ from collectives.analysis.simulate import price
 from collectives.errors import InvalidArgument
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
-from collectives.selection import select
+from collectives.selection import select, shared_link
 from collectives.selection.cost_model import BUILT_IN, Costs, measured_costs, network, uniform_network
 from collectives.selection.select import CallTraits, Selector, formula
 from collectives.selection.shared_cores import (
@@ -23,6 +23,7 @@ from collectives.selection.shared_cores import (
     predict_on_shared_cores,
     total_work,
 )
+from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.network_speed import NetworkSpeed
@@ -178,6 +179,21 @@ def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     assert shared.decide(CallTraits("allreduce", 8)).choice == ("linear", 1)  # half of the waits
     assert alone.decide(CallTraits("broadcast", 8 * n)).segments > 1
     assert {shared.decide(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
+
+
+def test_where_ranks_share_a_link_the_bytes_of_all_messages_count():
+    n = 1 << 28
+    expected = shared_link.MESSAGE + 2 * shared_link.OVERHEAD + 3 * n * shared_link.BETA
+    assert predict_on_shared_link("broadcast", "linear", 4, n) == pytest.approx(expected)
+    for size in (2, 3, 4, 8):
+        selector = Selector(size, shares_link=True)
+        for name, entries in catalog.CATALOG.items():
+            chosen = selector.decide(CallTraits(name, n))
+            able = [one for one, entry in entries.items() if not entry.placed and entry.alike]
+            least = min(total_work(name, one, size).moved for one in able)
+            assert (chosen.segments, total_work(name, chosen.algorithm, size).moved) == (1, least)
+    assert Selector(4, shares_link=True).decide(CallTraits("allreduce", n)).algorithm == "direct"
+    assert Selector(4, shares_link=True).decide(CallTraits("allreduce", 8)).algorithm == "recursive_doubling"
 
 
 def test_measured_speed_becomes_rounded_costs():
