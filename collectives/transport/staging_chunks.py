@@ -125,11 +125,12 @@ class StagingChunks:
         return address
 
     def free(self) -> None:
-        """Unpin all chunks; no copies may be under way."""
+        """Unpin all chunks, and let go of the areas; no copies may be under way."""
         for address, copies in self._pinned.items():
             if copies is not None:
                 copies.unpin(address)
         self._pinned.clear()
+        self._areas = []
 
 
 class HostChunkSend:
