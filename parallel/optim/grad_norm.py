@@ -23,11 +23,12 @@ def block_squares(vector: Array) -> np.ndarray:
     if vector.ndim != 1 or len(vector) % BLOCK:
         raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
     step, sums = portion_of(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
-    spare = np.empty_like(vector, shape=min(step, len(vector)), dtype=np.float64)
+    use = kernels(vector)
+    spare = np.empty_like(vector, shape=-(-min(step, len(vector)) // use.SPARE_TERMS), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(vector), step):
             x = vector[start : start + step]
-            kernels(vector).squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
+            use.squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
     return sums if isinstance(sums, np.ndarray) else sums.get()
 
 

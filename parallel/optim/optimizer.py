@@ -20,17 +20,18 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import groupby
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from parallel.nn.operator import Parameter
+from parallel.optim.kernels import kernels
 from parallel.optim.kernels.reference_updates import Scalars
 from parallel.optim.lr_schedules import Rate, describe
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
@@ -71,6 +72,9 @@ class Optimizer(metaclass=TorchNames):
         Decay of a moving average of the weights, from 0 (none) to below 1: the state vector "ema", equal to the weights
         after the first update, then ema = decay ema + (1 - decay) w after each (Polyak and Juditsky 1992).
     """
+
+    device_rows: ClassVar[int] = 0
+    """Rows of scratch memory that updates on a GPU need; those on the host need two."""
 
     rate: Rate
     decay: float = 0.0
@@ -154,13 +158,23 @@ class Optimizer(metaclass=TorchNames):
         self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rates: Sequence[float], gather: Gather | None
     ) -> None:
         for piece in pieces:
-            spare = self._workspace(piece.weights)
-            for tuning, run in self._runs(piece):
-                scalars = self._scalars(step, scale, rates[tuning.number], tuning.decay)
-                for part in portions(run, spare):
-                    if tuning.trains:
-                        self._portion(piece, part, spare, scalars)
+            with_scalars = (
+                (tuning, run, self._scalars(step, scale, rates[tuning.number], tuning.decay))
+                for tuning, run in self._runs(piece)
+            )
+            self._update_runs(piece, step, with_scalars)
+
+    def _update_runs(self, piece: OptimizerSpan, step: int, runs: Iterable[tuple[Tuning, ElementRun, Scalars]]) -> None:
+        """Update all runs of a span, and finish them: on the host while a portion is in the cache, else at once."""
+        spare, on_host = self._workspace(piece.weights), isinstance(piece.weights, np.ndarray)
+        for tuning, run, scalars in runs:
+            for part in portions(run, spare):
+                if tuning.trains:
+                    self._portion(piece, part, spare, scalars)
+                if on_host:
                     self._finish(piece, part, step, spare)
+        if not on_host:
+            self._finish(piece, slice(piece.span.size), step, spare)
 
     def _runs(self, piece: OptimizerSpan) -> Runs:
         """Runs of neighbouring tensors of a span with the same hyperparameters, in order; cached while these hold."""
@@ -178,10 +192,8 @@ class Optimizer(metaclass=TorchNames):
         if piece.stored is not None:
             piece.stored[part] = weights
         if self.ema:
-            average, new = piece.state[EMA][part], spare[0, : len(weights)]
-            np.multiply(weights, 1.0 - self.ema if step else 1.0, out=new)
-            np.multiply(average, self.ema if step else 0.0, out=average)
-            np.add(average, new, out=average)
+            keep, gain = (self.ema, 1.0 - self.ema) if step else (0.0, 1.0)
+            kernels(weights).average(weights, piece.state[EMA][part], spare, keep, gain)
 
     def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
         """Update weights and state of the elements `part` of a span, a portion that fits the cache."""
@@ -201,10 +213,11 @@ class Optimizer(metaclass=TorchNames):
             self._workspace(piece.weights)
 
     def _workspace(self, like: Array) -> Array:
-        """Scratch array of shape (2, elements per kernel call), made once per array type and dtype."""
+        """Scratch array of shape (rows, elements per kernel call), made once per array type and dtype."""
         key = type(like), like.dtype.str
         if key not in self._spare:
-            self._spare[key] = np.empty_like(like, shape=(2, portion_of(like)))
+            rows = 2 if isinstance(like, np.ndarray) else self.device_rows
+            self._spare[key] = np.empty_like(like, shape=(rows, portion_of(like)))
         return self._spare[key]
 
 

@@ -104,6 +104,7 @@ class LAMB(Adam):
     tensor can leave zero. Norms are over whole tensors.
     """
 
+    device_rows: ClassVar[int] = 1
     eps: float = 1e-6
     decay: float = 0.01
 
@@ -130,15 +131,15 @@ class LAMB(Adam):
                     directions.append(block_squares(u))
         of_weights, of_directions = gather(np.concatenate(weights)), gather(np.concatenate(directions))
         for piece in pieces:
-            use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
-            spare = self._workspace(piece.weights)
-            for run, tuning in self._tensors(piece):
-                trust = _trust(run.place, of_weights, of_directions)
-                scalars = self._scalars(step, scale, rates[tuning.number] * trust, tuning.decay)
-                for part in portions(run, spare):
-                    if tuning.trains:
-                        use.lamb(piece.weights[part], m[part], v[part], spare, scalars)
-                    self._finish(piece, part, step, spare)
+            trusts = (_trust(run.place, of_weights, of_directions) for run in piece.tensors)
+            with_scalars = (
+                (tuning, run, self._scalars(step, scale, rates[tuning.number] * trust, tuning.decay))
+                for (run, tuning), trust in zip(self._tensors(piece), trusts)
+            )
+            self._update_runs(piece, step, with_scalars)
+
+    def _portion(self, piece, part, spare, scalars):
+        kernels(piece.weights).lamb(piece.weights[part], piece.state["m"][part], piece.state["v"][part], spare, scalars)
 
     def _tensors(self, piece: OptimizerSpan) -> Iterator[tuple[ElementRun, Tuning]]:
         return ((run, self._table.tuning(run.place.parameter, self.decay)) for run in piece.tensors)

@@ -15,6 +15,7 @@ from support.standin import recorder
 from collectives.transport import gpu_kernels, peer_kernels
 from collectives.transport.wire import Iovec
 from parallel.nn.kernels import fused, reference_kernels
+from parallel.optim.kernels import device_updates, reference_updates
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
 from quant.kernels.reference_codecs import LinearCode
@@ -113,6 +114,44 @@ def test_small_floats_like_the_reference(cupy, on_host, code, key):
     reference_codecs.encode_float(rows, 8, by, True, code, key, expected)
     device_codecs.encode_float(cupy.asarray(rows), 8, cupy.asarray(by), True, code, key, found)
     np.testing.assert_array_equal(found.get(), expected)
+
+
+UPDATES = {
+    "sgd": (2, (0.3, 0.1, 0.01)),
+    "momentum": (3, (0.3, 0.1, 0.01, 0.9)),
+    "nesterov": (3, (0.3, 0.1, 0.01, 0.9)),
+    **{name: (4, (0.3, 0.1, 0.01, 0.9, 0.999, 1e-8, 0.19, 0.002)) for name in ("adam", "adamw")},
+    **{name: (3, (0.3, 0.1, 0.01, 0.9, 0.999, 1e-8, 0.19, 0.002)) for name in ("lamb_moments", "lamb_direction", "lamb")},
+    "average": (2, ()),
+}
+"""Optimizer updates: number of arrays and scalars."""
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_have_the_bits_of_the_reference(cupy, on_host, name, dtype):
+    random = np.random.default_rng(4)
+    number, scalars = UPDATES[name]
+    arrays = [(10.0 ** random.integers(-20, 2, 1000) * random.random(1000)).astype(dtype) for _ in range(number)]
+    function = "momentum" if name == "nesterov" else name
+    others = {"momentum": (scalars, False), "nesterov": (scalars, True), "average": (0.9, 0.1)}.get(name, (scalars,))
+    there = list(map(cupy.asarray, arrays))
+    cupy_without_driver.LAUNCHED.clear()
+    found = getattr(device_updates, function)(*there, cupy.empty((1, 1000), dtype), *others)
+    assert len(cupy_without_driver.LAUNCHED) == 1
+    expected = getattr(reference_updates, function)(*arrays, np.empty((2, 1000), dtype), *others)
+    assert [array.get().tobytes() for array in there] == [array.tobytes() for array in arrays]
+    assert (found is None) == (expected is None)
+    assert found is None or found.get().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_squares_have_the_bits_of_the_reference(cupy, on_host, dtype):
+    x = np.random.default_rng(5).normal(size=11 * 256).astype(dtype)
+    expected, found = np.empty(11), cupy.empty(11, "f8")
+    reference_updates.squares(x, 256, np.empty(len(x)), expected)
+    device_updates.squares(cupy.asarray(x), 256, cupy.empty(len(x) // device_updates.SPARE_TERMS, "f8"), found)
+    assert found.get().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -1,4 +1,7 @@
-"""Optimizer updates of vectors: `reference_updates` for NumPy and CuPy; `compiled_updates`, bitwise equal, by numba."""
+"""Optimizer updates of vectors: `reference_updates`, and others with the same bits.
+
+`compiled_updates` are numba's for the host, `device_updates` kernels of CuPy.
+"""
 
 from functools import cache
 from importlib.util import find_spec
@@ -7,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from parallel.optim.kernels import reference_updates
+from parallel.optim.kernels import device_updates, reference_updates
 
 
 def kernels(x: Any) -> ModuleType:
-    """Module of update functions to use for arrays like `x`: compiled for host arrays if numba is installed."""
-    return _host() if isinstance(x, np.ndarray) else reference_updates
+    """Module of update functions to use for arrays like `x`: for host arrays those of numba, if it is installed."""
+    return _host() if isinstance(x, np.ndarray) else device_updates
 
 
 @cache

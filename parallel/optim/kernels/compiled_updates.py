@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from parallel.optim.kernels.reference_updates import SPARE_TERMS as SPARE_TERMS
 from quant.kernels.jit import compiler
 
 loop = compiler(error_model="numpy")
@@ -97,6 +98,14 @@ def lamb(weights, m, v, spare, scalars):
     u = lamb_direction(weights, m, v, spare, scalars)
     for i in range(weights.size):
         weights[i] -= rate * u[i]
+
+
+@loop
+def average(weights, ema, spare, keep, gain):
+    real = weights.dtype.type
+    keep, gain = real(keep), real(gain)
+    for i in range(weights.size):
+        ema[i] = keep * ema[i] + gain * weights[i]
 
 
 @loop

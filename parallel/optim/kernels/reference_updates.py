@@ -1,4 +1,4 @@
-"""Reference updates of the optimizers, element by element, for NumPy and CuPy vectors of equal length.
+"""Reference updates of the optimizers, element by element, for vectors of equal length.
 
 `weights`, `gradient` and the state vectors have one dtype, float32 or float64; scalars are first combined in double
 precision. `spare` is scratch memory of that dtype, of shape (2, at least n). Every operation rounds by itself, so
@@ -10,6 +10,9 @@ import math
 import numpy as np
 
 from quant.types import Array
+
+SPARE_TERMS = 1
+"""Elements for which `squares` needs one element of scratch memory."""
 
 Scalars = tuple[float, ...]
 """(scale, rate, decay), then momentum for SGD, or (beta1, beta2, eps, correction1, correction2) for Adam and LAMB, with
@@ -86,11 +89,19 @@ def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> 
     np.subtract(weights, u, out=weights)
 
 
+def average(weights: Array, ema: Array, spare: Array, keep: float, gain: float) -> None:
+    """Update a moving average: ema = keep ema + gain w."""
+    new = spare[0, : len(weights)]
+    np.multiply(weights, gain, out=new)
+    np.multiply(ema, keep, out=ema)
+    np.add(ema, new, out=ema)
+
+
 def squares(x: Array, block: int, spare: Array, out: Array) -> None:
     """Write the sum of squares of each block of x to `out`, in float64, added in a fixed order (pairwise tree).
 
-    `x` has whole blocks of `block` elements, a power of two; `spare` is float64 of shape (at least len(x),), `out`
-    float64 of shape (len(x) / block,).
+    `x` has whole blocks of `block` elements, a power of two; `spare` is float64, at least len(x) / `SPARE_TERMS` elements,
+    `out` float64 of shape (len(x) / block,).
     """
     terms = spare[: len(x)]
     terms[...] = x

@@ -1,82 +1,85 @@
-"""Optimisers on arrays that are not NumPy's: as CuPy's do, they answer to NumPy's functions, but show it no memory."""
+"""Optimizers on a GPU: kernels of CuPy, run by the stand-in, give the bits of the host."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+from support.fakes import cupy
 
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
+from parallel.optim import optimizer as optimizers
 from parallel.optim.grad_norm import block_squares
+from parallel.optim.kernels import device_updates, reference_updates
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW
 
-
-class Foreign:
-    """An array out of NumPy's reach. Whoever mixes it with host memory, or asks for its buffer, fails."""
-
-    def __init__(self, host):
-        self.host = host
-        self.dtype, self.shape, self.ndim = host.dtype, host.shape, host.ndim
-
-    def __len__(self):
-        return len(self.host)
-
-    def __getitem__(self, key):
-        return Foreign(self.host[key])
-
-    def __setitem__(self, key, value):
-        self.host[key] = open_(value)
-
-    def __array__(self, *_, **__):
-        raise TypeError("implicit conversion to a NumPy array")
-
-    def __array_ufunc__(self, ufunc, method, *inputs, out):
-        assert method == "__call__"
-        getattr(ufunc, method)(*map(open_, inputs), out=tuple(map(open_, out)))
-        return out[0]
-
-    def __array_function__(self, function, types, args, kwargs):
-        assert function in (np.zeros_like, np.empty_like)
-        return Foreign(function(self.host, *args[1:], **kwargs))
-
-    def reshape(self, *shape):
-        return Foreign(self.host.reshape(*shape))
-
-    def get(self):
-        return self.host.copy()
-
-
-def open_(value):
-    assert isinstance(value, Foreign | float), f"host memory met a device's: {type(value)}"
-    return value.host if isinstance(value, Foreign) else value
-
+pytestmark = pytest.mark.usefixtures("gpu")
 
 SPAN = Span(0, 8 * BLOCK)
 PLACES = [
-    ParamSpan(Parameter((5 * BLOCK,), constant(0.0)), Span(0, 5 * BLOCK)),
+    ParamSpan(Parameter((3 * BLOCK,), constant(0.0)), Span(0, 3 * BLOCK)),
+    ParamSpan(Parameter((2 * BLOCK,), constant(0.0)), Span(3 * BLOCK, 5 * BLOCK)),
     ParamSpan(Parameter((3 * BLOCK,), constant(0.0), decay=False), Span(5 * BLOCK, 8 * BLOCK)),
+]
+OPTIMIZERS = [
+    SGD(rate=0.1),
+    SGD(rate=0.1, decay=0.1, ema=0.9),
+    SGD(rate=0.1, momentum=0.5),
+    SGD(rate=0.1, momentum=0.5, nesterov=True, decay=0.1),
+    Adam(rate=0.1, decay=0.1),
+    AdamW(rate=0.1),
+    AdamW(rate=0.1, ema=0.99),
+    LAMB(rate=0.1),
 ]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        SGD(rate=0.1, decay=0.1),
-        SGD(rate=0.1, momentum=0.5, nesterov=True),
-        Adam(rate=0.1, decay=0.1),
-        AdamW(rate=0.1),
-        LAMB(rate=0.1),
-    ],
-    ids=lambda optimizer: optimizer.describe()["name"],
-)
-def test_the_same_bits_as_on_the_host(optimizer):
-    results = []
-    for wrap, unwrap in ((np.copy, np.copy), (lambda x: Foreign(x.copy()), Foreign.get)):
-        first = np.random.default_rng(0).normal(size=SPAN.size).astype(np.float32)
-        weights, gradient = wrap(first), wrap(first[::-1])
-        stored = wrap(np.zeros(SPAN.size, np.float16))
-        piece = OptimizerSpan(SPAN, weights, gradient, optimizer.fresh(weights), PLACES, stored)
-        for step in range(3):
-            optimizer.update([piece], step, 0.5, lambda sums: sums)
-        vectors = [piece.weights, piece.stored, *piece.state.values()]
-        results.append([unwrap(vector).tobytes() for vector in vectors] + [block_squares(weights).tobytes()])
-    assert results[0] == results[1]
+def trained(optimizer, dtype, half, wrap):
+    """Bits of weights, half-precision copies and state after three steps, and sums of squares."""
+    random = np.random.default_rng(0)
+    first = random.normal(size=SPAN.size) * 10.0 ** random.integers(-30, 3, SPAN.size)
+    weights, gradient = wrap(first.astype(dtype)), wrap(first[::-1].astype(dtype))
+    stored = None if half is None else wrap(np.zeros(SPAN.size, half))
+    piece = OptimizerSpan(SPAN, weights, gradient, optimizer.fresh(weights), PLACES, stored)
+    for step in range(3):
+        optimizer.update([piece], step, 0.3, lambda sums: sums)
+    vectors = [piece.weights, *piece.state.values(), *([] if half is None else [stored])]
+    return [cupy.asnumpy(vector).tobytes() for vector in vectors] + [block_squares(weights).tobytes()]
+
+
+@pytest.mark.parametrize("dtype, half", [("f4", None), ("f4", "f2"), ("f4", ml_dtypes.bfloat16), ("f8", None)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: f"{type(one).__name__}-{one.decay}-{one.ema}")
+def test_the_same_bits_as_on_the_host(optimizer, dtype, half):
+    expected = trained(optimizer, dtype, half, np.asarray)
+    assert trained(optimizer, dtype, half, cupy.asarray) == expected
+
+
+def test_one_kernel_for_each_run_and_one_copy(gpu):
+    """Neighbours with the same hyperparameters are one run; the half-precision copy is one kernel for all."""
+    optimizer = AdamW(rate=0.1)
+    weights, gradient = cupy.zeros(SPAN.size, "f4"), cupy.zeros(SPAN.size, "f4")
+    stored = cupy.zeros(SPAN.size, "f2")
+    piece = OptimizerSpan(SPAN, weights, gradient, optimizer.fresh(weights), PLACES, stored)
+    optimizer.reserve([piece])
+    del gpu.log[:]
+    optimizer.update([piece], 0, 1.0)
+    assert [kind for kind, *_ in gpu.log] == ["kernel"] * 3
+    assert not any(spare.nbytes for spare in optimizer._spare.values())
+
+
+def test_the_same_bits_in_portions(monkeypatch):
+    whole = trained(LAMB(rate=0.1), "f4", None, cupy.asarray)
+    monkeypatch.setitem(optimizers.PORTION, "device", 2 * BLOCK)
+    assert trained(LAMB(rate=0.1), "f4", None, cupy.asarray) == whole
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("block", [1 << power for power in range(1, 12)])
+def test_squares_as_the_reference(block, dtype):
+    x = np.random.default_rng(3).normal(size=5 * block).astype(dtype)
+    x[block // 2] = np.inf
+    expected, found = np.empty(5), cupy.empty(5, "f8")
+    with np.errstate(over="ignore"):
+        reference_updates.squares(x, block, np.empty(len(x)), expected)
+    spare = cupy.empty(-(-len(x) // device_updates.SPARE_TERMS), "f8")
+    device_updates.squares(cupy.asarray(x), block, spare, found)
+    assert found.get().tobytes() == expected.tobytes()
