@@ -265,7 +265,10 @@ class Communicator(CollectiveMethods):
 
     @property
     def device_transfer(self) -> str:
-        """Transfer of GPU arrays: "direct", "kernel", "peer", or "pinned: " or "staged: " and why no better one."""
+        """Transfer of GPU arrays: "direct", "kernel", "peer", or "pinned: " or "staged: " and why no better one.
+
+        "none: one rank" where a rank is alone: its calls copy within the GPU's memory, or do nothing.
+        """
         return self._open_planner().transports.device_transfer
 
     def choice(

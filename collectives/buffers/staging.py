@@ -356,6 +356,10 @@ class DeviceMemory:
         """Start a copy of `host` into device memory at `address`."""
         self._copy(address, MPI.Get_address(host), host.nbytes, self._cuda.runtime.memcpyHostToDevice)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Start a copy within the device's memory."""
+        self._copy(target, source, nbytes, self._cuda.runtime.memcpyDeviceToDevice)
+
     def _copy(self, target: int, source: int, nbytes: int, direction: int) -> None:
         with self._device:
             self._cuda.runtime.memcpyAsync(target, source, nbytes, direction, self._stream.ptr)

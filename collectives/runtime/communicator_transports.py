@@ -71,8 +71,10 @@ class Transports:
         if self.node is None:
             neighbours.Free()
         everyone = self.node if self.nodes is None else None
+        self.alone = comm.Get_size() == 1
         self.sharing = share_gpu(comm, everyone, gpu == "kernel")
-        self.pinning = pin_mailboxes(comm, everyone, gpu in ("kernel", "pinned") and self.sharing.gpu is None)
+        pins = gpu in ("kernel", "pinned") and self.sharing.gpu is None and not self.alone
+        self.pinning = pin_mailboxes(comm, everyone, pins)
         self.chunks = share_chunks(self.node) if self.node is not None and self.pinning.mailboxes else None
         self.network_speed = network_speed.NetworkSpeed()
         if self.nodes is not None:
@@ -173,7 +175,9 @@ class Transports:
 
     @property
     def device_transfer(self) -> str:
-        """Transfer of device memory: "direct", "kernel", "peer", "pinned" or "staged", and why no better one."""
+        """Transfer of device memory: "direct", "kernel", "peer", "pinned" or "staged", or "none", and why no better."""
+        if self.alone:
+            return "none: one rank"
         if self.aware:
             return "direct"
         if self.sharing.gpu is not None:

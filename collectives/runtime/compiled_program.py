@@ -20,6 +20,9 @@ from collectives.transport.exchange import Exchange
 from collectives.transport.mailbox import PID, RENDEZVOUS_BYTES
 from collectives.transport.shm_messages import CHUNK
 
+ALONE = 1024
+"""As many times more calls are compiled of a rank that is alone: it waits for nobody, and saves some 4 us a call."""
+
 YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 

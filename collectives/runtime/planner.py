@@ -64,7 +64,7 @@ class Planner:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         builder = ProgramBuilder if transports.sharing.gpu is None else GpuProgramBuilder
         self._builder = builder(transports, async_progress)
-        self.cache = ProgramCache(self.rank)
+        self.cache = ProgramCache(self.rank, self.size == 1)
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
         self._nonblocking = NonblockingPrograms(self.cache)
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
@@ -247,7 +247,7 @@ class Planner:
         assert isinstance(bound, Program), "no rank lacks memory"
         program = (compile_program(bound) or bound) if bound.deferred else bound
         request = Request(call.collective, program, self, call, persistent=True)
-        request.channel, request.device = channel, call_device(call)
+        request.channel, request.device, request.alone = channel, call_device(call), self.size == 1
         request.finalizer = weakref.finalize(request, self._finalized.append, (program, channel))
         request.finalizer.atexit = False
         with progress_lock:

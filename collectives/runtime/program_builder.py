@@ -12,6 +12,7 @@ from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
+from collectives.runtime.own_blocks import own_blocks_program
 from collectives.runtime.program import ElementArray, Program, ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
@@ -34,11 +35,19 @@ class ProgramBuilder:
     ) -> tuple[Call, DeviceMemory | None]:
         """(call to bind, its device); the device is None if the data is on the host or must be staged there.
 
-        With `any_algorithm` the kernels of a GPU that all ranks share may take the place of the chosen one.
+        With `any_algorithm` the kernels of a GPU that all ranks share, or the copies of a rank that is alone, may take
+        the place of the chosen one.
         """
+        if self._size == 1:
+            return self._alone_on_device(call) if any_algorithm or choice.algorithm != NATIVE else (call, None)
         in_cells = self._transports.fits_cells(channel, call.unit.itemsize) and not needs_counts(call, choice)
         takes_device = (self._transports.aware or in_cells) and choice.algorithm != NATIVE
         return (binding.as_device_call(call) if takes_device else None) or (call, None)
+
+    @staticmethod
+    def _alone_on_device(call: Call) -> tuple[Call, DeviceMemory | None]:
+        """As `on_device` for a rank that is alone: it reduces nothing, so that any operation will do."""
+        return binding.as_device_call(call._replace(combine=None)) or (call, None)
 
     def wire(
         self,
@@ -72,6 +81,8 @@ class ProgramBuilder:
         shared: bool = False,
     ) -> Program:
         """Build the program of a call on its own memory; `first` runs before all else."""
+        if device is not None and self._size == 1:
+            return own_blocks_program(call, device, self._transports.wire(form, 0, None), first)
         if choice.algorithm == NATIVE:
             source, target, loading, storing = binding.buffer_ends(call, None)
             return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)

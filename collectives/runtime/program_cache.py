@@ -111,6 +111,8 @@ class CachedCall(NamedTuple):
 class ProgramCache:
     """Cache of the programs of blocking calls on one communicator; `rank` is for error messages.
 
+    With `alone` the communicator has one rank.
+
     Attributes
     ----------
     bound
@@ -125,8 +127,8 @@ class ProgramCache:
         Error that aborted a blocking call. Its messages may still arrive, so that no later call can be trusted.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, alone: bool = False) -> None:
+        self._rank, self._alone = rank, alone
         self.bound: dict[Hashable, Program | EagerBuffers] = {}
         self.calls: dict[tuple[Any, ...], CachedCall] = {}
         self.compiled_calls = CompiledCallTable(self.run_by_key)
@@ -213,15 +215,19 @@ class ProgramCache:
 
     @property
     def calls_are_frequent(self) -> bool:
-        return self._repeats >= COMPILE_AFTER
+        return self._repeats >= self._compile_after
+
+    @property
+    def _compile_after(self) -> int:
+        return COMPILE_AFTER * (compiled_program.ALONE if self._alone else 1)
 
     def count_repeat(self) -> None:
-        """Count a repeated call that is not compiled; at `COMPILE_AFTER` all calls are forgotten.
+        """Count a repeated call that is not compiled; once calls are frequent, all are forgotten.
 
         Their programs are then compiled as they are called again.
         """
         self._repeats += 1
-        if self._repeats == COMPILE_AFTER:
+        if self._repeats == self._compile_after:
             self.calls.clear()
 
     def _counting(self, run: Run) -> Run:

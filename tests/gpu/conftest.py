@@ -67,7 +67,8 @@ def comm(request, world, cupy):
         pytest.skip("this MPI does not say that it is CUDA-aware")
     made = Communicator(world, cuda_aware=direct, gpu="staged" if direct else request.param)
     found = made.device_transfer
-    if not found.startswith(request.param):
+    once = world.Get_size() == 1 and request.param == "staged"  # a rank that is alone has nothing to transfer
+    if not (once or found.startswith(request.param)):
         made.close()
         pytest.skip(f"not {request.param}, but {found}")
     yield made

@@ -116,12 +116,16 @@ def test_small_floats_like_the_reference(cupy, on_host, code, key):
     np.testing.assert_array_equal(found.get(), expected)
 
 
+MOMENTS = (0.3, 0.1, 0.01, 0.9, 0.999, 1e-8, 0.19, 0.002)
 UPDATES = {
     "sgd": (2, (0.3, 0.1, 0.01)),
     "momentum": (3, (0.3, 0.1, 0.01, 0.9)),
     "nesterov": (3, (0.3, 0.1, 0.01, 0.9)),
-    **{name: (4, (0.3, 0.1, 0.01, 0.9, 0.999, 1e-8, 0.19, 0.002)) for name in ("adam", "adamw")},
-    **{name: (3, (0.3, 0.1, 0.01, 0.9, 0.999, 1e-8, 0.19, 0.002)) for name in ("lamb_moments", "lamb_direction", "lamb")},
+    "adam": (4, MOMENTS),
+    "adamw": (4, MOMENTS),
+    "lamb_moments": (3, MOMENTS),
+    "lamb_direction": (3, MOMENTS),
+    "lamb": (3, MOMENTS),
     "average": (2, ()),
 }
 """Optimizer updates: number of arrays and scalars."""

@@ -108,9 +108,7 @@ def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, sca
     _adam(weights, gradient, m, v, scalars, 0.0, 1.0 - scalars[1] * scalars[2])
 
 
-def _adam(
-    weights: Array, gradient: Array, m: Array, v: Array, scalars: Scalars, coupled: float, factor: float
-) -> None:
+def _adam(weights: Array, gradient: Array, m: Array, v: Array, scalars: Scalars, coupled: float, factor: float) -> None:
     """Update of Adam (weight decay `coupled`, added to the gradient) or AdamW (weights multiplied by `factor`)."""
     scale, rate, _, beta1, beta2, eps, correction1, correction2 = scalars
     gains, root = (1.0 - beta1, 1.0 - beta2), 1.0 / math.sqrt(correction2)

@@ -100,8 +100,8 @@ def average(weights: Array, ema: Array, spare: Array, keep: float, gain: float) 
 def squares(x: Array, block: int, spare: Array, out: Array) -> None:
     """Write the sum of squares of each block of x to `out`, in float64, added in a fixed order (pairwise tree).
 
-    `x` has whole blocks of `block` elements, a power of two; `spare` is float64, at least len(x) / `SPARE_TERMS` elements,
-    `out` float64 of shape (len(x) / block,).
+    `x` has whole blocks of `block` elements, a power of two; `spare` is float64, of at least len(x) / `SPARE_TERMS`
+    elements, `out` float64 of shape (len(x) / block,).
     """
     terms = spare[: len(x)]
     terms[...] = x

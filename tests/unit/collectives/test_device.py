@@ -7,19 +7,21 @@ are right only if every wait is there, and nothing but its own copies and kernel
 import sys
 import threading
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support.doc_examples import EXAMPLES, check
+from support.doc_examples import EXAMPLES, FORMS, check
+from support.doc_examples import call as submit
 from support.fakes import Foreign, GpuHub, NoInterface, cupy
 
 from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.buffers import memory, staging
 from collectives.buffers.arguments import vector
-from collectives.runtime import binding, communicator_transports
+from collectives.runtime import binding, communicator_transports, compiled_program
 from collectives.runtime import call as calls
 from collectives.runtime.collective_forms import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
@@ -328,9 +330,8 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
             x += 1
             gpu.log.clear()
             work()
-            waited = {number for kind, number, _ in gpu.log if kind in ("wait", "query")}
-            assert waited == {stream.number}
-            assert (y._seen() == turn + 1).all()
+            assert [entry for entry in gpu.log if entry[0] != "wait_event"] == [("copy", stream.number, 8000)]
+            assert (y.get() == turn + 1).all()
     bound.Free()
     programs = comm._planner
     assert len(programs.cache.bound) == 1 and len(programs._nonblocking.bound) == 2  # each on a channel of its own
@@ -342,14 +343,77 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("cuda_aware", [True, False])
-def test_on_one_rank(name, cuda_aware):
+def test_on_one_rank(gpu, name, cuda_aware):
+    """In every form: no wait of the host, and at most a copy on the device, which is none in place."""
     comm = alone(cuda_aware)
-    for n in (0, 5, 3000):
-        for in_place in (False, True):
-            example = EXAMPLES[name](0, 1, n, "f4", 0, in_place)
-            send, recv = on_device(example.send), on_device(example.recv)
-            getattr(comm, example.method)(*example.arguments(send, recv))
-            check(recv.get(), example.expected)
+    assert comm.device_transfer == "none: one rank"
+    for n, in_place, form in product((0, 5, 3000), (False, True), FORMS):
+        example = EXAMPLES[name](0, 1, n, "f4", 0, in_place)
+        send, recv = on_device(example.send), on_device(example.recv)
+        arguments = example.arguments(send, recv)
+        same = n == 0 or any(one is MPI.IN_PLACE for one in arguments)
+        gpu.log.clear()
+        submit(comm, example.method, form, arguments)
+        assert [kind for kind, *_ in gpu.log] in ([[]] if same else [[], ["copy"]])
+        check(recv.get(), example.expected)
+    comm.Free()
+
+
+def test_any_operation_on_one_rank(gpu):
+    """Those of users, which could run on the host only, and of derived datatypes, which are moved as bytes."""
+    comm, op = alone(), MPI.Op.Create(lambda *_: pytest.fail("nothing is reduced"))
+    x, y = cupy.full(7, 3.5, "f8"), cupy.zeros(7, "f8")
+    gpu.log.clear()
+    comm.Allreduce(x, y, op)
+    comm.Iscan(MPI.IN_PLACE, x, op).Wait()
+    assert [kind for kind, *_ in gpu.log] == ["copy"] and (y.get() == 3.5).all()
+    pair = MPI.DOUBLE.Create_contiguous(2).Commit()
+    z = cupy.zeros(6, "f8")
+    gpu.log.clear()
+    comm.Reduce_scatter([x, 3, pair], [z, 3, pair], [3], op)
+    assert [kind for kind, *_ in gpu.log] == ["copy"] and (z.get() == 3.5).all()
+    pair.Free()
+    op.Free()
+    comm.Free()
+
+
+def test_one_rank_compiles_nothing_for_the_calls_of_a_training(monkeypatch):
+    """The first compilation takes seconds, and a step makes a few calls."""
+    monkeypatch.setattr(compiled_program, "CompiledProgram", lambda *_: pytest.fail("it is compiled"))
+    comm, x, y = alone(), np.ones(5), np.zeros(5)
+    bound = comm.Allreduce_init(x, y)
+    for _ in range(1000):
+        comm.Allreduce(x, y)
+        comm.Allgather(x, y)
+        comm.Iallreduce(x, y).Wait()
+        bound.Start()
+        bound.Wait()
+    comm.Free()
+
+
+def test_one_rank_with_memory_in_two_places(gpu):
+    """Host and device, and elements with gaps: staged as by several ranks."""
+    comm, x, y = alone(), cupy.full(6, 2, "i4"), np.zeros(6, "i4")
+    comm.Allreduce(x, y)
+    assert (y == 2).all()
+    column = MPI.INT.Create_vector(3, 1, 2).Commit()
+    comm.Bcast([x, 1, column])
+    comm.Allgather([x, 1, column], y[:3])
+    column.Free()
+    comm.Free()
+
+
+def test_one_rank_copies_in_the_order_of_both_streams(gpu):
+    """As by `follow` and `join`: after the work on the stream of either array, and before later work there."""
+    comm, one, other = alone(), cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    x, y = cupy.zeros(100, "f4"), cupy.zeros(100, "f4")
+    shown = [Foreign(array, stream=stream) for array, stream in ((x, one), (y, other))]
+    with one:
+        x += 1
+    comm.Allreduce(*shown)
+    with other:
+        y += 1
+        assert (y.get() == 2).all()
     comm.Free()
 
 

@@ -1,0 +1,32 @@
+"""Programs of a communicator of one rank, whose results are its own blocks: copies in a device's memory, or nothing."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from collectives.buffers.staging import DeviceMemory
+from collectives.runtime.call import Call
+from collectives.runtime.program import Program
+from collectives.transport.wire import Wire
+
+
+def own_blocks_program(call: Call, device: DeviceMemory, wire: Wire, first: Iterable[Callable[[], object]]) -> Program:
+    """Build the program of a call of one rank with its buffers on `device`, in the order of their streams.
+
+    The host waits for nothing. `first` runs before copies, if there are any. No message uses `wire`.
+    """
+    copies = list(_copies(call, device))
+    if not copies:
+        return Program([], wire, 0, ())
+    return Program([*first, *copies, device.join], wire, 0, (), device)
+
+
+def _copies(call: Call, device: DeviceMemory) -> Iterable[Callable[[], object]]:
+    """Copies of the blocks that the call sends to where it receives them, but not of a block to itself."""
+    source, target = call.source, call.target
+    if source is None or target is None:  # of which the one is all there is, or the input is where the result will be
+        return
+    for block, end in call.recv_blocks.items():
+        begin, size = call.send_blocks[block], call.unit.itemsize
+        here, there = source.address + begin * size, target.address + end * size
+        if here != there and call.lengths[block]:
+            yield partial(device.copy, there, here, call.lengths[block] * size)
