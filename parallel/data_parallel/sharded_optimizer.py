@@ -93,9 +93,10 @@ class ShardedOptimizer:
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self.pieces = [piece for part in parts for piece in self._pieces_of(part, seed)]
         self._mine = [span for part in parts for span in part.mine]
-        self._order = numbers_of(span for some in spans for span in some)
+        order = numbers_of(span for some in spans for span in some)
+        self._order = slice(len(order)) if (order == np.arange(len(order))).all() else order
         self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
-        self._arriving = context.memory.on_host("buffers", len(self._order), np.float64)
+        self._arriving = context.memory.on_host("buffers", len(order), np.float64)
         self._held = numbers_of(piece.span for piece in self.pieces)
         place = {number: at for at, number in enumerate(self._held.tolist())}
         self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
@@ -162,7 +163,8 @@ class ShardedOptimizer:
 
     def _squares(self) -> np.ndarray:
         held = [own for part in self._parts for own in part.gradients.own]
-        return np.concatenate([np.zeros(0), *(block_squares(run) for span in self._mine for run in _runs(held, span))])
+        sums = [block_squares(run) for span in self._mine for run in _runs(held, span)]
+        return sums[0] if len(sums) == 1 else np.concatenate([np.zeros(0), *sums])
 
     def _squares_and_room(self) -> tuple[np.ndarray, Exception | None]:
         """Sums of squares, once there is room for the update; or NaN, by which all ranks learn of it, and the error."""
@@ -179,6 +181,8 @@ class ShardedOptimizer:
 
     def _allgather(self, mine: np.ndarray) -> np.ndarray:
         """All-gather a float64 value per block from each rank's spans; returns them in the order of the flat vector."""
+        if len(self._counts) == 1:  # while this copies, a GPU would wait
+            return in_order(mine, self._order)
         with self._context.recorder("communication", "gather block sums"):
             self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
         return in_order(self._arriving, self._order)
@@ -209,7 +213,7 @@ def numbers_of(spans: Iterable[Span]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *ranges])
 
 
-def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def in_order(values: np.ndarray, numbers: np.ndarray | slice) -> np.ndarray:
     """Reorder a value per block into the order of the flat vector: ``result[numbers] = values``."""
     whole = np.empty_like(values)
     whole[numbers] = values
