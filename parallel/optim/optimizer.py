@@ -20,7 +20,7 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import groupby
@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parallel.nn.operator import Parameter
-from parallel.optim.kernels import kernels
+from parallel.optim.kernels import device_updates, kernels
 from parallel.optim.kernels.reference_updates import Scalars
 from parallel.optim.lr_schedules import Rate, describe
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
@@ -82,6 +82,9 @@ class Optimizer(metaclass=TorchNames):
     ema: float = 0.0
     _table: GroupTable = field(init=False, repr=False)
     _known_runs: WeakKeyDictionary[OptimizerSpan, tuple[Any, Runs]] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
+    _known_numbers: WeakKeyDictionary[OptimizerSpan, Array] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
@@ -158,33 +161,59 @@ class Optimizer(metaclass=TorchNames):
         self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rates: Sequence[float], gather: Gather | None
     ) -> None:
         for piece in pieces:
-            with_scalars = (
-                (tuning, run, self._scalars(step, scale, rates[tuning.number], tuning.decay))
-                for tuning, run in self._runs(piece)
-            )
-            self._update_runs(piece, step, with_scalars)
+            runs = self._runs(piece)
+            scalars = {
+                tuning: self._scalars(step, scale, rates[tuning.number], tuning.decay)
+                for tuning in {tuning for tuning, _ in runs}
+            }
+            self._update_runs(piece, step, [scalars[tuning] for tuning, _ in runs])
 
-    def _update_runs(self, piece: OptimizerSpan, step: int, runs: Iterable[tuple[Tuning, ElementRun, Scalars]]) -> None:
-        """Update all runs of a span, and finish them: on the host while a portion is in the cache, else at once."""
+    def _update_runs(self, piece: OptimizerSpan, step: int, scalars: Sequence[Scalars]) -> None:
+        """Update the runs of a span, with scalars for each, and finish them: on the host a portion at once."""
         spare, on_host = self._workspace(piece.weights), isinstance(piece.weights, np.ndarray)
-        for tuning, run, scalars in runs:
-            for part in portions(run, spare):
-                if tuning.trains:
-                    self._portion(piece, part, spare, scalars)
-                if on_host:
-                    self._finish(piece, part, step, spare)
+        for part, some, trains in self._parts(piece, scalars):
+            if trains:
+                self._portion(piece, part, spare, some)
+            if on_host:  # while it is in the cache
+                self._finish(piece, part, step, spare)
         if not on_host:
             self._finish(piece, slice(piece.span.size), step, spare)
+
+    def _parts(self, piece: OptimizerSpan, scalars: Sequence[Scalars]) -> Iterator[tuple[slice, Any, bool]]:
+        """Elements of each kernel call for the runs of a span, its scalars, and whether they are updated.
+
+        A call is for a portion of a run on the host, and for all runs on a GPU, as far as scratch memory goes.
+        """
+        runs, spare = self._runs(piece), self._workspace(piece.weights)
+        if isinstance(piece.weights, np.ndarray):
+            for (tuning, run), some in zip(runs, scalars, strict=True):
+                yield from ((part, some, tuning.trains) for part in portions(run.start, run.stop, spare.shape[1]))
+            return
+        updated = [some if tuning.trains else None for (tuning, _), some in zip(runs, scalars, strict=True)]
+        together = device_updates.RunScalars(updated, self._numbers(piece))
+        for part in portions(0, piece.span.size, spare.shape[1] if self.device_rows else piece.span.size):
+            yield part, together.of_blocks(part), True
 
     def _runs(self, piece: OptimizerSpan) -> Runs:
         """Runs of neighbouring tensors of a span with the same hyperparameters, in order; cached while these hold."""
         key = self.decay, *[run.place.parameter.requires_grad for run in piece.tensors]
         if self._known_runs.get(piece, (None, ()))[0] != key:
-            groups = groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay))
-            joined = ((tuning, list(tensors)) for tuning, tensors in groups)
-            runs = tuple((tuning, some[0]._replace(stop=some[-1].stop)) for tuning, some in joined)
-            self._known_runs[piece] = key, runs
+            self._known_runs[piece] = key, tuple(self._joined(piece))
+            self._known_numbers.pop(piece, None)
         return self._known_runs[piece][1]
+
+    def _joined(self, piece: OptimizerSpan) -> Iterator[tuple[Tuning, ElementRun]]:
+        groups = groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay))
+        joined = ((tuning, list(tensors)) for tuning, tensors in groups)
+        return ((tuning, some[0]._replace(stop=some[-1].stop)) for tuning, some in joined)
+
+    def _numbers(self, piece: OptimizerSpan) -> Array:
+        """Number of the run of each block of a span, on its device."""
+        runs = self._runs(piece)
+        if piece not in self._known_numbers:
+            lengths = [run.stop - run.start for _, run in runs]
+            self._known_numbers[piece] = device_updates.run_numbers(lengths)
+        return self._known_numbers[piece]
 
     def _finish(self, piece: OptimizerSpan, part: slice, step: int, spare: Array) -> None:
         """Round updated weights to their storage precision, and add them to their moving average."""
@@ -211,6 +240,8 @@ class Optimizer(metaclass=TorchNames):
         """Allocate what `update` of these spans needs; MemoryError if there is no room."""
         for piece in pieces:
             self._workspace(piece.weights)
+            if not isinstance(piece.weights, np.ndarray):
+                self._numbers(piece)
 
     def _workspace(self, like: Array) -> Array:
         """Scratch array of shape (rows, elements per kernel call), made once per array type and dtype."""
@@ -225,9 +256,8 @@ def portion_of(vector: Array) -> int:
     return PORTION["host" if isinstance(vector, np.ndarray) else "device"]
 
 
-def portions(run: ElementRun, spare: Array) -> Iterator[slice]:
-    step = spare.shape[1]
-    return (slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step))
+def portions(start: int, stop: int, step: int) -> Iterator[slice]:
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, max(step, 1)))
 
 
 def expect(name: str, value: Any, good: bool, expected: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from parallel.nn.flat_params import BLOCK, ParamSpan
 from parallel.optim.grad_norm import block_squares, total
 from parallel.optim.kernels import kernels
-from parallel.optim.optimizer import Optimizer, expect, portions
+from parallel.optim.optimizer import Optimizer, expect
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
 from parallel.optim.param_groups import AdamArguments, SGDArguments, Tuning
 
@@ -120,29 +120,29 @@ class LAMB(Adam):
             use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
             spare = self._workspace(piece.weights)
             weights.append(block_squares(piece.weights))
-            for run, tuning in self._tensors(piece):
-                if not tuning.trains:
-                    directions.append(np.zeros((run.stop - run.start) // BLOCK))
+            runs = self._runs(piece)
+            scalars = [self._scalars(step, scale, rates[tuning.number], tuning.decay) for tuning, _ in runs]
+            for part, some, trains in self._parts(piece, scalars):
+                if not trains:
+                    directions.append(np.zeros((part.stop - part.start) // BLOCK))
                     continue
-                scalars = self._scalars(step, scale, rates[tuning.number], tuning.decay)
-                for part in portions(run, spare):
-                    use.lamb_moments(piece.gradient[part], m[part], v[part], spare, scalars)
-                    u = use.lamb_direction(piece.weights[part], m[part], v[part], spare, scalars)
-                    directions.append(block_squares(u))
+                use.lamb_moments(piece.gradient[part], m[part], v[part], spare, some)
+                directions.append(block_squares(use.lamb_direction(piece.weights[part], m[part], v[part], spare, some)))
         of_weights, of_directions = gather(np.concatenate(weights)), gather(np.concatenate(directions))
         for piece in pieces:
-            trusts = (_trust(run.place, of_weights, of_directions) for run in piece.tensors)
-            with_scalars = (
-                (tuning, run, self._scalars(step, scale, rates[tuning.number] * trust, tuning.decay))
-                for (run, tuning), trust in zip(self._tensors(piece), trusts)
-            )
-            self._update_runs(piece, step, with_scalars)
+            trusts = [_trust(run.place, of_weights, of_directions) for _, run in self._runs(piece)]
+            with_trust = [
+                self._scalars(step, scale, rates[tuning.number] * trust, tuning.decay)
+                for (tuning, _), trust in zip(self._runs(piece), trusts)
+            ]
+            self._update_runs(piece, step, with_trust)
+
+    def _joined(self, piece: OptimizerSpan) -> Iterator[tuple[Tuning, ElementRun]]:
+        """Each tensor by itself, as the rate contains its trust ratio."""
+        return ((self._table.tuning(run.place.parameter, self.decay), run) for run in piece.tensors)
 
     def _portion(self, piece, part, spare, scalars):
         kernels(piece.weights).lamb(piece.weights[part], piece.state["m"][part], piece.state["v"][part], spare, scalars)
-
-    def _tensors(self, piece: OptimizerSpan) -> Iterator[tuple[ElementRun, Tuning]]:
-        return ((run, self._table.tuning(run.place.parameter, self.decay)) for run in piece.tensors)
 
 
 def _trust(place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:

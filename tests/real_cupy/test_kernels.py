@@ -14,6 +14,7 @@ from support.standin import recorder
 
 from collectives.transport import gpu_kernels, peer_kernels
 from collectives.transport.wire import Iovec
+from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels import fused, reference_kernels
 from parallel.optim.kernels import device_updates, reference_updates
 from quant.formats import MINIFLOATS
@@ -126,7 +127,6 @@ UPDATES = {
     "lamb_moments": (3, MOMENTS),
     "lamb_direction": (3, MOMENTS),
     "lamb": (3, MOMENTS),
-    "average": (2, ()),
 }
 """Optimizer updates: number of arrays and scalars."""
 
@@ -134,19 +134,36 @@ UPDATES = {
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_have_the_bits_of_the_reference(cupy, on_host, name, dtype):
-    random = np.random.default_rng(4)
+    random, size = np.random.default_rng(4), 7 * BLOCK
     number, scalars = UPDATES[name]
-    arrays = [(10.0 ** random.integers(-20, 2, 1000) * random.random(1000)).astype(dtype) for _ in range(number)]
-    function = "momentum" if name == "nesterov" else name
-    others = {"momentum": (scalars, False), "nesterov": (scalars, True), "average": (0.9, 0.1)}.get(name, (scalars,))
-    there = list(map(cupy.asarray, arrays))
+    arrays = [(10.0 ** random.integers(-20, 2, size) * random.random(size)).astype(dtype) for _ in range(number)]
+    there, function = list(map(cupy.asarray, arrays)), "momentum" if name == "nesterov" else name
+    more = {"momentum": (False,), "nesterov": (True,)}.get(name, ())
+    runs = {
+        slice(0, 2 * BLOCK): scalars,
+        slice(2 * BLOCK, 3 * BLOCK): None,
+        slice(3 * BLOCK, size): (0.7, *scalars[1:]),
+    }
+    together = device_updates.RunScalars([*runs.values()], device_updates.run_numbers([2 * BLOCK, BLOCK, 4 * BLOCK]))
     cupy_without_driver.LAUNCHED.clear()
-    found = getattr(device_updates, function)(*there, cupy.empty((1, 1000), dtype), *others)
+    found = getattr(device_updates, function)(*there, cupy.empty((1, size), dtype), together, *more)
     assert len(cupy_without_driver.LAUNCHED) == 1
-    expected = getattr(reference_updates, function)(*arrays, np.empty((2, 1000), dtype), *others)
+    expected, update = np.zeros(size, dtype), getattr(reference_updates, function)
+    for part, some in runs.items():
+        if some is not None:
+            u = update(*(array[part] for array in arrays), np.empty((2, size), dtype), some, *more)
+            expected[part] = 0 if u is None else u
     assert [array.get().tobytes() for array in there] == [array.tobytes() for array in arrays]
-    assert (found is None) == (expected is None)
     assert found is None or found.get().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_moving_average_has_the_bits_of_the_reference(cupy, on_host, dtype):
+    weights, ema = np.random.default_rng(6).normal(size=(2, 1000)).astype(dtype)
+    there = cupy.asarray(ema)
+    device_updates.average(cupy.asarray(weights), there, None, 0.9, 0.1)
+    reference_updates.average(weights, ema, np.empty((2, 1000), dtype), 0.9, 0.1)
+    assert there.get().tobytes() == ema.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])

@@ -34,6 +34,7 @@ template <typename T, int n> struct CArray_ {
         for (int dim = 0; dim < n; dim++) at += strides_[dim] * index[dim];
         return *(T *)at;
     }
+    T &operator[](ptrdiff_t index) const { return *(T *)((char *)data_ + strides_[n - 1] * index); }  // of a vector
 };
 template <typename T, int n, bool, bool> using CArray = CArray_<T, n>;
 template <int n, bool> using CIndexer = CIndexer_<n>;

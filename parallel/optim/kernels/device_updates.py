@@ -1,17 +1,18 @@
-"""Optimizer updates as in `reference_updates`, each a single kernel of CuPy: one pass over memory.
+"""Optimizer updates as in `reference_updates`, each a single kernel of CuPy: one pass over memory, for all tensors.
 
-Operations and roundings are those of the reference: `mul_rn` and its like are rounded by themselves, never fused. Only
-`lamb_direction` needs `spare`, one row.
+Operations and roundings are those of the reference: `mul_rn` and its like are rounded by themselves, never fused. The
+scalars of a call are those of several runs of elements: `RunScalars`. Only `lamb_direction` needs `spare`, one row.
 """
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel.nn.flat_params import BLOCK
 from parallel.optim.kernels.reference_updates import Scalars
 from quant.types import Array
 
@@ -68,17 +69,39 @@ KERNELS = {
     "lamb_moments": ("gradient", "scale gain1 gain2", "m v", f"auto g = mul_rn(gradient, scale); {MOMENTS}"),
     "lamb_direction": ("weights m v", "heal decay root eps", "direction", f"{DIRECTION} direction = u;"),
     "lamb": ("m v", "heal decay root eps rate", "weights", f"{DIRECTION} weights = sub_rn(weights, mul_rn(u, rate));"),
-    "average": ("weights", "keep gain", "ema", "ema = add_rn(mul_rn(ema, keep), mul_rn(weights, gain));"),
 }
-"""Arrays read, scalars, arrays written (and read), and body of each kernel, all of one type."""
+"""Arrays read, scalars of a run, arrays written (and read), and body of each kernel, all of one type."""
+
+
+class RunScalars(NamedTuple):
+    """Scalars of several runs of elements: those of each run, or None where it is not updated.
+
+    `numbers`, an int32 array on the device, has the number of the run of each block of `BLOCK` elements.
+    """
+
+    runs: Sequence[Scalars | None]
+    numbers: Array
+
+    def of_blocks(self, part: slice) -> "RunScalars":
+        """Scalars of the elements `part`, which are whole blocks."""
+        return self._replace(numbers=self.numbers[part.start // BLOCK : part.stop // BLOCK])
+
+
+def run_numbers(lengths: Sequence[int]) -> Array:
+    """`RunScalars.numbers` for runs of so many elements."""
+    blocks = np.array(lengths, np.int64) // BLOCK
+    return sys.modules["cupy"].asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), blocks))
 
 
 @cache
 def _kernel(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     reads, scalars, writes, body = KERNELS[name]
-    takes = [f"{dtype.name} {one}" for one in f"{reads} {scalars}".split()]
+    columns = ["updated", *scalars.split()]
+    places = " ".join(f"const auto {one} = table[at + {column}];" for column, one in enumerate(columns))
+    takes = [f"{dtype.name} {one}" for one in reads.split()] + ["raw int32 number", f"raw {dtype.name} table"]
     gives = [f"{dtype.name} {one}" for one in writes.split()]
-    return _elementwise(", ".join(takes), ", ".join(gives), body, f"{name}_{dtype.name}")
+    text = f"const int at = number[i / {BLOCK}] * {len(columns)}; {places} if (updated != 0) {{ {body} }}"
+    return _elementwise(", ".join(takes), ", ".join(gives), text, f"{name}_{dtype.name}")
 
 
 def _elementwise(takes: str, gives: str, body: str, name: str) -> Callable[..., Any]:
@@ -86,57 +109,78 @@ def _elementwise(takes: str, gives: str, body: str, name: str) -> Callable[..., 
     return made
 
 
-def _run(name: str, reads: tuple[Array, ...], scalars: Scalars, *writes: Array) -> None:
-    """Run a kernel; scalars are rounded to the arrays' type first, as those of NumPy's functions are."""
-    dtype = writes[0].dtype
-    _kernel(name, dtype)(*reads, *map(dtype.type, scalars), *writes)
+def _run(
+    name: str, reads: Sequence[Array], scalars: RunScalars, of_run: Callable[[Scalars], Scalars], *writes: Array
+) -> None:
+    """Run a kernel with ``of_run(scalars)`` of each run, rounded to the arrays' type as scalars of NumPy's functions.
+
+    They are a table in the device's memory, copied there in the order of the stream.
+    """
+    count = 1 + len(KERNELS[name][1].split())
+    rows = [(0.0,) * count if one is None else (1.0, *of_run(one)) for one in scalars.runs]
+    table = sys.modules["cupy"].asarray(np.array(rows, writes[0].dtype).reshape(-1))
+    _kernel(name, writes[0].dtype)(*reads, scalars.numbers, table, *writes)
 
 
-def sgd(weights: Array, gradient: Array, spare: Array, scalars: Scalars) -> None:
-    _run("sgd", (gradient,), scalars, weights)
+def _same(scalars: Scalars) -> Scalars:
+    return scalars
 
 
-def momentum(weights: Array, gradient: Array, velocity: Array, spare: Array, scalars: Scalars, nesterov: bool) -> None:
-    _run("nesterov" if nesterov else "momentum", (gradient,), scalars, weights, velocity)
+def sgd(weights: Array, gradient: Array, spare: Array, scalars: RunScalars) -> None:
+    _run("sgd", (gradient,), scalars, _same, weights)
 
 
-def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    _adam(weights, gradient, m, v, scalars, scalars[2], 1.0)
+def momentum(
+    weights: Array, gradient: Array, velocity: Array, spare: Array, scalars: RunScalars, nesterov: bool
+) -> None:
+    _run("nesterov" if nesterov else "momentum", (gradient,), scalars, _same, weights, velocity)
 
 
-def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    _adam(weights, gradient, m, v, scalars, 0.0, 1.0 - scalars[1] * scalars[2])
+def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
+    _run("adam", (gradient,), scalars, lambda one: _adam(one, one[2], 1.0), weights, m, v)
 
 
-def _adam(weights: Array, gradient: Array, m: Array, v: Array, scalars: Scalars, coupled: float, factor: float) -> None:
-    """Update of Adam (weight decay `coupled`, added to the gradient) or AdamW (weights multiplied by `factor`)."""
+def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
+    _run("adam", (gradient,), scalars, lambda one: _adam(one, 0.0, 1.0 - one[1] * one[2]), weights, m, v)
+
+
+def _adam(scalars: Scalars, coupled: float, factor: float) -> Scalars:
+    """Scalars of Adam (weight decay `coupled`, added to the gradient) or AdamW (weights multiplied by `factor`)."""
     scale, rate, _, beta1, beta2, eps, correction1, correction2 = scalars
-    gains, root = (1.0 - beta1, 1.0 - beta2), 1.0 / math.sqrt(correction2)
-    _run("adam", (gradient,), (scale, coupled, *gains, root, eps, rate / correction1, factor), weights, m, v)
+    root, pace = 1.0 / math.sqrt(correction2), rate / correction1
+    return scale, coupled, 1.0 - beta1, 1.0 - beta2, root, eps, pace, factor
 
 
-def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    scale, _, _, beta1, beta2, _, _, _ = scalars
-    _run("lamb_moments", (gradient,), (scale, 1.0 - beta1, 1.0 - beta2), m, v)
+def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
+    _run("lamb_moments", (gradient,), scalars, lambda one: (one[0], 1.0 - one[3], 1.0 - one[4]), m, v)
 
 
-def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> Array:
+def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> Array:
     u = spare[0, : len(weights)]
-    _run("lamb_direction", (weights, m, v), _direction_scalars(scalars), u)
+    u[...] = 0
+    _run("lamb_direction", (weights, m, v), scalars, _direction, u)
     return u
 
 
-def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    _run("lamb", (m, v), (*_direction_scalars(scalars), scalars[1]), weights)
+def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
+    _run("lamb", (m, v), scalars, lambda one: (*_direction(one), one[1]), weights)
 
 
-def _direction_scalars(scalars: Scalars) -> Scalars:
+def _direction(scalars: Scalars) -> Scalars:
     _, _, decay, _, _, eps, correction1, correction2 = scalars
     return 1.0 / correction1, decay, 1.0 / math.sqrt(correction2), eps
 
 
 def average(weights: Array, ema: Array, spare: Array, keep: float, gain: float) -> None:
-    _run("average", (weights,), (keep, gain), ema)
+    real = weights.dtype.type
+    _average(weights.dtype)(weights, real(keep), real(gain), ema)
+
+
+@cache
+def _average(dtype: np.dtype[Any]) -> Callable[..., Any]:
+    takes = ", ".join(f"{dtype.name} {one}" for one in ("weights", "keep", "gain"))
+    body = "ema = add_rn(mul_rn(ema, keep), mul_rn(weights, gain));"
+    return _elementwise(takes, f"{dtype.name} ema", body, f"average_{dtype.name}")
 
 
 def squares(x: Array, block: int, spare: Array, out: Array) -> None:

@@ -16,6 +16,7 @@ CUDA-aware one could. STANDIN_ENGINE=SEED in the environment starts an `Engine`,
 
 import ctypes
 import functools
+import math
 import os
 import random
 import subprocess
@@ -1195,12 +1196,20 @@ class ElementwiseKernel:
 
         self.texts = in_params, out_params, operation, name, preamble
         self.takes, self.gives = parsed(in_params), parsed(out_params)
+        self.raw = [kind[0] == "raw" for kind in self.takes]  # arrays that the source indexes itself
+        self.takes = [tuple(part[-2:]) for part in self.takes]
         every = [*self.takes, *self.gives]
-        arguments = ", ".join(f"{_C_TYPES[kind]} *all_{label}" for kind, label in every)
-        before = "".join(f"{_C_TYPES[kind]} {label} = all_{label}[i];" for kind, label in every)
+        names = [f"{'' if raw else 'all_'}{label}" for (_, label), raw in zip(every, self._is_raw())]
+        arguments = ", ".join(f"{_C_TYPES[kind]} *{name}" for (kind, _), name in zip(every, names))
+        before = "".join(
+            f"{_C_TYPES[kind]} {label} = {name}[i];" for (kind, label), name in zip(every, names) if name != label
+        )
         after = "".join(f"all_{label}[i] = {label};" for _, label in self.gives)
         loop = f"for (long long i = 0; i < n; i++) {{ {before} {{ {operation} }} {after} }}"
         self.run = _compiled(f'{_SHIM}{preamble}extern "C" void {name}(long long n, {arguments}) {{ {loop} }}')[name]
+
+    def _is_raw(self):
+        return [*self.raw, *(False for _ in self.gives)]
 
     def __call__(self, *arguments):
         out = arguments[len(self.takes) :]
@@ -1214,9 +1223,12 @@ class ElementwiseKernel:
             for value, dtype in zip(seen, types):
                 if np.asarray(value).dtype != dtype:
                     raise TypeError(f"{np.asarray(value).dtype}, where the kernel has {dtype}")
-            shape = np.broadcast_shapes(*(np.shape(value) for value in seen))
-            dense = [np.array(np.broadcast_to(value, shape), dtype, order="C") for value, dtype in zip(seen, types)]
-            self.run(ctypes.c_longlong(dense[0].size), *(ctypes.c_void_p(array.ctypes.data) for array in dense))
+            shape = np.broadcast_shapes(*(np.shape(value) for value, raw in zip(seen, self._is_raw()) if not raw))
+            dense = [
+                np.array(value if raw else np.broadcast_to(value, shape), dtype, order="C")
+                for value, dtype, raw in zip(seen, types, self._is_raw())
+            ]
+            self.run(ctypes.c_longlong(math.prod(shape)), *(ctypes.c_void_p(array.ctypes.data) for array in dense))
             for target, result in zip(seen[len(self.takes) :], dense[len(self.takes) :]):
                 target[...] = result
 
