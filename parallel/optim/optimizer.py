@@ -87,6 +87,9 @@ class Optimizer(metaclass=TorchNames):
     _known_numbers: WeakKeyDictionary[OptimizerSpan, Array] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
+    _room: Array = field(default=None, init=False, repr=False)
+    """Memory of the largest table of scalars, reserved between `reserve` and `update`."""
+
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +157,7 @@ class Optimizer(metaclass=TorchNames):
         """
         rates = self._table.rates(self.rate, clock or RateClock(step))
         expect("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
+        self._room = None  # for the pool of the device's memory, which gives it to the tables
         with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find
             self._update(pieces, step, float(scale), rates, gather)
 
@@ -242,6 +246,8 @@ class Optimizer(metaclass=TorchNames):
             self._workspace(piece.weights)
             if not isinstance(piece.weights, np.ndarray):
                 self._numbers(piece)
+                table = device_updates.table_room(len(self._runs(piece)), piece.weights.dtype)
+                self._room = table if self._room is None or table.nbytes > self._room.nbytes else self._room
 
     def _workspace(self, like: Array) -> Array:
         """Scratch array of shape (rows, elements per kernel call), made once per array type and dtype."""
