@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import OutOfMemory
+from collectives.runtime.compiled_program import load_compiler
 from parallel.checkpoint.tensor_slices import TensorSlice, taken_once
 from parallel.data.sampler import Batch
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
@@ -129,6 +130,8 @@ class TrainEngine(BaseEngine):
         self._records = OperatorRecords(context.plan.units, self._comm)
         self._runs: list[PassMode] = []  # of this step's micro-batches
         self._pool = PoolLimit(self._comm, context.memory.xp)
+        if context.memory.xp is not np and self._comm.Get_size() > 1:
+            load_compiler()  # which the calls of some later step would do while the GPU waits
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 

@@ -22,8 +22,8 @@ def block_squares(vector: Array) -> np.ndarray:
     """
     if vector.ndim != 1 or len(vector) % BLOCK:
         raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
-    step, sums = portion_of(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
-    use = kernels(vector)
+    use, sums = kernels(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
+    step = portion_of(vector) * use.SPARE_TERMS
     spare = np.empty_like(vector, shape=-(-min(step, len(vector)) // use.SPARE_TERMS), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(vector), step):

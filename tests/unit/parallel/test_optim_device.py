@@ -68,7 +68,7 @@ def test_one_kernel_and_one_copy_for_all_tensors(gpu):
 
 def test_the_same_bits_in_portions(monkeypatch):
     whole = trained(LAMB(rate=0.1), "f4", None, cupy.asarray)
-    monkeypatch.setitem(optimizers.PORTION, "device", 2 * BLOCK)
+    monkeypatch.setitem(optimizers.PORTION, "device", BLOCK)
     assert trained(LAMB(rate=0.1), "f4", None, cupy.asarray) == whole
 
 
