@@ -32,6 +32,7 @@ class GradBucket:
         self.counts = [part.size for part in self.parts]
         self._starts = {id(place.parameter): place.span.start - self.span.start for place in places}
         self._written: set[int] = set()
+        self._views: dict[int, Array] = {}  # of parameters in `vector`: a view of CuPy's takes as long as a launch
         self._accepts = False
         self._scratch: Array = ()
         self.vector: Array = None
@@ -48,6 +49,8 @@ class GradBucket:
 
     def reset(self, vector: Array) -> None:
         """Accumulate gradients into `vector` from now on; its old contents are overwritten."""
+        if vector is not self.vector:
+            self._views.clear()
         self.vector = vector
         self._written.clear()
 
@@ -64,7 +67,9 @@ class GradBucket:
                 f"the gradient of {parameter.name} came after the backward had left the units that hold it; expected "
                 "gradients of the operator's own parameters"
             )
-        view = FlatParams.view(self.vector, parameter, self._starts[id(parameter)])
+        view = self._views.get(id(parameter))
+        if view is None:
+            view = self._views[id(parameter)] = FlatParams.view(self.vector, parameter, self._starts[id(parameter)])
         if id(parameter) not in self._written:
             compute(view)
             self._written.add(id(parameter))
