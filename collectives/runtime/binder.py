@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
 from collectives.runtime.ops import Combiner, SidedReduction
 from collectives.runtime.program import LANDING, ElementArray, Program, ScratchMemory, Task

@@ -10,8 +10,9 @@ from mpi4py import MPI
 
 from collectives.algorithms.catalog import blocks, build
 from collectives.buffers.arguments import Buffer
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
-from collectives.buffers.staging import DeviceMemory, stage
+from collectives.buffers.staging import stage
 from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind, copy_array
 from collectives.runtime.call import Blocks, Call, staged

@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from collectives.buffers import arguments
 from collectives.buffers.arguments import Buffer
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import InPlace
-from collectives.buffers.staging import DeviceMemory
 from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, OutOfRange
 from collectives.runtime.ops import Combiner, combine
 

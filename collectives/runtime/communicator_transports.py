@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import OutOfMemory
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered

@@ -7,7 +7,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.catalog import build, find
-from collectives.buffers.staging import DeviceMemory, with_own_datatype
+from collectives.buffers.device_memory import DeviceMemory
+from collectives.buffers.staging import with_own_datatype
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Call
 from collectives.runtime.program import TARGET, ElementArray, Program, Task

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import Mismatch
 from collectives.runtime.program import Program
 from collectives.transport.exchange import Stream

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.buffers.arguments import Buffer
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.call import BYTE, Blocks, Call
 from collectives.runtime.gpu_meeting import MeetingSteps, different_calls, meeting_program
 from collectives.runtime.ops import OP_NAMES

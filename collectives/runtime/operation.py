@@ -8,7 +8,7 @@ from functools import partial
 from threading import current_thread
 from typing import Any, Protocol
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, HAS_THREAD, REFUSED, WAITING

@@ -30,7 +30,8 @@ from mpi4py import MPI
 
 from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import element_of, kind
-from collectives.buffers.staging import DeviceMemory, OwnedDatatype, PackedStaging
+from collectives.buffers.device_memory import DeviceMemory
+from collectives.buffers.staging import OwnedDatatype, PackedStaging
 from collectives.errors import InvalidArgument, InvalidType
 
 Vector = np.ndarray

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import binding, native
 from collectives.runtime.binder import bind as bind_task
 from collectives.runtime.binding import EagerBuffers

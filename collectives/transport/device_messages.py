@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.mailbox import (
     ADDRESSES,

@@ -9,7 +9,7 @@ from support.doc_examples import EXAMPLES
 from support.fakes import cupy
 
 from collectives import Communicator
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.cli import gpu_probe
 from collectives.transport.device_copies import DeviceCopies, PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport, DeviceSend

@@ -14,7 +14,7 @@ from support.doc_examples import EXAMPLES, FORMS
 from support.fakes import cupy
 
 from collectives import Communicator
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import Mismatch
 from collectives.transport import device_messages, peer_kernels, peer_messages
 from collectives.transport.device_copies import DeviceCopies

@@ -7,7 +7,7 @@ import pytest
 from support.device_collectives import passes
 from support.fakes import cupy
 
-from collectives.buffers.staging import DeviceMemory
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import gpu_program
 from collectives.runtime.gpu_program import _GpuCall
 from collectives.transport.exported_memory import Exported, ExportedMemory

@@ -9,8 +9,8 @@ from mpi4py import MPI
 from support.fakes import cupy
 from support.transport_contract import CONTRACT
 
+from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
-from collectives.buffers.staging import DeviceMemory
 from collectives.transport import shm_messages
 from collectives.transport.device_copies import PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
