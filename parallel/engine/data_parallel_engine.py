@@ -159,7 +159,10 @@ class DataParallelEngine(TrainEngine):
                 here = sequences.of_shape(x.shape)
                 specs = here.part_spec(x), here.part_spec(y)
                 in_flight = min(len(mine), 1 + settings.overlap_expert_comm)
-                ledger.expect(*predict_activations(units_of(here.model), here.loss, *specs, in_flight=in_flight))
+                predicted = predict_activations(
+                    units_of(here.model), here.loss, *specs, in_flight=in_flight, device=settings.device
+                )
+                ledger.expect(*predicted)
         return ledger
 
     def share(self, micro_batches: int) -> range:
@@ -330,7 +333,10 @@ class DataParallelEngine(TrainEngine):
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
-        self.ledger.expect(*predict_activations(units_of(here.model), here.loss, x, y, in_flight=self._in_flight))
+        predicted = predict_activations(
+            units_of(here.model), here.loss, x, y, in_flight=self._in_flight, device=self.settings.device
+        )
+        self.ledger.expect(*predicted)
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):

@@ -18,6 +18,7 @@ from parallel.data_parallel.reducers import Assignment, Turns
 from parallel.data_parallel.zero import Zero1, Zero2, Zero3, slots
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
+from parallel.nn.kernels.causal_attention import outlines_on
 from parallel.nn.operator import ArraySpec, Operator, nbytes_of
 from parallel.nn.trial_outline import loss_outline
 from parallel.runtime.tree_sum import tree_forecast
@@ -86,13 +87,14 @@ def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Turn
 
 
 def predict_activations(
-    units: Sequence[Operator], loss: Any, x: ArraySpec, y: ArraySpec, *, in_flight: int = 1
+    units: Sequence[Operator], loss: Any, x: ArraySpec, y: ArraySpec, *, in_flight: int = 1, device: str = "cpu"
 ) -> tuple[Counter[str], int]:
-    """Predict (bytes of activations saved from forward to backward, peak bytes of temporaries).
+    """Predict (bytes of activations saved from forward to backward, peak bytes of temporaries) on a device.
 
     Of so many micro-batches `in_flight` at a time; of two, one gains what the other releases, if units are alike.
     """
-    model = Sequential(units).outline(x)
+    with outlines_on(device):
+        model = Sequential(units).outline(x)
     end = loss_outline(loss, model.y, y)
     kept = nbytes_of((model.y, y, model.saved, end.saved))
     return Counter(activations=in_flight * kept), in_flight * max(model.work, end.work)

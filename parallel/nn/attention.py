@@ -1,19 +1,18 @@
 """Causal multi-head self-attention."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.compose import Sequential
+from parallel.nn.kernels import causal_attention
 from parallel.nn.linear import Linear
 from parallel.nn.operator import ArraySpec, GradientSink, Init, Operator, OperatorOutline, PassMode
 from parallel.nn.placement import Features
 from quant.types import Array
-
-QUERIES = 64
-"""Queries per block; keys to the right of a block are neither computed nor stored."""
 
 
 class CausalAttention(Operator):
@@ -30,65 +29,60 @@ class CausalAttention(Operator):
         fits = len(x.shape) == 3 and x.shape[2] % (3 * self.heads) == 0
         expect(fits, self, f"an array of shape (batch, length, multiple of 3 times {self.heads} heads)", x)
 
-    def _heads(self, x: Array, parts: int) -> Array:
-        """View of `x`, of shape (batch, length, parts * width), as (parts, batch, heads, length, head width)."""
-        return x.reshape(*x.shape[:2], parts, self.heads, x.shape[2] // (parts * self.heads)).transpose(2, 0, 3, 1, 4)
-
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Attention, one block of queries after the other; saves x and the attention probabilities."""
+        """Attention, one block of queries after the other; saves the heads of x and the attention probabilities.
+
+        Keys to the right of a block are neither computed nor stored.
+        """
         self._expect(x)
-        xp = kernels.array_namespace(x)
-        q, k, v = self._heads(x, 3)
-        y = xp.empty((*x.shape[:2], x.shape[2] // 3), x.dtype)
-        result, scale, probabilities = self._heads(y, 1)[0], _scale(q), []
-        for first, last in _blocks(x.shape[1]):
+        xp, heads = kernels.array_namespace(x), causal_attention.split_heads(x, 3, self.heads)
+        q, k, v = heads
+        result, scale, probabilities = causal_attention.empty_heads(q, 1, x.dtype), _scale(q), []
+        for first, last in causal_attention.blocks(x.shape[1], x):
             scores = xp.empty((*q.shape[:2], last - first, last), kernels.wide(x.dtype))
             kernels.matmul(q[:, :, first:last], k[:, :, :last].swapaxes(2, 3), out=scores)
-            p = kernels.narrow(kernels.causal_softmax(scores, scale, first), x.dtype)
-            kernels.matmul(p, v[:, :, :last], out=result[:, :, first:last])
+            p = causal_attention.causal_probabilities(scores, scale, first, x.dtype)
+            kernels.matmul(p, v[:, :, :last], out=result[0, :, :, first:last])
             probabilities.append(p)
-        return y, (x, tuple(probabilities))
+        return causal_attention.merge_heads(result, x.dtype), (heads, tuple(probabilities))
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         """Gradient of x, by blocks of queries from the last, which attends to all keys, to the first."""
-        x, probabilities = saved
-        xp = kernels.array_namespace(x)
-        q, k, v = self._heads(x, 3)
-        upper, scale, dtype = self._heads(dy, 1)[0], _scale(q), kernels.wide(x.dtype)
-        gradient = xp.empty(x.shape, dtype)
-        dq, dk, dv = self._heads(gradient, 3)
-        for (first, last), p in reversed(list(zip(_blocks(x.shape[1]), probabilities))):
+        (q, k, v), probabilities = saved
+        xp, length, scale, dtype = kernels.array_namespace(dy), dy.shape[1], _scale(q), kernels.wide(dy.dtype)
+        upper = causal_attention.split_heads(dy, 1, self.heads)[0]
+        rounded = xp is not np and len(probabilities) == 1  # no block is added to another
+        gradient = causal_attention.empty_heads(q, 3, dy.dtype if rounded else dtype)
+        dq, dk, dv = gradient
+        for (first, last), p in reversed(list(zip(causal_attention.blocks(length, dy), probabilities))):
             dp = xp.empty(p.shape, dtype)
             kernels.matmul(upper[:, :, first:last], v[:, :, :last].swapaxes(2, 3), out=dp)
-            ds = kernels.narrow(kernels.softmax_backward(dp, kernels.widen(p), scale), x.dtype)
+            ds = causal_attention.causal_gradient(dp, p, scale, first)
             kernels.matmul(ds, k[:, :, :last], out=dq[:, :, first:last])
             for left, right, into in ((ds, q, dk), (p, upper, dv)):
                 left, right, into = left.swapaxes(2, 3), right[:, :, first:last], into[:, :, :last]
-                if last == x.shape[1]:
+                if last == length:
                     kernels.matmul(left, right, out=into)
                 else:
                     part = xp.empty(into.shape, dtype)
                     into += kernels.matmul(left, right, out=part)
-        return kernels.narrow(gradient, x.dtype)
+        return causal_attention.merge_heads(gradient, dy.dtype)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline; counts 4 * width flops per pair of query and key that is computed (whole blocks of queries)."""
+        """Outline; counts 4 * width flops per pair of query and key that is computed (whole blocks of queries).
+
+        Blocks are longer on a GPU: see `causal_attention.outlines_on`.
+        """
         self._expect(x)
         batch, length, width = x.shape[0], x.shape[1], x.shape[2] // 3
-        blocks = list(_blocks(length))
+        blocks = causal_attention.blocks(length)
         kept = tuple(ArraySpec((batch, self.heads, last - first, last), x.dtype) for first, last in blocks)
         pairs = sum((last - first) * last for first, last in blocks)
         block = max((elements(p) for p in kept), default=0) * kernels.wide(x.dtype).itemsize
         half = x.dtype.itemsize == 2
         work = 2 * block + block * half + (elements(x) // 3) * kernels.wide(x.dtype).itemsize * (1 + 3 * half)
-        work += 16 * QUERIES * length  # of the mask, and of sums of rows
+        work += 16 * causal_attention.block_length() * length  # of the mask, and of sums of rows
         return OperatorOutline(ArraySpec((batch, length, width), x.dtype), (x, kept), 4 * batch * pairs * width, work)
-
-
-def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each block of at most `QUERIES` query positions."""
-    for first in range(0, length, QUERIES):
-        yield first, min(first + QUERIES, length)
 
 
 def _scale(q: Array) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from parallel.nn import kernels
 from parallel.nn.array_checks import label
 from parallel.nn.operator import (
     ArraySpec,
@@ -79,10 +80,10 @@ class Residual(Operator):
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         y, saved = self.inner.forward(x, run)
-        return x + y, saved
+        return kernels.add(x, y), saved
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return self.inner.backward(dy, saved, grads) + dy
+        return kernels.add(self.inner.backward(dy, saved, grads), dy)
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
         """Placement of x, which the inner operator's result must share."""

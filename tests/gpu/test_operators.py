@@ -3,10 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from support.operator_cases import CASES, PRODUCTS, chains, on_device_as_on_host, products_are_right
-
-from parallel.nn import kernels
-from parallel.nn.kernels import fused, reference_kernels
+from support import device_kernel_cases as cases
+from support.operator_cases import CASES, PRODUCTS, on_device_as_on_host, products_are_right
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +25,17 @@ def test_products_of_half_types(cupy, name, dtype):
     products_are_right(cupy, name, dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-@pytest.mark.parametrize("name", fused.FUSED)
-def test_fused_chains(cupy, name, dtype):
-    """What CuPy makes of the reference is the reference."""
-    arrays, numbers = chains(name, dtype)
-    expected = getattr(reference_kernels, name)(*(array.copy() for array in arrays), *numbers)
-    found = getattr(kernels, name)(*map(cupy.asarray, arrays), *numbers)
-    assert found.dtype == dtype
-    np.testing.assert_allclose(found.get(), expected, rtol=0, atol=64 * np.finfo(dtype).eps * 10)
+@pytest.mark.parametrize("dtype", cases.COMMON)
+@pytest.mark.parametrize("name", cases.ROWS)
+def test_kernels_of_matrices(cupy, name, dtype):
+    for shape in cases.SHAPES:
+        cases.ROWS[name](cupy, name, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", cases.COMMON)
+def test_kernels_of_attention(cupy, dtype):
+    for shape in cases.HEADS:
+        cases.heads_move(cupy, dtype, shape)
+        cases.softmax_of_blocks(cupy, dtype, shape)
+    cases.rows_without_numbers(cupy, dtype)
+    cases.gaps_are_taken_by_the_reference(cupy, dtype)

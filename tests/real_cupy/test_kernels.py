@@ -8,21 +8,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import cupy_without_driver
-from support.operator_cases import COPIED, PRODUCTS, chains, products_are_right
+from support import device_kernel_cases as kernel_cases
+from support.operator_cases import COPIED, PRODUCTS, products_are_right
 from support.recorded_calls import decoded
 from support.standin import recorder
 
 from collectives.transport import gpu_kernels, peer_kernels
 from collectives.transport.wire import Iovec
 from parallel.nn.flat_params import BLOCK
-from parallel.nn.kernels import fused, reference_kernels
+from parallel.nn.kernels import device_kernels, device_source
+from parallel.nn.kernels.storage import BFLOAT16
 from parallel.optim.kernels import device_updates, reference_updates
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
 from quant.kernels.reference_codecs import LinearCode
 
 ARCHITECTURES = (80, 90, 100)
-CALLS = {key: entry for key, entry in recorder.stored().items() if key.startswith(("fuse.", "ElementwiseKernel"))}
+CALLS = {key: entry for key, entry in recorder.stored().items() if key.startswith("ElementwiseKernel")}
 
 
 @cache
@@ -42,19 +44,9 @@ def registers_and_spills(source, options, architecture, kernels=1):
 def repeat(cupy, entry):
     """Make a recorded call of a kernel with CuPy; return (name, source, compiler options) of all that it launched."""
     first, *others = entry["arguments"]
+    *texts, preamble = first["kernel"]
     cupy_without_driver.LAUNCHED.clear()
-    arguments = [decoded(cupy, value) for value in others]
-    if "kernel" in first:
-        *texts, preamble = first["kernel"]
-        cupy.ElementwiseKernel(*texts, preamble=preamble)(*arguments)
-    else:
-        out, name = decoded(cupy, first), entry["call"].removeprefix("fuse.")
-        if name == "biased_relu":
-            fused.FUSED[name](out, *arguments)
-        elif name.startswith("biased"):
-            fused.FUSED[name](*arguments)
-        else:
-            fused.FUSED[name](*arguments, out=out)
+    cupy.ElementwiseKernel(*texts, preamble=preamble)(*(decoded(cupy, value) for value in others))
     return [(name, *cupy_without_driver.SOURCES[code]) for name, code in cupy_without_driver.LAUNCHED]
 
 
@@ -66,25 +58,48 @@ def test_built_for_all_architectures(cupy, form, kernel_report):
     assert len(launched) == (not empty)
     for name, source, options in launched:
         found = [registers_and_spills(source, options, architecture) for architecture in ARCHITECTURES]
-        kernel_report[form[:100] if form.startswith("fuse") else name, source] = found
+        kernel_report[name, source] = found
         assert all(spilled == 0 for _, spilled in found), found
 
 
 @pytest.fixture
 def on_host(monkeypatch):
-    """Elementwise kernels are run, on the host."""
+    """Elementwise and raw kernels are run, on the host."""
     monkeypatch.setattr(cupy_without_driver, "run_kernels", True)
 
 
+@pytest.mark.parametrize("dtype", device_source.TYPES, ids=str)
+@pytest.mark.parametrize("name", device_kernels.SOURCES)
+def test_kernels_of_operators(cupy, kernel_report, name, dtype):
+    """For elements one by one and in packs: at least two blocks of them fit a processor."""
+    for width in (1, 16 // dtype.itemsize):
+        source = device_kernels.source(name, dtype, width)
+        found = [registers_and_spills(source, device_kernels.OPTIONS, sm) for sm in ARCHITECTURES]
+        kernel_report[f"operators: {name}, {dtype}, {width} per access", source] = found
+        assert all(used * device_source.THREADS * 2 <= 65536 and spilled == 0 for used, spilled in found), found
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-@pytest.mark.parametrize("name", fused.FUSED)
-def test_chain_like_the_reference(cupy, on_host, name, dtype):
-    """CuPy's source of a fused chain gives what NumPy gives; halves may be rounded once more, or once less."""
-    arrays, numbers = chains(name, dtype)
-    expected = getattr(reference_kernels, name)(*(array.copy() for array in arrays), *numbers)
-    found = fused.FUSED[name](*map(cupy.asarray, arrays), *numbers)
-    assert found.dtype == dtype
-    np.testing.assert_allclose(found.get(), expected, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
+@pytest.mark.parametrize("name", sorted(kernel_cases.ROWS.keys() - {"affine", "softmax_cross_entropy"}))
+def test_operators_like_the_reference(cupy, on_host, name, dtype):
+    """With arguments as CuPy hands them over; no arrays of no rows, whose sums CuPy's own kernels write."""
+    for shape in kernel_cases.SHAPES[1:]:
+        kernel_cases.ROWS[name](cupy, name, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_cross_entropy_like_the_reference(cupy, on_host, dtype):
+    for shape in kernel_cases.SHAPES[1:]:
+        kernel_cases.gradient_of_cross_entropy(cupy, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", kernel_cases.DTYPES)
+def test_attention_like_the_reference(cupy, on_host, dtype):
+    for shape in kernel_cases.HEADS[:-1]:
+        if np.dtype(dtype) != BFLOAT16:  # CuPy's own casts of which run on a GPU only
+            kernel_cases.heads_move(cupy, dtype, shape)
+        kernel_cases.softmax_of_blocks(cupy, dtype, shape)
+    kernel_cases.rows_without_numbers(cupy, dtype)
 
 
 @pytest.mark.parametrize("rounding", device_codecs.ROUND)

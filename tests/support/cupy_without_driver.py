@@ -2,9 +2,9 @@
 
 CuPy's modules call CUDA through functions that `cupy_backends.cuda.api.runtime` and `driver` export, as capsules that
 other modules read when they are imported. `install` puts functions of this file into the capsules before that. Memory
-is malloc's and copies happen at once. Kernels are built by NVRTC for `ARCHITECTURE`; elementwise ones are then run on
-the host if `run_kernels` is set, and all others are not run, so that their results are undefined. Shapes, dtypes and
-every check of arguments are CuPy's own.
+is malloc's and copies happen at once. Kernels are built by NVRTC for `ARCHITECTURE`; elementwise and raw ones are then
+run on the host if `run_kernels` is set, and all others are not run, so that their results are undefined. Shapes, dtypes
+and every check of arguments are CuPy's own.
 
 Only for a process of its own, in which CuPy was not imported before: a GPU is not reached in it.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from support import host_kernels
+from support.standin import raw_kernels
 
 ARCHITECTURE = 90
 """Compute capability of the device that CuPy sees, times ten."""
@@ -199,6 +200,8 @@ def _driver():
         source = SOURCES[code][0]
         if run_kernels and host_kernels.is_elementwise(source):
             host_kernels.compiled(source)(arguments)
+        elif run_kernels and "cupy" not in source:
+            raw_kernels.launch(source, name, (gx, gy), bx, ctypes.c_void_p(arguments))
 
     return {
         "ctxGetCurrent": lambda: 1,

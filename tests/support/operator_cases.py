@@ -309,15 +309,6 @@ def play(operator, x, dtype=np.float64, xp=np, run=None, seed=2, through=None):
     return Played(y, dx, gradients, saved)
 
 
-def chains(name, dtype):
-    """(arrays, numbers) for a kernel that goes through arrays element by element."""
-    random = np.random.default_rng(0)
-    arrays = [(3 * random.standard_normal((5, 7))).astype(dtype) for _ in range(1 + name.endswith("backward"))]
-    if name.startswith("biased"):
-        return [*arrays, random.standard_normal(7).astype(dtype)], []
-    return ([*arrays, random.random((5, 7)) < 0.5], [1.25]) if name == "masked" else (arrays, [])
-
-
 def on_device_as_on_host(xp, name, dtype):
     """Both motions on the device give what they give on the host, in arrays of the device; losses likewise."""
     case = CASES[name]
@@ -367,8 +358,9 @@ def products_are_right(cupy, name, dtype, copies=True):
     expected = host_a.astype(float) @ host_b.astype(float)
     wide = cupy.zeros(expected.shape, np.float32)
     gaps = cupy.zeros((*expected.shape[:-1], 2 * expected.shape[-1]), dtype)[..., ::2]
-    for out in (None, wide, gaps) if copies else (None, wide):
+    columns = cupy.zeros((*expected.shape[:-1], 2 * expected.shape[-1]), np.float32)[..., : expected.shape[-1]]
+    for out in (None, wide, columns, gaps) if copies else (None, wide):
         found = device_products.multiply(a, b, out)
         assert out is None or found is out
         np.testing.assert_array_equal(found.get(), expected.astype(found.dtype))
-        assert found.dtype == (dtype if out is not wide else np.float32)
+        assert found.dtype == (dtype if out is None or out is gaps else np.float32)

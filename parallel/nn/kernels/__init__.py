@@ -1,7 +1,7 @@
-"""Compute kernels of operators, dispatched to the fastest version for the arrays: numba, fused CuPy, or reference.
+"""Compute kernels of operators, dispatched to the fastest version for the arrays: numba, CUDA, or reference.
 
 `reference_*` modules define the results. `compiled_kernels` (numba) has most of them, for C-contiguous host arrays of
-float32 (indices and flags: int64, uint8, bool); `fused` has elementwise chains as single CuPy kernels.
+float32 (indices and flags: int64, uint8, bool); `device_kernels` has those of CuPy arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.nn.kernels import fused, reference_kernels
+from parallel.nn.kernels import device_kernels, reference_kernels
 from parallel.nn.kernels.deferred import number as number
 from parallel.nn.kernels.reference_kernels import *  # noqa: F403
 from parallel.nn.kernels.storage import *  # noqa: F403
@@ -20,12 +20,12 @@ COMPILED_TYPES = frozenset(np.dtype(name) for name in ("float32", "int64", "uint
 
 TWINS = (
     *("relu", "relu_backward", "gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "silu", "silu_backward"),
-    *("biased_relu", "biased_gelu", "biased_gelu_tanh", "biased_silu", "masked", "keep", "sum_rows"),
+    *("biased_relu", "biased_gelu", "biased_gelu_tanh", "biased_silu", "masked", "keep", "add", "affine", "sum_rows"),
     *("layer_norm", "layer_norm_backward", "causal_softmax", "softmax_backward"),
     *("visible_softmax", "visible_probabilities", "attention_gradient", "merge_attention"),
     *("softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient", "add_rows", "weighted_rows"),
 )
-"""Kernels that exist compiled or fused too; the others are those of the reference."""
+"""Kernels that exist compiled or for a device too; the others are those of the reference."""
 
 
 @cache
@@ -45,16 +45,17 @@ def _suits(value: Any) -> bool:
 
 
 def _fastest(name: str) -> Callable[..., Any]:
-    """Function that calls the compiled or fused kernel `name` if the arguments allow it, else the reference kernel."""
-    kernel, on_device = getattr(reference_kernels, name), fused.FUSED.get(name)
+    """Function that calls the compiled or device kernel `name` if the arguments allow it, else the reference kernel."""
+    kernel, on_device = getattr(reference_kernels, name), device_kernels.KERNELS.get(name)
+    place = int(name == "softmax_cross_entropy_backward")  # of the first array
 
     @wraps(kernel)
     def call(*arguments: Any, **options: Any) -> Any:
+        if on_device is not None and device_kernels.suits(arguments[place]):
+            return on_device(*arguments, **options)
         fast = _compiled().get(name)
         if fast is not None and all(map(_suits, arguments)) and all(map(_suits, options.values())):
             return fast(*arguments, **options)
-        if on_device is not None and fused.suits(arguments[0]):
-            return on_device(*arguments, **options)
         return kernel(*arguments, **options)
 
     return call

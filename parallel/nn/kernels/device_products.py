@@ -3,6 +3,7 @@
 CuPy's own products round wide results to the half type, and multiply stacks of matrices in float32 or not at all.
 """
 
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from quant.types import Array
 TYPES = {FLOAT32: "CUDA_R_32F", FLOAT16: "CUDA_R_16F", BFLOAT16: "CUDA_R_16BF"}
 """CUDA's names of dtypes."""
 
-ONE, ZERO = np.ones((), np.float32), np.zeros((), np.float32)
-"""Factors of the product and of the earlier result, which cuBLAS reads on the host."""
+FACTORS = np.array([1, 0], np.float32)
+ONE, ZERO = FACTORS.ctypes.data, FACTORS.ctypes.data + FACTORS.itemsize
+"""Addresses of the factors of the product and of the earlier result, which cuBLAS reads on the host."""
 
 
 def suits(a: Array, b: Array) -> bool:
@@ -39,10 +41,11 @@ def multiply(a: Array, b: Array, out: Array | None = None) -> Array:
     if not y.size or not k:
         y[...] = 0
         return y
-    result = y if y.flags.c_contiguous else xp.empty(shape, y.dtype)
+    place = _by_rows(y)
+    result = _operand(xp, xp.empty(shape, y.dtype)) if place is None else place
     _launch(xp, _operand(xp, a), _operand(xp, b), result)
-    if result is not y:
-        y[...] = result
+    if place is None:
+        y[...] = result.array
     return y
 
 
@@ -57,14 +60,26 @@ class Operand(NamedTuple):
 
 def _operand(xp: Any, x: Array) -> Operand:
     """View of `x` by rows or by columns, of which a copy is made if its elements lie otherwise."""
+    by_rows = _by_rows(x)
+    if by_rows is not None:
+        return by_rows
+    by_columns = _by_rows(x.swapaxes(-1, -2))
+    if by_columns is not None:
+        return by_columns._replace(array=x, by_columns=True)
     rows, columns = x.shape[-2:]
+    return Operand(xp.ascontiguousarray(x), False, columns, rows * columns)
+
+
+def _by_rows(x: Array) -> Operand | None:
+    """View of matrices by rows, whose elements are neighbours, at equal distances; None if they lie otherwise."""
+    rows, columns = x.shape[-2:]
+    if x.flags.c_contiguous:
+        return Operand(x, False, columns, rows * columns)
     *outer, down, right = (stride // x.itemsize for stride in x.strides)
     stride = _stride(x.shape[:-2], outer)
-    if stride is not None and (right == 1 or columns == 1) and (down >= columns or rows == 1):
-        return Operand(x, False, columns if rows == 1 else down, stride)
-    if stride is not None and (down == 1 or rows == 1) and (right >= rows or columns == 1):
-        return Operand(x, True, rows if columns == 1 else right, stride)
-    return Operand(xp.ascontiguousarray(x), False, columns, rows * columns)
+    if stride is None or not (right == 1 or columns == 1) or not (down >= columns or rows == 1):
+        return None
+    return Operand(x, False, columns if rows == 1 else down, stride)
 
 
 def _stride(shape: tuple[int, ...], strides: list[int]) -> int | None:
@@ -79,21 +94,27 @@ def _stride(shape: tuple[int, ...], strides: list[int]) -> int | None:
     return steps[-1][1] if steps else 0
 
 
-def _launch(xp: Any, a: Operand, b: Operand, out: Array) -> None:
+@cache
+def _types(xp: Any) -> dict[np.dtype, int]:
+    """CUDA's numbers of dtypes."""
+    return {dtype: getattr(xp.cuda.runtime, name) for dtype, name in TYPES.items()}
+
+
+def _launch(xp: Any, a: Operand, b: Operand, out: Operand) -> None:
     """Start cuBLAS, which takes matrices by columns: a matrix by rows is its transpose, and out^T = b^T a^T."""
-    cublas, runtime = xp.cuda.cublas, xp.cuda.runtime
+    cublas, types = xp.cuda.cublas, _types(xp)
     n, k = a.array.shape[-2:]
-    m = out.shape[-1]
-    matrices = out.size // (n * m)
-    kind, result = (getattr(runtime, TYPES[array.dtype]) for array in (a.array, out))
+    m = out.array.shape[-1]
+    matrices = out.array.size // (n * m)
+    kind, result = types[a.array.dtype], types[out.array.dtype]
     operations = [cublas.CUBLAS_OP_T if one.by_columns else cublas.CUBLAS_OP_N for one in (b, a)]
-    begin = (xp.cuda.Device().cublas_handle, *operations, m, n, k, ONE.ctypes.data)
+    begin = (xp.cuda.Device().cublas_handle, *operations, m, n, k, ONE)
     ends = (cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT)
-    first, second, target = (array.data.ptr for array in (b.array, a.array, out))
+    first, second, target = (one.array.data.ptr for one in (b, a, out))
     if matrices == 1:
         operands = (first, kind, b.leading, second, kind, a.leading)
-        cublas.gemmEx(*begin, *operands, ZERO.ctypes.data, target, result, m, *ends)
+        cublas.gemmEx(*begin, *operands, ZERO, target, result, out.leading, *ends)
     else:
         stacks = (first, kind, b.leading, b.stride, second, kind, a.leading, a.stride)
-        targets = (target, result, m, n * m, matrices)
-        cublas.gemmStridedBatchedEx(*begin, *stacks, ZERO.ctypes.data, *targets, *ends)
+        targets = (target, result, out.leading, out.stride, matrices)
+        cublas.gemmStridedBatchedEx(*begin, *stacks, ZERO, *targets, *ends)

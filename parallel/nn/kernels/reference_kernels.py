@@ -1,4 +1,4 @@
-"""Reference kernels of operators and losses in NumPy or CuPy: run where no compiled or fused kernel applies.
+"""Reference kernels of operators and losses in NumPy or CuPy: run where no other kernel applies.
 
 One code for NumPy and CuPy. Arrays have any strides and any size; results are new C-contiguous arrays unless there is
 an `out`. Arguments are modified only where documented. Results have the storage dtype of the first array; statistics,

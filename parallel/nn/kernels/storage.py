@@ -23,7 +23,7 @@ def array_namespace(x: Array) -> ModuleType:
     if isinstance(x, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
-    if cupy is None or not hasattr(x, "dtype"):  # `cupy.fuse` traces a function with arguments that are no arrays
+    if cupy is None or not hasattr(x, "dtype"):
         raise TypeError(f"expected an array of NumPy or CuPy, found {type(x).__name__}")
     return cupy
 

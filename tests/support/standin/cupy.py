@@ -63,7 +63,7 @@ class _Gpu:
         self.jobs = defaultdict(deque)  # stream -> (work, the ranges that it touches)
         self.begun = defaultdict(int)
         self.ended = defaultdict(int)
-        self.fused = []  # names of kernels that were made of several operations
+        self.launched = []  # names of raw kernels
         self.shared = {}  # files of shared memory by first address: what was exported, or opened
         self.opened = {}  # by handle: [address, number of times it was opened]
         self.events = weakref.WeakValueDictionary()  # by number
@@ -895,8 +895,6 @@ def _ufunc(name):
     function = getattr(np, name)
 
     def ufunc(left, right, out=None):
-        if isinstance(left, _Traced) or isinstance(right, _Traced):
-            return _taken_down(function, left, right, out=out)
         return _kernel(name, function, [left, right], ndarray(left.shape, left.dtype) if out is None else out)
 
     ufunc.__name__ = name
@@ -1049,102 +1047,22 @@ TYPES = frozenset(
 )
 
 
-FUSED = frozenset(["absolute", "clip", "copysign", "exp", "log", "sqrt", "square", "subtract", "tanh", "where"])
-"""Of these, what CuPy can make a part of a kernel."""
-
-
 READS = frozenset(["bincount", "flatnonzero", "nonzero"])
 """Functions whose results have lengths that depend on values: the host waits for these."""
 
 
-def _taken_down_or_done(name, *arguments, **options):
+def _done(name, *arguments, **options):
     if name in READS:
         GPU.log.append(("read", get_current_stream().number, 0))
-    if not any(isinstance(value, _Traced) for value in (*arguments, *options.values())):
-        return _at_once(getattr(np, name), *arguments, **options)
-    if name not in FUSED:
-        raise TypeError(f"CuPy does not fuse {name}")
-    return _taken_down(getattr(np, name), *arguments, **options)
+    return _at_once(getattr(np, name), *arguments, **options)
 
 
 def __getattr__(name):
     if name in TYPES:
         return getattr(np, name)
     if name in FUNCTIONS:
-        return partial(_taken_down_or_done, name)
+        return partial(_done, name)
     raise AttributeError(f"the stand-in for CuPy has no {name}")
-
-
-class _Traced:
-    """What a function that is fused gets in place of an array or a number: no more than what CuPy's can do."""
-
-    __hash__ = None
-
-    def __init__(self, value):
-        self.value = value
-
-    @property
-    def dtype(self):
-        return np.asarray(self.value).dtype
-
-    @property
-    def ndim(self):
-        return np.ndim(self.value)
-
-    def astype(self, dtype, copy=True):
-        return self if self.dtype == dtype and not copy else _Traced(np.asarray(self.value).astype(dtype))
-
-    def __setitem__(self, key, value):
-        if key is not ...:
-            raise ValueError("a fused function sets all of an array, by [...]")
-        np.copyto(self.value, value.value, casting="same_kind")
-
-    def __bool__(self):
-        raise TypeError("a fused function does not know values")
-
-
-def _taken_down(function, *arguments, out=None):
-    given = [value.value if isinstance(value, _Traced) else value for value in arguments]
-    if any(isinstance(value, np.ndarray) and value.ndim for value in arguments):
-        raise TypeError("a kernel takes no NumPy arrays")
-    if out is None:
-        return _Traced(function(*given))
-    function(*given, out=out.value)
-    return out
-
-
-def _traced_operator(name):
-    def method(self, *others):
-        return _taken_down(lambda x, *rest: getattr(np.asarray(x), name)(*rest), self, *others)
-
-    def in_place(self, other):
-        return _taken_down(getattr(np, PLAIN[name]), self, other, out=self)
-
-    return in_place if name in PLAIN else method
-
-
-for _name in [*(f"__{name}__" for name in OPERATORS if name not in ("abs", "matmul")), *PLAIN]:
-    setattr(_Traced, _name, _traced_operator(_name))
-
-
-def fuse(*, kernel_name):
-    """A function of arrays and numbers as one kernel."""
-
-    def decorate(function):
-        def fused(*arguments):
-            if not all(isinstance(value, ndarray | np.generic | int | float) for value in arguments):
-                raise TypeError(f"{kernel_name}: a kernel takes arrays of the device, and numbers")
-            arrays = [value for value in arguments if isinstance(value, ndarray)]
-            traced = [_Traced(value._seen() if isinstance(value, ndarray) else value) for value in arguments]
-            stream = get_current_stream().number
-            GPU.fused.append(kernel_name)
-            GPU.put(
-                stream, lambda: function(*traced), [one._range for one in arrays], ("kernel", stream, arrays[0].nbytes)
-            )
-
-        return fused
-
-    return decorate
 
 
 _SHIM = """
@@ -1245,7 +1163,9 @@ class RawKernel:
     def __call__(self, grid, block, args, *, shared_mem=0):
         stream, device = get_current_stream().number, Device().id
         given = [_on_this_process(value, device) for value in args]
-        seen = [view for _, views in given for view in views.values()]  # keeps memory that is freed in stream order
+        arrays = [value for value in args if isinstance(value, ndarray)]
+        seen = [array._seen() for array in arrays]  # keeps memory that is freed in stream order
+        seen += [view for _, views in given for view in views.values()]
 
         def work():
             for view in seen:
@@ -1255,14 +1175,22 @@ class RawKernel:
             raw_kernels.run(self.code, self.name, grid, block, arguments, foreign.arrive)
             foreign.arrive(ends=True)
 
-        GPU.put(stream, work, [], ("kernel", stream, 0))
+        GPU.launched.append(self.name)
+        nbytes = arrays[0].nbytes if arrays else 0
+        GPU.put(stream, work, [array._range for array in arrays], ("kernel", stream, nbytes))
 
 
 def _on_this_process(value, device):
     """A kernel's argument with addresses of this process in place of the device's, and views of memory by their place.
 
-    Only structures have addresses; others are numbers.
+    Arrays and structures have addresses; others are numbers.
     """
+    if isinstance(value, ndarray):
+        if value.device.id != device:
+            raise ValueError("array device must be same as the current device")
+        return np.array(value._seen().ctypes.data, np.uint64), {}
+    if isinstance(value, int | float):
+        return np.array(value, np.int64 if isinstance(value, int) else np.float64), {}
     value, views = np.frombuffer(bytearray(value.tobytes()), value.dtype).reshape(()), {}  # a copy
     for name in value.dtype.names or ():
         words = value[name].reshape(-1)

@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self, module):
         self.forms = {}
-        self._array, self._traced = module.ndarray, module._Traced
+        self._array = module.ndarray
         self._lock = threading.Lock()
         for name, value in list(vars(module).items()):
             if isinstance(value, types.FunctionType) and not name.startswith("_"):
@@ -44,8 +44,6 @@ class Recorder:
                 setattr(module.ndarray, name, self._recorded(f"ndarray.{name}", value))
         self._kernel = module.ElementwiseKernel
         self._kernel.__call__ = self._recorded("ElementwiseKernel", self._kernel.__call__)
-        fuse = module.fuse
-        module.fuse = lambda *, kernel_name: self._chain(kernel_name, fuse(kernel_name=kernel_name))
         self._record_functions_of_numpy(module)
         given = module.__getattr__
         module.__getattr__ = lambda name: self._function(name, given(name))
@@ -58,9 +56,6 @@ class Recorder:
         inner = module._function
         module._function = lambda name: self._recorded(name, getattr(inner(name), "__wrapped__", inner(name)), 2)
 
-    def _chain(self, name, decorate):
-        return lambda chain: self._recorded(f"fuse.{name}", decorate(chain))
-
     def _recorded(self, name, function, depth=1):
         """Function that calls `function`, and notes calls of the project, whose frame is `depth` above."""
 
@@ -70,8 +65,7 @@ class Recorder:
                 return function(*arguments, **options)
             before = [self.encoded(value) for value in arguments]
             result = function(*arguments, **options)
-            if not any(isinstance(value, self._traced) for value in (*arguments, *options.values())):
-                self._note(name, before, {key: self.encoded(value) for key, value in options.items()}, result)
+            self._note(name, before, {key: self.encoded(value) for key, value in options.items()}, result)
             return result
 
         return call

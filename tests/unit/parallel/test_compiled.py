@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from parallel.nn import kernels
-from parallel.nn.kernels import compiled_kernels, fused, reference_kernels
+from parallel.nn.kernels import compiled_kernels, device_kernels, reference_kernels
 
 F = np.float32
 SHAPES = [(0,), (1,), (7,), (16,), (33,), (1000,), (3, 5), (2, 3, 17)]
@@ -67,7 +67,7 @@ def close(found, expected, atol=1e-6, rtol=2e-6):
 def test_every_compiled_kernel_is_taken():
     """One that nobody calls would not be tested here either."""
     compiled = {name for name, value in vars(compiled_kernels).items() if hasattr(value, "__wrapped__")}
-    assert set(kernels.TWINS) == compiled & set(vars(reference_kernels)) | set(fused.FUSED)
+    assert set(kernels.TWINS) == compiled & set(vars(reference_kernels)) | set(device_kernels.KERNELS)
     assert kernels._compiled()["gelu"] is compiled_kernels.gelu
 
 

@@ -10,12 +10,13 @@ from support.operator_cases import CASES, inputs, play
 from parallel.engine.microbatch_pass import hooked
 from parallel.nn import gradcheck, kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
-from parallel.nn.attention import QUERIES, CausalAttention, self_attention
+from parallel.nn.attention import CausalAttention, self_attention
 from parallel.nn.compose import Recompute, Sequential
 from parallel.nn.conv import MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding
 from parallel.nn.flat_params import FlatParams
+from parallel.nn.kernels import causal_attention
 from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
@@ -23,6 +24,7 @@ from parallel.nn.operator import ArraySpec, Parameter, ParameterNotGathered, Pas
 
 SHAPES = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
 WRONG = [(name, shape) for name, case in CASES.items() for shape in case.wrong]
+QUERIES = causal_attention.block_length()
 HALVES = {"bfloat16": (ml_dtypes.bfloat16, 2**-8), "float16": (np.float16, 2**-11)}
 
 
