@@ -190,8 +190,8 @@ class _GpuCall(MeetingSteps):
         if self._parts == 1:
             waits = yield from self._needs_event()
         yield from channel.meet(post, waits)
-        parts = 1
-        if channel.versions != self._planned:
+        versions, parts = channel.versions, 1
+        if versions != self._planned:
             records = channel.records
             if any(record["mark"] == ON_HOST for record in records):
                 yield from self._run_on_host()
@@ -202,7 +202,8 @@ class _GpuCall(MeetingSteps):
                 post = self._load(part, parts)
                 waits = yield from self._needs_event()
                 yield from channel.meet(post, waits)
-            yield from self._launch()
+                versions = channel.versions
+            yield from self._launch(versions)
             if self._staged:
                 self._put(self._target.copies(self._target.pieces(part, parts), to_user=True))
                 self._device.record(channel.unused)
@@ -244,10 +245,10 @@ class _GpuCall(MeetingSteps):
             found = test()
         return found
 
-    def _launch(self) -> Iterator[None]:
+    def _launch(self, versions: list[int]) -> Iterator[None]:
         """Run the kernels behind the work of all ranks, on the leader; elsewhere wait for them, or let streams wait."""
         channel, exported = self._channel, self._gpu.exported
-        if (versions := channel.versions) != self._planned:
+        if versions != self._planned:
             self._launches, self._planned = self._plan(channel.records), versions
         if self._gpu.rank == LEADER:
             for rank in channel.waiting:
