@@ -8,7 +8,7 @@ import numpy as np
 from quant import kernels
 from quant.array import QuantizedArray
 from quant.formats import GREATEST, values
-from quant.kernels import LinearCode, ScaleRule, array_namespace
+from quant.kernels import LinearCode, ScaleRule, array_namespace, surely_all
 from quant.layout import layout
 from quant.scaling import codebook
 from quant.scaling import scales as scaling
@@ -41,12 +41,12 @@ def quantize(
     spec : QuantSpec
     scales, zeros : array of float32, shape (rows, groups), optional
         Scales, and for asymmetric specs zero points (ValueError for others), to use instead of those of the groups' own
-        ranges (from calibration). Elements beyond the range saturate.
+        ranges (from calibration). Elements beyond the range saturate. Scales on a GPU are not checked with "poison".
     seed : int, optional
         Seed of stochastic rounding (required there).
     nonfinite : str
         "raise" a ValueError for NaN and infinity, or "poison": all elements of their group become NaN (kmeans and
-        integer scales, which have no NaN, still raise).
+        integer scales, which have no NaN, still raise). On a GPU, the host waits for it only to raise.
     out : QuantizedArray, optional
         Destination of the same spec and shape, which is returned. After an error its contents are undefined.
 
@@ -82,13 +82,14 @@ def _quantize_groups(
     xp, spec = array_namespace(rows), out.spec
     low, high = _range(rows, spec, out.layout.blocks.size)
     finite = xp.isfinite(low) & xp.isfinite(high)
-    if not bool(finite.all()):
-        if nonfinite == "raise" or spec.scales.format not in scaling.NAN:
-            raise ValueError(_nonfinite_message(x, spec, nonfinite))
+    must_be = nonfinite == "raise" or spec.scales.format not in scaling.NAN
+    if must_be and not bool(finite.all()):
+        raise ValueError(_nonfinite_message(x, spec, nonfinite))
+    if not must_be and not surely_all(finite):
         rows = xp.where(scaling.spread(finite, out.layout.blocks), rows, np.float32(0))
         low, high = (xp.where(finite, bound, np.float32(0)) for bound in (low, high))
     if scales is not None:
-        ideal = _given_scales(scales, out)
+        ideal = _given_scales(scales, out, nonfinite)
     elif spec.symmetric:
         ideal = scaling.symmetric_scale(spec, high)
     else:
@@ -163,8 +164,10 @@ def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:
     return low, array_namespace(high).maximum(high, np.float32(0)) if spec.symmetric else high
 
 
-def _given_scales(scales: Array, out: QuantizedArray) -> Array:
+def _given_scales(scales: Array, out: QuantizedArray, nonfinite: str) -> Array:
     xp, ideal = array_namespace(out.buffer), _given("scales", scales, out)
+    if xp is not np and nonfinite == "poison":  # the host does not wait to check them
+        return ideal
     if not bool((xp.isfinite(ideal) & (ideal != 0)).all()):
         raise ValueError("scales: expected finite numbers other than 0")
     if out.spec.scales.format in UNSIGNED and not bool((ideal > 0).all()):
@@ -210,7 +213,7 @@ def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array)
     xp, form = array_namespace(finite), out.spec.scales.format
     for number, raw in enumerate(levels):
         raw = raw.reshape(-1)
-        if number == 0 and not bool(finite.all()):
+        if number == 0 and form in scaling.NAN and not surely_all(finite):
             raw = xp.where(finite.reshape(-1), raw, raw.dtype.type(scaling.NAN[form]))
         out.put(f"scale{number}", raw)
 

@@ -76,7 +76,7 @@ class InProcessComm:
     def Get_size(self) -> int:
         return self._size
 
-    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+    def empty(self, shape: Any, dtype: Any, like: None = None) -> np.ndarray:
         return np.empty(shape, dtype)
 
     def Iallreduce(self, sent: Any, received: np.ndarray, op: MPI.Op) -> InProcessRequest:

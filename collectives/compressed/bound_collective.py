@@ -2,15 +2,24 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Self
+from types import ModuleType
+from typing import Any, Self
+
+import numpy as np
 
 from collectives.runtime.request_lists import wait_all
 from collectives.runtime.requests import Request
+from quant.kernels import array_namespace
 
 Motion = Iterator[list[Request]]
 """A collective in progress: yields lists of requests to wait for.
 
 Flat collectives yield equally often on all ranks; leaders of nodes (`HierarchicalAllreduce`) more often than others."""
+
+
+def module_of(like: Any) -> ModuleType:
+    """Module of the arrays of a collective: NumPy for None, else CuPy, which `like` is, or is an array of."""
+    return np if like is None else like if isinstance(like, ModuleType) else array_namespace(like)
 
 
 def run(motion: Motion) -> None:

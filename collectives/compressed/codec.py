@@ -1,11 +1,11 @@
-"""Codecs: encoding of float32 vectors as bytes, and decoding."""
+"""Codecs: encoding of float32 vectors as bytes, and decoding, on the host and on a GPU."""
 
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
 from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wire_nbytes
+from quant.kernels import array_namespace
+from quant.types import Array
 
 
 class Codec(Protocol):
@@ -13,7 +13,7 @@ class Codec(Protocol):
 
     `block` elements are encoded together: parts of a vector are whole blocks, except for the last one. A codec that
     encodes differently by position also has ``within(start, count)``, the codec of `count` elements from the block
-    boundary `start` on; any of them decodes.
+    boundary `start` on; any of them decodes. Vectors and bytes are both of NumPy, or both of CuPy.
     """
 
     block: int
@@ -21,13 +21,13 @@ class Codec(Protocol):
     def nbytes(self, count: int) -> int:
         """Size in bytes of `count` encoded elements, independent of their values."""
 
-    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, wire: Array) -> None:
         """Encode x into the bytes `wire`; blocks with a non-finite element decode to non-finite elements only."""
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         """Decode the bytes `wire` into the elements `out`."""
 
-    def add(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def add(self, wire: Array, out: Array) -> None:
         """Decode the bytes `wire` and add them to `out`."""
 
 
@@ -43,13 +43,13 @@ def within(codec: Codec, start: int, count: int) -> Codec:
     return codec.within(start, count) if hasattr(codec, "within") else codec
 
 
-def encode_part(codec: Codec, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None, scratch: np.ndarray) -> None:
+def encode_part(codec: Codec, part: Array, wire: Array, lost: Array | None, scratch: Array) -> None:
     """Encode `part` into the bytes `wire`, and store the encoding error in `lost` (if not None; may be `part`)."""
     codec.encode(part, wire)
     if lost is not None:
         decoded = scratch[: len(part)]
         codec.decode(wire, decoded)
-        np.subtract(part, decoded, out=lost)
+        array_namespace(part).subtract(part, decoded, out=lost)
 
 
 class QuantCodec:
@@ -60,16 +60,14 @@ class QuantCodec:
     spec : quant.QuantSpec
         Groups along the vector, or one scale per encoded part. Channels raise ValueError.
     norm : callable (x) -> float32 array, optional
-        Scale of each group, in place of the spec's own.
+        Scale of each group, in place of the spec's own: finite, and not 0.
     seed : int, optional
         Required for stochastic rounding, and different on every rank, such as ``comm.Get_rank()``: with equal seeds
         the rounding errors of ranks would add up rather than cancel out. Every encoded vector has random numbers of
         its own, never those of another seed.
     """
 
-    def __init__(
-        self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None, seed: int | None = None
-    ):
+    def __init__(self, spec: QuantSpec, norm: Callable[[Array], Array] | None = None, seed: int | None = None):
         if isinstance(spec.granularity, PerChannel):
             raise ValueError(f"spec: expected groups or one scale, as a vector has no channels, found {spec}")
         if spec.rounding == "stochastic" and seed is None:
@@ -85,18 +83,18 @@ class QuantCodec:
     def nbytes(self, count: int) -> int:
         return wire_nbytes(self.spec, count)
 
-    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, wire: Array) -> None:
         self._encoded += 1
         seed = (self._seed << 64) + self._encoded
         scales = self._norm(x) if self._norm else None
         quantize(x, self.spec, scales=scales, seed=seed, nonfinite="poison", out=self._as_array(wire, len(x)))
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         self._as_array(wire, len(out)).dequantize(out)
 
-    def add(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def add(self, wire: Array, out: Array) -> None:
         """Dequantise `wire` and add it to `out` in one pass."""
         self._as_array(wire, len(out)).add_to(out)
 
-    def _as_array(self, wire: np.ndarray, count: int) -> QuantizedArray:
+    def _as_array(self, wire: Array, count: int) -> QuantizedArray:
         return QuantizedArray.from_wire(wire, self.spec, count)

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.compressed.bound_collective import BoundCollective, Motion
+from collectives.compressed.bound_collective import BoundCollective, Motion, module_of
 from collectives.compressed.codec import Codec, encode_part, required_codec
 from collectives.compressed.partition import VectorPartition, checked
+from quant.types import Array
 
 
 class EncodedAlltoall(BoundCollective):
@@ -23,6 +25,8 @@ class EncodedAlltoall(BoundCollective):
         Elements for each rank, and from each; one number holds for all ranks. What r sends to s must be what s
         receives from r. Stored as `VectorPartition`.
     codec : Codec
+    like : module or array, optional
+        The module ``cupy``, or one of its arrays: for vectors on a GPU.
 
     Examples
     --------
@@ -37,18 +41,23 @@ class EncodedAlltoall(BoundCollective):
     """
 
     def __init__(
-        self, comm: Communicator, sent: int | Sequence[int], received: int | Sequence[int], codec: Codec
+        self,
+        comm: Communicator,
+        sent: int | Sequence[int],
+        received: int | Sequence[int],
+        codec: Codec,
+        like: Any = None,
     ) -> None:
         self.rank, self.size, self.codec = comm.Get_rank(), comm.Get_size(), required_codec(codec)
         self.sent, self.received = self._partition("sent", sent), self._partition("received", received)
-        self._out, self._in = (comm.empty(parts.nbytes, np.uint8) for parts in (self.sent, self.received))
-        self._scratch = np.empty(max(self.sent.lengths), np.float32)
+        self._out, self._in = (comm.empty(parts.nbytes, np.uint8, like) for parts in (self.sent, self.received))
+        self._scratch = module_of(like).empty(max(self.sent.lengths), np.float32)
         messages = self.sent.message(self._out), self.received.message(self._in)
         for _, sizes, *_ in messages:
             sizes[self.rank] = 0
         self._exchange = comm.Alltoallv_init(*messages)
 
-    def alltoall(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def alltoall(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
         """Send block s of x to rank s, store blocks received in `out` in rank order; yield requests to wait for.
 
         Parameters
@@ -59,7 +68,7 @@ class EncodedAlltoall(BoundCollective):
         lost : float32 array like x, optional
             Receives the encoding error of x; may be x, unless `out` is.
         """
-        np.copyto(self.received.of_vector(out, self.rank), self.sent.of_vector(x, self.rank))
+        self.received.of_vector(out, self.rank)[...] = self.sent.of_vector(x, self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             part, wire = self.sent.of_vector(x, rank), self.sent.of_wire(self._out, rank)

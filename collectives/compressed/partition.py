@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
 from collectives.schedule.chunks import even
+from quant.types import Array
 
 ALIGNED = 8
 """Encoded parts start at multiples of this many bytes, so that scales are aligned."""
@@ -49,15 +49,15 @@ class VectorPartition(NamedTuple):
     def nbytes(self) -> int:
         return self.places[-1] + self.sizes[-1]
 
-    def of_vector(self, vector: np.ndarray, rank: int) -> np.ndarray:
+    def of_vector(self, vector: Array, rank: int) -> Array:
         """View of a rank's elements of the vector."""
         return vector[self.starts[rank] : self.starts[rank] + self.lengths[rank]]
 
-    def of_wire(self, wire: np.ndarray, rank: int) -> np.ndarray:
+    def of_wire(self, wire: Array, rank: int) -> Array:
         """View of a rank's bytes of the encoded vector."""
         return wire[self.places[rank] : self.places[rank] + self.sizes[rank]]
 
-    def message(self, wire: np.ndarray) -> list[Any]:
+    def message(self, wire: Array) -> list[Any]:
         """Buffer argument [wire, sizes, places, MPI.BYTE] of all parts, for mpi4py's v-collectives."""
         return [wire, list(self.sizes), list(self.places), MPI.BYTE]
 

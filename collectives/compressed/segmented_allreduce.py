@@ -1,5 +1,7 @@
 """Compressed allreduces by segments, which overlap encoding with messages, and between the leaders of nodes only."""
 
+from typing import Any
+
 import numpy as np
 from mpi4py import MPI
 
@@ -8,6 +10,7 @@ from collectives.compressed.bound_collective import BoundCollective, Motion, sta
 from collectives.compressed.codec import Codec, required_codec, within
 from collectives.compressed.partition import VectorPartition
 from collectives.compressed.two_shot_and_ring import TwoShotAllreduce
+from quant.types import Array
 
 SEGMENT = 1 << 17
 """Bytes of a message from rank to rank: shorter ones cost more to start than they hide."""
@@ -20,10 +23,13 @@ class SegmentedAllreduce(BoundCollective):
     """Two-shot allreduce by segments: one is encoded or decoded while another's messages are in flight.
 
     Groups that share a scale are not cut: with codes rounded to the nearest the digits are those of one segment.
-    By default as many `segments` as give messages of at least `SEGMENT` bytes, at most `MOST`.
+    By default as many `segments` as give messages of at least `SEGMENT` bytes, at most `MOST`. With ``like=cupy``
+    vectors are on a GPU, as in `FlatAllreduce`.
     """
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec, segments: int | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, count: int, codec: Codec, segments: int | None = None, like: Any = None
+    ) -> None:
         required_codec(codec)
         if segments is None:
             segments = min(MOST, max(1, codec.nbytes(count) // (comm.Get_size() * SEGMENT)))
@@ -31,12 +37,14 @@ class SegmentedAllreduce(BoundCollective):
             raise ValueError(f"segments: expected 1 or more, found {segments}")
         self._cuts = VectorPartition.even(count, segments, codec.block, codec.nbytes)
         cuts = zip(self._cuts.starts, self._cuts.lengths)
-        self.segments = [TwoShotAllreduce(comm, length, within(codec, start, length)) for start, length in cuts]
+        self.segments = [
+            TwoShotAllreduce(comm, length, within(codec, start, length), like=like) for start, length in cuts
+        ]
 
-    def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
         """Sum all ranks' x into `out`, which may be x; `lost` as in `FlatAllreduce`; yield requests to wait for."""
 
-        def part(vector: np.ndarray, number: int) -> np.ndarray:
+        def part(vector: Array, number: int) -> Array:
             return self._cuts.of_vector(vector, number)
 
         return staggered(
@@ -57,16 +65,16 @@ def crowded(comm: Communicator) -> bool:
 class HierarchicalAllreduce(BoundCollective):
     """Allreduce: plain reduce within nodes, compressed allreduce among node leaders, plain broadcast within nodes."""
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec) -> None:
+    def __init__(self, comm: Communicator, count: int, codec: Codec, like: Any = None) -> None:
         required_codec(codec)
         nodes = comm.nodes or (0,) * comm.Get_size()
         self._node = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
         leads = self._node.Get_rank() == 0
         self._leaders = comm.Split(0 if leads else MPI.UNDEFINED, comm.Get_rank())
-        self._between = SegmentedAllreduce(self._leaders, count, codec) if leads else None
-        self._sum = self._node.empty(count, np.float32)
+        self._between = SegmentedAllreduce(self._leaders, count, codec, like=like) if leads else None
+        self._sum = self._node.empty(count, np.float32, like)
 
-    def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
         """Sum all ranks' x into `out`, which may be x; yield requests to wait for.
 
         `lost` receives the encoding error of the node's sum on its leader, and 0 on other ranks.

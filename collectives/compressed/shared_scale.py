@@ -1,12 +1,14 @@
 """Allreduce of float32 vectors quantised to integers with a scale shared by all ranks, whose sums are exact."""
 
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed.bound_collective import BoundCollective, Motion
+from collectives.compressed.bound_collective import BoundCollective, Motion, module_of
+from quant.types import Array
 
 
 class SharedScale(BoundCollective):
@@ -20,9 +22,11 @@ class SharedScale(BoundCollective):
     comm : Communicator
     count, bits, group : int
         Elements of the vectors; bits of a term, 2 to 16; elements that share a scale.
+    like : module or array, optional
+        The module ``cupy``, or one of its arrays: for vectors on a GPU.
     """
 
-    def __init__(self, comm: Communicator, count: int, bits: int = 8, group: int = 256):
+    def __init__(self, comm: Communicator, count: int, bits: int = 8, group: int = 256, like: Any = None):
         given: dict[str, object] = {"count": count, "bits": bits, "group": group}
         for name, number in given.items():
             if not isinstance(number, Integral):
@@ -36,25 +40,28 @@ class SharedScale(BoundCollective):
         wanted = self.largest * comm.Get_size()
         self.integer = next(np.dtype(kind) for kind in ("i1", "i2", "i4", "i8") if wanted <= np.iinfo(kind).max)
         self._groups = -(-count // group)
-        self._peaks = comm.empty(self._groups, np.float32)
-        self._codes = comm.empty(count, self.integer)
+        self._peaks = comm.empty(self._groups, np.float32, like)
+        self._codes = comm.empty(count, self.integer, like)
+        self._xp = module_of(like)
 
-    def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
         """Sum all ranks' x into `out`, x's encoding error in `lost` (either may be x); yield requests to wait for."""
-        whole, tail = divmod(self.count, self.group)
-        np.abs(x[: whole * self.group].reshape(whole, self.group)).max(axis=1, out=self._peaks[:whole], initial=0)
+        xp, (whole, tail) = self._xp, divmod(self.count, self.group)
+        if whole:
+            abs(x[: whole * self.group].reshape(whole, self.group)).max(axis=1, out=self._peaks[:whole])
         if tail:
-            self._peaks[whole] = np.abs(x[-tail:]).max()
-        self._peaks[~np.isfinite(self._peaks)] = np.inf  # 0 x inf is NaN: so the whole group becomes NaN on all ranks
+            self._peaks[whole] = abs(x[-tail:]).max()
+        finite = xp.isfinite(self._peaks)
+        self._peaks[...] = xp.where(finite, self._peaks, np.float32(np.inf))  # 0 x inf: NaN in the group on all ranks
         yield [self.comm.Iallreduce(MPI.IN_PLACE, self._peaks, MPI.MAX)]
-        steps = np.repeat(self._peaks / np.float32(self.largest), self.group)[: self.count]
+        steps = xp.repeat(self._peaks / np.float32(self.largest), self.group)[: self.count]
         with np.errstate(divide="ignore", invalid="ignore"):
-            codes = np.where(steps > 0, x / steps, 0)
-            np.rint(codes, out=codes)
-            np.clip(codes, -self.largest, self.largest, out=codes)  # a denormal step is itself rounded
-            codes[~np.isfinite(codes)] = 0
+            codes = xp.where(steps > 0, x / steps, np.float32(0))
+            xp.rint(codes, out=codes)
+            xp.clip(codes, -self.largest, self.largest, out=codes)  # a denormal step is itself rounded
+            codes = xp.where(xp.isfinite(codes), codes, np.float32(0))
             self._codes[...] = codes
             if lost is not None:
-                np.subtract(x, codes * steps, out=lost)
+                xp.subtract(x, codes * steps, out=lost)
             yield [self.comm.Iallreduce(MPI.IN_PLACE, self._codes, MPI.SUM)]
-            np.multiply(self._codes, steps, out=out)
+            xp.multiply(self._codes, steps, out=out)

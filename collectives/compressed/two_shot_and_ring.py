@@ -1,15 +1,17 @@
 """Compressed allreduces over all ranks, regardless of nodes: two-shot and ring."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed.bound_collective import BoundCollective, Motion
+from collectives.compressed.bound_collective import BoundCollective, Motion, module_of
 from collectives.compressed.codec import Codec, encode_part, required_codec, within
 from collectives.compressed.partition import VectorPartition, checked
 from collectives.runtime.requests import Request
+from quant.types import Array
 
 
 class FlatAllreduce(BoundCollective):
@@ -26,9 +28,13 @@ class FlatAllreduce(BoundCollective):
     lengths : sequence of int, optional
         Elements of each rank's part, the same on all ranks; by default whole blocks, as equal as possible. Stored as
         `parts`, a `VectorPartition`.
+    like : module or array, optional
+        The module ``cupy``, or one of its arrays: for vectors on a GPU.
     """
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
+    def __init__(
+        self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None, like: Any = None
+    ):
         self.comm, self.count, self.codec = comm, count, required_codec(codec)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if lengths is None:
@@ -38,12 +44,13 @@ class FlatAllreduce(BoundCollective):
         if self.parts.elements != count:
             raise ValueError(f"lengths: expected {count} elements together, found {self.parts.elements}")
         self._codecs = [within(codec, start, length) for start, length in zip(self.parts.starts, self.parts.lengths)]
-        self._wire = comm.empty(self.parts.nbytes, np.uint8)
+        self._wire = comm.empty(self.parts.nbytes, np.uint8, like)
         self._gathering = comm.Allgatherv_init(MPI.IN_PLACE, self.parts.message(self._wire))
-        self._total = np.empty(self.parts.lengths[self.rank], np.float32)
-        self._scratch = np.empty(max(self.parts.lengths), np.float32)
+        xp = module_of(like)
+        self._total = xp.empty(self.parts.lengths[self.rank], np.float32)
+        self._scratch = xp.empty(max(self.parts.lengths), np.float32)
 
-    def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def reduce_scatter(self, x: Array, total: Array, lost: Array | None = None) -> Motion:
         """Sum this rank's part of all ranks' x into `total`; yield requests to wait for.
 
         Parameters
@@ -57,7 +64,7 @@ class FlatAllreduce(BoundCollective):
         """
         raise NotImplementedError
 
-    def allgather(self, part: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def allgather(self, part: Array, out: Array, lost: Array | None = None) -> Motion:
         """Encode `part`, gather the decoded parts of all ranks in `out`, bitwise equal; yield requests to wait for.
 
         Parameters
@@ -77,7 +84,7 @@ class FlatAllreduce(BoundCollective):
         if lost is not None:
             lost -= self.parts.of_vector(out, self.rank)
 
-    def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
         """Sum all ranks' x into `out`, which may be x; yield requests to wait for.
 
         This rank's part of `lost` includes the encoding error of the sum (error feedback at both ends, as in Tang et
@@ -89,11 +96,11 @@ class FlatAllreduce(BoundCollective):
     def close(self) -> None:
         self._gathering.Free()
 
-    def _encode(self, rank: int, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None) -> None:
+    def _encode(self, rank: int, part: Array, wire: Array, lost: Array | None) -> None:
         """Encode `part`, the part of `rank`, into the bytes `wire`; its encoding error goes to that part of `lost`."""
         encode_part(self._codecs[rank], part, wire, self._part_of(lost, rank), self._scratch)
 
-    def _part_of(self, vector: np.ndarray | None, rank: int) -> np.ndarray | None:
+    def _part_of(self, vector: Array | None, rank: int) -> Array | None:
         return None if vector is None else self.parts.of_vector(vector, rank)
 
 
@@ -103,13 +110,15 @@ class TwoShotAllreduce(FlatAllreduce):
     2 (p-1) messages of a p-th of the encoded vector, from and to each rank. Each term and each sum is encoded once.
     """
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
-        super().__init__(comm, count, codec, lengths)
+    def __init__(
+        self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None, like: Any = None
+    ):
+        super().__init__(comm, count, codec, lengths, like)
         self._terms = VectorPartition.of([self.parts.lengths[self.rank]] * self.size, codec.nbytes)
-        self._arriving = comm.empty(self._terms.nbytes, np.uint8)
+        self._arriving = comm.empty(self._terms.nbytes, np.uint8, like)
         self._scattering = comm.Alltoallv_init(self.parts.message(self._wire), self._terms.message(self._arriving))
 
-    def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def reduce_scatter(self, x: Array, total: Array, lost: Array | None = None) -> Motion:
         for rank in range(self.size):
             self._encode(rank, self.parts.of_vector(x, rank), self.parts.of_wire(self._wire, rank), lost)
         self._scattering.Start()
@@ -130,12 +139,14 @@ class RingAllreduce(FlatAllreduce):
     A sum is encoded once at every rank on its path.
     """
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
-        super().__init__(comm, count, codec, lengths)
-        self._out, self._in = (comm.empty(max(self.parts.sizes), np.uint8) for _ in range(2))
-        self._growing = np.empty(max(self.parts.lengths), np.float32)
+    def __init__(
+        self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None, like: Any = None
+    ):
+        super().__init__(comm, count, codec, lengths, like)
+        self._out, self._in = (comm.empty(max(self.parts.sizes), np.uint8, like) for _ in range(2))
+        self._growing = module_of(like).empty(max(self.parts.lengths), np.float32)
 
-    def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+    def reduce_scatter(self, x: Array, total: Array, lost: Array | None = None) -> Motion:
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         part = self.parts.of_vector(x, left)
         for hop in range(1, self.size):
@@ -145,13 +156,13 @@ class RingAllreduce(FlatAllreduce):
             arriving = self._in[: self.parts.sizes[come]]
             yield [self._hop(self._out[:size], right, arriving, left)]
             part = self._growing[: self.parts.lengths[come]]
-            np.copyto(part, self.parts.of_vector(x, come))
+            part[...] = self.parts.of_vector(x, come)
             self.codec.add(arriving, part)
         total[...] = part
         if lost is not None:
             self.parts.of_vector(lost, self.rank)[...] = 0
 
-    def _hop(self, sent: np.ndarray, right: int, arriving: np.ndarray, left: int) -> Request:
+    def _hop(self, sent: Array, right: int, arriving: Array, left: int) -> Request:
         """Start a sparse all-to-all: send `sent` to `right`, receive `arriving` from `left`. Return its request."""
         nothing = [0] * self.size
         to, from_ = nothing.copy(), nothing.copy()

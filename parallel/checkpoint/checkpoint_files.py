@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 from mpi4py import MPI
 
 from parallel.checkpoint.safetensors_writer import SafetensorsReader, SafetensorsWriter, digest_of
@@ -41,6 +40,7 @@ from parallel.checkpoint.tensor_slices import OPTIONAL, PlannedTensor, TensorSli
 from parallel.nn.operator import ArraySpec
 from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.vector_memory import to_host
+from quant.kernels import array_namespace
 
 __all__ = ["Checkpoint", "CheckpointError", "NotRemoved", "all_in", "latest", "name_of", "save", "tensors_in"]
 

@@ -33,13 +33,14 @@ class ErrorFeedbackReducer(PlainReducer):
         super().__init__(context, bucket, vector, scratch, part)
         self._context = context
         assert context.plan.compress is not None
-        self.compressor = context.plan.compress(context.comm, bucket, context.plan.seed)
+        like = None if context.memory.xp is np else vector
+        self.compressor = context.plan.compress(context.comm, bucket, context.plan.seed, like)
         self._feedback = self.compressor.feedback
         self.residual: Any = None
         self._before: Any = None
         if self._feedback:
             self.residual, self._before = (
-                np.asarray(context.memory.private("buffers", bucket.span.size, context.wide)) for _ in range(2)
+                context.memory.private("buffers", bucket.span.size, context.wide) for _ in range(2)
             )
         self._sent = False
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]

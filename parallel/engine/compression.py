@@ -7,7 +7,7 @@ import numpy as np
 from collectives import Communicator
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import Settings
-from parallel.grad_compression import AUTO, NONE, CompressorFactory, parse
+from parallel.grad_compression import AUTO, COMPRESSORS, NONE, CompressorFactory, parse
 from parallel.grad_compression.auto_select import choose
 from parallel.mesh.mesh import SHARDS, STAGES, Mesh
 from parallel.optim.precision import PRECISIONS
@@ -49,8 +49,11 @@ def check_compression(settings: Settings, layout: str) -> None:
         why = "a reproducible training adds gradients as they are, in canonical order"
     elif PRECISIONS[settings.precision].wide != np.float32:
         why = f"gradients are to be float32, and in {settings.precision} they are not"
-    elif settings.device != "cpu":
-        why = f"gradients on {settings.device} are not compressed"
+    elif settings.device != "cpu" and compress == AUTO:
+        names = ", ".join(COMPRESSORS)
+        raise ValueError(
+            f"compress: expected {NONE} or one of {names} on {settings.device}, since {AUTO} times the host"
+        )
     else:
         return
     raise ValueError(f"compress: expected {NONE}, since {why}; found {compress}")

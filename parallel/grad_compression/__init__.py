@@ -1,7 +1,7 @@
 """Gradient compression: table of compressors by name, and the parser of ``--compress``.
 
     factory = parse("topk:0.01")             # value of --compress
-    compressor = factory(comm, bucket, seed)
+    compressor = factory(comm, bucket, seed)     # with like=cupy, of gradients on a GPU
     for requests in compressor.exchange(x, out, lost, step): wait_all(requests)
 
 All ranks get the same sum, and each rank its residual. Adding the residual to the next step's gradient is error
@@ -21,6 +21,7 @@ from parallel.grad_compression.powersgd import PowerSGD
 from parallel.grad_compression.quantized import DitheredQuantizer, nearest
 from parallel.grad_compression.signs import signs
 from parallel.grad_compression.topk import TopK
+from quant.types import Array
 
 
 class Compressor(Protocol):
@@ -28,13 +29,13 @@ class Compressor(Protocol):
 
     feedback: bool  # True if the residual must be added to the next step's gradient
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
+    def exchange(self, x: Array, out: Array, lost: Any, step: int) -> Motion:
         """Sum all ranks' `x` approximately into `out` (may be `x`), put this rank's residual in `lost`; yield requests.
 
         The residuals of all ranks add up to the exact sum less `out`. `lost` may be None without `feedback`.
         """
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self) -> dict[str, Array]:
         """Arrays to save in a checkpoint, by name, equal on all ranks: writable views."""
 
     def close(self) -> None:
@@ -49,19 +50,22 @@ AUTO = "auto"
 
 
 class CompressorFactory(NamedTuple):
-    """Collective callable (comm, bucket, seed) -> Compressor; `feedback`: its compressors need error feedback."""
+    """Collective callable (comm, bucket, seed, like) -> Compressor; `feedback`: its compressors need error feedback.
 
-    make: Callable[[Communicator, GradBucket, int], Compressor]
+    With `like`, the module ``cupy`` or one of its arrays, it takes gradients on a GPU.
+    """
+
+    make: Callable[[Communicator, GradBucket, int, Any], Compressor]
     feedback: bool
 
-    def __call__(self, comm: Communicator, bucket: GradBucket, seed: int) -> Compressor:
-        return self.make(comm, bucket, seed)
+    def __call__(self, comm: Communicator, bucket: GradBucket, seed: int, like: Any = None) -> Compressor:
+        return self.make(comm, bucket, seed, like)
 
 
 class CompressorEntry(NamedTuple):
     """Entry of the table `COMPRESSORS`: a constructor, and the numeric parameter that it takes (``topk:0.01``)."""
 
-    make: Callable[[float, Communicator, GradBucket, int], Compressor]
+    make: Callable[[float, Communicator, GradBucket, int, Any], Compressor]
     default: float | None = None  # number if none is given; None for compressors without a number
     expected: str = ""  # meaning and range of the number, for error messages
     is_valid: Callable[[float], bool] = lambda number: True
@@ -69,27 +73,25 @@ class CompressorEntry(NamedTuple):
 
 
 COMPRESSORS: dict[str, CompressorEntry] = {
-    "int8": CompressorEntry(lambda _, comm, bucket, seed: nearest(8, comm, bucket)),
-    "int4": CompressorEntry(lambda _, comm, bucket, seed: nearest(4, comm, bucket)),
+    "int8": CompressorEntry(lambda _, comm, bucket, seed, like: nearest(8, comm, bucket, like)),
+    "int4": CompressorEntry(lambda _, comm, bucket, seed, like: nearest(4, comm, bucket, like)),
     "qsgd": CompressorEntry(
-        lambda bits, comm, bucket, seed: DitheredQuantizer(int(bits), True, comm, bucket, seed),
+        lambda bits, *others: DitheredQuantizer(int(bits), True, *others),
         4,
         "bits, 2 to 8",
         lambda bits: bits in range(2, 9),
         feedback=False,
     ),
-    "terngrad": CompressorEntry(
-        lambda _, comm, bucket, seed: DitheredQuantizer(2, False, comm, bucket, seed), feedback=False
-    ),
-    "sign": CompressorEntry(lambda _, comm, bucket, seed: signs(comm, bucket)),
+    "terngrad": CompressorEntry(lambda _, *others: DitheredQuantizer(2, False, *others), feedback=False),
+    "sign": CompressorEntry(lambda _, comm, bucket, seed, like: signs(comm, bucket, like)),
     "topk": CompressorEntry(
-        lambda share, comm, bucket, seed: TopK(comm, bucket.span.size, share),
+        lambda share, comm, bucket, seed, like: TopK(comm, bucket.span.size, share, like),
         0.01,
         "a share of the elements, above 0 and up to 1",
         lambda share: 0 < share <= 1,
     ),
     "powersgd": CompressorEntry(
-        lambda rank, comm, bucket, seed: PowerSGD(comm, bucket, int(rank), seed),
+        lambda rank, comm, bucket, seed, like: PowerSGD(comm, bucket, int(rank), seed, like),
         2,
         "a rank, 1 or more",
         lambda rank: rank >= 1 and rank == int(rank),

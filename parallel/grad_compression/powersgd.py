@@ -4,15 +4,19 @@ Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression f
 NeurIPS 2019, algorithms 1 and 2.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.compressed import Motion
+from collectives.compressed.bound_collective import module_of
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.nn.kernels import key_of
+from quant.kernels import array_namespace
+from quant.types import Array
 
 
 class _Matrix(NamedTuple):
@@ -22,12 +26,47 @@ class _Matrix(NamedTuple):
     start: int
     rows: int
     columns: int
-    left: np.ndarray
-    right: np.ndarray
+    left: Array
+    right: Array
 
-    def of(self, vector: np.ndarray) -> np.ndarray:
+    def of(self, vector: Array) -> Array:
         """View of this matrix, of shape (rows, columns), in a vector as long as the bucket."""
         return vector[self.start : self.start + self.rows * self.columns].reshape(self.rows, self.columns)
+
+
+def orthonormalize(matrices: Sequence[Array]) -> None:
+    """Replace tall matrices with as many columns each by Q of their QR factorisations; zeros give unit vectors."""
+    if all(isinstance(matrix, np.ndarray) for matrix in matrices):
+        for matrix in matrices:
+            matrix[...] = np.linalg.qr(matrix)[0]
+        return
+    xp, columns = array_namespace(matrices[0]), matrices[0].shape[1]
+    stack = xp.zeros((len(matrices), max(map(len, matrices)), columns), np.float64)  # rows of 0 change no factor
+    for matrix, into in zip(matrices, stack):
+        into[: len(matrix)] = matrix
+    for matrix, found in zip(matrices, reflected(stack)):
+        matrix[...] = found[: len(matrix)]
+
+
+def reflected(stack: Array) -> Array:
+    """Q of stacked tall matrices of few columns, float64, by Householder reflections as LAPACK's; changes `stack`.
+
+    For a GPU: all matrices in the same kernels, and without a wait of the host.
+    """
+    xp, q, reflectors = array_namespace(stack), array_namespace(stack).zeros(stack.shape, stack.dtype), []
+    for k in range(stack.shape[2]):
+        q[:, k, k] = 1
+        v, rest = stack[:, k:, k : k + 1].copy(), stack[:, k:, k:]
+        head = v[:, :1]
+        head += xp.copysign(xp.sqrt((v * v).sum(axis=1, keepdims=True)), head)
+        square = (v * v).sum(axis=1, keepdims=True)
+        scaled = v * (2 / xp.where(square == 0, 1.0, square))
+        reflectors.append((v, scaled))
+        rest -= scaled * (v * rest).sum(axis=1, keepdims=True)
+    for k, (v, scaled) in reversed([*enumerate(reflectors)]):
+        rest = q[:, k:, k:]
+        rest -= scaled * (v * rest).sum(axis=1, keepdims=True)
+    return q
 
 
 class PowerSGD:
@@ -39,7 +78,7 @@ class PowerSGD:
 
     feedback = True
 
-    def __init__(self, comm: Communicator, bucket: GradBucket, rank: int, seed: int):
+    def __init__(self, comm: Communicator, bucket: GradBucket, rank: int, seed: int, like: Any = None):
         self._comm = comm
         shapes, self._uncompressed, at = [], list[tuple[slice, slice]](), 0
         for place in bucket.places:
@@ -51,42 +90,44 @@ class PowerSGD:
             else:
                 self._uncompressed.append((slice(start, start + place.size), slice(at, at + place.size)))
                 at += place.size
-        self._lefts = comm.zeros(at + rank * sum(rows for _, _, rows, _ in shapes), np.float32)
-        self._rights = comm.zeros(rank * sum(columns for *_, columns in shapes), np.float32)
-        self._matrices, right = [], 0
+        self._lefts = comm.empty(at + rank * sum(rows for _, _, rows, _ in shapes), np.float32, like)
+        self._rights = comm.empty(rank * sum(columns for *_, columns in shapes), np.float32, like)
+        self._lefts[...] = 0
+        self._matrices, right, xp = [], 0, module_of(like)
         for name, start, rows, columns in shapes:
             p = self._lefts[at : at + rows * rank].reshape(rows, rank)
             q = self._rights[right : right + columns * rank].reshape(columns, rank)
             key = key_of(seed, 0, f"powersgd/{name}")
-            q[...] = np.random.Generator(np.random.Philox(key=key)).standard_normal(q.shape, np.float32)
+            random = np.random.Generator(np.random.Philox(key=key))
+            q[...] = xp.asarray(random.standard_normal(q.shape, np.float32))
             self._matrices.append(_Matrix(name, start, rows, columns, p, q))
             at, right = at + rows * rank, right + columns * rank
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
+    def exchange(self, x: Array, out: Array, lost: Array, step: int) -> Motion:
         """As `Compressor.exchange`; the residual is this rank's gradient less the approximate sum / number of ranks."""
-        before = self._rights.copy()
-        np.copyto(lost, x)
+        xp, before = array_namespace(x), self._rights.copy()
+        lost[...] = x
         for there, here in self._uncompressed:
             self._lefts[here] = x[there]
         for matrix in self._matrices:
-            np.matmul(matrix.of(x), matrix.right, out=matrix.left)
+            xp.matmul(matrix.of(x), matrix.right, out=matrix.left)
         yield [self._comm.Iallreduce(MPI.IN_PLACE, self._lefts)]
+        orthonormalize([matrix.left for matrix in self._matrices])
         for matrix in self._matrices:
-            matrix.left[...] = np.linalg.qr(matrix.left)[0]
-            np.matmul(matrix.of(x).T, matrix.left, out=matrix.right)
+            xp.matmul(matrix.of(x).T, matrix.left, out=matrix.right)
         yield [self._comm.Iallreduce(MPI.IN_PLACE, self._rights)]
         out[...] = 0
         for matrix in self._matrices:
-            np.matmul(matrix.left, matrix.right.T, out=matrix.of(out))
+            xp.matmul(matrix.left, matrix.right.T, out=matrix.of(out))
             mine = matrix.of(lost)
             mine -= matrix.of(out) / np.float32(self._comm.Get_size())
         for there, here in self._uncompressed:
             out[there] = self._lefts[here]
             lost[there] = 0
-        if not np.isfinite(self._rights).all():  # equal on all ranks, so all keep the previous factors
-            self._rights[...] = before
+        finite = xp.isfinite(self._rights).all()  # equal on all ranks: if not, all keep the previous factors
+        self._rights[...] = xp.where(finite, self._rights, before)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self) -> dict[str, Array]:
         """Right factors by name, from which the next step's power iteration starts."""
         return {f"powersgd/{matrix.name}": matrix.right for matrix in self._matrices}
 

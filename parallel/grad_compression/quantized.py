@@ -5,6 +5,8 @@ needs none (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Qua
 Wen et al., "TernGrad", NeurIPS 2017).
 """
 
+from typing import Any
+
 import numpy as np
 
 from collectives import Communicator
@@ -13,6 +15,8 @@ from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels import key_of
 from quant import grouped
+from quant.kernels import array_namespace
+from quant.types import Array
 
 SCALES = 2.0**-149, float(np.finfo(np.float32).max)
 """Smallest and largest scale: those of float32."""
@@ -24,22 +28,22 @@ class CodecCompressor:
     With several ranks on several nodes, the ranks of a node are summed first, as they share its link.
     """
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec, feedback: bool = True):
+    def __init__(self, comm: Communicator, count: int, codec: Codec, feedback: bool = True, like: Any = None):
         self.feedback = feedback
-        self._sum = (HierarchicalAllreduce if crowded(comm) else SegmentedAllreduce)(comm, count, codec)
+        self._sum = (HierarchicalAllreduce if crowded(comm) else SegmentedAllreduce)(comm, count, codec, like=like)
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
+    def exchange(self, x: Array, out: Array, lost: Array | None, step: int) -> Motion:
         yield from self._sum.allreduce(x, out, lost)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self) -> dict[str, Array]:
         return {}
 
     def close(self) -> None:
         self._sum.close()
 
 
-def nearest(bits: int, comm: Communicator, bucket: GradBucket) -> CodecCompressor:
-    return CodecCompressor(comm, bucket.span.size, QuantCodec(grouped(bits, BLOCK, "fp32")))
+def nearest(bits: int, comm: Communicator, bucket: GradBucket, like: Any = None) -> CodecCompressor:
+    return CodecCompressor(comm, bucket.span.size, QuantCodec(grouped(bits, BLOCK, "fp32")), like=like)
 
 
 class DitheredQuantizer(CodecCompressor):
@@ -48,20 +52,21 @@ class DitheredQuantizer(CodecCompressor):
     Levels reach up to the block's norm if `euclidean` (QSGD), else to its largest element (TernGrad).
     """
 
-    def __init__(self, bits: int, euclidean: bool, comm: Communicator, bucket: GradBucket, seed: int):
+    def __init__(self, bits: int, euclidean: bool, comm: Communicator, bucket: GradBucket, seed: int, like: Any = None):
         levels = np.float32(2 ** (bits - 1) - 1)
 
-        def norms(x: np.ndarray) -> np.ndarray:
-            squares = np.add.reduceat(np.square(x, dtype=np.float64), np.arange(0, len(x), BLOCK)).reshape(1, -1)
-            squares[~np.isfinite(squares) | (squares == 0)] = 1  # such blocks become NaN or 0 with any scale
-            return np.clip(np.sqrt(squares) / levels, *SCALES).astype(np.float32)
+        def norms(x: Array) -> Array:
+            xp = array_namespace(x)
+            squares = xp.square(x, dtype=np.float64).reshape(-1, BLOCK).sum(axis=1)
+            usual = xp.isfinite(squares) & (squares != 0)  # other blocks become NaN or 0 with any scale
+            return xp.clip(xp.sqrt(xp.where(usual, squares, 1.0)) / levels, *SCALES).astype(np.float32)
 
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
         self._codec = QuantCodec(spec, norms if euclidean else None, comm.Get_rank())
-        super().__init__(comm, bucket.span.size, self._codec, feedback=False)
+        super().__init__(comm, bucket.span.size, self._codec, feedback=False, like=like)
         self._name, self._seed = f"{bucket.places[0].parameter.name} {comm.Get_rank()}", seed
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
+    def exchange(self, x: Array, out: Array, lost: Array | None, step: int) -> Motion:
         """As `Compressor.exchange`; random numbers of the rounding differ between steps, buckets and ranks."""
         self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

@@ -7,12 +7,18 @@ Schemes", ICML 2019). With encoded sums and feedback at both ends it is the exch
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 
 from collectives import Communicator
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.grad_compression.quantized import CodecCompressor
 from parallel.nn.flat_params import BLOCK
+from quant.kernels import array_namespace
+from quant.types import Array
 
 
 class SignCompressor:
@@ -26,6 +32,7 @@ class SignCompressor:
 
     def __init__(self, real: np.ndarray | None = None):
         self._real = real
+        self._partial = cache(lambda xp: [] if real is None else _partial_blocks(real, xp))
 
     def within(self, start: int, count: int) -> SignCompressor:
         """Codec for the `count` elements from `start` on, as in `collectives.compressed.Codec`."""
@@ -35,39 +42,46 @@ class SignCompressor:
         """Encoded size in bytes of `count` elements: scales and sign bits."""
         return 4 * -(-count // BLOCK) + -(-count // 8)
 
-    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, wire: Array) -> None:
         """Encode `x` into the bytes `wire`; a block with a non-finite element gets a non-finite scale."""
-        scales, bits = self._parts(wire, len(x))
+        xp, (scales, bits) = array_namespace(x), self._parts(wire, len(x))
         whole = len(x) // BLOCK
-        np.abs(x[: whole * BLOCK]).reshape(whole, BLOCK).mean(axis=1, out=scales[:whole])
+        blocks = x[: whole * BLOCK].reshape(whole, BLOCK)
+        abs(blocks).mean(axis=1, out=scales[:whole])
         if len(x) % BLOCK:
-            scales[whole] = np.abs(x[whole * BLOCK :]).mean()
-        if self._real is not None:
-            for block in np.flatnonzero(self._real < BLOCK):
-                scales[block] = np.abs(x[block * BLOCK :][: self._real[block]]).mean()
-        bits[...] = np.packbits(x < 0)
+            scales[whole] = abs(x[whole * BLOCK :][: None if self._real is None else self._real[whole]]).mean()
+        for count, these in self._partial(xp):
+            scales[these] = abs(blocks[these, :count]).mean(axis=1)
+        bits[...] = xp.packbits(x < 0)
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         scales, bits = self._parts(wire, len(out))
-        each = np.repeat(scales, BLOCK)[: len(out)]
-        np.copysign(each, np.float32(0.5) - np.unpackbits(bits, count=len(out)), out=out)
+        xp = array_namespace(out)
+        each = xp.repeat(scales, BLOCK)[: len(out)]
+        xp.copysign(each, np.float32(0.5) - xp.unpackbits(bits)[: len(out)], out=out)
 
-    def add(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def add(self, wire: Array, out: Array) -> None:
         """Decode the bytes `wire` and add the values to `out`."""
-        decoded = np.empty_like(out)
+        decoded = array_namespace(out).empty_like(out)
         self.decode(wire, decoded)
         out += decoded
 
-    def _parts(self, wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _parts(self, wire: Array, count: int) -> tuple[Array, Array]:
         blocks = -(-count // BLOCK)
         return wire[: 4 * blocks].view(np.float32), wire[4 * blocks : self.nbytes(count)]
 
 
-def signs(comm: Communicator, bucket: GradBucket) -> CodecCompressor:
+def _partial_blocks(real: np.ndarray, xp: ModuleType) -> list[tuple[int, Array]]:
+    """(number of real elements, whole blocks that have as many) for each number below a full block's."""
+    counts = np.unique(real[real < BLOCK])
+    return [(int(count), xp.asarray(np.flatnonzero(real == count))) for count in counts]
+
+
+def signs(comm: Communicator, bucket: GradBucket, like: Any = None) -> CodecCompressor:
     """Sign compressor of a gradient bucket; padding at the end of tensors is left out of the mean of a block."""
     real = np.full(bucket.span.size // BLOCK, BLOCK)
     for place in bucket.places:
         if place.size:
             last = (place.span.stop - bucket.span.start) // BLOCK - 1
             real[last] -= place.span.size - place.size
-    return CodecCompressor(comm, bucket.span.size, SignCompressor(real))
+    return CodecCompressor(comm, bucket.span.size, SignCompressor(real), like=like)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 from mpi4py import MPI
 
 from parallel.checkpoint import checkpoint_files
@@ -18,6 +17,7 @@ from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.strategies import TrainableEngine
+from quant.kernels import array_namespace
 
 WEIGHTS, AVERAGE = "model/", f"optimizer/{EMA}/"
 """Beginnings of the names of slices: weights, and their moving average."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from quant.kernels import reference_codecs
-from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits
+from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits, surely_all
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -73,4 +73,4 @@ decode_table = _fastest(reference_codecs.decode_table)
 pack = _fastest(reference_codecs.pack)
 unpack = _fastest(reference_codecs.unpack)
 
-__all__ = ["LinearCode", "ScaleRule", "array_namespace", "minifloat_bits"]
+__all__ = ["LinearCode", "ScaleRule", "array_namespace", "minifloat_bits", "surely_all"]

@@ -395,6 +395,11 @@ def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
     return not isinstance(scales, np.ndarray) or not bool((abs(scales) * (reach + abs(zeros)) <= GREATEST).all())
 
 
+def surely_all(flags: Array) -> bool:
+    """True if all flags are set; always False on a device, for which the host would have to wait."""
+    return isinstance(flags, np.ndarray | np.generic) and bool(flags.all())
+
+
 # ------------------------------------------------------------------------------------------ packing
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quant.formats import GREATEST, MINIFLOATS, values
-from quant.kernels import absmax, array_namespace, minifloat_bits
+from quant.kernels import absmax, array_namespace, minifloat_bits, surely_all
 from quant.spec.granularity import GroupBlocking
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -30,8 +30,8 @@ def divided(r: Array, n: float) -> Array:
     """r / n in float32; results that underflow become the smallest number of their sign, not 0."""
     xp = array_namespace(r)
     quotient = r / np.float32(n)
-    lost = (quotient == 0) & (r != 0)
-    return xp.where(lost, xp.copysign(TINY, r if n > 0 else -r), quotient) if bool(lost.any()) else quotient
+    kept = (quotient != 0) | (r == 0)
+    return quotient if surely_all(kept) else xp.where(kept, quotient, xp.copysign(TINY, r if n > 0 else -r))
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:

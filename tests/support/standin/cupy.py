@@ -821,6 +821,9 @@ class ndarray:
     def astype(self, dtype, copy=True):
         return self if self.dtype == dtype and not copy else _at_once(np.ndarray.astype, self, dtype)
 
+    def sort(self):
+        _at_once(np.ndarray.sort, self)
+
     def __bool__(self):
         return bool(self.get())
 
@@ -995,6 +998,7 @@ FUNCTIONS = frozenset(
         "absolute",
         "arange",
         "argmin",
+        "argpartition",
         "argsort",
         "ascontiguousarray",
         "bincount",
