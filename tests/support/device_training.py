@@ -16,10 +16,12 @@ COMPRESSORS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "power
 """Compressors of gradients, each once."""
 
 
-def trained(comm, layout, device, optimizer=AdamW(rate=0.01), **settings):
+def trained(comm, layout, device, optimizer=None, **settings):
     """Reports of three steps, and the weights after them by (name, start)."""
     settings = {"layout": layout, "device": device, "first_bytes": 1, "bucket_bytes": 5000, "clip": 1.0, **settings}
-    with DataParallelEngine(tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(**settings)) as made:
+    with DataParallelEngine(
+        tiny_models.model(), tiny_models.Squares(), comm, optimizer or AdamW(rate=0.01), Settings(**settings)
+    ) as made:
         reports = [made.step(tiny_models.batches(made.share(5), step)) for step in range(3)]
         assert made.ledger.allocated == made.ledger.predicted
         values = {}
