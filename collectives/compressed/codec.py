@@ -86,7 +86,7 @@ class QuantCodec:
     def encode(self, x: Array, wire: Array) -> None:
         self._encoded += 1
         seed = (self._seed << 64) + self._encoded
-        scales = self._norm(x) if self._norm else None
+        scales = self._norm(x) if self._norm and len(x) else None
         quantize(x, self.spec, scales=scales, seed=seed, nonfinite="poison", out=self._as_array(wire, len(x)))
 
     def decode(self, wire: Array, out: Array) -> None:

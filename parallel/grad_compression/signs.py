@@ -32,7 +32,7 @@ class SignCompressor:
 
     def __init__(self, real: np.ndarray | None = None):
         self._real = real
-        self._partial = cache(lambda xp: [] if real is None else _partial_blocks(real, xp))
+        self._partial = cache(lambda xp, whole: [] if real is None else _partial_blocks(real[:whole], xp))
 
     def within(self, start: int, count: int) -> SignCompressor:
         """Codec for the `count` elements from `start` on, as in `collectives.compressed.Codec`."""
@@ -44,17 +44,21 @@ class SignCompressor:
 
     def encode(self, x: Array, wire: Array) -> None:
         """Encode `x` into the bytes `wire`; a block with a non-finite element gets a non-finite scale."""
+        if not len(x):
+            return
         xp, (scales, bits) = array_namespace(x), self._parts(wire, len(x))
         whole = len(x) // BLOCK
         blocks = x[: whole * BLOCK].reshape(whole, BLOCK)
         abs(blocks).mean(axis=1, out=scales[:whole])
         if len(x) % BLOCK:
             scales[whole] = abs(x[whole * BLOCK :][: None if self._real is None else self._real[whole]]).mean()
-        for count, these in self._partial(xp):
+        for count, these in self._partial(xp, whole):
             scales[these] = abs(blocks[these, :count]).mean(axis=1)
         bits[...] = xp.packbits(x < 0)
 
     def decode(self, wire: Array, out: Array) -> None:
+        if not len(out):
+            return
         scales, bits = self._parts(wire, len(out))
         xp = array_namespace(out)
         each = xp.repeat(scales, BLOCK)[: len(out)]
@@ -72,7 +76,7 @@ class SignCompressor:
 
 
 def _partial_blocks(real: np.ndarray, xp: ModuleType) -> list[tuple[int, Array]]:
-    """(number of real elements, whole blocks that have as many) for each number below a full block's."""
+    """(number of real elements, blocks that have as many) for each number below a full block's."""
     counts = np.unique(real[real < BLOCK])
     return [(int(count), xp.asarray(np.flatnonzero(real == count))) for count in counts]
 

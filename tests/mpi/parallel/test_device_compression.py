@@ -19,6 +19,7 @@ from parallel.engine.settings import Settings
 from parallel.grad_compression import COMPRESSORS as TABLE
 from parallel.grad_compression import parse
 from parallel.grad_compression.powersgd import orthonormalize
+from parallel.grad_compression.signs import SignCompressor
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizers import SGD
 from parallel.runtime.consistency_check import StepFailed
@@ -66,6 +67,21 @@ def test_exchange(comm, gpu, compress):
     assert here.state().keys() == there.state().keys()
     here.close()
     there.close()
+
+
+@pytest.mark.parametrize("count", [0, 256, 700])
+def test_signs(gpu, count):
+    """Of any number of elements, and of blocks that are not full: the host's bits."""
+    x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+    codec = SignCompressor(np.array([256, 200, 100])[: -(-count // 256)])
+    wire, out = np.empty(codec.nbytes(count), np.uint8), np.empty(count, np.float32)
+    bits, found = cupy.empty(codec.nbytes(count), np.uint8), cupy.empty(count, np.float32)
+    for one, to, back in ((x, wire, out), (cupy.asarray(x), bits, found)):
+        codec.encode(one, to)
+        codec.decode(to, back)
+        codec.add(to, back)
+    np.testing.assert_array_equal(bits.get(), wire)
+    np.testing.assert_array_equal(found.get(), out)
 
 
 @compressors
