@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.compressed.bound_collective import module_of
 from parallel.conformance.thread_meeting import Meeting, Message, StartedCall
 
 OPERATIONS = ((MPI.SUM, np.add), (MPI.MAX, np.maximum), (MPI.MIN, np.minimum))
@@ -90,8 +91,8 @@ class ThreadCommunicator(Communicator):
 
     Free = free = close
 
-    def empty(self, shape: Any, dtype: Any = float, like: Any = np) -> Any:
-        return like.empty(shape, dtype)
+    def empty(self, shape: Any, dtype: Any = float, like: Any = None) -> Any:
+        return module_of(like).empty(shape, dtype)
 
     # ------------------------------------------------------------------------------------------ objects
 

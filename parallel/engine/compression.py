@@ -50,10 +50,8 @@ def check_compression(settings: Settings, layout: str) -> None:
     elif PRECISIONS[settings.precision].wide != np.float32:
         why = f"gradients are to be float32, and in {settings.precision} they are not"
     elif settings.device != "cpu" and compress == AUTO:
-        names = ", ".join(COMPRESSORS)
-        raise ValueError(
-            f"compress: expected {NONE} or one of {names} on {settings.device}, since {AUTO} times the host"
-        )
+        expected = f"{NONE} or one of {', '.join(COMPRESSORS)} on {settings.device}"
+        raise ValueError(f"compress: expected {expected}, since {AUTO} times the host; found {compress}")
     else:
         return
     raise ValueError(f"compress: expected {NONE}, since {why}; found {compress}")
