@@ -24,7 +24,7 @@ class SegmentedAllreduce(BoundCollective):
 
     Groups that share a scale are not cut: with codes rounded to the nearest the digits are those of one segment.
     By default as many `segments` as give messages of at least `SEGMENT` bytes, at most `MOST`. With ``like=cupy``
-    vectors are on a GPU, as in `FlatAllreduce`.
+    vectors are on a GPU, as in `FlatAllreduce`, by default in one segment: kernels end before a message has started.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class SegmentedAllreduce(BoundCollective):
     ) -> None:
         required_codec(codec)
         if segments is None:
-            segments = min(MOST, max(1, codec.nbytes(count) // (comm.Get_size() * SEGMENT)))
+            most = MOST if like is None else 1
+            segments = min(most, max(1, codec.nbytes(count) // (comm.Get_size() * SEGMENT)))
         if segments < 1:
             raise ValueError(f"segments: expected 1 or more, found {segments}")
         self._cuts = VectorPartition.even(count, segments, codec.block, codec.nbytes)

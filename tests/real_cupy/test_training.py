@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support import cupy_without_driver
+from support.device_training import COMPRESSORS
 
 from collectives import Communicator
 from parallel.data.sampler import Batch
@@ -21,9 +22,19 @@ UNDEFINED = ("ValueError: Embedding", "ValueError: SoftmaxCrossEntropy", "Floati
 @pytest.mark.timeout(200)  # builds about 60 kernels
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "fp16", "bf16"])
 def test_step(cupy, precision):
+    step(precision=precision)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("compress", COMPRESSORS)
+def test_step_with_compressed_gradients(cupy, compress):
+    step(compress=compress)
+
+
+def step(**settings):
     comm = Communicator(MPI.COMM_SELF.Dup(), gpu="staged")
     model, x = build("gpt:tiny", (16,), 256, dropout=0.1), np.zeros((4, 16), np.int64)
-    settings = Settings(precision=precision, device="cuda", clip=1.0)
+    settings = Settings(device="cuda", clip=1.0, **settings)
     cupy_without_driver.LAUNCHED.clear()
     with DataParallelEngine(model, SoftmaxCrossEntropy(), comm, AdamW(rate=1e-3), settings) as engine:
         try:

@@ -180,3 +180,16 @@ def test_factorisation(gpu, rows, columns):
             np.testing.assert_allclose(one.get(), other, atol=1e-5)
         else:
             assert not np.isfinite(one.get()).all()
+
+
+@pytest.mark.parametrize("compress", ["int8", "topk:0.05", "powersgd:2"])
+def test_ranks_that_share_a_gpu(gpu, world, compress):
+    """Its kernels read the encoded bytes where other ranks have them; the results are those of the host."""
+    if world.size == 1:
+        pytest.skip("needs two processes")
+    works = cupy.Engine(gpu, world.rank)
+    with Communicator(world, cuda_aware=False) as comm:
+        assert comm.device_transfer == "kernel"
+        compresses_as_on_the_host(comm, compress)
+        world.Barrier()
+    works.stop()
