@@ -257,7 +257,8 @@ class _GpuCall(MeetingSteps):
             channel.show_launch()
             return
         while not channel.is_launched():
-            self._gpu.check_peers([LEADER])
+            if self._gpu.watch.is_due:
+                self._gpu.watch.check([LEADER])
             yield
         event = channel.event_of(LEADER)
         if not (yield from self._soon(lambda: exported.is_reached(event))):

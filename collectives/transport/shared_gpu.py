@@ -20,7 +20,7 @@ the call without a post.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
@@ -100,12 +100,7 @@ class SharedGpu:
         self.words = [board.data.cast("B").cast("q") for board in boards]
         self.entries = [board[HEADER:].view(ENTRY) for board in boards]
         self._channels: dict[int, GpuChannel] = {}
-        self._watch = PeerWatch({place: reader.pid for place, reader in enumerate(node.readers)})
-
-    def check_peers(self, places: Iterable[int]) -> None:
-        """ConnectionResetError, at times in a long wait, if the process of one of these ranks on the node has ended."""
-        if self._watch.is_due:
-            self._watch.check(places)
+        self.watch = PeerWatch({place: reader.pid for place, reader in enumerate(node.readers)})
 
     def channel(self, number: int) -> GpuChannel:
         if number not in self._channels:
@@ -209,7 +204,8 @@ class GpuChannel:
         """Iterate until all ranks have posted or counted so many calls."""
         at, boards = self._at, self.gpu.words
         while min([words[at] for words in boards]) < number:
-            self.gpu.check_peers([place for place, words in enumerate(boards) if words[at] < number])
+            if self.gpu.watch.is_due:
+                self.gpu.watch.check(place for place, words in enumerate(boards) if words[at] < number)
             yield
 
     def new_post(self, mark: int, parts: int = 1) -> Post:

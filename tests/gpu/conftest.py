@@ -34,11 +34,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def is_over(config, world):
+    """True on all ranks if the seconds of --gpu-seconds have passed on the first."""
+    seconds = config.getoption("--gpu-seconds")
+    return bool(seconds and world.bcast(time.monotonic() - BEGAN > seconds))
+
+
 @pytest.fixture(autouse=True)
 def time_left(request, world):
     """Skip tests, the same ones on all ranks, after the seconds of --gpu-seconds."""
-    seconds = request.config.getoption("--gpu-seconds")
-    if seconds and world.bcast(time.monotonic() - BEGAN > seconds):
+    if is_over(request.config, world):
         LEFT_OUT.append(request.node.name)
         pytest.skip("no time left")
 
@@ -61,6 +66,8 @@ def comm(request, world, cupy):
     from collectives import Communicator
     from collectives.transport.device import cuda_aware
 
+    if is_over(request.config, world):
+        pytest.skip("no time left")
     direct = request.param == "direct"
     reachable = getattr(getattr(cupy, "GPU", None), "private", True) is False  # the stand-in's memory, by any MPI
     if direct and not (cuda_aware() or reachable):

@@ -110,4 +110,4 @@ def test_fault_is_found(gpu, impatient, world, monkeypatch, fault):
     if world.size == 1:
         pytest.skip("needs two processes")
     monkeypatch.setattr(*FAULTS[fault]())
-    assert not passes(world, "kernel", CASES, delay=0.1 if "event" in fault else 0.03)
+    assert not passes(world, "kernel", CASES, delay=0.1 if "event" in fault or "stream" in fault else 0.03)
