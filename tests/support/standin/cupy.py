@@ -798,7 +798,8 @@ class ndarray:
 
     @property
     def flags(self):
-        return types.SimpleNamespace(c_contiguous=self._seen().flags.c_contiguous)
+        flags = self._seen().flags
+        return types.SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous)
 
     def _view(self, part):
         """A part of what `_seen` gives, as an array on the same memory."""
