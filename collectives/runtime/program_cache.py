@@ -283,7 +283,7 @@ class ProgramCache:
 
 
 def _run(program: Program, sendbuf: Any, recvbuf: Any) -> bool:
-    if program.stream is not None:
-        program.stream.follow(*((sendbuf,) if sendbuf is recvbuf else (sendbuf, recvbuf)))
+    if program.stream is not None:  # then an array on the host is one that MPI ignores on this rank
+        program.stream.follow(*(array for array in (sendbuf, recvbuf) if type(array) is not _ndarray))
     run_program(program)
     return True

@@ -148,6 +148,22 @@ def test_two_streams(shared):
         assert (y.get() == size * (size - 1) // 2).all()
 
 
+@pytest.mark.parametrize("method", ["Gather", "Reduce", "Scatter"])
+def test_buffers_that_only_the_root_uses(shared, method):
+    """Elsewhere an array on the host is ignored, also in calls that are found in the cache."""
+    rank, size = shared.Get_rank(), shared.Get_size()
+    mine = cupy.full(5, rank + 1, "i4")
+    at_root = (cupy if rank == 0 else np).full(5 if method == "Reduce" else 5 * size, 7, "i4")
+    for _ in range(3):
+        getattr(shared, method)(*((at_root, mine) if method == "Scatter" else (mine, at_root)), root=0)
+    if method == "Scatter":
+        assert (mine.get() == 7).all()
+    elif rank == 0:
+        total = size * (size + 1) // 2
+        expected = total if method == "Reduce" else np.repeat(np.arange(1, size + 1), 5)
+        assert (at_root.get() == expected).all()
+
+
 def test_different_calls(shared):
     with pytest.raises(Mismatch, match="expected the same call on all ranks"):
         n = 10 + (shared.Get_rank() == 1)
