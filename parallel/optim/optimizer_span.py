@@ -58,9 +58,8 @@ class OptimizerSpan:
         if self.stored is not None and self.stored.shape != (self.span.size,):
             raise ValueError(f"stored: expected shape ({self.span.size},), found {self.stored.shape}")
         shares = [(place, place.span.intersection(self.span)) for place in self.places]
-        self.tensors = tuple(
-            ElementRun(share.start - start, share.stop - start, place) for place, share in shares if share.size
-        )
+        tensors = (ElementRun(share.start - start, share.stop - start, place) for place, share in shares if share.size)
+        self.tensors = tuple(sorted(tensors, key=lambda run: run.start))
         self.places = tuple(run.place for run in self.tensors)
         if sum(run.stop - run.start for run in self.tensors) != self.span.size:
             raise ValueError(f"places: expected tensors that fill {start} to {stop} exactly, found {self.places}")

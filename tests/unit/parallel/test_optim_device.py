@@ -1,5 +1,7 @@
 """Optimizers on a GPU: kernels of CuPy, run by the stand-in, give the bits of the host."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -33,15 +35,17 @@ OPTIMIZERS = [
 ]
 
 
-def trained(optimizer, dtype, half, wrap):
+def trained(optimizer, dtype, half, wrap, places=PLACES):
     """Bits of weights, half-precision copies and state after three steps, and sums of squares."""
+    optimizer = replace(optimizer)  # without the scratch memory of another test's GPU
     random = np.random.default_rng(0)
     first = random.normal(size=SPAN.size) * 10.0 ** random.integers(-30, 3, SPAN.size)
     weights, gradient = wrap(first.astype(dtype)), wrap(first[::-1].astype(dtype))
     stored = None if half is None else wrap(np.zeros(SPAN.size, half))
-    piece = OptimizerSpan(SPAN, weights, gradient, optimizer.fresh(weights), PLACES, stored)
+    piece = OptimizerSpan(SPAN, weights, gradient, optimizer.fresh(weights), places, stored)
+    none = OptimizerSpan(Span(0, 0), weights[:0], gradient[:0], optimizer.fresh(weights[:0]), places)
     for step in range(3):
-        optimizer.update([piece], step, 0.3, lambda sums: sums)
+        optimizer.update([piece, none], step, 0.3, lambda sums: sums)
     vectors = [piece.weights, *piece.state.values(), *([] if half is None else [stored])]
     return [cupy.asnumpy(vector).tobytes() for vector in vectors] + [block_squares(weights).tobytes()]
 
@@ -51,6 +55,15 @@ def trained(optimizer, dtype, half, wrap):
 def test_the_same_bits_as_on_the_host(optimizer, dtype, half):
     expected = trained(optimizer, dtype, half, np.asarray)
     assert trained(optimizer, dtype, half, cupy.asarray) == expected
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[3::4], ids=lambda one: type(one).__name__)
+def test_frozen_parameters_and_tensors_in_any_order(monkeypatch, optimizer):
+    monkeypatch.setattr(PLACES[1].parameter, "requires_grad", False)
+    expected = trained(optimizer, "f4", None, np.asarray)
+    assert trained(optimizer, "f4", None, cupy.asarray) == expected
+    for wrap in (np.asarray, cupy.asarray):
+        assert trained(optimizer, "f4", None, wrap, PLACES[::-1]) == expected
 
 
 def test_one_kernel_and_one_copy_for_all_tensors(gpu):
