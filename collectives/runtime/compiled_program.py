@@ -21,7 +21,7 @@ from collectives.transport.mailbox import PID, RENDEZVOUS_BYTES
 from collectives.transport.shm_messages import CHUNK
 
 ALONE = 1024
-"""As many times more calls are compiled of a rank that is alone: it waits for nobody, and saves some 4 us a call."""
+"""Factor of `calls_before_compiling` for a communicator of one rank, which saves only some 4 us per compiled call."""
 
 YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
@@ -45,6 +45,11 @@ def load_compiler() -> None:
         from collectives.runtime import call_kernel
 
         call_kernel.functions()
+
+
+def calls_before_compiling(usual: int, alone: bool) -> int:
+    """Number of equal calls after which programs are compiled; `alone`: the communicator has one rank."""
+    return usual * (ALONE if alone else 1)
 
 
 class CompiledProgram:

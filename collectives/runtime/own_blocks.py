@@ -1,4 +1,4 @@
-"""Programs of a communicator of one rank, whose results are its own blocks: copies in a device's memory, or nothing."""
+"""Programs of a communicator of one rank with device arrays: copies from the send to the receive buffer, or nothing."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,7 +23,7 @@ def own_blocks_program(call: Call, device: DeviceMemory, wire: Wire, first: Iter
 def _copies(call: Call, device: DeviceMemory) -> Iterable[Callable[[], object]]:
     """Copies of the blocks that the call sends to where it receives them, but not of a block to itself."""
     source, target = call.source, call.target
-    if source is None or target is None:  # of which the one is all there is, or the input is where the result will be
+    if source is None or target is None:  # one buffer for input and result, as in a broadcast
         return
     for block, end in call.recv_blocks.items():
         begin, size = call.send_blocks[block], call.unit.itemsize

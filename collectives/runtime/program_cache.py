@@ -20,7 +20,7 @@ from collectives.runtime.argument_keys import counts_key, describe, is_constant,
 from collectives.runtime.binding import EagerBuffers, memories, program_of, separate_bytes
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import NO_ARRAY, CompiledCallTable
-from collectives.runtime.compiled_program import CompiledProgram, compile_program
+from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
 from collectives.runtime.program import Program
 from collectives.runtime.progress import run_program
 
@@ -215,11 +215,7 @@ class ProgramCache:
 
     @property
     def calls_are_frequent(self) -> bool:
-        return self._repeats >= self._compile_after
-
-    @property
-    def _compile_after(self) -> int:
-        return COMPILE_AFTER * (compiled_program.ALONE if self._alone else 1)
+        return self._repeats >= calls_before_compiling(COMPILE_AFTER, self._alone)
 
     def count_repeat(self) -> None:
         """Count a repeated call that is not compiled; once calls are frequent, all are forgotten.
@@ -227,7 +223,7 @@ class ProgramCache:
         Their programs are then compiled as they are called again.
         """
         self._repeats += 1
-        if self._repeats == self._compile_after:
+        if self._repeats == calls_before_compiling(COMPILE_AFTER, self._alone):
             self.calls.clear()
 
     def _counting(self, run: Run) -> Run:

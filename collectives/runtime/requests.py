@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime import compiled_program
+from collectives.runtime.compiled_program import calls_before_compiling, compile_program
 from collectives.runtime.operation import Operation, acquire_progress, release_progress
 from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, REFUSED, WAITING
@@ -120,10 +120,8 @@ class Request(Operation):
     def _count_start(self) -> None:
         """Compile the program of a persistent request when it has proved to be one."""
         self._starts += 1
-        if self._starts == COMPILE_AFTER * (compiled_program.ALONE if self.alone else 1) and isinstance(
-            self.program, Program
-        ):
-            self.program = compiled_program.compile_program(self.program) or self.program
+        if self._starts == calls_before_compiling(COMPILE_AFTER, self.alone) and isinstance(self.program, Program):
+            self.program = compile_program(self.program) or self.program
 
     def not_startable(self) -> InvalidArgument:
         return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")

@@ -156,7 +156,7 @@ def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) ->
         mailboxes.free()
         return PinningResult(None, "a message between devices did not arrive")
     buses = comm.allgather(str(cupy.cuda.runtime.deviceGetPCIBusId(device)))
-    return PinningResult(mailboxes, "", len(buses) > 1 == len(set(buses)))
+    return PinningResult(mailboxes, "", shares_gpu=len(buses) > 1 and len(set(buses)) == 1)
 
 
 def _token_arrives(comm: MPI.Intracomm, node: NodeMemory, copies: DeviceCopies, cupy: ModuleType) -> bool:

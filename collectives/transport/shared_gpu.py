@@ -5,10 +5,10 @@ on a board in shared host memory: every rank posts the places of its buffers, an
 leader runs the kernels. No kernel waits for another one: without NVIDIA's MPS the kernels of two processes never run at
 the same time, and a GPU takes some 300 microseconds to go from one process to the other.
 
-So a short call puts work on the GPU in the leader's process only: the others' hosts wait until their streams are idle
-before they post, and then until the leader's kernels have ended. What takes longer than `PATIENCE`, and non-blocking
-calls, are left to events: a rank records one on its stream before it posts, for which the leader's stream waits, and
-its stream waits for the leader's.
+So a short call puts work on the GPU in the leader's process only: the hosts of the other ranks wait until their streams
+are idle before they post, and then until the leader's kernels have ended. In non-blocking calls, and after `PATIENCE`
+seconds, streams wait instead of hosts: a rank records an event on its stream before it posts, for which the leader's
+stream waits, and afterwards its stream waits for the leader's event.
 
 Where the ranks use several GPUs, a meeting only finds out if the arrays of all are there; `peer_messages` has the
 messages.
@@ -65,15 +65,17 @@ RECORD = np.dtype(
 """What a rank posts of a call: its mark, or `ON_HOST`; parts in which it is to be run; handles of the rank's event
 and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
 
-WORDS = ("number", "launched", "posted", "later posted", "version", "later version", "waits", "later waits")
-ENTRY = np.dtype([(name, "i8") for name in WORDS] + [("records", RECORD, 2)])
-"""Of one rank and channel: number of its latest meeting or call with host arrays, and of the leader's latest launch;
-then of the two latest posts, by whether their numbers are odd, these numbers, the records' versions, and 1 if the
-leader's stream is to wait for the rank's event. A rank posts after all have reached the number before, and so have read
-the post that it replaces."""
+ENTRY = np.dtype(
+    [("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("version", "i8", 2), ("waits", "i8", 2)]
+    + [("records", RECORD, 2)]
+)
+"""State of one rank on one channel: number of its latest meeting or call with host arrays, and of the latest launch (of
+the leader). Then of its two latest posts, that with an even number first: their numbers, the versions of their records,
+1 if the leader's stream is to wait for the rank's event, and the records. A rank posts after all have reached the
+number before, and so have read the post that it replaces."""
 
-NUMBER, LAUNCHED, POSTED, VERSION, WAITS = 0, 1, 2, 4, 6
-"""Words of an entry."""
+LAUNCHED, POSTED, VERSION, WAITS = 1, 2, 4, 6
+"""Places of these fields of an entry, in words of 8 bytes; the number is the first word."""
 
 HEADER = 64
 CLOSED = 2
@@ -155,7 +157,10 @@ def free_retired() -> None:
 
 
 class Post(NamedTuple):
-    """A record, and a number that no other record of the rank and channel has: what has it need not be read again."""
+    """Record, and its version: a number that differs between the records of a rank on a channel.
+
+    A record of a version that is known need not be written, or read, again.
+    """
 
     record: np.ndarray
     version: int

@@ -1,16 +1,16 @@
 """Chunks of pinned memory that the ranks of a node share: staging buffers of long messages between devices.
 
-Copies of a cell of the mailboxes are so short that their starts and ends, and polling for these, take more time than
-the data: 128 KiB move at a third of the link's speed, 4 MiB at nine tenths. Longer cells would be no answer: there are
-sixteen each way for every peer and channel, and compiled code writes all in turn. So every rank has an area of chunks
-beside its mailboxes, in a memory file that the others map. Calls on all channels take chunks from it, and a message's
-mailbox has the address of its chunk, as it would have that of an array in shared memory: ranks with arrays on the host
-read it like any other. They send long messages by address, too, or through chunks if ranks may not read each other's
+Copies of a mailbox's cell are short: starting, ending and polling them takes longer than moving the data. 128 KiB move
+at a third of the link's speed, 4 MiB at nine tenths. Longer cells would take much memory: there are sixteen each way
+for every peer and channel, and compiled code writes all in turn. So every rank has an area of chunks beside its
+mailboxes, in a memory file that the others map. Calls on all channels share these chunks. The mailbox of a message has
+the address of its chunk, like that of an array in shared memory, so that ranks with arrays on the host read both alike.
+Ranks with arrays on the host send long messages by address, or through chunks if ranks may not read each other's
 memory.
 
 A chunk is in use until its message is acknowledged, which may be late: its receiver may wait for another message first.
-So `SHARED` chunks go to whoever comes first, at most `IN_FLIGHT` to one receiver of a channel, and a receiver that has
-none may use one chunk more, which is its own. No message waits for the end of others.
+So `SHARED` chunks are for all receivers, at most `IN_FLIGHT` for one receiver on one channel. If these are in use, a
+receiver without a chunk gets one that is reserved for it. Therefore no message waits for those to other receivers.
 
 Pages are allocated, and pinned by sender and receiver, when the first message takes the chunk: a rank that sends long
 messages by one call at a time uses at most 64 MiB, with two ranks 16 MiB. Each further call at the same time may add
@@ -125,7 +125,7 @@ class StagingChunks:
         return address
 
     def free(self) -> None:
-        """Unpin all chunks, and let go of the areas; no copies may be under way."""
+        """Unpin all chunks, and drop the areas; all copies must have ended."""
         for address, copies in self._pinned.items():
             if copies is not None:
                 copies.unpin(address)

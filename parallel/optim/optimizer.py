@@ -87,8 +87,8 @@ class Optimizer(metaclass=TorchNames):
     _known_numbers: WeakKeyDictionary[OptimizerSpan, Array] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
-    _room: Array = field(default=None, init=False, repr=False)
-    """Memory of the largest table of scalars, reserved between `reserve` and `update`."""
+    _reserved: Array = field(default=None, init=False, repr=False)
+    """From `reserve` to `update`, an array of the size of the largest table of scalars; then its memory is free."""
 
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
@@ -157,7 +157,7 @@ class Optimizer(metaclass=TorchNames):
         """
         rates = self._table.rates(self.rate, clock or RateClock(step))
         expect("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
-        self._room = None  # for the pool of the device's memory, which gives it to the tables
+        self._reserved = None  # back to the memory pool, which has room for the tables of scalars then
         with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find
             self._update(pieces, step, float(scale), rates, gather)
 
@@ -246,8 +246,9 @@ class Optimizer(metaclass=TorchNames):
             self._workspace(piece.weights)
             if not isinstance(piece.weights, np.ndarray):
                 self._numbers(piece)
-                table = device_updates.table_room(len(self._runs(piece)), piece.weights.dtype)
-                self._room = table if self._room is None or table.nbytes > self._room.nbytes else self._room
+                table = device_updates.largest_table(len(self._runs(piece)), piece.weights.dtype)
+                if self._reserved is None or table.nbytes > self._reserved.nbytes:
+                    self._reserved = table
 
     def _workspace(self, like: Array) -> Array:
         """Scratch array of shape (rows, elements per kernel call), made once per array type and dtype."""

@@ -1,8 +1,8 @@
 """Operators' kernels on a GPU: one pass over memory each, of the storage type, launched as CuPy's raw kernels.
 
-Same arguments and results as the functions of those names in `reference_kernels`, which compute what these do not take:
-arrays with gaps, of other types, and sizes beyond 32 bits. Packs of elements are read at once where addresses and
-lengths of rows allow it (`device_source`).
+Same arguments and results as the functions of those names in `reference_kernels`, which are called instead for arrays
+with gaps, of other types, or too large for 32-bit indices where a kernel divides these. Functions without a reference
+return None then. Packs of elements are read at once where addresses and lengths of rows allow it (`device_source`).
 """
 
 import sys
@@ -93,11 +93,13 @@ def _launch(name: str, dtype: np.dtype, width: int, blocks: tuple[int, ...], *ar
 
 
 def _over_elements(name: str, dtype: np.dtype, width: int, packs: int, *arguments: Any) -> None:
+    """Launch a kernel with a thread for each pack, or several packs a thread; none if there are no packs."""
     if packs:
         _launch(name, dtype, width, (min(-(-packs // device_source.THREADS), MOST_BLOCKS),), *arguments)
 
 
 def _over_rows(name: str, dtype: np.dtype, width: int, rows: int, *arguments: Any) -> None:
+    """Launch a kernel with a warp for each row, or several rows a warp; there is at least one row."""
     _launch(name, dtype, width, (min(-(-rows // WARPS), MOST_BLOCKS),), *arguments)
 
 
@@ -157,10 +159,10 @@ def sum_rows(x: Array, out: Array | None = None) -> Array:
     columns = x.size // len(x) if len(x) else 0
     if not (columns and _dense(x.dtype, x) and len(x) <= device_source.CHUNK * 65535):
         return reference_kernels.sum_rows(x, out=out)
-    straight = out is not None and out.shape == shape and _dense(dtype, out)
-    result = out if straight else _empty(shape, dtype)
+    is_written = out is not None and out.shape == shape and _dense(dtype, out)
+    result = out if is_written else _empty(shape, dtype)
     _add_chunks(x, len(x), columns, result)
-    if out is None or straight:
+    if out is None or is_written:
         return result
     out[...] = result
     return out
@@ -241,7 +243,7 @@ def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, 
 
 
 def split_heads(x: Array, parts: int, heads: int) -> Array | None:
-    """Copy of x (batch, length, parts * heads * width) as (parts, batch, heads, length, width); None: not by this."""
+    """Copy of x (batch, length, parts * heads * width) as (parts, batch, heads, length, width), or None."""
     batch, length, columns = x.shape
     columns //= parts * heads
     if not (x.size and _dense(x.dtype, x) and x.size < 1 << 32):
@@ -253,7 +255,7 @@ def split_heads(x: Array, parts: int, heads: int) -> Array | None:
 
 
 def merge_heads(y: Array, dtype: np.dtype) -> Array | None:
-    """Inverse of `split_heads`, rounded to `dtype`; None: not by this."""
+    """Inverse of `split_heads`, rounded to `dtype`, or None."""
     parts, batch, heads, length, columns = y.shape
     if not (y.size and y.dtype in (dtype, wide(dtype)) and _dense(y.dtype, y) and y.size < 1 << 32):
         return None
@@ -266,7 +268,7 @@ def merge_heads(y: Array, dtype: np.dtype) -> Array | None:
 
 
 def causal_probabilities(scores: Array, scale: float, first: int, dtype: np.dtype) -> Array | None:
-    """Causal softmax of wide scores, rounded to `dtype`; None: not by this."""
+    """Causal softmax of wide scores, rounded to `dtype`, or None."""
     queries, keys = scores.shape[-2:]
     if not (scores.size and _dense(wide(dtype), scores) and first + queries <= keys):
         return None
@@ -277,7 +279,7 @@ def causal_probabilities(scores: Array, scale: float, first: int, dtype: np.dtyp
 
 
 def causal_gradient(dp: Array, p: Array, scale: float, first: int) -> Array | None:
-    """Gradient of `causal_probabilities` p, of whose dtype it is, from wide dp; None: not by this."""
+    """Gradient of `causal_probabilities` p, of the dtype of p, from wide dp, or None."""
     queries, keys = p.shape[-2:]
     right = p.size and dp.shape == p.shape and first + queries <= keys
     if not (right and _dense(p.dtype, p) and _dense(wide(p.dtype), dp)):

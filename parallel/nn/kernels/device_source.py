@@ -53,14 +53,14 @@ TYPES = {
 
 COMMON = """
 __device__ inline W wide(W x) { return x; }
-__device__ inline float root(float x) { return sqrtf(x); }
-__device__ inline double root(double x) { return sqrt(x); }
-__device__ inline float power(float x) { return expf(x); }
-__device__ inline double power(double x) { return exp(x); }
+__device__ inline float square_root(float x) { return sqrtf(x); }
+__device__ inline double square_root(double x) { return sqrt(x); }
+__device__ inline float exponential(float x) { return expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
-__device__ inline float error(float x) { return erff(x); }
-__device__ inline double error(double x) { return erf(x); }
+__device__ inline float error_function(float x) { return erff(x); }
+__device__ inline double error_function(double x) { return erf(x); }
 
 template <typename E> struct alignas(sizeof(E) * WIDTH < 16 ? sizeof(E) * WIDTH : 16) Pack { E values[WIDTH]; };
 template <typename E> __device__ inline Pack<E> load(const E* x, long long pack) { return ((const Pack<E> *)x)[pack]; }
@@ -77,23 +77,24 @@ template <typename E> __device__ inline void store(E* x, long long pack, Pack<E>
 
 FUNCTIONS = """
 __device__ inline W sigmoid(W x) {
-    const W e = power(x < 0 ? x : -x);
+    const W e = exponential(x < 0 ? x : -x);
     return (x < 0 ? e : W(1)) / (W(1) + e);
 }
-__device__ inline W normal(W x) { return W(0.5) * (error(x * W(0.70710678118654752)) + W(1)); }
-__device__ inline W density(W x) { return power(x * x * W(-0.5)) * x * W(0.39894228040143268); }  // times x
+__device__ inline W normal_cdf(W x) { return W(0.5) * (error_function(x * W(0.70710678118654752)) + W(1)); }
+__device__ inline W density_times_x(W x) { return exponential(x * x * W(-0.5)) * x * W(0.39894228040143268); }
 __device__ inline W cubic(W x, W factor) { return W(1) + factor * W(0.044715) * x * x; }
 
 __device__ inline W same(W x) { return x; }
 __device__ inline W add(W x, W y) { return x + y; }
 __device__ inline W relu(W x) { return x > 0 || x != x ? x : W(0); }
 __device__ inline W relu_backward(W dy, W y) { return dy * (y > 0 ? W(1) : W(0)); }
-__device__ inline W gelu(W x) { return normal(x) * x; }
-__device__ inline W gelu_backward(W dy, W x) { return (normal(x) + density(x)) * dy; }
+__device__ inline W gelu(W x) { return normal_cdf(x) * x; }
+__device__ inline W gelu_backward(W dy, W x) { return (normal_cdf(x) + density_times_x(x)) * dy; }
 __device__ inline W gelu_tanh(W x) { return x * sigmoid(W(1.5957691216057308) * x * cubic(x, W(1))); }
 __device__ inline W gelu_tanh_backward(W dy, W x) {
-    const W near = x < -16 ? W(-16) : x > 16 ? W(16) : x, s = sigmoid(W(1.5957691216057308) * near * cubic(near, W(1)));
-    return dy * (s + near * s * (1 - s) * W(1.5957691216057308) * cubic(near, W(3)));
+    const W clipped = x < -16 ? W(-16) : x > 16 ? W(16) : x;
+    const W s = sigmoid(W(1.5957691216057308) * clipped * cubic(clipped, W(1)));
+    return dy * (s + clipped * s * (1 - s) * W(1.5957691216057308) * cubic(clipped, W(3)));
 }
 __device__ inline W silu(W x) { return x * sigmoid(x); }
 __device__ inline W silu_backward(W dy, W x) {

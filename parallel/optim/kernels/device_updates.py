@@ -93,8 +93,8 @@ def run_numbers(lengths: Sequence[int]) -> Array:
     return sys.modules["cupy"].asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), blocks))
 
 
-def table_room(runs: int, dtype: np.dtype[Any]) -> Array:
-    """Array as large as the largest table of scalars of so many runs."""
+def largest_table(runs: int, dtype: np.dtype[Any]) -> Array:
+    """Uninitialised array of the size of the largest table of scalars of so many runs, of any kernel."""
     columns = max(len(scalars.split()) for _, scalars, _, _ in KERNELS.values())
     return sys.modules["cupy"].empty(runs * (1 + columns), dtype)
 
