@@ -110,7 +110,7 @@ class Pipeline(TrainEngine):
         whole = plan_of(here.whole, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
         self._sequences, self._model = here.sequences, LengthModel(here.model, here.loss)
         stages, each = self.mesh.without(TENSOR), here.sequences.parts_per_rank
-        self._portion = portion = Portion.make(whole, stages, plan, self.cuts, each, here.experts)
+        self._portion = portion = Portion.make(whole, stages, plan, self.cuts, each, here.experts, settings.device)
         self.plan = portion.plan
         simulate(self.plan)
         if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
@@ -151,7 +151,8 @@ class Pipeline(TrainEngine):
         compress = compressor_of(settings.compress)
         whole = plan_of(model, len(shards), shards.index(workload.rank), settings, compress)
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
-        portion = Portion.make(whole, mesh.without(TENSOR), plan, cuts, sequences.parts_per_rank, experts)
+        stages, each = mesh.without(TENSOR), sequences.parts_per_rank
+        portion = Portion.make(whole, stages, plan, cuts, each, experts, settings.device)
         portion.expect(ledger, states, [()] * portion.replicas)
         teams, (team, _) = portion.teams, portion.teams.places[portion.replica()]
         for step in workload.steps:

@@ -20,6 +20,7 @@ from parallel.engine.memory_ledger import MemoryLedger, predict_part
 from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
+from parallel.nn.kernels.causal_attention import outlines_on
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
 from parallel.nn.trial_outline import loss_outline
 from parallel.pipeline.param_division import SharedParamGroup, divide
@@ -45,6 +46,7 @@ class Portion:
     groups: tuple[SharedParamGroup, ...]  # of the whole vector
     layout: str  # of the replicas of a stage, one of `REPLICAS`
     sharing: ExpertTeams | None = None  # of replicas that share experts
+    device: str = "cpu"  # as in `Settings`
 
     @classmethod
     def make(
@@ -55,6 +57,7 @@ class Portion:
         cuts: tuple[int, ...],
         parts_per_rank: int = 1,
         experts: ExpertDivision | None = None,
+        device: str = "cpu",
     ) -> Portion:
         """Share of rank ``division.rank``, from a plan without messages; sets `uses` of all parameters (`divide`).
 
@@ -63,7 +66,8 @@ class Portion:
         options: dict[str, Any] = {"reproducible": division.reproducible, "terms": parts_per_rank}
         holders, sharing = (experts.holders, experts.teams) if experts else (None, None)
         groups = divide(division.flat, division.units, cuts, holders=holders, **options)
-        return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks), sharing)
+        layout = replicas_of(mesh, division.ranks)
+        return cls(division, mesh, lower(plan), cuts, tuple(groups), layout, sharing, device)
 
     @property
     def replicas(self) -> int:
@@ -192,9 +196,10 @@ class Portion:
 
     def _outlines(self, model: LengthModel, x: ArraySpec) -> list[OperatorOutline]:
         units, outlines = units_of(model.model), list[OperatorOutline]()
-        for start, stop in pairwise(self.cuts):
-            part = Sequential(units[start:stop])
-            outlines.append(part.outline(outlines[-1].y if outlines else x))
+        with outlines_on(self.device):
+            for start, stop in pairwise(self.cuts):
+                part = Sequential(units[start:stop])
+                outlines.append(part.outline(outlines[-1].y if outlines else x))
         return outlines
 
     def updates(self, group: SharedParamGroup, microbatches: int) -> list[Assignment]:

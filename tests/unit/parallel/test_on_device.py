@@ -16,6 +16,7 @@ from collectives import Communicator
 from parallel.data.sampler import Batch
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
 from parallel.nn import kernels
 from parallel.nn.activation import GELU
@@ -24,7 +25,9 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
+from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizers import AdamW
+from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.runtime.consistency_check import StepFailed
 
 
@@ -56,13 +59,17 @@ def test_host_waits_of_a_step(gpu, precision):
     comm.Free()
 
 
-def test_ledger_of_sequences_longer_than_a_block(gpu):
+@pytest.mark.parametrize("kind, layout", [(DataParallelEngine, "dp"), (Pipeline, "pp:1f1b")])
+def test_ledger_of_sequences_longer_than_a_block(gpu, kind, layout):
     comm, x = Communicator(MPI.COMM_SELF.Dup()), np.arange(300).reshape(1, 300) % 256
-    with DataParallelEngine(
-        build("gpt:tiny", (300,), 256), SoftmaxCrossEntropy(), comm, AdamW(rate=1e-3), Settings(device="cuda")
-    ) as engine:
+    given = build("gpt:tiny", (300,), 256), SoftmaxCrossEntropy()
+    optimizer, settings = AdamW(rate=1e-3), Settings(device="cuda", layout=layout)
+    with kind(*given, comm, optimizer, settings) as engine:
         engine.step([Batch(0, x, x, np.arange(1))])
         assert engine.ledger.allocated == engine.ledger.predicted
+    workload = Workload(0, 1, lambda _: (ArraySpec(x.shape, x.dtype), ArraySpec(x.shape, x.dtype)), [(1,)])
+    forecast = kind.forecast(*given, optimizer, workload, settings)
+    assert forecast.predicted == engine.ledger.predicted
     comm.Free()
 
 
