@@ -18,8 +18,9 @@ _LEGACY = 1
 class DeviceMemory:
     """Access to the CUDA device of an array through CuPy: allocations, views, and copies in the order of its stream.
 
-    Neither the host nor the stream waits for other streams, except for those that `follow` names. `number` is the
-    device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
+    Neither the host nor the stream waits for other streams, except for those of the arrays given to `follow`. `number`
+    is the device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last
+    `mark`.
     """
 
     __slots__ = ("_cuda", "_device", "_event", "_others", "_stream", "ended", "namespace", "number")
@@ -62,7 +63,7 @@ class DeviceMemory:
                 self._stream.wait_event(other.record())
 
     def join(self) -> None:
-        """Let the streams of the other arrays that `follow` named wait for the work now on the first one's."""
+        """Let the streams of the other arrays given to `follow` wait for the work now on the first one's."""
         if self._others:
             self.mark()
             for other in self._others:

@@ -1,8 +1,8 @@
 """Cost of a collective among ranks that share a GPU and move their messages through pinned host memory.
 
 All copies to the GPU take one link, and all copies from it the other direction: the bytes of all messages count,
-whichever ranks send them, and segments bring no gain. A message that others wait for costs its two copies' starts and
-ends, as the hosts see them.
+whichever ranks send them, and segments bring no gain. A message that another one waits for also costs the latency of
+its two copies, from start to end as the hosts see it.
 """
 
 from functools import lru_cache
@@ -11,11 +11,11 @@ from collectives.algorithms import catalog
 from collectives.selection.shared_cores import total_work
 
 MESSAGE, OVERHEAD = 1e-4, 2e-5
-"""Seconds of a message that the next one waits for, as of a broadcast of 64 KiB by two ranks on an H100; and of
-one that is under way beside others."""
+"""Latency in seconds of a message that the next one waits for (measured: broadcast of 64 KiB by two ranks, H100), and
+of one that overlaps with others."""
 
 BETA, GAMMA = 1 / 47e9, 1 / 1e12
-"""Seconds to move a byte from device to device, as of chunks of 4 MiB on an H200; and to combine a byte."""
+"""Seconds to move a byte from device to device (measured: chunks of 4 MiB, H200), and to combine a byte."""
 
 
 @lru_cache(maxsize=1024)

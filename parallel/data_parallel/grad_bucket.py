@@ -32,7 +32,7 @@ class GradBucket:
         self.counts = [part.size for part in self.parts]
         self._starts = {id(place.parameter): place.span.start - self.span.start for place in places}
         self._written: set[int] = set()
-        self._views: dict[int, Array] = {}  # of parameters in `vector`: a view of CuPy's takes as long as a launch
+        self._views: dict[int, Array] = {}  # of `vector` by id(parameter); making one takes CuPy as long as a launch
         self._accepts = False
         self._scratch: Array = ()
         self.vector: Array = None

@@ -181,7 +181,7 @@ class ShardedOptimizer:
 
     def _allgather(self, mine: np.ndarray) -> np.ndarray:
         """All-gather a float64 value per block from each rank's spans; returns them in the order of the flat vector."""
-        if len(self._counts) == 1:  # while this copies, a GPU would wait
+        if len(self._counts) == 1:  # no copy through `_arriving`, during which a GPU would be idle
             return in_order(mine, self._order)
         with self._context.recorder("communication", "gather block sums"):
             self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])

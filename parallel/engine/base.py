@@ -131,7 +131,7 @@ class TrainEngine(BaseEngine):
         self._runs: list[PassMode] = []  # of this step's micro-batches
         self._pool = PoolLimit(self._comm, context.memory.xp)
         if context.memory.xp is not np and self._comm.Get_size() > 1:
-            load_compiler()  # which the calls of some later step would do while the GPU waits
+            load_compiler()  # now, not in a later step, in which the GPU would be idle
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 

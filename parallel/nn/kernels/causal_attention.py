@@ -1,4 +1,4 @@
-"""Steps of causal attention: on the host of several kernels each, on a device of one.
+"""Steps of causal attention, each of several kernels on the host and of one on a GPU.
 
 Heads have shape (parts, batch, heads, length, width). On the host they are views of packed arrays (batch, length, parts
 * heads * width), which products take as they are; on a device they are copies, whose products are one strided batch.

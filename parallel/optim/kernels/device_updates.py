@@ -1,4 +1,4 @@
-"""Optimizer updates as in `reference_updates`, each a single kernel of CuPy: one pass over memory, for all tensors.
+"""Optimizer updates as in `reference_updates`, each one CuPy kernel for all tensors: one pass over memory.
 
 Operations and roundings are those of the reference: `mul_rn` and its like are rounded by themselves, never fused. The
 scalars of a call are those of several runs of elements: `RunScalars`. Only `lamb_direction` needs `spare`, one row.
@@ -118,9 +118,9 @@ def _elementwise(takes: str, gives: str, body: str, name: str) -> Callable[..., 
 def _run(
     name: str, reads: Sequence[Array], scalars: RunScalars, of_run: Callable[[Scalars], Scalars], *writes: Array
 ) -> None:
-    """Run a kernel with ``of_run(scalars)`` of each run, rounded to the arrays' type as scalars of NumPy's functions.
+    """Run a kernel with the scalars ``of_run(scalars)`` of each run, rounded to the arrays' type as NumPy does.
 
-    They are a table in the device's memory, copied there in the order of the stream.
+    The kernel reads them from a table, which is copied to the device in stream order.
     """
     count = 1 + len(KERNELS[name][1].split())
     rows = [(0.0,) * count if one is None else (1.0, *of_run(one)) for one in scalars.runs]
