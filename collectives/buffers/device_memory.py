@@ -76,9 +76,12 @@ class DeviceMemory:
 
     @property
     def is_idle(self) -> bool:
-        """True if all work on the stream has ended."""
+        """True if all work on the stream, and on CUDA's default stream, has ended.
+
+        Work on the default stream, and on all others but those made as non-blocking, waits for each other.
+        """
         with self._device:
-            return bool(self._stream.done)
+            return bool(self._stream.done and (self._stream.ptr in (0, _LEGACY) or self._cuda.Stream.null.done))
 
     def wait_for(self, event: int) -> None:
         """Let later work on the stream wait for the latest record of an event, which is given by CUDA's number."""

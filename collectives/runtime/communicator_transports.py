@@ -21,11 +21,12 @@ from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.device import cuda_aware
 from collectives.transport.device_copies import pin_mailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
+from collectives.transport.gpu_channel import GpuChannel
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.peer_messages import PeerLinks, PeerTransport
 from collectives.transport.reduced import reduced
-from collectives.transport.shared_gpu import GpuChannel, share_gpu
+from collectives.transport.shared_gpu import share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
 from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.staging_chunks import share_chunks

@@ -11,7 +11,7 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import Mismatch
 from collectives.runtime.program import Program
 from collectives.transport.exchange import Stream
-from collectives.transport.shared_gpu import ON_HOST, GpuChannel
+from collectives.transport.gpu_channel import ON_HOST, GpuChannel
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 

@@ -21,6 +21,7 @@ from collectives.runtime.gpu_meeting import MeetingSteps, different_calls, meeti
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.program import Program
 from collectives.transport.exported_memory import ExportedBlock
+from collectives.transport.gpu_channel import LEADER, ON_HOST, PATIENCE, GpuChannel, Post, set_place
 from collectives.transport.gpu_kernels import (
     EXCLUSIVE,
     INCLUSIVE,
@@ -32,7 +33,6 @@ from collectives.transport.gpu_kernels import (
     ReductionType,
     reduction_type,
 )
-from collectives.transport.shared_gpu import LEADER, ON_HOST, PATIENCE, GpuChannel, Post, set_place
 
 WORKSPACE = 1 << 25
 """Most bytes of a workspace for each of the two buffers of a call."""
@@ -232,7 +232,9 @@ class _GpuCall(MeetingSteps):
 
     def _needs_event(self) -> Generator[None, None, bool]:
         """Record an event unless this rank leads or its stream is soon idle; return whether it was recorded."""
-        if self._gpu.rank == LEADER or self._device.is_idle or (yield from self._soon(lambda: self._device.is_idle)):
+        if self._gpu.rank == LEADER:
+            return False
+        if self._gpu.default_sees_all and (yield from self._soon(lambda: self._device.is_idle)):
             return False
         self._device.record(self._channel.event)
         return True

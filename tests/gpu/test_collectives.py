@@ -92,6 +92,22 @@ def test_a_stream_of_the_users(cupy, comm, form, in_place):
     assert (found == 2 * (size * BUSY + size * (size - 1) // 2)).all()
 
 
+def test_streams_that_cuda_synchronises(cupy, comm):
+    """Work on a blocking stream is in what the default stream sends, and the other way round."""
+    if hasattr(cupy, "GPU"):
+        pytest.skip("streams of the stand-in wait for no others by themselves")
+    rank, size = comm.Get_rank(), comm.Get_size()
+    stream, x, y = cupy.cuda.Stream(), cupy.full(1_000_000, rank, "f4"), cupy.zeros(1_000_000, "f4")
+    for turn, (first, second) in enumerate(((stream, cupy.cuda.Stream.null), (cupy.cuda.Stream.null, stream)), 1):
+        with first:
+            for _ in range(BUSY):
+                x += 1
+        with second:
+            comm.Allreduce(x, y)
+            found = y.get()
+        assert (found == size * BUSY * turn + size * (size - 1) // 2).all()
+
+
 def test_many_in_flight_on_their_own_streams(cupy, comm):
     rank, size = comm.Get_rank(), comm.Get_size()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(10)]

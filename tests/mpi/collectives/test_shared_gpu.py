@@ -252,9 +252,11 @@ def test_short_calls_leave_the_gpu_to_the_leader(shared, gpu, monkeypatch):
     assert (y.get() == shared.Get_size() * (shared.Get_size() - 1) / 2).all()
 
 
+@pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("late", ["leader", "last"])
-def test_long_work_is_left_to_events(shared, gpu, late):
-    """Hosts do not wait for it; the streams do."""
+def test_long_work_is_left_to_events(shared, gpu, late, seen):
+    """Hosts do not wait for it; the streams do. Nor does a host trust a default stream that sees no others."""
+    shared._planner.transports.sharing.gpu.default_sees_all &= seen
     rank, size = shared.Get_rank(), shared.Get_size()
     x, y = shared.empty(1000, "f4", like=cupy), shared.empty(1000, "f4", like=cupy)
     for turn in range(2):

@@ -11,8 +11,8 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import gpu_program
 from collectives.runtime.gpu_program import _GpuCall
 from collectives.transport.exported_memory import Exported, ExportedMemory
+from collectives.transport.gpu_channel import POSTED, VERSION, WAITS, GpuChannel
 from collectives.transport.gpu_kernels import GpuKernels
-from collectives.transport.shared_gpu import POSTED, VERSION, WAITS, GpuChannel
 
 CASES = [(name, shared, 400) for name, shared in product(("allgather", "allreduce", "scan"), (True, False, True))]
 

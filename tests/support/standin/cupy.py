@@ -237,6 +237,10 @@ def _stack(name, first):
     return getattr(_here, name)
 
 
+_non_blocking = set()
+"""Numbers of the streams that the default one does not wait for."""
+
+
 class _BaseStream:
     def __init__(self, ptr):
         self.ptr = ptr
@@ -261,15 +265,18 @@ class _BaseStream:
 
     @property
     def done(self):
-        """Whether all work has ended; whoever asks makes the GPU go one step on."""
+        """Whether all work has ended, with that of blocking streams for the default one.
+
+        Whoever asks makes the GPU go one step on.
+        """
         GPU.log.append(("query", self.number, 0))
-        if GPU.ended[self.number] >= GPU.begun[self.number]:
-            return True
-        if GPU.engine is None:
-            GPU.step(self.number)
-        else:
+        streams = [self.number] if self.number else [one for one in list(GPU.begun) if one not in _non_blocking]
+        busy = [stream for stream in streams if GPU.ended[stream] < GPU.begun[stream]]
+        if busy and GPU.engine is None:
+            GPU.step(busy[0])
+        elif busy:
             GPU.engine.check()
-        return False
+        return not busy
 
     def record(self, event=None):
         event = event or Event()
@@ -297,6 +304,8 @@ class Stream(_BaseStream):
     def __init__(self, null=False, non_blocking=False):
         Stream._count += 0 if null else 1
         super().__init__(0 if null else Stream._count)
+        if non_blocking:
+            _non_blocking.add(self.number)
 
 
 Stream.null = Stream(null=True)
@@ -402,6 +411,10 @@ class UnownedMemory:
 class MemoryPointer:
     def __init__(self, mem, offset):
         self.mem, self.ptr = mem, mem.ptr + offset
+
+    def memset_async(self, value, size, stream=None):
+        number = (get_current_stream() if stream is None else stream).number
+        GPU.put(number, lambda: GPU.at(self.ptr, size).fill(value), [(self.ptr, size)], ("memset", number, size))
 
 
 class _Owned:
