@@ -25,6 +25,14 @@ from parallel.optim.optimizers import SGD
 from parallel.runtime.consistency_check import StepFailed
 
 compressors = pytest.mark.parametrize("compress", COMPRESSORS)
+families = pytest.mark.parametrize(
+    "compress",
+    [
+        one if one.startswith(("int8", "topk", "powersgd")) else pytest.param(one, marks=pytest.mark.full)
+        for one in COMPRESSORS
+    ],
+)
+"""All, of which one of each kind is tested always."""
 
 
 @pytest.fixture
@@ -123,7 +131,7 @@ def test_restart(comm, compress, tmp_path_factory):
         np.testing.assert_array_equal(resumed[1][name], values)
 
 
-@compressors
+@families
 def test_a_gradient_that_is_not_finite(comm, compress):
     """Nothing is updated, residuals and factors are as before, and the next step succeeds."""
     with engine(comm, compress) as made:
@@ -142,7 +150,7 @@ def test_a_gradient_that_is_not_finite(comm, compress):
         assert all(np.isfinite(train(made, range(2))))
 
 
-@compressors
+@families
 def test_host_waits_of_a_step(comm, gpu, compress):
     """As many as without compression."""
 
