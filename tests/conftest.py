@@ -72,6 +72,7 @@ def pytest_addoption(parser):
         "--apart", action="store_true", help="test communicators whose ranks share no memory: MPI carries all messages"
     )
     parser.addoption("--gpu-seconds", type=float, default=0, help="seconds after which tests/gpu begins no test")
+    parser.addoption("--gpu-part", default="0/1", help="part of tests/gpu, of how many: 1/4 runs every fourth test")
     parser.addoption("--real-cupy", action="store_true", help="use CuPy without a driver: for tests/real_cupy alone")
 
 

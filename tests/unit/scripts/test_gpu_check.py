@@ -71,6 +71,18 @@ def test_it_all_runs(tmp_path, environment, some):
     assert "| tests | 2 | 0 |" in page and "copy from the neighbour's device memory" in page
 
 
+def test_parts_have_every_test_once():
+    def tests_of(part):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu/test_quant.py"]
+        done = subprocess.run([*command, "--gpu-part", part], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    every = tests_of("0/1")
+    parts = [tests_of(f"{part}/3") for part in range(3)]
+    assert every and sorted(test for part in parts for test in part) == sorted(every) and min(map(len, parts)) > 1
+
+
 @needs_mpiexec
 @pytest.mark.timeout(240)
 def test_time_and_packages_that_are_missing(tmp_path):
