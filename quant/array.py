@@ -25,7 +25,8 @@ class QuantizedArray:
     shape : tuple of int, or int
         Shape of the original array.
     buffer : array of uint8, shape (nbytes,), optional
-        C-contiguous, NumPy or CuPy; kept, not copied. Zeros by default. ValueError for another length or dtype.
+        C-contiguous, NumPy or CuPy; kept, not copied. Zeros by default. ValueError for another length or dtype, or on
+        a GPU if the items of scales would not be aligned.
 
     Attributes
     ----------
@@ -52,6 +53,9 @@ class QuantizedArray:
                 f"buffer: expected {self.layout.nbytes} contiguous uint8 for {spec} of shape {self.shape}, "
                 f"found shape {buffer.shape} and type {buffer.dtype}"
             )
+        word = max(part.dtype.itemsize for part in self.layout.parts)
+        if buffer.size and not isinstance(buffer, np.ndarray) and buffer.data.ptr % word:
+            raise ValueError(f"buffer: {spec} on a GPU must begin at a multiple of {word} bytes, as its items do")
         self.buffer = buffer
 
     # -------------------------------------------------------------------------------------- size and wire

@@ -426,7 +426,7 @@ def unpack(packed: Array, bits: int, out: Array) -> None:
     for words, planes in _blocks(out, bits, packed):
         shift = 0
         for power in POWERS[bits]:
-            plane = xp.ascontiguousarray(planes[:, 4 * shift : 4 * (shift + power)]).view(xp.uint32)
+            plane = _words(planes[:, 4 * shift : 4 * (shift + power)])
             fields = words.reshape(-1, 8 // power, power)
             for k in range(8 // power):
                 field = ((plane >> (k * power)) & _every_byte(power)) << shift
@@ -445,6 +445,12 @@ def _blocks(codes: Array, bits: int, packed: Array) -> Iterator[tuple[Array, Arr
         last = min(first + step, blocks)
         words = codes[first * BLOCK : last * BLOCK].view(xp.uint32).reshape(-1, BLOCK // 4)
         yield words, packed[first * 4 * bits : last * 4 * bits].reshape(-1, 4 * bits)
+
+
+def _words(rows: Array) -> Array:
+    """Rows of bytes as uint32, in memory that a GPU, which accesses whole words only, can read as such."""
+    xp = array_namespace(rows)
+    return (xp.ascontiguousarray(rows) if xp is np else rows.copy()).view(xp.uint32)
 
 
 def _every_byte(power: int) -> np.uint32:

@@ -705,6 +705,8 @@ class ndarray:
         self.nbytes = self.size * self.dtype.itemsize
         self.data = MemoryPointer(_Owned(self.nbytes), 0) if memptr is None else memptr
         self.device = Device(GPU.find(self.data.ptr, 0)[1])
+        if self.size and self.data.ptr % self.dtype.alignment:  # CUDA fails when a kernel accesses it
+            raise CUDARuntimeError("cudaErrorMisalignedAddress: misaligned address")
 
     def __array__(self, *_, **__):
         raise TypeError("implicit conversion of device memory to a NumPy array")
@@ -1014,7 +1016,6 @@ FUNCTIONS = frozenset(
         "argmin",
         "argpartition",
         "argsort",
-        "ascontiguousarray",
         "bincount",
         "clip",
         "concatenate",
@@ -1281,6 +1282,11 @@ def asarray(values):
     made = ndarray(values.shape, values.dtype)
     made._seen()[...] = values
     return made
+
+
+def ascontiguousarray(array):
+    """A dense array as it is, wherever its memory begins."""
+    return array if array.flags.c_contiguous else _at_once(np.ascontiguousarray, array)
 
 
 def asnumpy(array):
