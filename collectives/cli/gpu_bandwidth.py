@@ -5,14 +5,14 @@
 Each size is measured for NumPy arrays, and for CuPy arrays staged in host memory, moved through pinned shared memory,
 moved by kernels among ranks that share a GPU (in memory of CuPy's pool and of `comm.empty`), by CuPy's NCCL, and, if
 the MPI is CUDA-aware or with --direct, passed to MPI; whatever is possible. Times are medians of the slowest rank,
-until the stream has ended; results are checked once. Bounds are those of the memory: an allreduce on one GPU moves 2pn
-bytes at the speed of a copy on the device; staging moves every byte over the host's link at the speed of pinned copies.
+until the stream has ended, in a loop of equal calls; results are checked once. Bounds are those of the memory: an
+allreduce on one GPU moves 2pn bytes at the speed of a copy on the device; staging moves every byte over the host's link
+at the speed of pinned copies.
 Lines that begin with "below the goal" name what is slower than it should be.
 """
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -46,17 +46,19 @@ SHARES = ("algbw", 8), ("of bound", 8)
 
 
 def seconds(world: MPI.Intracomm, call: Callable[[], object], end: Callable[[], object]) -> float:
-    """Median seconds of `call` and `end` on the slowest rank; all ranks make equally many calls."""
+    """Median seconds of `call` and `end`, of the slowest rank each time; all ranks make equally many calls."""
 
     def once() -> float:
         world.Barrier()
         start = time.perf_counter()
         call()
         end()
-        return float(world.allreduce(time.perf_counter() - start, MPI.MAX))
+        return time.perf_counter() - start
 
-    first = max(once(), once(), 1e-6)
-    return statistics.median(once() for _ in range(max(3, min(MOST, int(BUDGET / first)))))
+    first = max(world.allgather(max(once(), once(), 1e-6)))
+    spent = np.array([once() for _ in range(max(3, min(MOST, int(BUDGET / first))))])
+    world.Allreduce(MPI.IN_PLACE, spent, MPI.MAX)
+    return float(np.median(spent))
 
 
 class ArrayTransfer(NamedTuple):
