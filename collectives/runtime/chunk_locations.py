@@ -81,8 +81,10 @@ class ChunkLocations:
         elements = sum(map(self._length, numbers(step.chunks)))
         if not elements:
             return () if step.chunks else (0,)
-        split_size = self._wire.split_size(step.peer, elements * self._task.itemsize)
-        limit = self._task.segment if split_size is None else split_size
+        nbytes = elements * self._task.itemsize
+        limit = self._wire.split_size(step.peer, nbytes)
+        if limit is None:
+            limit = self._wire.segment_size(nbytes, self._task.segment)
         part = max(1, limit // self._task.itemsize) if limit else elements
         return even(elements, -(-elements // part))
 

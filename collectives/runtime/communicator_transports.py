@@ -3,8 +3,9 @@
 Messages of different communicators cannot match: each has a duplicate of its MPI communicator and mailboxes of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +22,8 @@ from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.device import cuda_aware
 from collectives.transport.device_copies import pin_mailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
+from collectives.transport.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
+from collectives.transport.device_wire import DeviceTransport
 from collectives.transport.gpu_channel import GpuChannel
 from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
@@ -29,7 +32,7 @@ from collectives.transport.reduced import reduced
 from collectives.transport.shared_gpu import share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
 from collectives.transport.shm import NodeAwareTransport
-from collectives.transport.staging_chunks import share_chunks
+from collectives.transport.staging_chunks import StagingChunks, part_size, share_chunks
 from collectives.transport.wire import Wire
 
 BLOCKING_CHANNEL = 0
@@ -74,9 +77,14 @@ class Transports:
         everyone = self.node if self.nodes is None else None
         self.alone = comm.Get_size() == 1
         self.sharing = share_gpu(comm, everyone, gpu == "kernel")
-        pins = gpu in ("kernel", "pinned") and self.sharing.gpu is None and not self.alone
-        self.pinning = pin_mailboxes(comm, everyone, pins)
-        self.chunks = share_chunks(self.node) if self.node is not None and self.pinning.mailboxes else None
+        pins = gpu in ("kernel", "pinned") and self.sharing.gpu is None and not (self.alone or self.aware)
+        self.pinning = pin_mailboxes(comm, self.node, self.nodes, pins)
+        self.chunks: StagingChunks | None = None
+        self._cut: Callable[[int], int] | None = None
+        if self.pinning.mailboxes is not None:
+            self.chunks = None if self.node is None else share_chunks(self.node)
+            self._cut = partial(part_size, most=largest_part(comm.Get_size()))
+        self._buffers = PinnedBuffers()
         self.network_speed = network_speed.NetworkSpeed()
         if self.nodes is not None:
             self.network_speed = network_speed.measure(comm, self.nodes)
@@ -142,19 +150,25 @@ class Transports:
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
         nonblocking = form == "nonblocking"
-        network = ImmediateTransport(self.comm) if nonblocking else PersistentTransport(self.comm, tag)
+        mailboxes, far = self.pinning.mailboxes, None
+        if device is not None and mailboxes is not None and self._cut is not None:
+            copies = mailboxes.copies(device.number)
+            far = DeviceNetworkTransport(self.comm, tag, device, copies, self._buffers, self._cut)
+        cut = self._cut
+        network = ImmediateTransport(self.comm, cut) if nonblocking else PersistentTransport(self.comm, tag, cut)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
-            return network
+            return far or network
         if channel not in self.edges:
             self.edges[channel] = {
                 rank: MailboxEdge(self.node, channel, place) for rank, place in self.node.places.items()
             }
-        mailboxes, links = self.pinning.mailboxes, self._links
+        links = self._links
         if links is not None and device is not None:
             return PeerTransport(channel, self.edges[channel], mark, device, links)
-        if mailboxes is not None and device is not None:
-            copies = mailboxes.copies(device.number)
-            return DeviceNodeTransport(self.node, channel, self.edges[channel], mark, device, copies, self.chunks)
+        if far is not None:
+            edges, copies = self.edges[channel], far.copies
+            near = DeviceNodeTransport(self.node, channel, edges, mark, far.device, copies, self.chunks)
+            return near if self.nodes is None else DeviceTransport(near, far, edges)
         if mailboxes is not None:  # a message may be in a device's memory, at either end
             streamed = MOST
         return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark, self.chunks)
@@ -168,9 +182,9 @@ class Transports:
         return None if self.sharing.gpu is None else self.sharing.gpu.links
 
     def fits_cells(self, channel: int | None, itemsize: int) -> bool:
-        """True if messages of elements of `itemsize` bytes can go through cells that devices copy from and to."""
+        """True if messages of elements of `itemsize` bytes fit cells and buffers that devices copy from and to."""
         if channel is None or self.node is None or (self.pinning.mailboxes is None and self._links is None):
-            return False
+            return self.pinning.mailboxes is not None  # all messages use MPI
         both = (self.node, self._links)
         return all(itemsize <= one.cells[channel] for one in both if one is not None)
 

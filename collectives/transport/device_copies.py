@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.schedule.topology import Nodes
 from collectives.transport.gpu_kernels import KernelLaunch
 from collectives.transport.mailbox import NodeMemory
 from collectives.transport.reduced import reduced
@@ -88,14 +89,17 @@ class DeviceCopies:
 
 
 class PinnedMailboxes:
-    """Mailboxes of a node, pinned in this process so that the device copies from and to them; `copies` by device."""
+    """Mailboxes of a node, pinned in this process so that the device copies from and to them; `copies` by device.
 
-    def __init__(self, node: NodeMemory, cupy: ModuleType) -> None:
+    None are pinned without `node`.
+    """
+
+    def __init__(self, node: NodeMemory | None, cupy: ModuleType) -> None:
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._pinned: list[int] = []
         self._copies: dict[int, DeviceCopies] = {}
         try:
-            for memory, address in zip(node.bytes, node.addresses, strict=True):
+            for memory, address in zip(node.bytes, node.addresses, strict=True) if node is not None else ():
                 self._runtime.hostRegister(address, memory.nbytes, PORTABLE)
                 self._pinned.append(address)
         except RuntimeError:
@@ -120,7 +124,7 @@ class PinnedMailboxes:
 class PinningResult(NamedTuple):
     """The pinned mailboxes, or None and the reason why there are none; the same kind on all ranks.
 
-    `shares_gpu`: several ranks have mailboxes, and one GPU is current on all of them.
+    `shares_gpu`: all ranks are on one node, and one GPU is current on all of them.
     """
 
     mailboxes: PinnedMailboxes | None
@@ -128,21 +132,20 @@ class PinningResult(NamedTuple):
     shares_gpu: bool = False
 
 
-def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> PinningResult:
-    """Pin the mailboxes, and send a message from device to device through each rank's. Collective over `comm`.
+def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, nodes: Nodes | None, wanted: bool) -> PinningResult:
+    """Pin the mailboxes, and send a message from device to device through each rank's, and by MPI between nodes.
 
-    `node` is that of all ranks, or None; ranks may differ in `wanted`. Needs CuPy imported on all ranks: nothing here
-    imports it, or uses the GPU of a program that does not.
+    Collective over `comm`; `nodes` are those of its ranks, None for one, and ranks may differ in `wanted`. Needs CuPy
+    imported on all ranks: nothing here imports it, or uses the GPU of a program that does not.
     """
     cupy = sys.modules.get("cupy")
-    if not reduced(comm, wanted and cupy is not None, MPI.LAND):
+    if not reduced(comm, wanted and cupy is not None, MPI.LAND) or cupy is None:
         return PinningResult(None, "not wanted, or CuPy not imported, on some rank")
-    if node is None or cupy is None:
-        return PinningResult(None, "the ranks share no memory")
+    shared = node if node is not None and node.size > 1 else None
     mailboxes, error = None, ""
     try:
         if cupy.cuda.runtime.getDeviceCount():
-            mailboxes = PinnedMailboxes(node, cupy)
+            mailboxes = PinnedMailboxes(shared, cupy)
     except RuntimeError as refused:  # CUDA's errors: no driver, memory that cannot be pinned
         error = f": {refused}"
     if not reduced(comm, mailboxes is not None, MPI.LAND):
@@ -152,25 +155,55 @@ def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) ->
     if mailboxes is None:
         raise AssertionError("a rank without pinned mailboxes agreed to them")
     device = int(cupy.cuda.Device().id)
-    if not reduced(comm, _token_arrives(comm, node, mailboxes.copies(device), cupy), MPI.LAND):
+    copies = mailboxes.copies(device)
+    arrived = shared is None or _token_arrives(shared, copies, cupy)
+    if node is None or nodes is not None:
+        arrived &= _token_arrives_by_mpi(comm, copies, cupy)
+    if not reduced(comm, arrived, MPI.LAND):
         mailboxes.free()
         return PinningResult(None, "a message between devices did not arrive")
     buses = comm.allgather(str(cupy.cuda.runtime.deviceGetPCIBusId(device)))
-    return PinningResult(mailboxes, "", shares_gpu=len(buses) > 1 and len(set(buses)) == 1)
+    return PinningResult(mailboxes, "", shares_gpu=nodes is None and len(set(buses)) == 1)
 
 
-def _token_arrives(comm: MPI.Intracomm, node: NodeMemory, copies: DeviceCopies, cupy: ModuleType) -> bool:
-    """True if the token of the previous rank arrives in this rank's device memory. Collective."""
+def _token_arrives(node: NodeMemory, copies: DeviceCopies, cupy: ModuleType) -> bool:
+    """True if the token of the previous rank of the node arrives in this rank's device memory. Collective."""
     at, before = node.offsets[0] + node.size * node.box, (node.place - 1) % node.size  # the first cell
-    mine, theirs = (np.full(TOKEN, 1 + place % 255, np.uint8) for place in (node.place, before))
-    sent = received = None
-    with suppress(RuntimeError):  # the tokens are then different
-        sent, received = cupy.asarray(mine), cupy.zeros(TOKEN, np.uint8)
-        cupy.cuda.get_current_stream().synchronize()
-        copies.to_host(node.addresses[node.place] + at, [Iovec(sent.data.ptr, TOKEN)]).synchronize()
-    comm.Barrier()
-    if sent is None or received is None:
-        return False
+    sent = _send_token(node.addresses[node.place] + at, node.place, copies, cupy)
+    node.comm.Barrier()
+    return sent and _token_enters(node.addresses[before] + at, before, copies, cupy)
+
+
+def _token_arrives_by_mpi(comm: MPI.Intracomm, copies: DeviceCopies, cupy: ModuleType) -> bool:
+    """True if the token of the previous rank arrives in this rank's device memory, by MPI. Collective."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    out, into, sent, before = np.zeros(TOKEN, np.uint8), np.zeros(TOKEN, np.uint8), False, (rank - 1) % size
+    with suppress(RuntimeError):  # memory that is not pinned
+        out, into = (np.frombuffer(cupy.cuda.alloc_pinned_memory(TOKEN), np.uint8, TOKEN) for _ in range(2))
+        sent = _send_token(MPI.Get_address(out), rank, copies, cupy)
+    comm.Sendrecv(out, (rank + 1) % size, 0, into, before, 0)
+    return sent and _token_enters(MPI.Get_address(into), before, copies, cupy)
+
+
+def _send_token(host: int, number: int, copies: DeviceCopies, cupy: ModuleType) -> bool:
+    """Copy a token of a number out of device memory to the address `host`; False if CUDA refuses."""
     with suppress(RuntimeError):
-        copies.to_device([Iovec(received.data.ptr, TOKEN)], node.addresses[before] + at).synchronize()
-    return bool((received.get() == theirs).all())
+        sent = cupy.asarray(_token(number))
+        cupy.cuda.get_current_stream().synchronize()
+        copies.to_host(host, [Iovec(sent.data.ptr, TOKEN)]).synchronize()
+        return True
+    return False
+
+
+def _token_enters(host: int, number: int, copies: DeviceCopies, cupy: ModuleType) -> bool:
+    """True if the token of a number, at the address `host`, can be copied into device memory."""
+    with suppress(RuntimeError):
+        received = cupy.zeros(TOKEN, np.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+        copies.to_device([Iovec(received.data.ptr, TOKEN)], host).synchronize()
+        return bool((received.get() == _token(number)).all())
+    return False
+
+
+def _token(number: int) -> np.ndarray:
+    return np.full(TOKEN, 1 + number % 255, np.uint8)

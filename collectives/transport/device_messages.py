@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.transport.device_copies import DeviceCopies
+from collectives.transport.device_wire import DeviceWire, MessageParts
 from collectives.transport.mailbox import (
     ADDRESSES,
     INLINE,
@@ -37,8 +37,7 @@ from collectives.transport.mailbox import (
 from collectives.transport.peer_watch import PeerWatch
 from collectives.transport.shm_messages import RendezvousRead
 from collectives.transport.staging_chunks import CHUNK, StagingChunks, part_size
-from collectives.transport.wire import Iovec, Wire
-from collectives.types import Wait
+from collectives.transport.wire import Iovec
 
 
 class DeviceSend:
@@ -241,15 +240,8 @@ class Lane:
             self._waiting.popleft()
 
 
-class _Parts(NamedTuple):
-    """A message: parts that fit a cell or a chunk, and the lane that they take."""
-
-    parts: Sequence[DeviceSend | DeviceReceive]
-    lane: Lane
-
-
-class DeviceNodeTransport(Wire):
-    """Transport between devices of a node: one channel of its pinned mailboxes; all ranks are on the node.
+class DeviceNodeTransport(DeviceWire):
+    """Transport between devices of a node: one channel of its pinned mailboxes.
 
     `edges` and `mark` are as in `NodeAwareTransport`, which must cut messages as here: to cells, or with `chunks` by
     `part_size`.
@@ -267,26 +259,27 @@ class DeviceNodeTransport(Wire):
         copies: DeviceCopies,
         chunks: StagingChunks | None = None,
     ) -> None:
+        super().__init__()
         self._memory, self._channel, self._edges, self._mark = memory, channel, edges, mark
         self._device, self._copies, self._cell = device, copies, memory.cells[channel]
         self._chunks = chunks
-        self._lanes: dict[tuple[type, int], Lane] = {}
         self._watch = PeerWatch({peer: int(edge.numbers[PID]) for peer, edge in edges.items()})
 
     def _edge(self, peer: int) -> MailboxEdge:
         return self._edges[peer]
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _Parts:
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MessageParts:
         parts = [self.bind_send(self._edge(peer), part) for part in self._cut(pieces)]
-        return _Parts(parts, self.lane(DeviceSend, peer))
+        return MessageParts(parts, self.lane(DeviceSend, peer))
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> _Parts:
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
         parts = [self.bind_receive(self._edge(peer), part) for part in self._cut(pieces)]
-        return _Parts(parts, self.lane(DeviceReceive, peer))
+        return MessageParts(parts, self.lane(DeviceReceive, peer))
 
     def lane(self, kind: type, peer: int) -> Lane:
         """Lane of the messages to a peer (`DeviceSend`) or from it (`DeviceReceive`)."""
-        return self._lanes.setdefault((kind, peer), Lane(self._copies))
+        lane: Lane = self.lanes.setdefault((kind, peer), Lane(self._copies))
+        return lane
 
     def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
         """Bind a send of at most a cell, or a chunk."""
@@ -315,36 +308,20 @@ class DeviceNodeTransport(Wire):
             room -= end - address
         return parts
 
-    def split_size(self, peer: int, nbytes: int) -> int | None:
+    def split_size(self, peer: int, nbytes: int) -> int:
         if nbytes <= self._cell:
             return 0
         return self._cell if self._chunks is None else part_size(nbytes)
 
-    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        return [partial(self._start, messages)] if messages else []
-
-    def _start(self, messages: Sequence[_Parts]) -> None:
-        for parts, lane in messages:
-            for part in parts:
-                lane.add(part)
-        self._advance()
-
-    def _advance(self) -> None:
-        for lane in self._lanes.values():
-            lane.advance()
+    def advance(self) -> None:
+        super().advance()
         if self._watch.is_due:
-            self._watch.check({peer for (_, peer), lane in self._lanes.items() if lane.is_busy})
+            self._watch.check({peer for (_, peer), lane in self.lanes.items() if lane.is_busy})
 
-    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        mine = [part for parts, _ in messages for part in parts][::-1]  # the last one mostly ends last
-
-        def test() -> bool:
-            self._advance()
-            return all(part.done for part in mine)
-
-        return [Wait(partial(self._memory.wait_until, test), test)] if mine else []
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        self._memory.wait_until(done)
 
     def free(self) -> None:
         """Wait for the copies of a call that was aborted; the mailboxes belong to the node."""
-        if any(lane.is_busy for lane in self._lanes.values()):
+        if self.is_busy:
             self._copies.finish()

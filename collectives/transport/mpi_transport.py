@@ -15,10 +15,13 @@ MOST_SINGLE_REQUESTS = 3
 
 
 class _MpiTransport(Wire):
-    """Base class of MPI transports: describes a message's byte ranges as one MPI buffer, without a copy."""
+    """Base class of MPI transports: describes a message's byte ranges as one MPI buffer, without a copy.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    `cut` gives the bytes per part of messages that a device may send or receive.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, cut: Callable[[int], int] | None) -> None:
+        self._comm, self._cut = comm, cut
         self._datatypes: list[MPI.Datatype] = []
 
     def _buffer(self, pieces: Sequence[Iovec]) -> list[Any]:
@@ -32,13 +35,16 @@ class _MpiTransport(Wire):
         self._datatypes.append(datatype)
         return [MPI.BOTTOM, 1, datatype]
 
+    def segment_size(self, nbytes: int, usual: int) -> int:
+        return usual if self._cut is None else self._cut(nbytes)
+
     def free(self) -> None:
         for datatype in self._datatypes:
             datatype.Free()
         self._datatypes.clear()
 
 
-class _LengthCheck:
+class LengthCheck:
     """Check of the length of a received message; MPI itself raises for longer messages only."""
 
     __slots__ = ("_comm", "_nbytes", "_peer", "status")
@@ -71,7 +77,7 @@ class _LengthCheck:
         return Wait(wait, test)
 
 
-def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[_LengthCheck | None]) -> Wait:
+def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[LengthCheck | None]) -> Wait:
     """Wait and test functions that complete ``requests()``; `lengths` has the check of each receive, None for sends."""
     statuses = [MPI.Status() if length is None else length.status for length in lengths]
     checks = [length.check for length in lengths if length is not None]
@@ -94,18 +100,18 @@ def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[_LengthChe
 class PersistentTransport(_MpiTransport):
     """Transport over persistent MPI requests, for blocking and persistent collectives."""
 
-    def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: MPI.Intracomm, tag: int, cut: Callable[[int], int] | None = None) -> None:
+        super().__init__(comm, cut)
         self._tag = tag
         self._requests: list[MPI.Prequest] = []
-        self._lengths: dict[int, _LengthCheck] = {}  # by the id of the request, which `_requests` keeps alive
+        self._lengths: dict[int, LengthCheck] = {}  # by the id of the request, which `_requests` keeps alive
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MPI.Prequest:
         return self.own(self._comm.Send_init(self._buffer(pieces), peer, self._tag))
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> MPI.Prequest:
         request = self.own(self._comm.Recv_init(self._buffer(pieces), peer, self._tag))
-        self._lengths[id(request)] = _LengthCheck(self._comm, peer, pieces)
+        self._lengths[id(request)] = LengthCheck(self._comm, peer, pieces)
         return request
 
     def own(self, request: MPI.Prequest) -> MPI.Prequest:
@@ -141,7 +147,7 @@ class _PostedMessage:
 
     __slots__ = ("length", "post", "request")
 
-    def __init__(self, post: Callable[[int], MPI.Request], length: _LengthCheck | None = None) -> None:
+    def __init__(self, post: Callable[[int], MPI.Request], length: LengthCheck | None = None) -> None:
         self.post, self.length = post, length
         self.request = MPI.REQUEST_NULL
 
@@ -152,8 +158,8 @@ class ImmediateTransport(_MpiTransport):
     Each start has a tag of its own, so that several calls may be in progress.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: MPI.Intracomm, cut: Callable[[int], int] | None = None) -> None:
+        super().__init__(comm, cut)
         self._tag = 0
 
     def use_tag(self, tag: int) -> None:
@@ -164,7 +170,7 @@ class ImmediateTransport(_MpiTransport):
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> _PostedMessage:
         post = partial(self._comm.Irecv, self._buffer(pieces), peer)
-        return _PostedMessage(post, _LengthCheck(self._comm, peer, pieces))
+        return _PostedMessage(post, LengthCheck(self._comm, peer, pieces))
 
     def start_calls(self, messages: Sequence[_PostedMessage]) -> Sequence[Callable[[], object]]:
         def start() -> None:

@@ -321,9 +321,8 @@ class PeerTransport(DeviceNodeTransport):
         self._links, self._cell = links, links.cells[channel]
 
     def lane(self, kind: type, peer: int) -> Lane:
-        if (kind, peer) not in self._lanes:
-            self._lanes[kind, peer] = Lane(self._links.copies(self._edge(peer).place))
-        return self._lanes[kind, peer]
+        lane: Lane = self.lanes.setdefault((kind, peer), Lane(self._links.copies(self._edge(peer).place)))
+        return lane
 
     def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
         short, cells = self._places(pieces, self._memory.place, edge.place)
@@ -343,5 +342,5 @@ class PeerTransport(DeviceNodeTransport):
 
     def free(self) -> None:
         """Wait for the copies of a call that was aborted."""
-        if any(lane.is_busy for lane in self._lanes.values()):
+        if self.is_busy:
             self._links.finish()

@@ -89,6 +89,9 @@ class NodeAwareTransport:
         whole = nbytes <= cell or (nbytes > self._streamed and self.node.reads)
         return 0 if whole else cell
 
+    def segment_size(self, nbytes: int, usual: int) -> int:
+        return self._network.segment_size(nbytes, usual)
+
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
         return peer in self._edges and nbytes <= self.node.cells[self._channel] and before < SLOTS
 

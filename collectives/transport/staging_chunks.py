@@ -53,13 +53,13 @@ MOST_RANKS = 16
 """Ranks of a node up to which there are such chunks; each maps the areas of all, 33 GiB of addresses at most."""
 
 
-def part_size(nbytes: int) -> int:
-    """Bytes of the parts of a message that is longer than a cell, equal at both ends.
+def part_size(nbytes: int, most: int = CHUNK) -> int:
+    """Bytes of the parts of a message that is longer than a cell, equal at both ends; `most` are those of the largest.
 
     >>> [part_size(mib << 20) >> 20 for mib in (1, 16, 32, 256)]
     [1, 1, 2, 4]
     """
-    return min(CHUNK, max(SHORTEST, nbytes // PARTS))
+    return min(most, max(SHORTEST, nbytes // PARTS))
 
 
 class StagingChunks:

@@ -113,6 +113,10 @@ class Wire(Protocol):
         """
         return None
 
+    def segment_size(self, nbytes: int, usual: int) -> int:
+        """Bytes per part of a message of `nbytes` without shared memory, equal at both ends; 0 for a single part."""
+        return usual
+
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
         """True if a send that is not `stable` is copied once a slot is free, so that its buffer is then reusable.
 

@@ -10,12 +10,22 @@ from collectives import Communicator, wait_all
 from collectives.runtime.progress import mpi_is_thread_safe
 
 
-@pytest.fixture(params=["direct", "pinned", "staged"])
+OPTIONS = {
+    "direct": lambda size: {"cuda_aware": True},
+    "pinned": lambda size: {"gpu": "pinned"},
+    "pinned, two nodes": lambda size: {"nodes": [rank * 2 // size for rank in range(size)]},
+    "pinned, by MPI alone": lambda size: {"shared": False},
+    "staged": lambda size: {"gpu": "staged"},
+}
+
+
+@pytest.fixture(params=OPTIONS)
 def aware(request, gpu, world):
-    """A communicator that hands device memory to MPI, moves it through pinned mailboxes, or stages it."""
+    """A communicator that hands device memory to MPI, moves it through pinned memory, or stages it."""
     gpu.private = request.param != "direct"
-    comm = Communicator(world, cuda_aware=not gpu.private, gpu="staged" if request.param == "staged" else "pinned")
-    assert comm.device_transfer.partition(":")[0] == (request.param if world.size > 1 else "none")
+    comm = Communicator(world, **{"cuda_aware": False, **OPTIONS[request.param](world.size)})
+    found = comm.device_transfer.partition(":")[0]
+    assert found == (request.param.partition(",")[0] if world.size > 1 else "none")
     yield comm
     comm.close()
     assert not gpu.registered

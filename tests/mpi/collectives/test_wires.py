@@ -12,15 +12,17 @@ from support.transport_contract import CONTRACT
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
 from collectives.transport import shm_messages
-from collectives.transport.device_copies import PinnedMailboxes
+from collectives.transport.device_copies import DeviceCopies, PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
+from collectives.transport.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
+from collectives.transport.device_wire import DeviceTransport
 from collectives.transport.exported_memory import ExportedMemory
 from collectives.transport.mailbox import FAR_COPIED, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.peer_messages import PeerLinks, PeerTransport, connect
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shm import NodeAwareTransport
-from collectives.transport.staging_chunks import share_chunks
+from collectives.transport.staging_chunks import part_size, share_chunks
 from collectives.transport.wire import Iovec
 
 
@@ -41,6 +43,36 @@ class OnDevice(DeviceNodeTransport):
             self._taken.append(block)
             cupy.GPU.memory[address] = weakref.ref(block), 0
         return super()._cut(pieces)
+
+
+class OnNetwork(DeviceNetworkTransport):
+    """The transport of device memory between nodes, in the same way."""
+
+    def __init__(self, comm):
+        cupy.GPU.private = False
+        copies, cut = DeviceCopies(cupy, 0), partial(part_size, most=largest_part(comm.Get_size()))
+        super().__init__(comm, 3, DeviceMemory(cupy.zeros(1)), copies, PinnedBuffers(), cut)
+        self._taken = []
+
+    def adopt(self, pieces):
+        for address, nbytes in pieces:
+            block = view(address, nbytes, np.dtype(np.uint8))
+            self._taken.append(block)
+            cupy.GPU.memory[address] = weakref.ref(block), 0
+
+    def send(self, peer, pieces, stable=True):
+        self.adopt(pieces)
+        return super().send(peer, pieces, stable)
+
+    def receive(self, peer, pieces):
+        self.adopt(pieces)
+        return super().receive(peer, pieces)
+
+
+def with_pairs(comm, node):
+    """As if there were two ranks on each node."""
+    near = [rank for rank in range(comm.Get_size()) if rank // 2 == comm.Get_rank() // 2]
+    return DeviceTransport(OnDevice(node, share_chunks(node)), OnNetwork(comm), near)
 
 
 OPENED = []
@@ -72,6 +104,8 @@ WIRES = {
     "peer, without flags": lambda comm, node: BetweenDevices(comm, node, flags=False),
     "device": lambda comm, node: OnDevice(node),
     "device, chunks": lambda comm, node: OnDevice(node, share_chunks(node)),
+    "device, between nodes": lambda comm, node: OnNetwork(comm),
+    "device, several nodes": lambda comm, node: with_pairs(comm, node),
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),
     "shared": lambda comm, node: mailboxes(comm, node),
