@@ -232,14 +232,14 @@ def check(recv, expected):
         np.testing.assert_array_equal(recv, expected)
 
 
-def call(comm, method, form, arguments):
+def call(comm, method, form, arguments, **options):
     """Run a collective, given by the name of its blocking method, in one of `FORMS`."""
     if form == "blocking":
-        getattr(comm, method)(*arguments)
+        getattr(comm, method)(*arguments, **options)
     elif form == "nonblocking":
-        getattr(comm, "I" + method.lower())(*arguments).Wait()
+        getattr(comm, "I" + method.lower())(*arguments, **options).Wait()
     else:
-        request = getattr(comm, method + "_init")(*arguments)
+        request = getattr(comm, method + "_init")(*arguments, **options)
         request.Start()
         request.Wait()
         request.Free()

@@ -9,7 +9,6 @@ from support.fakes import cupy
 from collectives import Communicator, wait_all
 from collectives.runtime.progress import mpi_is_thread_safe
 
-
 OPTIONS = {
     "direct": lambda size: {"cuda_aware": True},
     "pinned": lambda size: {"gpu": "pinned"},
