@@ -50,7 +50,7 @@ class Transports:
     of a message must use the same transport. `nodes`, the node of every rank, is by default determined by MPI;
     afterwards it is None if all are on one. `gpu`, the best transfer of device memory to use where that is possible:
     "kernel", by the kernels of a GPU that all ranks share, or between GPUs with peer access; "pinned", through pinned
-    mailboxes; "staged".
+    memory; "staged".
     """
 
     def __init__(
@@ -145,16 +145,15 @@ class Transports:
 
         MPI alone without mailboxes, or if `channel` is None. Messages are split between elements: an element larger
         than a cell needs reads from peer memory, or MPI. Messages longer than a cell are cut up to `streamed` bytes, or
-        all of them if ranks may not read each other's memory. With pinned mailboxes `device` is that of the messages.
+        all of them if ranks may not read each other's memory. With pinned memory `device` is that of the messages.
         """
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
         nonblocking = form == "nonblocking"
-        mailboxes, far = self.pinning.mailboxes, None
-        if device is not None and mailboxes is not None and self._cut is not None:
+        mailboxes, cut, far = self.pinning.mailboxes, self._cut, None
+        if device is not None and mailboxes is not None and cut is not None:
             copies = mailboxes.copies(device.number)
-            far = DeviceNetworkTransport(self.comm, tag, device, copies, self._buffers, self._cut)
-        cut = self._cut
+            far = DeviceNetworkTransport(self.comm, tag, device, copies, self._buffers, cut)
         network = ImmediateTransport(self.comm, cut) if nonblocking else PersistentTransport(self.comm, tag, cut)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return far or network

@@ -24,7 +24,7 @@ class MessageLane(Protocol):
 
 
 class MessageParts(NamedTuple):
-    """A message: parts that are copied one by one, and the lane that they take."""
+    """A message: parts that are sent one by one, and the lane that they take."""
 
     parts: Sequence[Any]
     lane: MessageLane
