@@ -70,9 +70,12 @@ def cupy():
     return cupy
 
 
-@pytest.fixture(scope="session", params=["staged", "pinned", "kernel", "direct"])
+@pytest.fixture(scope="session", params=["staged", "pinned", "network", "kernel", "direct"])
 def comm(request, world, cupy):
-    """A communicator with each transfer of device arrays that is possible here, for all tests that use it."""
+    """A communicator with each transfer of device arrays that is possible here, for all tests that use it.
+
+    "network": pinned memory, with every rank on a node of its own.
+    """
     from collectives import Communicator
     from collectives.transport.device import cuda_aware
 
@@ -82,10 +85,12 @@ def comm(request, world, cupy):
     reachable = getattr(getattr(cupy, "GPU", None), "private", True) is False  # the stand-in's memory, by any MPI
     if direct and not (cuda_aware() or reachable):
         pytest.skip("this MPI does not say that it is CUDA-aware")
-    made = Communicator(world, cuda_aware=direct, gpu="staged" if direct else request.param)
+    network = request.param == "network"
+    wanted = "staged" if direct else "pinned" if network else request.param
+    made = Communicator(world, cuda_aware=direct, nodes=range(world.size) if network else None, gpu=wanted)
     found = made.device_transfer
     once = world.Get_size() == 1 and request.param == "staged"  # a rank that is alone has nothing to transfer
-    if not (once or found.startswith(request.param)):
+    if not (once or found.startswith("pinned" if network else request.param)):
         made.close()
         pytest.skip(f"not {request.param}, but {found}")
     yield made
