@@ -2,10 +2,9 @@
 
 import ctypes
 import re
-import subprocess
-import tempfile
 from functools import cache
 
+from support.standin import raw_kernels
 from support.standin.cupy import _SHIM
 
 ARRAYS = """
@@ -59,12 +58,6 @@ def compiled(source):
     body = "\n".join(line for line in source.splitlines() if not line.strip().startswith("#include"))
     run = f'extern "C" void run_on_host(void **all) {{ {name}({values}); }}'
     text = f"{_SHIM}{ARRAYS}using namespace std;\n{body}\n{run}"
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/kernel.so"
-        options = ["-O1", "-w", "-ffp-contract=off", "-fexcess-precision=16", "-shared", "-fPIC", "-o", library]
-        done = subprocess.run(["g++", "-x", "c++", "-", *options], input=text, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stderr[:2000]}")
-        function = ctypes.CDLL(library).run_on_host
+    function = raw_kernels.library(text, "-fexcess-precision=16").run_on_host
     function.argtypes, function.restype = [ctypes.c_size_t], None
     return function

@@ -14,19 +14,17 @@ CUDA-aware one could. STANDIN_ENGINE=SEED in the environment starts an `Engine`,
 `GPU.log` tells who waited for which stream. ``PYTHONPATH=tests/standin`` puts this in place of CuPy.
 """
 
+import bisect
 import ctypes
-import functools
 import math
 import os
 import random
-import subprocess
-import tempfile
 import threading
 import time
 import types
 import weakref
 from collections import defaultdict, deque
-from functools import partial
+from functools import cache, cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -55,8 +53,11 @@ class _Gpu:
 
     def __init__(self):
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # work was put on a stream, or has ended
         self.private = os.environ.get("STANDIN_PRIVATE", "1") != "0"
         self.memory = {}  # address -> (weak reference to the block's bytes, device)
+        self._addresses = []  # of `memory`, sorted; also of blocks that were freed since the last tidying
+        self._tidy_at = 64  # blocks
         self.pinned = []  # weak references
         self.registered = {}  # bytes by address
         self.pageable = False  # copies take other host memory too, and are then waited for
@@ -89,8 +90,13 @@ class _Gpu:
             block = np.full(max(nbytes, 1), 0xA5, np.uint8)
             address = self._next if self.private else block.ctypes.data
             self._next += -(-nbytes // 512) * 512 + 4096
+            if address not in self.memory:
+                bisect.insort(self._addresses, address)
             self.memory[address] = weakref.ref(block), device
-            self.memory = {at: entry for at, entry in self.memory.items() if entry[0]() is not None}
+            if len(self.memory) >= self._tidy_at:
+                self.memory = {at: entry for at, entry in self.memory.items() if entry[0]() is not None}
+                self._addresses = sorted(self.memory)
+                self._tidy_at = 64 + 2 * len(self.memory)
             return address, block
 
     def adopt(self, shared, device):
@@ -108,10 +114,14 @@ class _Gpu:
                 if start <= address and address + nbytes <= start + shared.nbytes:
                     shared.check()
                     return shared.bytes[address - start :][:nbytes], device
-            for start, (block, device) in self.memory.items():
+            for number in range(bisect.bisect_right(self._addresses, address) - 1, -1, -1):
+                start = self._addresses[number]
+                block, device = self.memory[start]
                 whole = block()
-                if whole is not None and start <= address and address + nbytes <= start + whole.nbytes:
-                    return whole[address - start :][:nbytes], device
+                if whole is not None:
+                    if address + nbytes <= start + whole.nbytes:
+                        return whole[address - start :][:nbytes], device
+                    break
         raise RuntimeError(f"{nbytes} bytes at {address:#x} are not on this device")
 
     def around(self, address):
@@ -145,13 +155,16 @@ class _Gpu:
             self.jobs[stream].append((work, ranges, ready, note[0]))
             self.begun[stream] += 1
             self.log.append(note)
+            self.changed.notify_all()
 
     def run(self, stream, until):
         """Do what is on the stream, up to the job of that number."""
         while self.ended[stream] < until:
             if self.engine is not None and threading.current_thread() is not self.engine.thread:
                 self.engine.check()
-                time.sleep(1e-5)
+                with self.changed:
+                    if self.ended[stream] < until:
+                        self.changed.wait(1e-3)
             elif not self.step(stream):
                 time.sleep(1e-5)
 
@@ -172,6 +185,7 @@ class _Gpu:
                     work()
             finally:
                 self.ended[stream] += 1
+                self.changed.notify_all()
             return True
 
     def touched(self, address, nbytes):
@@ -199,12 +213,15 @@ class Engine:
 
     def _work(self):
         while not self._ends:
-            with self._gpu.lock:
+            with self._gpu.changed:
                 streams = [stream for stream, jobs in self._gpu.jobs.items() if jobs]
+                if not streams:
+                    self._gpu.changed.wait(1e-3)
+                    continue
             if self._random.random() < 0.3:
                 time.sleep(self._random.random() * self._delay)
             try:
-                if not streams or not self._gpu.step(self._random.choice(streams)):
+                if not self._gpu.step(self._random.choice(streams)):
                     time.sleep(1e-5)
             except BaseException as error:
                 self._error = error
@@ -688,6 +705,12 @@ cuda = types.SimpleNamespace(
 # ------------------------------------------------------------------------------------------ arrays
 
 
+@cache
+def _dense(shape, itemsize):
+    """Strides of an array in C order, as NumPy's."""
+    return np.empty(shape, f"V{itemsize}").strides
+
+
 class ndarray:
     """An array on the device. Everything that is done with it is put on the current stream."""
 
@@ -700,8 +723,8 @@ class ndarray:
             or self.dtype == np.longdouble
         ):
             raise TypeError(f"cupy has no dtype {self.dtype}")
-        self.strides = strides if strides is not None else np.empty(self.shape, self.dtype).strides
-        self.size = int(np.prod(self.shape))
+        self.strides = _dense(self.shape, self.dtype.itemsize) if strides is None else strides
+        self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self.data = MemoryPointer(_Owned(self.nbytes), 0) if memptr is None else memptr
         self.device = Device(GPU.find(self.data.ptr, 0)[1])
@@ -733,7 +756,7 @@ class ndarray:
     def _range(self):
         return self.data.ptr, self._reach
 
-    @property
+    @cached_property
     def _reach(self):
         if not self.size:
             return 0
@@ -745,7 +768,7 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self):
-        dense = self.strides == np.empty(self.shape, self.dtype).strides
+        dense = self.strides == _dense(self.shape, self.itemsize)
         return {
             "version": 3,
             "shape": self.shape,
@@ -1112,18 +1135,6 @@ _C_TYPES = {
 }
 
 
-@functools.cache
-def _compiled(source):
-    """A library from C++, by the compiler of this machine."""
-    folder = tempfile.mkdtemp(prefix="standin-")
-    path = os.path.join(folder, "kernel.cpp")
-    with open(path, "w") as file:
-        file.write(source)
-    options = ["-O1", "-ffp-contract=off", "-shared", "-fPIC", "-o", f"{path}.so", path]
-    subprocess.run(["g++", *options], check=True, capture_output=True, text=True)
-    return ctypes.CDLL(f"{path}.so")
-
-
 class ElementwiseKernel:
     """CUDA source for one element, run on the host for all of them; arrays and scalars are broadcast as CuPy does."""
 
@@ -1143,7 +1154,8 @@ class ElementwiseKernel:
         )
         after = "".join(f"all_{label}[i] = {label};" for _, label in self.gives)
         loop = f"for (long long i = 0; i < n; i++) {{ {before} {{ {operation} }} {after} }}"
-        self.run = _compiled(f'{_SHIM}{preamble}extern "C" void {name}(long long n, {arguments}) {{ {loop} }}')[name]
+        whole = f'{_SHIM}{preamble}extern "C" void {name}(long long n, {arguments}) {{ {loop} }}'
+        self.run = raw_kernels.library(whole)[name]
 
     def _is_raw(self):
         return [*self.raw, *(False for _ in self.gives)]

@@ -6,11 +6,13 @@ calls the function that `run` is given.
 """
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
 import re
 import subprocess
-import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -125,6 +127,25 @@ extern "C" int run_on_host(void **all, unsigned int x, unsigned int y, unsigned 
 }}
 """
 MEETINGS = re.compile(r"__syncthreads|__shfl_")
+FOLDER = Path(__file__).with_name("__pycache__")
+
+
+@functools.cache
+def library(source, *options):
+    """Library of C++ source. It is compiled by the first process that needs it, and kept for others and later runs."""
+    command = ["g++", "-x", "c++", "-", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", *options]
+    name = hashlib.sha256(repr((command, source)).encode()).hexdigest()[:32]
+    path, unfinished = FOLDER / f"{name}.so", FOLDER / f"{name}.part"
+    if not path.exists():
+        FOLDER.mkdir(exist_ok=True)
+        with open(FOLDER / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                done = subprocess.run([*command, "-o", unfinished], input=source, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"g++: {done.stderr[:2000]}")
+                os.replace(unfinished, path)
+    return ctypes.CDLL(str(path))
 
 
 @functools.cache
@@ -133,16 +154,9 @@ def compiled(source, name):
     signature = re.search(rf"\b{name}\((.*?)\) {{", source, re.DOTALL).group(1)
     kinds = [re.sub(r"const |__grid_constant__ ", "", part).strip().rsplit(None, 1)[0] for part in signature.split(",")]
     values = ", ".join(f"*({kind} *)all[{number}]" for number, kind in enumerate(kinds))
-    folder = tempfile.mkdtemp(prefix="standin-")
-    path = os.path.join(folder, "kernel.cpp")
     block = TOGETHER if MEETINGS.search(source) else ALONE
-    with open(path, "w") as file:
-        file.write(SHIM + source + (block + RUN).format(name=name, values=values))
-    options = ["-O1", "-w", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-    done = subprocess.run(["g++", *options, "-o", f"{path}.so", path], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[:2000]}")
-    return ctypes.CDLL(f"{path}.so").run_on_host
+    text = SHIM + source + (block + RUN).format(name=name, values=values)
+    return library(text, "-std=c++17", "-U_FORTIFY_SOURCE").run_on_host
 
 
 FENCE = ctypes.CFUNCTYPE(None)

@@ -33,6 +33,7 @@ class Recorder:
 
     def __init__(self, module):
         self.forms = {}
+        self._seen = set()  # keys of noted calls
         self._array = module.ndarray
         self._lock = threading.Lock()
         for name, value in list(vars(module).items()):
@@ -63,9 +64,13 @@ class Recorder:
         def call(*arguments, **options):
             if not sys._getframe(depth).f_code.co_filename.startswith(CALLERS):
                 return function(*arguments, **options)
+            key = name, self.key(arguments), self.key(tuple(options.items()))
+            if key in self._seen:
+                return function(*arguments, **options)
             before = [self.encoded(value) for value in arguments]
             result = function(*arguments, **options)
             self._note(name, before, {key: self.encoded(value) for key, value in options.items()}, result)
+            self._seen.add(key)
             return result
 
         return call
@@ -76,6 +81,20 @@ class Recorder:
         if key not in self.forms:
             with self._lock:
                 self.forms[key] = {**given, "result": self.encoded(result)}
+
+    def key(self, value):
+        """Key of a value: values with equal keys have the same form."""
+        if isinstance(value, tuple | list):
+            return type(value), *map(self.key, value)
+        if isinstance(value, self._array):
+            return self._array, value.dtype, value.shape, value.strides
+        if isinstance(value, np.ndarray | np.generic):
+            return type(value), value.dtype, value.shape
+        if isinstance(value, self._kernel):
+            return value.texts
+        if isinstance(value, type):
+            return "type", value
+        return value if isinstance(value, str | np.dtype) else type(value)
 
     def encoded(self, value):
         """A value as JSON: arrays by shape, dtype and layout, all else by itself."""
