@@ -1,6 +1,7 @@
 """Long messages through chunks of pinned memory, on the stand-in that plays several processes."""
 
 import os
+from functools import cache
 
 import numpy as np
 import pytest
@@ -58,9 +59,14 @@ def pinned(request, gpu, world):
     assert not gpu.registered
 
 
+@cache
+def random_bytes():
+    return (np.arange(MANY + 1, dtype="u4") * np.uint32(2654435761) >> np.uint32(13)).astype("u1")
+
+
 def values(n, turn):
     """Bytes that differ between parts, and turns."""
-    return ((np.arange(n, dtype="u4") * np.uint32(2654435761) >> np.uint32(13)) + turn).astype("u1")
+    return random_bytes()[:n] + np.uint8(turn % 256)
 
 
 def array_of(on_device, content):

@@ -727,7 +727,7 @@ class ndarray:
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self.data = MemoryPointer(_Owned(self.nbytes), 0) if memptr is None else memptr
-        self.device = Device(GPU.find(self.data.ptr, 0)[1])
+        self.device = Device() if memptr is None else Device(GPU.find(self.data.ptr, 0)[1])
         if self.size and self.data.ptr % self.dtype.alignment:  # CUDA fails when a kernel accesses it
             raise CUDARuntimeError("cudaErrorMisalignedAddress: misaligned address")
 
@@ -796,7 +796,7 @@ class ndarray:
             GPU.log.append(("read", get_current_stream().number, 0))
         if _by_arrays(key):
             return _at_once(lambda whole, *key: whole[_wrapped(whole, key)], self, *_as_tuple(key))
-        return self._view(self._seen()[key if key is ... or isinstance(key, tuple) else (key, ...)])
+        return self._view(lambda seen: seen[key if key is ... or isinstance(key, tuple) else (key, ...)])
 
     def __setitem__(self, key, value):
         if _by_arrays(key):
@@ -839,23 +839,28 @@ class ndarray:
         flags = self._seen().flags
         return types.SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous)
 
-    def _view(self, part):
+    def _view(self, part_of):
         """A part of what `_seen` gives, as an array on the same memory."""
-        offset = part.ctypes.data - self._seen().ctypes.data if part.size else 0
+        seen = self._seen()
+        part = part_of(seen)
+        offset = part.ctypes.data - seen.ctypes.data if part.size else 0
         return ndarray(part.shape, part.dtype, MemoryPointer(_At(self.data, offset, self), 0), part.strides)
 
     def transpose(self, *axes):
-        return self._view(self._seen().transpose(*axes))
+        return self._view(lambda seen: seen.transpose(*axes))
 
     def swapaxes(self, one, other):
-        return self._view(self._seen().swapaxes(one, other))
+        return self._view(lambda seen: seen.swapaxes(one, other))
 
     def view(self, dtype):
-        return self._view(self._seen().view(dtype))
+        return self._view(lambda seen: seen.view(dtype))
 
     def reshape(self, *shape):
-        seen = self._seen().reshape(*shape)
-        return self._view(seen) if np.may_share_memory(seen, self._seen()) else _at_once(np.reshape, self, seen.shape)
+        seen = self._seen()
+        part = seen.reshape(*shape)
+        if np.may_share_memory(part, seen):
+            return self._view(lambda _: part)
+        return _at_once(np.reshape, self, part.shape)
 
     def astype(self, dtype, copy=True):
         return self if self.dtype == dtype and not copy else _at_once(np.ndarray.astype, self, dtype)
