@@ -1160,7 +1160,7 @@ class ElementwiseKernel:
         after = "".join(f"all_{label}[i] = {label};" for _, label in self.gives)
         loop = f"for (long long i = 0; i < n; i++) {{ {before} {{ {operation} }} {after} }}"
         whole = f'{_SHIM}{preamble}extern "C" void {name}(long long n, {arguments}) {{ {loop} }}'
-        self.run = raw_kernels.library(whole)[name]
+        self.run = raw_kernels.library(whole, "-std=c++14")[name]
 
     def _is_raw(self):
         return [*self.raw, *(False for _ in self.gives)]
