@@ -101,9 +101,9 @@ class Communicator(CollectiveMethods):
     gpu : {"kernel", "pinned", "staged"}
         Best transfer of GPU arrays that may be used; the ranks find out at creation which is possible, if CuPy was
         imported on all of them before (`device_transfer`). "kernel" (default): ranks that share one GPU, or whose
-        GPUs have peer access, read and write each other's memory there. "pinned": copies in parts of up to 4 MiB go
-        through pinned memory that a node's ranks share, and between nodes by MPI, as do long host arrays. "staged":
-        through host memory. The least of all ranks holds.
+        GPUs have peer access, read and write each other's memory there. "pinned": in parts of up to 4 MiB through
+        pinned memory, which ranks of a node share, and which MPI sends between nodes; host arrays are cut into the same
+        parts. "staged": through host memory. The least of all ranks holds.
 
     Raises
     ------

@@ -55,7 +55,9 @@ class QuantizedArray:
             )
         word = max(part.dtype.itemsize for part in self.layout.parts)
         if buffer.size and not isinstance(buffer, np.ndarray) and buffer.data.ptr % word:
-            raise ValueError(f"buffer: {spec} on a GPU must begin at a multiple of {word} bytes, as its items do")
+            raise ValueError(
+                f"buffer on a GPU: expected an address that is a multiple of {word}, for the scales of {spec}"
+            )
         self.buffer = buffer
 
     # -------------------------------------------------------------------------------------- size and wire

@@ -207,6 +207,7 @@ class Transports:
             self.pinning.mailboxes.free()
         if self.chunks is not None:
             self.chunks.free()
+        self._buffers.free()
         self.heap.free()
         if self.node is not None:
             self.node.free()

@@ -198,6 +198,8 @@ class Planner:
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
             program = self._nonblocking.bound.get(key)
+            if program is not None and not program.wire.in_mailboxes and self._is_active(program):
+                program, key, reusable = None, None, False  # calls by MPI do not wait for one on their channel
             if program is None:
                 binding.check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
@@ -304,6 +306,10 @@ class Planner:
 
     def _active(self) -> list[Operation]:
         return [request for request in (*active_requests, *lone_requests) if request.owner is self]
+
+    def _is_active(self, program: Program) -> bool:
+        """True if a call that runs a program is under way."""
+        return any(request.program.program is program for request in self._active())
 
     # -------------------------------------------------------------------------------- binding and recycling
 

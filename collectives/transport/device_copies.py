@@ -91,7 +91,7 @@ class DeviceCopies:
 class PinnedMailboxes:
     """Mailboxes of a node, pinned in this process so that the device copies from and to them; `copies` by device.
 
-    None are pinned without `node`.
+    Without `node` it only has `copies`.
     """
 
     def __init__(self, node: NodeMemory | None, cupy: ModuleType) -> None:
@@ -151,7 +151,7 @@ def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, nodes: Nodes | N
     if not reduced(comm, mailboxes is not None, MPI.LAND):
         if mailboxes is not None:
             mailboxes.free()
-        return PinningResult(None, f"the memory of the node cannot be pinned on all ranks{error}")
+        return PinningResult(None, f"CUDA cannot be used, or pins no memory, on some rank{error}")
     if mailboxes is None:
         raise AssertionError("a rank without pinned mailboxes agreed to them")
     device = int(cupy.cuda.Device().id)
@@ -178,7 +178,7 @@ def _token_arrives_by_mpi(comm: MPI.Intracomm, copies: DeviceCopies, cupy: Modul
     """True if the token of the previous rank arrives in this rank's device memory, by MPI. Collective."""
     rank, size = comm.Get_rank(), comm.Get_size()
     out, into, sent, before = np.zeros(TOKEN, np.uint8), np.zeros(TOKEN, np.uint8), False, (rank - 1) % size
-    with suppress(RuntimeError):  # memory that is not pinned
+    with suppress(RuntimeError, MemoryError):  # memory that is not pinned
         out, into = (np.frombuffer(cupy.cuda.alloc_pinned_memory(TOKEN), np.uint8, TOKEN) for _ in range(2))
         sent = _send_token(MPI.Get_address(out), rank, copies, cupy)
     comm.Sendrecv(out, (rank + 1) % size, 0, into, before, 0)
@@ -187,7 +187,7 @@ def _token_arrives_by_mpi(comm: MPI.Intracomm, copies: DeviceCopies, cupy: Modul
 
 def _send_token(host: int, number: int, copies: DeviceCopies, cupy: ModuleType) -> bool:
     """Copy a token of a number out of device memory to the address `host`; False if CUDA refuses."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, MemoryError):
         sent = cupy.asarray(_token(number))
         cupy.cuda.get_current_stream().synchronize()
         copies.to_host(host, [Iovec(sent.data.ptr, TOKEN)]).synchronize()
@@ -197,7 +197,7 @@ def _send_token(host: int, number: int, copies: DeviceCopies, cupy: ModuleType) 
 
 def _token_enters(host: int, number: int, copies: DeviceCopies, cupy: ModuleType) -> bool:
     """True if the token of a number, at the address `host`, can be copied into device memory."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, MemoryError):
         received = cupy.zeros(TOKEN, np.uint8)
         cupy.cuda.get_current_stream().synchronize()
         copies.to_device([Iovec(received.data.ptr, TOKEN)], host).synchronize()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ IN_FLIGHT = 3
 """Parts to, or from, one rank that have a buffer: one is copied while two are on the network."""
 
 BUDGET, LEAST = 1 << 27, 1 << 18
-"""Bytes of the buffers of a call with messages to and from all ranks; but the largest parts have at least `LEAST`."""
+"""Most bytes of the buffers of a call that exchanges with all ranks, from which the largest part follows; parts of
+`LEAST` bytes are allowed beyond that, from 87 ranks on."""
 
 SMALLEST = 1 << 12
 """Bytes of the smallest buffers."""
@@ -50,7 +52,7 @@ class PinnedBuffers:
     def take(self, device: DeviceMemory, nbytes: int) -> np.ndarray:
         """Memory of at least `nbytes`. If CUDA pins no more, it is not pinned, and copies take more time."""
         length = max(SMALLEST, 1 << max(0, nbytes - 1).bit_length())
-        if self._free[length]:
+        with suppress(IndexError):  # another thread may take the last one
             return self._free[length].pop()
         try:
             return device.pinned(length)
@@ -60,6 +62,10 @@ class PinnedBuffers:
     def give_back(self, buffer: np.ndarray) -> None:
         """Let another message use the memory."""
         self._free[buffer.nbytes].append(buffer)
+
+    def free(self) -> None:
+        """Drop the memory that no message uses."""
+        self._free.clear()
 
 
 class _Posted:

@@ -1,4 +1,7 @@
-"""Base of the transports that copy device memory: messages take lanes, which advance while a program waits."""
+"""Base of the transports that copy device memory: messages to, or from, one peer form a lane.
+
+Lanes advance while a program waits.
+"""
 
 from __future__ import annotations
 
@@ -72,16 +75,16 @@ class DeviceWire(Wire):
 
 
 class DeviceTransport(DeviceWire):
-    """Transport between devices by two others: `near` to and from the ranks of the node (`places`), `far` to others."""
+    """Transport between devices by two others: `near` for `neighbours`, the ranks of the node, `far` for others."""
 
     in_mailboxes = True
 
-    def __init__(self, near: DeviceWire, far: DeviceWire, places: Collection[int]) -> None:
+    def __init__(self, near: DeviceWire, far: DeviceWire, neighbours: Collection[int]) -> None:
         super().__init__()
-        self._near, self._far, self._places = near, far, places
+        self._near, self._far, self._neighbours = near, far, neighbours
 
     def _of(self, peer: int) -> DeviceWire:
-        return self._near if peer in self._places else self._far
+        return self._near if peer in self._neighbours else self._far
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         return self._of(peer).send(peer, pieces, stable)

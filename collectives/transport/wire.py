@@ -114,7 +114,10 @@ class Wire(Protocol):
         return None
 
     def segment_size(self, nbytes: int, usual: int) -> int:
-        """Bytes per part of a message of `nbytes` without shared memory, equal at both ends; 0 for a single part."""
+        """Bytes per part of a message of `nbytes` without shared memory, equal at both ends; 0 for a single part.
+
+        `usual`: the bytes per part of transports that do not decide by themselves.
+        """
         return usual
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:

@@ -448,7 +448,7 @@ def _blocks(codes: Array, bits: int, packed: Array) -> Iterator[tuple[Array, Arr
 
 
 def _words(rows: Array) -> Array:
-    """Rows of bytes as uint32, in memory that a GPU, which accesses whole words only, can read as such."""
+    """Rows of bytes as uint32; on a GPU a copy, as it cannot read words at addresses that are no multiple of 4."""
     xp = array_namespace(rows)
     return (xp.ascontiguousarray(rows) if xp is np else rows.copy()).view(xp.uint32)
 

@@ -201,19 +201,51 @@ def noted(log, kind, step):
 # ------------------------------------------------------------------------------------------ refusals, and ends
 
 
-@pytest.mark.parametrize("name, what", {"alloc_pinned_memory": "did not arrive", "getDeviceCount": "cannot"}.items())
-def test_refusal_on_one_rank(gpu, world, monkeypatch, name, what):
+REFUSED = {
+    "alloc_pinned_memory": (cupy.cuda, cupy.cuda.runtime.CUDARuntimeError("cudaErrorNotPermitted"), "did not arrive"),
+    "getDeviceCount": (cupy.cuda.runtime, cupy.cuda.runtime.CUDARuntimeError("no driver"), "cannot be used"),
+    "asarray": (cupy, MemoryError("out of memory"), "did not arrive"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_on_one_rank(gpu, world, monkeypatch, name):
+    owner, error, what = REFUSED[name]
+
     def refuse(*_):
-        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNotPermitted")
+        raise error
 
     with monkeypatch.context() as patched:
         if world.rank == world.size - 1:
-            patched.setattr(cupy.cuda if name == "alloc_pinned_memory" else cupy.cuda.runtime, name, refuse)
+            patched.setattr(owner, name, refuse)
         comm = Communicator(world, cuda_aware=False, nodes=range(world.size))
     assert comm.device_transfer.startswith("staged: ") and what in comm.device_transfer
     assert len(set(world.allgather(comm.device_transfer.partition(":")[0]))) == 1
     assert broadcast_is_right(comm, 3000)
     comm.close()
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_one_array_in_many_calls_at_a_time(gpu, world, on_device):
+    """Equal calls use one program only if none of them is under way."""
+    x = np.arange(40 * SHORTEST // 4, dtype=np.int32)
+    comm = Communicator(world, cuda_aware=False, shared=False, nodes=range(world.size))
+    sent = cupy.asarray(x) if on_device else x
+    received = [cupy.zeros(x.size, x.dtype) if on_device else np.zeros_like(x) for _ in range(10)]
+    for _ in range(2):
+        wait_all([comm.Ibcast(sent if world.rank == 0 else y, 0, algorithm="linear") for y in received])
+    if world.rank:
+        for y in received:
+            np.testing.assert_array_equal(y.get() if on_device else y, x)
+    comm.close()
+
+
+def test_memory_is_dropped_at_the_end(gpu, world):
+    with open_on(world) as comm:
+        assert broadcast_is_right(comm, 3 * SHORTEST)
+        buffers = comm._planner.transports._buffers
+        assert world.allreduce(len(buffers._free)) > 0
+    assert not buffers._free
 
 
 def test_buffers_that_cuda_does_not_pin(gpu, world, monkeypatch):
