@@ -6,7 +6,7 @@ is free of it in any MPI.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Step, numbers, show
 
@@ -24,6 +24,10 @@ class ScheduleLocation(NamedTuple):
 
     def of(self, step: Step) -> str:
         return f"rank {self.rank}, round {self.round}, step {self.step}: {describe(step)}"
+
+
+Partners: TypeAlias = Mapping[ScheduleLocation, ScheduleLocation]
+"""The send of each receive."""
 
 
 def describe(step: Step) -> str:
@@ -80,9 +84,7 @@ def _length_classes(chunks: Chunks, count: int) -> list[int]:
     return [chunk % count for chunk in numbers(chunks)]
 
 
-def causal_order(
-    schedules: Sequence[Schedule], partners: Mapping[ScheduleLocation, ScheduleLocation]
-) -> Iterator[tuple[str, int, int]]:
+def causal_order(schedules: Sequence[Schedule], partners: Partners) -> Iterator[tuple[str, int, int]]:
     """Yield ("begin" or "end", rank, round) of all rounds in causal order: a round ends after its partners began.
 
     If ranks wait for one another in a circle, ScheduleError after all rounds that can be reached.

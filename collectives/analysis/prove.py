@@ -91,7 +91,8 @@ def prove_outputs(
         if synchronises and run.heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not run.heard[rank] >> peer & 1]
             raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
-    rounds = round(price(schedules, ChunkLayout.packed((0,) * count), 1, UniformNetwork(1, 0, 0)).seconds)
+    layout, network = ChunkLayout.packed((0,) * count), UniformNetwork(1, 0, 0)
+    rounds = round(price(schedules, layout, 1, network, run.partners).seconds)
     volumes = tuple(run.sent), tuple(run.received), tuple(run.combined)
     return Proof(ordered, alike, rounds, len(run.partners), *volumes)
 

@@ -4,13 +4,13 @@ The costs of messages and of combining are those of the network, see `cost_funct
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
 from collectives.analysis.cost_functions import CostFunctions
-from collectives.analysis.matching import ScheduleLocation, causal_order, match
+from collectives.analysis.matching import Partners, ScheduleLocation, causal_order, match
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Schedule, Send
 
@@ -26,7 +26,13 @@ class SimulatedTime(NamedTuple):
         return max(self.finish)
 
 
-def price(schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, network: CostFunctions) -> SimulatedTime:
+def price(
+    schedules: Sequence[Schedule],
+    layout: ChunkLayout,
+    itemsize: int,
+    network: CostFunctions,
+    partners: Partners | None = None,
+) -> SimulatedTime:
     """Simulate the schedules of all ranks, each with one send port and one receive port; return completion times.
 
     A message starts when both its ranks have reached its round and its two ports are free; of several that could, the
@@ -41,8 +47,12 @@ def price(schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, net
         Lengths of the chunks, in elements of `itemsize` bytes.
     network : CostFunctions
         Costs per edge, and which ranks share a card.
+    partners : mapping, optional
+        What `match` returns for the schedules, if it is known.
     """
-    run = _ScheduleRun(schedules, layout, network, _weigher(layout, itemsize))
+    if partners is None:
+        partners = match(schedules, len(layout.lengths))
+    run = _ScheduleRun(schedules, partners, network, _weigher(layout, itemsize))
     for rank in range(len(schedules)):
         run.begin(rank)
     run.finished = list(run.clock)
@@ -59,13 +69,12 @@ class _ScheduleRun:
     def __init__(
         self,
         schedules: Sequence[Schedule],
-        layout: ChunkLayout,
+        partners: Partners,
         network: CostFunctions,
         weigh: Callable[[Chunks], int],
     ) -> None:
         size = len(schedules)
-        self.schedules, self.network, self.weigh = schedules, network, weigh
-        self.partners = match(schedules, len(layout.lengths))
+        self.schedules, self.partners, self.network, self.weigh = schedules, partners, network, weigh
         self.meets = {send: receive for receive, send in self.partners.items()} | self.partners
         self.sharers = _sharers(self.partners, network.cards)
         ends = self.partners.values(), self.partners
@@ -125,9 +134,7 @@ class _ScheduleRun:
                 self.begin(one)
 
 
-def _sharers(
-    partners: Mapping[ScheduleLocation, ScheduleLocation], nodes: Sequence[int] | None
-) -> dict[ScheduleLocation, int]:
+def _sharers(partners: Partners, nodes: Sequence[int] | None) -> dict[ScheduleLocation, int]:
     """Map each inter-node send to the number of shares (`ClusteredNetwork.cards`) of its busier network card."""
     if nodes is None:
         return {}
