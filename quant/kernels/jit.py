@@ -2,7 +2,8 @@
 
 Numba's own index file is read, changed and written by all processes: ranks that start together lose each other's
 entries, or an entry can name the code of another. Here every version of a function (signature, processor, bytecode,
-closed-over values) has a file named after all of these. Damaged or outdated files are rewritten.
+closed-over values) has a file named after all of these. Damaged or outdated files are rewritten. Of processes that
+need the same version at the same time, one compiles it, and the others wait for its file.
 
 Closed-over values must be numbers: their pickled bytes are part of the version, and those of compiled functions differ
 between processes.
@@ -13,9 +14,11 @@ The first function given to numba fixes the processor's features, so modules imp
 # mypy: ignore-errors
 # Numba's modules have no types.
 
+import fcntl
 import hashlib
 import os
 import pickle
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -46,12 +49,40 @@ def use_widest_vectors() -> None:
 use_widest_vectors()
 
 
+class CompilationLock:
+    """Lock of a version while a process compiles it; the system releases those of processes that end.
+
+    After `PATIENCE` seconds, and on file systems without locks, the process goes on without it.
+    """
+
+    PATIENCE = 60.0
+
+    def __init__(self, path: str):
+        self._path = f"{path}.lock"
+        self._file = open(self._path, "wb")  # noqa: SIM115
+        end = time.monotonic() + self.PATIENCE
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:
+                return
+
+    def release(self) -> None:
+        with suppress(OSError):  # another process has removed it
+            os.unlink(self._path)
+        self._file.close()
+
+
 class KernelCache(FunctionCache):
     """On-disk cache of one function's compiled versions, one file each."""
 
     def __init__(self, function: Callable[..., Any], others: bytes):
         super().__init__(function)
         self._sources = others + repr((numba.__version__, self._impl.locator.get_source_stamp())).encode()
+        self._locks: dict[str, CompilationLock] = {}
 
     def _path(self, signature: Any, codegen: Any) -> str:
         name = hashlib.sha256(repr(self._index_key(signature, codegen)).encode()).hexdigest()[:32]
@@ -61,10 +92,26 @@ class KernelCache(FunctionCache):
         return hashlib.sha256(self._sources + code).digest()
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Load the compile result for a signature from disk; None if there is none or it is outdated."""
+        """Load the compile result for a signature from disk; None if there is none or it is outdated.
+
+        None also locks the version until `save_overload`; numba calls both in one thread at a time.
+        """
         context.refresh()
+        path = self._path(signature, context.codegen())
+        found = self._read(path, context)
+        if found is None:
+            with suppress(OSError):
+                self._impl.locator.ensure_cache_path()
+                if path not in self._locks:  # of a compilation that failed
+                    self._locks[path] = CompilationLock(path)
+                found = self._read(path, context)  # of the process that this one has waited for
+        if found is not None and path in self._locks:
+            self._locks.pop(path).release()
+        return found
+
+    def _read(self, path: str, context: Any) -> Any:
         try:
-            with open(self._path(signature, context.codegen()), "rb") as file:
+            with open(path, "rb") as file:
                 digest, code = file.read(32), file.read()
         except OSError:
             return None
@@ -72,9 +119,15 @@ class KernelCache(FunctionCache):
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Write a compile result to disk; do nothing if that is not possible."""
-        if not self._impl.check_cachable(result):
-            return
-        code, path = dumps(self._impl.reduce(result)), self._path(signature, result.codegen)
+        path = self._path(signature, result.codegen)
+        try:
+            if self._impl.check_cachable(result):
+                self._write(path, dumps(self._impl.reduce(result)))
+        finally:
+            if path in self._locks:
+                self._locks.pop(path).release()
+
+    def _write(self, path: str, code: bytes) -> None:
         own = f"{path}.{uuid4().hex[:16]}"  # hosts may share the folder
         with suppress(OSError):  # a full disk costs time in the next process, nothing here
             self._impl.locator.ensure_cache_path()

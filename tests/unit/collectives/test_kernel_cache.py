@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from quant.kernels.jit import compiler
+from quant.kernels.jit import CompilationLock, compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 JITTED = re.compile(r"\b(njit|jit)\(([^)]*)\)")
@@ -53,7 +54,7 @@ def test_all_kernels_keep_their_code_alike():
 
 
 FACTORY = """
-from quant.kernels.jit import compiler
+from quant.kernels.jit import CompilationLock, compiler
 
 
 def made(number):
@@ -101,6 +102,24 @@ def test_damaged_files_are_made_anew(made, tmp_path, damage):
     assert again(1) == 2 and hits(again) == 0
     third = made(1)
     assert third(1) == 2 and hits(third) == 1
+
+
+def test_one_of_several_processes_compiles(made, tmp_path):
+    """The others wait for its file; a compilation that wrote none is done anew."""
+    made(1)(1)
+    (path,) = (tmp_path / "kept").rglob("*.nbc")
+    for code in (path.read_bytes(), None):
+        path.unlink()
+        lock, waiting = CompilationLock(str(path)), made(1)
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(waiting, 1)
+            with pytest.raises(TimeoutError):
+                call.result(0.3)
+            if code is not None:
+                path.write_bytes(code)
+            lock.release()
+            assert call.result(60) == 2 and hits(waiting) == (code is not None)
+        assert files(tmp_path / "kept").keys() == {path.name}
 
 
 def test_code_of_other_sources_is_made_anew(made, tmp_path):
