@@ -1,6 +1,5 @@
 """The wires over MPI keep the contract that the loopback keeps."""
 
-import weakref
 from functools import partial
 
 import numpy as np
@@ -41,7 +40,7 @@ class OnDevice(DeviceNodeTransport):
         for address, nbytes in pieces:
             block = view(address, nbytes, np.dtype(np.uint8))
             self._taken.append(block)
-            cupy.GPU.memory[address] = weakref.ref(block), 0
+            cupy.GPU.place(address, block, 0)
         return super()._cut(pieces)
 
 
@@ -58,7 +57,7 @@ class OnNetwork(DeviceNetworkTransport):
         for address, nbytes in pieces:
             block = view(address, nbytes, np.dtype(np.uint8))
             self._taken.append(block)
-            cupy.GPU.memory[address] = weakref.ref(block), 0
+            cupy.GPU.place(address, block, 0)
 
     def send(self, peer, pieces, stable=True):
         self.adopt(pieces)
@@ -95,7 +94,7 @@ class BetweenDevices(PeerTransport):
         for address, nbytes in pieces:
             block = view(address, nbytes, np.dtype(np.uint8))
             self._taken.append(block)
-            cupy.GPU.memory[address] = weakref.ref(block), cupy.GPU.device
+            cupy.GPU.place(address, block, cupy.GPU.device)
         return super()._cut(pieces)
 
 

@@ -90,6 +90,12 @@ class _Gpu:
             block = np.full(max(nbytes, 1), 0xA5, np.uint8)
             address = self._next if self.private else block.ctypes.data
             self._next += -(-nbytes // 512) * 512 + 4096
+            self.place(address, block, device)
+            return address, block
+
+    def place(self, address, block, device):
+        """Let a block of bytes be memory of the device at an address; blocks may overlap."""
+        with self.lock:
             if address not in self.memory:
                 bisect.insort(self._addresses, address)
             self.memory[address] = weakref.ref(block), device
@@ -97,7 +103,6 @@ class _Gpu:
                 self.memory = {at: entry for at, entry in self.memory.items() if entry[0]() is not None}
                 self._addresses = sorted(self.memory)
                 self._tidy_at = 64 + 2 * len(self.memory)
-            return address, block
 
     def adopt(self, shared, device):
         """Give shared memory an address on the device."""
@@ -118,10 +123,8 @@ class _Gpu:
                 start = self._addresses[number]
                 block, device = self.memory[start]
                 whole = block()
-                if whole is not None:
-                    if address + nbytes <= start + whole.nbytes:
-                        return whole[address - start :][:nbytes], device
-                    break
+                if whole is not None and address + nbytes <= start + whole.nbytes:
+                    return whole[address - start :][:nbytes], device
         raise RuntimeError(f"{nbytes} bytes at {address:#x} are not on this device")
 
     def around(self, address):
