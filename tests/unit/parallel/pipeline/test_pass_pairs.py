@@ -19,7 +19,11 @@ SYNCHRONOUS = [name for name, entry in SCHEDULES.items() if entry.version is Non
 WITHOUT = ("naive", "1f1b", "zb-h1", "zb-h2")
 """Schedules that pairs do not shorten: a stage waits for its neighbour in every one, or the last stage has none."""
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p, p + 1, 2 * p + 3, 12})] + [(13, 27)]
+FEW, MANY = (
+    [(p, m) for p in stages for m in sorted({1, 2, p, p + 1, 2 * p + 3, 12})] for stages in ((1, 2, 3, 4), (5, 8))
+)
+SIZES = {"few": FEW, "many": pytest.param([*MANY, (13, 27)], marks=pytest.mark.full)}
+"""Numbers of stages and of micro-batches."""
 
 
 def with_all(plan):
@@ -27,10 +31,11 @@ def with_all(plan):
     return replace(plan, pairs=tuple(executable(plan).items()))
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_every_schedule_ends(name):
+def test_every_schedule_ends(name, sizes):
     """Pairs are neighbours, of two micro-batches, and every action is in one pair at most."""
-    for stages, microbatches in SIZES:
+    for stages, microbatches in sizes:
         plan = build(name, stages, microbatches)
         chosen, every = paired(plan), with_all(plan)
         shortest = simulate(lower(plan)).makespan
