@@ -425,13 +425,20 @@ def test_several_megabytes(comm, method, which):
     perform(comm, "blocking", method, exchange, turns=2)
 
 
-@pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[0] != "Barrier"])
-def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm):
-    """Whole messages between the cells of persistent channels and what is read where it lies, in place and not."""
+def places():
+    """Every algorithm, in place and not where it can be: one of the two is in the default tests."""
+    for number, (method, algorithm) in enumerate(entry for entry in ENTRIES if entry[0] != "Barrier"):
+        for in_place in (False, True) if TABLE[method].in_place else (False,):
+            other = TABLE[method].in_place and in_place != (number % 2 == 1)
+            yield pytest.param(method, algorithm, in_place, marks=[pytest.mark.full] if other else [])
+
+
+@pytest.mark.parametrize(("method", "algorithm", "in_place"), list(places()))
+def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm, in_place):
+    """Whole messages between the cells of persistent channels and what is read where it lies."""
     line, size = TABLE[method], comm.Get_size()
-    for in_place in (False, True)[: 2 if line.in_place else 1]:
-        exchange = mixed(comm, "symmetric", line, 50_001 // (1 if line.reduces else size), "f", 0, in_place)
-        perform(comm, "persistent", method, exchange, turns=3, algorithm=algorithm, segments=1)
+    exchange = mixed(comm, "symmetric", line, 50_001 // (1 if line.reduces else size), "f", 0, in_place)
+    perform(comm, "persistent", method, exchange, turns=3, algorithm=algorithm, segments=1)
 
 
 def arriving(request):

@@ -92,7 +92,7 @@ def test_signs(gpu, count):
     np.testing.assert_array_equal(found.get(), out)
 
 
-@compressors
+@families
 def test_training(comm, compress):
     compresses_as_on_the_host(comm, compress)
 
