@@ -75,7 +75,7 @@ class _ScheduleRun:
     ) -> None:
         size = len(schedules)
         self.schedules, self.partners, self.network, self.weigh = schedules, partners, network, weigh
-        self.meets = {send: receive for receive, send in self.partners.items()} | self.partners
+        self.meets = {**partners, **{send: receive for receive, send in partners.items()}}
         self.sharers = _sharers(self.partners, network.cards)
         ends = self.partners.values(), self.partners
         self.sends, self.receives = ({(spot.rank, spot.round) for spot in spots} for spots in ends)

@@ -102,9 +102,25 @@ def test_a_loss_that_is_no_number(tmp_path):
         assert all(np.isfinite(array).all() for _, array in tensors_in(path))
 
 
-def test_a_trace_and_a_picture(tmp_path):
+SLOW = """
+import sys
+from collectives.cli import launcher as launch
+from parallel.cli import train
+launch.PLAIN = 0.0
+launch.run(train.main)
+"""
+
+
+def test_progress_a_trace_and_a_picture(tmp_path):
+    """Progress without a terminal is lines, of steps and of the last test."""
     pytest.importorskip("matplotlib")
-    run(*TASK, "--steps", 8, "--trace", tmp_path / "t.json", "--plot", tmp_path / "p.png")
+    keep = ["--trace", tmp_path / "t.json", "--plot", tmp_path / "p.png"]
+    output = run(*TASK, "--steps", 8, *keep, program=("-c", SLOW))
+    told = output.splitlines()
+    for step in (1, 8):
+        assert any(line.startswith(f"teacher_classes: step {step} of 8 ({step / 8:.0%})") for line in told), output
+    assert any(line.startswith("test: sample ") and "(100%)" in line for line in told), output
+    assert "\r" not in output
     entries = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     spans = [entry for entry in entries if entry["ph"] == "X"]
     assert {entry["tid"] // 2 for entry in spans} == {0, 1}
@@ -201,24 +217,6 @@ def test_numbers_that_overflow_are_told_without_warnings_before(layout):
     output = run(*TASK[:8], "--rate", "1e30", "--optimizer", "sgd", "--parallel", layout, "--clip", 0, status=1)
     assert "RuntimeWarning" not in output and "not" in output and "finite" in output, output
     assert output.count("error: ") == 1 and "Traceback" not in output, output
-
-
-SLOW = """
-import sys
-from collectives.cli import launcher as launch
-from parallel.cli import train
-launch.PLAIN = 0.0
-launch.run(train.main)
-"""
-
-
-def test_progress_without_a_terminal_is_lines_of_steps_and_of_the_last_test(tmp_path):
-    output = run(*TASK[:6], "--steps", 4, "--threads", 1, program=("-c", SLOW))
-    told = output.splitlines()
-    for step in (1, 4):
-        assert any(line.startswith(f"teacher_classes: step {step} of 4 ({step / 4:.0%})") for line in told), output
-    assert any(line.startswith("test: sample ") and "(100%)" in line for line in told), output
-    assert "\r" not in output
 
 
 def test_lines_of_progress_come_at_their_times(monkeypatch, capsys):
