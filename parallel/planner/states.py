@@ -71,15 +71,20 @@ def part_weights(model: Transformer, layers: range, layout: ClusterLayout) -> We
 
     A tied table is on both if they are different stages.
     """
+    return _part_weights(model, layers, layout.tp, layout.ep, layout.pp)
+
+
+@lru_cache(maxsize=4096)
+def _part_weights(model: Transformer, layers: range, tp: int, ep: int, pp: int) -> WeightCount:
     dense = experts = 0
     for layer, count in model.kinds(layers):
-        weights = layer_weights(model, model.is_sparse(layer), layout.tp, layout.ep)
+        weights = layer_weights(model, model.is_sparse(layer), tp, ep)
         dense, experts = dense + count * weights.dense, experts + count * weights.experts
-    table = -(-model.vocabulary // layout.tp) * model.width
+    table = -(-model.vocabulary // tp) * model.width
     first, last = layers.start == 0, layers.stop == model.layers
     ends = first * (table + model.positions * model.width)
     ends += last * (model.norm_parameters if model.norms else 0)
-    ends += last * (0 if model.tied and (first or layout.pp == 1) else table)
+    ends += last * (0 if model.tied and (first or pp == 1) else table)
     return WeightCount(dense + ends, experts)
 
 
