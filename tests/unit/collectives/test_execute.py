@@ -22,7 +22,7 @@ from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers, one, span
 
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
-SIZES = [1, 2, 3, 5, 8]
+SIZES = [1, 2, 3, 4, 5, 7, 8]
 POISON = -777
 
 every_entry = pytest.mark.parametrize(("collective", "name"), ENTRIES)
