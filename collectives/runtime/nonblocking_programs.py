@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
 from typing import Any
 
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, compile_program
+from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, with_addresses
 from collectives.transport.mailbox import NONBLOCKING
@@ -49,6 +50,12 @@ class NonblockingPrograms:
                 self.known[channel] = {key: one for key, one in known.items() if one.program is not freed}
                 self.calls[channel].discard(freed)
             freed.free()
+
+    def is_busy(self, key: Hashable, active: Callable[[], Iterable[Operation]]) -> bool:
+        """True if one of the active calls runs the program of a key, and does so by MPI; others wait for each other."""
+        program = self.bound.get(key)
+        waits = program is None or program.wire.in_mailboxes
+        return not waits and any(one.program.program is program for one in active())
 
     def in_portions(self, program: Program, key: Hashable, channel: int) -> Program | CompiledProgram:
         """The compiled form of a `deferred` program with this key, which the progress thread runs; else `program`."""

@@ -197,9 +197,9 @@ class Planner:
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
+            if self._nonblocking.is_busy(key, self._active):
+                key, reusable = None, False
             program = self._nonblocking.bound.get(key)
-            if program is not None and not program.wire.in_mailboxes and self._is_active(program):
-                program, key, reusable = None, None, False  # calls by MPI do not wait for one on their channel
             if program is None:
                 binding.check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
@@ -210,14 +210,13 @@ class Planner:
                 self._nonblocking.store(program, cache_key, turn, call)
             if program.stream is not None:
                 program.stream.follow(*(buffer.owner for buffer in call.buffers))
-            tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
             request = new_request(call.collective, self._nonblocking.in_portions(program, key, turn), self, call)
             request.owns_program, request.device = not reusable, call_device(call)
             if program.wire.in_mailboxes:
                 before, self._latest[turn] = self._latest[turn], request
                 if before is not None and before.holds_program:
                     gate = _after(before, gate)
-            request.tag = tag
+            request.tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
             request.begin(gate)
             return request
 
@@ -306,10 +305,6 @@ class Planner:
 
     def _active(self) -> list[Operation]:
         return [request for request in (*active_requests, *lone_requests) if request.owner is self]
-
-    def _is_active(self, program: Program) -> bool:
-        """True if a call that runs a program is under way."""
-        return any(request.program.program is program for request in self._active())
 
     # -------------------------------------------------------------------------------- binding and recycling
 

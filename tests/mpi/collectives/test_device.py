@@ -38,7 +38,7 @@ def test_refusal_on_one_rank(gpu, world, monkeypatch):
         raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNotPermitted")
 
     last = world.rank == world.size - 1
-    for name, what in (("hostRegister", "cannot be pinned"), ("memcpyAsync", "did not arrive")):
+    for name, what in (("hostRegister", "pins no memory"), ("memcpyAsync", "did not arrive")):
         with monkeypatch.context() as patched:
             if last:
                 patched.setattr(cupy.cuda.runtime, name, refuse)
