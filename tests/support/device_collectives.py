@@ -7,6 +7,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.transport.device_copies import DeviceCopies
 from support.doc_examples import EXAMPLES, call
 from support.fakes import cupy
 
@@ -85,3 +86,14 @@ def passes(world, transfer, cases, prepare=lambda comm: None, delay=0.01):
         except ERRORS:
             good = False
     return world.allreduce(good, MPI.LAND)
+
+
+def reached_at_once(name):
+    """Fault to plant in a method of `DeviceCopies`: its copies' events have been reached before their time."""
+    copy = getattr(DeviceCopies, name)
+
+    def early(self, *arguments):
+        copy(self, *arguments)
+        return cupy.cuda.Event(disable_timing=True)
+
+    return DeviceCopies, name, early

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support.device_collectives import right_when_late
+from support.device_collectives import reached_at_once, right_when_late
 from support.doc_examples import EXAMPLES, FORMS, call
 from support.fakes import cupy
 
@@ -16,7 +16,6 @@ from collectives import Communicator, wait_all
 from collectives.errors import RanksDisagree
 from collectives.runtime import communicator_transports
 from collectives.runtime.program import Program
-from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_network import (
     IN_FLIGHT,
     DeviceNetworkTransport,
@@ -295,16 +294,6 @@ LONG_PART = 1 << 19
 """Bytes of parts that no MPI sends before the receiver asks for them."""
 
 PASS_ON, BEGIN, RECEIVE, KEPT = NetworkSend.pass_on, NetworkLane._begin, NetworkReceive.begin, []
-
-
-def reached_at_once(name):
-    copy = getattr(DeviceCopies, name)
-
-    def early(self, *arguments):
-        copy(self, *arguments)
-        return cupy.cuda.Event(disable_timing=True)
-
-    return DeviceCopies, name, early
 
 
 def forgets_the_message(self):

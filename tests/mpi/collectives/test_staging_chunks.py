@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.device_collectives import reached_at_once
 from support.doc_examples import EXAMPLES
 from support.fakes import cupy
 
@@ -300,16 +301,6 @@ def test_a_call_that_is_broken_off(pinned, impatient, world, monkeypatch):
 # ------------------------------------------------------------------------------------------ planted faults
 
 FIND = StagingChunks.find
-
-
-def reached_at_once(name):
-    copy = getattr(DeviceCopies, name)
-
-    def early(self, *arguments):
-        copy(self, *arguments)
-        return cupy.cuda.Event(disable_timing=True)
-
-    return DeviceCopies, name, early
 
 
 def gives_all_back(self, edge, taken):
