@@ -64,7 +64,10 @@ class DeviceCopies:
             return self._recorded(stream)
 
     def _recorded(self, stream: Any) -> Any:
-        event = self._idle.pop() if self._idle else self._new_event(disable_timing=True)
+        try:
+            event = self._idle.pop()
+        except IndexError:  # another thread may take the last one
+            event = self._new_event(disable_timing=True)
         event.record(stream)
         return event
 
