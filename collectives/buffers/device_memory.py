@@ -56,6 +56,9 @@ class DeviceMemory:
 
     def follow(self, *arrays: Any) -> None:
         """Use the first array's stream from now on, and let it wait for the work now on the other arrays' streams."""
+        if all([isinstance(array, self.namespace.ndarray) for array in arrays]):
+            self._stream, self._others = self._cuda.get_current_stream(self.number), []
+            return
         with self._device:
             self._stream, *others = [self._stream_of(array) for array in arrays]
             self._others = [other for other in others if other != self._stream] if others else []
@@ -118,11 +121,11 @@ class DeviceMemory:
 
         return captured
 
-    def launch(self, calls: Sequence[Callable[[], object]], event: Any = None) -> None:
-        """Run CuPy's work of `calls` on this device and `follow`'s latest stream; then record an event, if any."""
-        with self._device, self._stream:
-            for call in calls:
-                call()
+    def launch(self, kernels: Sequence[Callable[[int], object]], event: Any = None) -> None:
+        """Put kernels on `follow`'s latest stream, whose number each of them is called with; then record an event."""
+        with self._device:
+            for put in kernels:
+                put(self._stream.ptr)
             if event is not None:
                 event.record(self._stream)
 

@@ -1,4 +1,4 @@
-"""Cache keys of arguments: equal for buffers of the same shapes, counts and types at any addresses.
+"""Cache keys of arguments: equal for buffers of the same shapes, counts and types, of NumPy at any addresses.
 
 >>> import numpy as np
 >>> describe(np.zeros(3))[1]
@@ -46,13 +46,17 @@ def place_of(array: Any) -> tuple[Any, ...]:
 
 
 def describe(spec: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Array of NumPy or CuPy of an argument, None if it has none, and a key of all else; TypeError for other ones."""
+    """Array of NumPy or CuPy of an argument, None if it has none, and a key of all else; TypeError for other ones.
+
+    The key of an array of CuPy includes its place, as programs run on the arrays that they were bound to.
+    """
     if type(spec) is _ndarray:
         return spec, (spec.shape, spec.dtype)
     if spec is None or spec is _IN_PLACE:
         return None, ()
     if is_cupy(spec):
-        return spec, (spec.shape, spec.dtype, "cupy")
+        memory = spec.data
+        return spec, (spec.shape, spec.dtype, spec.strides, memory.ptr, memory.device_id)
     if type(spec) not in (list, tuple) or not 2 <= len(spec) <= 4 or type(spec[0]) is not _ndarray:
         raise TypeError
     data = spec[0]

@@ -163,8 +163,8 @@ class _GpuCall(MeetingSteps):
         self._located = -1  # changes of exported memory up to which this is known
         self._staged, self._parts = False, 1
         self._post: Post | None = None
-        self._planned, self._launches = list[int](), list[KernelLaunch]()
-        """Launches for the records of these versions."""
+        self._planned, self._puts = list[int](), list[Callable[[int], object]]()
+        """Functions that put the kernels for the records of these versions on a stream."""
 
     def _locate(self) -> None:
         """Find out where the buffers are, anew if exported memory has changed."""
@@ -187,11 +187,11 @@ class _GpuCall(MeetingSteps):
                 post = channel.new_post(ON_HOST)
             else:
                 post = channel.new_post(self._mark, self._parts) if self._parts > 1 else self._load(0, 1)
-        if self._parts == 1:
+        if self._parts == 1 and self._gpu.rank != LEADER:
             waits = yield from self._needs_event()
         yield from channel.meet(post, waits)
         versions, parts = channel.versions, 1
-        if versions != self._planned:
+        if not self._is_planned(versions):
             records = channel.records
             if any(record["mark"] == ON_HOST for record in records):
                 yield from self._run_on_host()
@@ -200,7 +200,7 @@ class _GpuCall(MeetingSteps):
         for part in range(parts):
             if parts > 1:
                 post = self._load(part, parts)
-                waits = yield from self._needs_event()
+                waits = self._gpu.rank != LEADER and (yield from self._needs_event())
                 yield from channel.meet(post, waits)
                 versions = channel.versions
             yield from self._launch(versions)
@@ -211,6 +211,9 @@ class _GpuCall(MeetingSteps):
 
     def _run_on_host(self) -> Iterator[None]:
         yield from self.run_inner(self._bind_on_host)
+
+    def _is_planned(self, versions: list[int]) -> bool:
+        return versions == self._planned or [abs(version) for version in versions] == self._planned
 
     def _put(self, launches: Sequence[KernelLaunch]) -> None:
         """Put kernels on the call's stream."""
@@ -231,10 +234,9 @@ class _GpuCall(MeetingSteps):
         return post
 
     def _needs_event(self) -> Generator[None, None, bool]:
-        """Record an event unless this rank leads or its stream is soon idle; return whether it was recorded."""
-        if self._gpu.rank == LEADER:
-            return False
-        if self._gpu.default_sees_all and (yield from self._soon(lambda: self._device.is_idle)):
+        """Record an event for the leader unless the stream is soon idle; return whether it was recorded."""
+        device = self._device
+        if self._gpu.default_sees_all and (device.is_idle or (yield from self._soon(lambda: device.is_idle))):
             return False
         self._device.record(self._channel.event)
         return True
@@ -250,12 +252,14 @@ class _GpuCall(MeetingSteps):
     def _launch(self, versions: list[int]) -> Iterator[None]:
         """Run the kernels behind the work of all ranks, on the leader; elsewhere wait for them, or let streams wait."""
         channel, exported = self._channel, self._gpu.exported
-        if versions != self._planned:
-            self._launches, self._planned = self._plan(channel.records), versions
+        if not self._is_planned(versions):
+            self._puts = [launch.put for launch in self._plan(channel.records)]
+            self._planned = [abs(version) for version in versions]
         if self._gpu.rank == LEADER:
-            for rank in channel.waiting:
-                self._device.wait_for(exported.open_event(channel.event_of(rank)))
-            self._device.launch([launch.put for launch in self._launches], channel.event)
+            for rank, version in enumerate(versions):
+                if version < 0:
+                    self._device.wait_for(channel.event_of(rank))
+            self._device.launch(self._puts, channel.event)
             channel.show_launch()
             return
         while not channel.is_launched():
@@ -263,8 +267,8 @@ class _GpuCall(MeetingSteps):
                 self._gpu.watch.check([LEADER])
             yield
         event = channel.event_of(LEADER)
-        if not (yield from self._soon(lambda: exported.is_reached(event))):
-            self._device.wait_for(exported.open_event(event))
+        if not (exported.is_reached(event) or (yield from self._soon(lambda: exported.is_reached(event)))):
+            self._device.wait_for(event)
 
     # -------------------------------------------------------------------------------- what the kernels do
 

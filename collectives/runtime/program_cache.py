@@ -64,6 +64,11 @@ class CallKey(NamedTuple):
         return is_constant(self.arguments[1]) and all(at is None or at >= place_of(array)[0] for at, array in ends)
 
     @property
+    def has_addresses(self) -> bool:
+        """True if the arguments alone have the addresses: all arrays are CuPy's."""
+        return type(self.sendbuf) is not _ndarray and type(self.recvbuf) is not _ndarray
+
+    @property
     def plain(self) -> bool:
         """True if each buffer is an array without counts, displacements or datatype."""
         return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
@@ -190,7 +195,8 @@ class ProgramCache:
             return
         name, s, r, program = key.arguments[0], key.sendbuf, key.recvbuf, program_of(entry)
         if program.stream is not None:
-            self.calls[key.addresses] = CachedCall(partial(_run, program), bound)
+            known = key.arguments if key.has_addresses else key.addresses
+            self.calls[known] = CachedCall(partial(_run, program), bound)
             return
         compiled = self.compile(program, key, call)
         if compiled is not None:
@@ -280,6 +286,6 @@ class ProgramCache:
 
 def _run(program: Program, sendbuf: Any, recvbuf: Any) -> bool:
     if program.stream is not None:  # then an array on the host is one that MPI ignores on this rank
-        program.stream.follow(*(array for array in (sendbuf, recvbuf) if type(array) is not _ndarray))
+        program.stream.follow(*[array for array in (sendbuf, recvbuf) if type(array) is not _ndarray])
     run_program(program)
     return True

@@ -59,8 +59,8 @@ class DeviceCopies:
     def launch(self, kernel: KernelLaunch, sends: bool) -> Any:
         """Put a kernel that sends, or receives, on the stream of such copies; return the event of its end."""
         stream = self._down if sends else self._up
-        with self._device, stream:
-            kernel.put()
+        with self._device:
+            kernel.put(stream.ptr)
             return self._recorded(stream)
 
     def _recorded(self, stream: Any) -> Any:

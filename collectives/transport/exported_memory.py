@@ -121,9 +121,9 @@ class ExportedMemory:
                 self._events[handle] = self._runtime.ipcOpenEventHandle(handle)
         return self._events[handle]
 
-    def is_reached(self, handle: bytes) -> bool:
+    def is_reached(self, event: int) -> bool:
         """True if the latest record of another process's event was reached; nothing is put on the GPU."""
-        return bool(self._runtime.eventQuery(self.open_event(handle)) == 0)
+        return bool(self._runtime.eventQuery(event) == 0)
 
     def close_events(self) -> None:
         while self._events:

@@ -36,15 +36,14 @@ RECORD = np.dtype(
 and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
 
 ENTRY = np.dtype(
-    [("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("version", "i8", 2), ("waits", "i8", 2)]
-    + [("records", RECORD, 2)]
+    [("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("version", "i8", 2), ("records", RECORD, 2)]
 )
 """State of one rank on one channel: number of its latest meeting or call with host arrays, and of the latest launch (of
 the leader). Then of its two latest posts, that with an even number first: their numbers, the versions of their records,
-1 if the leader's stream is to wait for the rank's event, and the records. A rank posts after all have reached the
-number before, and so have read the post that it replaces."""
+negative if the leader's stream is to wait for the rank's event, and the records. A rank posts after all have reached
+the number before, and so have read the post that it replaces."""
 
-LAUNCHED, POSTED, VERSION, WAITS = 1, 2, 4, 6
+LAUNCHED, POSTED, VERSION = 1, 2, 4
 """Places of these fields of an entry, in words of 8 bytes; the number is the first word."""
 
 HEADER = 64
@@ -71,12 +70,13 @@ class GpuChannel:
         self.gpu, self.number, self._version = gpu, 0, 0
         self._at = (HEADER + number * ENTRY.itemsize) // 8
         self._records = [one[number]["records"] for one in gpu.entries]
-        self._count = gpu.entries[gpu.rank]["number"][number : number + 1]
-        self.count: Callable[[], object] = partial(np.add, self._count, np.ones(1, np.int64), out=self._count)
+        count = gpu.entries[gpu.rank]["number"][number : number + 1]
+        self.count: Callable[[], object] = partial(np.add, count, np.ones(1, np.int64), out=count)
         """Count a call with host arrays: an operation that compiled programs have."""
 
         self.event, self.handle = gpu.exported.new_event()
         self._counted = self.new_post(ON_HOST).record
+        self._events: dict[int, int] = {}
         self._workspaces: dict[str, ExportedBlock] = {}
         with gpu.cupy.cuda.Device(gpu.device):
             self.unused = gpu.cupy.cuda.Event(disable_timing=True)
@@ -90,25 +90,32 @@ class GpuChannel:
 
     def meet(self, post: Post, waits: bool = False) -> Iterator[None]:
         """Post, and iterate until all ranks have posted or counted. `waits`: for this rank's event, recorded before."""
-        fence, own, number = self.gpu.node_memory.fence, self.gpu.words[self.gpu.rank], int(self._count[0]) + 1
-        yield from self._reached(number - 1)
-        self.number, turn = number, number % 2
-        if own[self._at + VERSION + turn] != post.version:
-            self._records[self.gpu.rank][turn], own[self._at + VERSION + turn] = post
-        own[self._at + WAITS + turn], own[self._at + POSTED + turn] = waits, number
+        at, own, fence = self._at, self.gpu.words[self.gpu.rank], self.gpu.node_memory.fence
+        self.number = number = own[at] + 1
+        if not self._have_reached(number - 1):
+            yield from self._reached(number - 1)
+        turn = number % 2
+        if abs(own[at + VERSION + turn]) != post.version:
+            self._records[self.gpu.rank][turn] = post.record
+        own[at + VERSION + turn], own[at + POSTED + turn] = -post.version if waits else post.version, number
         if fence is not None:
             fence()
-        own[self._at] = number
+        own[at] = number
         yield from self._reached(number)
         if fence is not None:
             fence()
 
+    def _have_reached(self, number: int) -> bool:
+        """True if all ranks have posted or counted so many calls."""
+        at = self._at
+        return min([words[at] for words in self.gpu.words]) >= number
+
     def _reached(self, number: int) -> Iterator[None]:
         """Iterate until all ranks have posted or counted so many calls."""
-        at, boards = self._at, self.gpu.words
-        while min([words[at] for words in boards]) < number:
+        while not self._have_reached(number):
             if self.gpu.watch.is_due:
-                self.gpu.watch.check(place for place, words in enumerate(boards) if words[at] < number)
+                boards = enumerate(self.gpu.words)
+                self.gpu.watch.check(place for place, words in boards if words[self._at] < number)
             yield
 
     def new_post(self, mark: int, parts: int = 1) -> Post:
@@ -121,9 +128,13 @@ class GpuChannel:
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the records of this meeting, by rank; 0 for a rank that has only counted."""
-        at, posted = self._at + VERSION + self.number % 2, self._at + POSTED + self.number % 2
-        return [words[at] if words[posted] == self.number else 0 for words in self.gpu.words]
+        """Versions of the records of this meeting, by rank; 0 for a rank that has only counted.
+
+        Negative if the leader's stream is to wait for the rank's event.
+        """
+        number = self.number
+        posted, version = self._at + POSTED + number % 2, self._at + VERSION + number % 2
+        return [words[version] if words[posted] == number else 0 for words in self.gpu.words]
 
     @property
     def records(self) -> list[np.ndarray]:
@@ -132,15 +143,12 @@ class GpuChannel:
         posts = zip(self.versions, self._records)
         return [records[turn] if version else self._counted for version, records in posts]
 
-    @property
-    def waiting(self) -> list[int]:
-        """Ranks for whose events the leader's stream is to wait."""
-        at = self._at + WAITS + self.number % 2
-        return [rank for rank, words in enumerate(self.gpu.words) if words[at]]
-
-    def event_of(self, rank: int) -> bytes:
-        """Handle of the event of a rank that has posted in this meeting."""
-        return bytes(self._records[rank][self.number % 2]["event"].tobytes())
+    def event_of(self, rank: int) -> int:
+        """CUDA's number of the event of a rank that has posted in this meeting."""
+        if rank not in self._events:
+            handle = self._records[rank][self.number % 2]["event"].tobytes()
+            self._events[rank] = self.gpu.exported.open_event(handle)
+        return self._events[rank]
 
     def show_launch(self) -> None:
         """Tell the other ranks that the leader's event is recorded."""

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 MOST_RANKS = 8
 """Ranks that one launch combines."""
@@ -200,25 +201,34 @@ VECTORS = np.dtype(
 OPTIONS = ("--std=c++17",)
 
 
-class KernelLaunch(NamedTuple):
-    """A kernel and its arguments."""
+class KernelLaunch:
+    """A kernel on a device of CuPy, with its grid and arguments: numbers and structures of NumPy.
 
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
+    CuPy's own launch converts the arguments each time, which takes longer than CUDA's driver takes to launch.
+    """
 
-    def put(self) -> None:
-        """Put the kernel on the current stream."""
-        self.kernel(self.grid, (THREADS,), self.arguments)
+    def __init__(
+        self, cupy: ModuleType, device: Any, kernel: Any, grid: tuple[int, int], arguments: Sequence[Any]
+    ) -> None:
+        self._values = [np.array(value) for value in arguments]
+        self._addresses = np.array([MPI.Get_address(value) for value in self._values], np.uint64)
+        with device:
+            function = kernel.kernel.ptr
+        self._launch, self._grid = cupy.cuda.driver.launchKernel, (function, *grid, 1, THREADS, 1, 1)
+        self._parameters = MPI.Get_address(self._addresses)
+
+    def put(self, stream: int) -> None:
+        """Put the kernel on a stream of the device, which is the current one; it is given by CUDA's number."""
+        self._launch(*self._grid, 0, stream, self._parameters, 0)
 
 
 class GpuKernels:
     """The kernels for one device; `cupy` is the array library, which builds them when they are first launched."""
 
     def __init__(self, cupy: ModuleType, device: int) -> None:
-        self._new = cupy.RawKernel
+        self._cupy, self._device = cupy, cupy.cuda.Device(device)
         self._most_blocks = BLOCKS_PER_PROCESSOR * int(cupy.cuda.runtime.deviceGetAttribute(PROCESSORS, device))
-        self._copy = self._new(COPY, "copy_pieces", options=OPTIONS)
+        self._copy = cupy.RawKernel(COPY, "copy_pieces", options=OPTIONS)
         self._reductions: dict[tuple[ReductionType, int, int], Any] = {}
 
     def _blocks(self, threads: int) -> int:
@@ -234,7 +244,7 @@ class GpuKernels:
             for name, values in zip(("from", "to", "nbytes"), zip(*part, strict=True), strict=True):
                 table[name][: len(part)] = values
             each = self._blocks(max(piece.nbytes for piece in part) // PACK)
-            launches.append(KernelLaunch(self._copy, (max(1, each // len(part)), len(part)), (table[()],)))
+            launches.append(self._bound(self._copy, (max(1, each // len(part)), len(part)), (table,)))
         return launches
 
     def reduction(
@@ -263,6 +273,9 @@ class GpuKernels:
         key = kind, ranks, width
         if key not in self._reductions:
             source = reduction_source(kind, ranks, width)
-            self._reductions[key] = self._new(source, "reduce_vectors", options=OPTIONS)
-        arguments = table[()], np.int64(begin), np.int64(end), np.int32(way)
-        return KernelLaunch(self._reductions[key], (self._blocks(end - begin),), arguments)
+            self._reductions[key] = self._cupy.RawKernel(source, "reduce_vectors", options=OPTIONS)
+        arguments = table, np.int64(begin), np.int64(end), np.int32(way)
+        return self._bound(self._reductions[key], (self._blocks(end - begin), 1), arguments)
+
+    def _bound(self, kernel: Any, grid: tuple[int, int], arguments: Sequence[Any]) -> KernelLaunch:
+        return KernelLaunch(self._cupy, self._device, kernel, grid, arguments)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -76,25 +75,27 @@ def flag_of(number: int, nbytes: int) -> int:
 
 
 class PeerKernels:
-    """Launches of the kernels, which are built when they are first launched."""
+    """Launches of the kernels on a device, which are built when they are first launched."""
 
-    def __init__(self, cupy: ModuleType) -> None:
+    def __init__(self, cupy: ModuleType, device: int) -> None:
+        self._cupy, self._device = cupy, cupy.cuda.Device(device)
         self._put, self._take = (
             cupy.RawKernel(SOURCE, name, options=OPTIONS) for name in ("put_message", "take_message")
         )
 
     def put(self, pieces: Sequence[Iovec], slot: int, flag: int) -> KernelLaunch:
         """Copy at most `MOST_PIECES` pieces into a slot, and set its flag."""
-        return KernelLaunch(self._put, (1,), (_table(pieces, slot, 0), np.uint64(flag)))
+        return KernelLaunch(self._cupy, self._device, self._put, (1, 1), (_table(pieces, slot, 0), np.uint64(flag)))
 
     def take(self, pieces: Sequence[Iovec], slot: int, flag: int, seen: int) -> KernelLaunch:
         """Wait for a flag, copy the message to the pieces, and write the flag to the word at address `seen`."""
-        return KernelLaunch(self._take, (1,), (_table(pieces, slot, seen), np.uint64(flag), np.int64(CYCLES)))
+        arguments = _table(pieces, slot, seen), np.uint64(flag), np.int64(CYCLES)
+        return KernelLaunch(self._cupy, self._device, self._take, (1, 1), arguments)
 
 
-def _table(pieces: Sequence[Iovec], slot: int, seen: int) -> Any:
+def _table(pieces: Sequence[Iovec], slot: int, seen: int) -> np.ndarray:
     table = np.zeros((), MESSAGE)
     table["slot"], table["seen"] = slot, seen
     for index, (address, nbytes) in enumerate(piece for piece in pieces if piece.nbytes):
         table["piece"][index], table["nbytes"][index] = address, nbytes
-    return table[()]
+    return table

@@ -65,7 +65,7 @@ class PeerLinks:
 
     def __init__(self, node: NodeMemory, cupy: ModuleType, exported: ExportedMemory, flags: bool) -> None:
         self.node, self.exported, self.flags = node, exported, flags
-        self._cupy, self.kernels = cupy, PeerKernels(cupy)
+        self._cupy, self.kernels = cupy, PeerKernels(cupy, exported.device)
         most = PEER_BUDGET // (CELLS * node.size)
         self.cells = [min(PEER_CELL, most)] + [most // (CHANNELS - 1) // LINE * LINE] * (CHANNELS - 1)
         self._offsets = list(accumulate((node.size * CELLS * cell for cell in self.cells), initial=0))
@@ -77,7 +77,7 @@ class PeerLinks:
         """Allocate this rank's block, with slots of zeros."""
         block = self.exported.allocate(self._offsets[-1] + CHANNELS * self.node.size * CELLS * SLOT)
         self.exported.view(block.address + self._offsets[-1], block.nbytes - self._offsets[-1])[...] = 0
-        self.synchronize()
+        self.stream.synchronize()
         return block
 
     def open(self, own: ExportedBlock, handles: Sequence[bytes]) -> None:
@@ -123,9 +123,10 @@ class PeerLinks:
         """Word of host memory that kernels write."""
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(8), np.uint64, 1)
 
-    def synchronize(self) -> None:
-        """Wait for the current stream."""
-        self._cupy.cuda.get_current_stream().synchronize()
+    @property
+    def stream(self) -> Any:
+        """CuPy's current stream."""
+        return self._cupy.cuda.get_current_stream()
 
     def finish(self) -> None:
         """Wait for all copies."""
@@ -175,7 +176,7 @@ def connect(comm: MPI.Intracomm, links: PeerLinks) -> str:
         links.open(block, handles)
         for place in others:
             links.exported.view(links.cells_of(0, here, place)[0], TOKEN)[...] = 1 + here
-        links.synchronize()
+        links.stream.synchronize()
     except RuntimeError as refused:
         error = f"CUDA opens no memory of another GPU: {refused}"
     refusal = first_error(comm, error)  # also a barrier: all have written
@@ -200,14 +201,15 @@ def _flags_arrive(comm: MPI.Intracomm, links: PeerLinks, others: Sequence[int]) 
     arrived, slots = True, links.slots_of
     with suppress(RuntimeError):  # nothing arrives
         for place in others:
-            links.kernels.put([], slots(last, here, place)[0], flag).put()
-        links.synchronize()
+            links.kernels.put([], slots(last, here, place)[0], flag).put(links.stream.ptr)
+        links.stream.synchronize()
     comm.Barrier()
     for place in others:
         seen[0] = 0
         with suppress(RuntimeError):
-            links.kernels.take([], slots(last, place, here)[0], flag, MPI.Get_address(seen)).put()
-            links.synchronize()
+            kernel = links.kernels.take([], slots(last, place, here)[0], flag, MPI.Get_address(seen))
+            kernel.put(links.stream.ptr)
+            links.stream.synchronize()
         arrived &= bool(seen[0] == flag)
     return arrived
 

@@ -238,10 +238,10 @@ def test_launches_of_a_shared_gpu(cupy):
     at = x.data.ptr
     outputs = [gpu_kernels.Reduced(at, 0, 1003), gpu_kernels.NOTHING]
     launches = kernels.reduction(kind, [at, at], 1003, outputs) + kernels.copies([gpu_kernels.Copied(at, at + 16, 8)])
-    between, pieces = peer_kernels.PeerKernels(cupy), [Iovec(at, 100)]
+    between, pieces = peer_kernels.PeerKernels(cupy, 0), [Iovec(at, 100)]
     launches += [between.put(pieces, at + 1024, 1 << 16), between.take(pieces, at + 1024, 1 << 16, at + 2048)]
     cupy_without_driver.LAUNCHED.clear()
     for launch in launches:
-        launch.put()
+        launch.put(0)
     expected = ["reduce_vectors"] * 2 + ["copy_pieces", "put_message", "take_message"]
     assert [name for name, _ in cupy_without_driver.LAUNCHED] == expected

@@ -160,7 +160,7 @@ def test_flags_that_do_not_arrive(devices, world, monkeypatch):
     """Short messages then go through cells."""
     with monkeypatch.context() as patched:
         if world.rank == 0:
-            patched.setattr(cupy.RawKernel, "__call__", lambda *_, **__: None)
+            patched.setattr(cupy.RawKernel, "put", lambda *_: None)
         comm = Communicator(world, cuda_aware=False)
     assert comm.device_transfer == "peer" and not links_of(comm).flags
     assert right_when_late(comm, "allreduce", "blocking", 5, cupy.empty)
@@ -206,7 +206,7 @@ def test_process_that_ends(gpu):
     cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(child.stdout.readline()))
     mine, seen = cupy.cuda.Memory(1 << 21), np.frombuffer(cupy.cuda.alloc_pinned_memory(8), np.uint64, 1)
     seen[0], target = 7, cupy.zeros(8, "u1")
-    kernel = peer_kernels.PeerKernels(cupy).take(
+    kernel = peer_kernels.PeerKernels(cupy, 0).take(
         [Iovec(target.data.ptr, 8)],
         mine.ptr,
         peer_kernels.flag_of(1, 8),
@@ -214,7 +214,7 @@ def test_process_that_ends(gpu):
     )
     assert not has_ended(child.pid)
     child.kill()
-    kernel.put()
+    kernel.put(0)
     cupy.cuda.get_current_stream().synchronize()
     assert seen[0] not in (7, peer_kernels.flag_of(1, 8)), "the kernel has ended without the message"
     watch = PeerWatch({1: child.pid})

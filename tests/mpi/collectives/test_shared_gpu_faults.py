@@ -11,7 +11,7 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import gpu_program
 from collectives.runtime.gpu_program import _GpuCall
 from collectives.transport.exported_memory import Exported, ExportedMemory
-from collectives.transport.gpu_channel import POSTED, VERSION, WAITS, GpuChannel
+from collectives.transport.gpu_channel import POSTED, VERSION, GpuChannel
 from collectives.transport.gpu_kernels import GpuKernels
 
 CASES = [(name, shared, 400) for name, shared in product(("allgather", "allreduce", "scan"), (True, False, True))]
@@ -48,8 +48,8 @@ def does_not_meet(self, post, waits=False):
     """Posts, and waits for nobody: the leader waits for events before they are recorded."""
     self.number += 1
     own, turn = self.gpu.words[self.gpu.rank], self.number % 2
-    self._records[self.gpu.rank][turn], own[self._at + VERSION + turn] = post
-    own[self._at + WAITS + turn], own[self._at + POSTED + turn] = waits, self.number
+    self._records[self.gpu.rank][turn], version = post
+    own[self._at + VERSION + turn], own[self._at + POSTED + turn] = -version if waits else version, self.number
     own[self._at] = self.number
     yield from ()
 

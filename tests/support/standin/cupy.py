@@ -335,7 +335,7 @@ class ExternalStream(_BaseStream):
     pass
 
 
-def get_current_stream():
+def get_current_stream(device_id=-1):
     return _stack("streams", Stream.null)[-1]
 
 
@@ -431,6 +431,10 @@ class UnownedMemory:
 class MemoryPointer:
     def __init__(self, mem, offset):
         self.mem, self.ptr = mem, mem.ptr + offset
+
+    @property
+    def device_id(self):
+        return GPU.find(self.ptr, 0)[1]
 
     def memset_async(self, value, size, stream=None):
         number = (get_current_stream() if stream is None else stream).number
@@ -1205,8 +1209,17 @@ class RawKernel:
     def __init__(self, code, name, options=()):
         self.code, self.name = code, name
 
+    @cached_property
+    def kernel(self):
+        """The function that is loaded on the device, by its number."""
+        FUNCTIONS.append(self)
+        return types.SimpleNamespace(ptr=1 << 40 | len(FUNCTIONS) - 1)
+
     def __call__(self, grid, block, args, *, shared_mem=0):
-        stream, device = get_current_stream().number, Device().id
+        self.put(grid, block, args, get_current_stream().number)
+
+    def put(self, grid, block, args, stream):
+        device = Device().id
         given = [_on_this_process(value, device) for value in args]
         arrays = [value for value in args if isinstance(value, ndarray)]
         seen = [array._seen() for array in arrays]  # keeps memory that is freed in stream order
@@ -1223,6 +1236,21 @@ class RawKernel:
         GPU.launched.append(self.name)
         nbytes = arrays[0].nbytes if arrays else 0
         GPU.put(stream, work, [array._range for array in arrays], ("kernel", stream, nbytes))
+
+
+FUNCTIONS = []
+"""Kernels that `driver.launchKernel` knows."""
+
+
+def _launch_kernel(f, gx, gy, gz, bx, by, bz, shared_mem_bytes, stream, kernel_params, extra):
+    kernel = FUNCTIONS[f ^ 1 << 40]
+    kinds = raw_kernels.parameter_types(kernel.code, kernel.name)
+    addresses = (ctypes.c_uint64 * len(kinds)).from_address(kernel_params)
+    values = [np.frombuffer(ctypes.string_at(at, kind.itemsize), kind)[0] for at, kind in zip(addresses, kinds)]
+    kernel.put((gx, gy), (bx,), values, _stream_of(stream).number)
+
+
+cuda.driver = types.SimpleNamespace(launchKernel=_launch_kernel)
 
 
 def _on_this_process(value, device):

@@ -151,15 +151,46 @@ def library(source, *options):
     return ctypes.CDLL(str(path))
 
 
+def _parameters(source, name):
+    """Types of a kernel's parameters, as in its source."""
+    signature = re.search(rf"\b{name}\((.*?)\) {{", source, re.DOTALL).group(1)
+    parts = signature.split(",")
+    return [re.sub(r"const |__grid_constant__ ", "", part).strip().rsplit(None, 1)[0] for part in parts]
+
+
 @functools.cache
 def compiled(source, name):
     """Function of (pointers to the kernel's arguments, blocks in x and y, threads of a block)."""
-    signature = re.search(rf"\b{name}\((.*?)\) {{", source, re.DOTALL).group(1)
-    kinds = [re.sub(r"const |__grid_constant__ ", "", part).strip().rsplit(None, 1)[0] for part in signature.split(",")]
+    kinds = _parameters(source, name)
     values = ", ".join(f"*({kind} *)all[{number}]" for number, kind in enumerate(kinds))
     block = TOGETHER if MEETINGS.search(source) else ALONE
     text = SHIM + source + (block + RUN).format(name=name, values=values)
     return library(text, "-std=c++14", "-U_FORTIFY_SOURCE").run_on_host
+
+
+NUMBERS = {"unsigned long long": "u8", "long long": "i8", "unsigned int": "u4", "int": "i4", "float": "f4"}
+
+
+@functools.cache
+def parameter_types(source, name):
+    """NumPy's types of a kernel's parameters: numbers, and structures of numbers and of arrays of these."""
+    for alias, text in re.findall(r"#define (\w+) (\w+)\n", source) + [
+        found[::-1] for found in re.findall(r"typedef ([\w ]+?) (\w+);", source)
+    ]:
+        source = re.sub(rf"\b{alias}\b", text, source)
+
+    def kind(text):
+        if text in NUMBERS:
+            return NUMBERS[text]
+        (body,) = re.findall(rf"struct {text} {{(.*?)}};", source, re.DOTALL)
+        fields = []
+        for line in filter(None, map(str.strip, body.split(";"))):
+            number = next(number for number in NUMBERS if line.startswith(f"{number} "))
+            for field, count in re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", line.removeprefix(number).strip()):
+                fields.append((field, NUMBERS[number], int(count or 1)))
+        return np.dtype(fields, align=True)
+
+    return [np.dtype(kind(text)) for text in _parameters(source, name)]
 
 
 FENCE = ctypes.CFUNCTYPE(None)

@@ -47,7 +47,7 @@ def on_device(array, shift=0):
 
 def put(launches):
     for launch in launches:
-        launch.put()
+        launch.put(0)
     cupy.cuda.runtime.deviceSynchronize()
 
 
