@@ -17,6 +17,9 @@ PIPELINE_MICROBATCHES = 8
 REPRODUCIBLE_MICROBATCHES = 8
 """Default number of micro-batches per step with `reproducible`: the same for any number of ranks."""
 
+REPRODUCIBLE_SAMPLES = 4
+"""Least samples of these micro-batches, of which a step has fewer if need be: small ones take longer per sample."""
+
 POOL_MICROBATCHES = 4
 """Default number of micro-batches per rank and step with `pool`."""
 
@@ -183,21 +186,25 @@ class Settings:
 
         >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
         (16, 6)
+        >>> Settings(batch=64, reproducible=True).micro(4), Settings(batch=16, reproducible=True).micro(4)
+        (8, 4)
         """
-        return -(-self.batch // self._parts(ranks)) if self.micro_batch is None else self.micro_batch
+        if self.micro_batch is not None:
+            return self.micro_batch
+        return -(-self.batch // self._parts(ranks, max(1, self.batch // REPRODUCIBLE_SAMPLES)))
 
     def micro_tokens(self, ranks: int) -> int:
         """Tokens per micro-batch if `ranks` ranks, or pipelines, share a step of `batch_tokens` tokens."""
         assert self.batch_tokens is not None
         return -(-self.batch_tokens // self._parts(ranks))
 
-    def _parts(self, ranks: int) -> int:
-        """Number of micro-batches of a step."""
+    def _parts(self, ranks: int, most: int = REPRODUCIBLE_MICROBATCHES) -> int:
+        """Number of micro-batches of a step; at most `most` where `reproducible` sets it."""
         each = self.accumulate if self.microbatches is None else self.microbatches
         if each is not None:
             return each * ranks
         if self.reproducible:
-            return REPRODUCIBLE_MICROBATCHES
+            return min(REPRODUCIBLE_MICROBATCHES, most)
         if self.layout.startswith("pp"):
             return ranks * PIPELINE_MICROBATCHES
         return ranks * (POOL_MICROBATCHES if self.pool else 1)
