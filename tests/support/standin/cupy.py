@@ -1212,8 +1212,8 @@ class RawKernel:
     @cached_property
     def kernel(self):
         """The function that is loaded on the device, by its number."""
-        FUNCTIONS.append(self)
-        return types.SimpleNamespace(ptr=1 << 40 | len(FUNCTIONS) - 1)
+        LOADED.append(self)
+        return types.SimpleNamespace(ptr=1 << 40 | len(LOADED) - 1)
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         self.put(grid, block, args, get_current_stream().number)
@@ -1238,12 +1238,12 @@ class RawKernel:
         GPU.put(stream, work, [array._range for array in arrays], ("kernel", stream, nbytes))
 
 
-FUNCTIONS = []
+LOADED = []
 """Kernels that `driver.launchKernel` knows."""
 
 
 def _launch_kernel(f, gx, gy, gz, bx, by, bz, shared_mem_bytes, stream, kernel_params, extra):
-    kernel = FUNCTIONS[f ^ 1 << 40]
+    kernel = LOADED[f ^ 1 << 40]
     kinds = raw_kernels.parameter_types(kernel.code, kernel.name)
     addresses = (ctypes.c_uint64 * len(kinds)).from_address(kernel_params)
     values = [np.frombuffer(ctypes.string_at(at, kind.itemsize), kind)[0] for at, kind in zip(addresses, kinds)]
