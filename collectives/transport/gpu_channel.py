@@ -92,8 +92,7 @@ class GpuChannel:
         """Post, and iterate until all ranks have posted or counted. `waits`: for this rank's event, recorded before."""
         at, own, fence = self._at, self.gpu.words[self.gpu.rank], self.gpu.node_memory.fence
         self.number = number = own[at] + 1
-        if not self._have_reached(number - 1):
-            yield from self._reached(number - 1)
+        yield from self._reached(number - 1)
         turn = number % 2
         if abs(own[at + VERSION + turn]) != post.version:
             self._records[self.gpu.rank][turn] = post.record
@@ -105,18 +104,14 @@ class GpuChannel:
         if fence is not None:
             fence()
 
-    def _have_reached(self, number: int) -> bool:
-        """True if all ranks have posted or counted so many calls."""
-        at = self._at
-        return min([words[at] for words in self.gpu.words]) >= number
-
     def _reached(self, number: int) -> Iterator[None]:
         """Iterate until all ranks have posted or counted so many calls."""
-        while not self._have_reached(number):
-            if self.gpu.watch.is_due:
-                boards = enumerate(self.gpu.words)
-                self.gpu.watch.check(place for place, words in boards if words[self._at] < number)
-            yield
+        at, boards = self._at, self.gpu.words
+        for words in boards:
+            while words[at] < number:
+                if self.gpu.watch.is_due:
+                    self.gpu.watch.check(place for place, other in enumerate(boards) if other[at] < number)
+                yield
 
     def new_post(self, mark: int, parts: int = 1) -> Post:
         """Post without buffers."""

@@ -214,12 +214,14 @@ class KernelLaunch:
         self._addresses = np.array([MPI.Get_address(value) for value in self._values], np.uint64)
         with device:
             function = kernel.kernel.ptr
-        self._launch, self._grid = cupy.cuda.driver.launchKernel, (function, *grid, 1, THREADS, 1, 1)
+        self._cuda, self._grid = cupy.cuda, (function, *grid, 1, THREADS, 1, 1)
         self._parameters = MPI.Get_address(self._addresses)
 
     def put(self, stream: int) -> None:
         """Put the kernel on a stream of the device, which is the current one; it is given by CUDA's number."""
-        self._launch(*self._grid, 0, stream, self._parameters, 0)
+        if not self._cuda.driver.ctxGetCurrent():
+            self._cuda.runtime.memGetInfo()  # the first call of a thread makes the device's context current
+        self._cuda.driver.launchKernel(*self._grid, 0, stream, self._parameters, 0)
 
 
 class GpuKernels:

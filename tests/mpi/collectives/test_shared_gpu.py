@@ -137,6 +137,24 @@ def test_many_in_flight(shared):
             assert (y.get() == size * turn + size * (size - 1) // 2).all()
 
 
+def test_a_thread_without_a_context_launches(shared, world):
+    """The leader waits in a call of MPI: its progress thread, which has not used the GPU, puts the kernel there."""
+    x, y = cupy.full(1000, world.rank, "i4"), cupy.zeros(1000, "i4")
+    if world.rank:
+        world.recv(source=0)
+    request = shared.Iallreduce(x, y)
+    if world.rank:
+        request.Wait()
+        world.send(None, 0)
+    else:
+        for rank in range(1, world.size):
+            world.send(None, rank)
+        for rank in range(1, world.size):
+            world.recv(source=rank)
+        request.Wait()
+    assert (y.get() == sum(range(world.size))).all()
+
+
 def test_two_streams(shared):
     """The result is ordered before later work on the streams of both arrays."""
     rank, size = shared.Get_rank(), shared.Get_size()

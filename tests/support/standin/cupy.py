@@ -695,7 +695,6 @@ runtime = types.SimpleNamespace(
     memcpyAsync=_memcpy_async,
     CUDARuntimeError=CUDARuntimeError,
     getDeviceCount=lambda: GPU.devices,
-    memGetInfo=lambda: (GPU.total - GPU.used(), GPU.total),
     getDeviceProperties=lambda device: {"name": b"stand-in for an H100 GPU"},
     pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=GPU.find(pointer, 0)[1], type=2),
 )
@@ -1243,6 +1242,8 @@ LOADED = []
 
 
 def _launch_kernel(f, gx, gy, gz, bx, by, bz, shared_mem_bytes, stream, kernel_params, extra):
+    if not _context():
+        raise CUDARuntimeError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
     kernel = LOADED[f ^ 1 << 40]
     kinds = raw_kernels.parameter_types(kernel.code, kernel.name)
     addresses = (ctypes.c_uint64 * len(kinds)).from_address(kernel_params)
@@ -1250,7 +1251,18 @@ def _launch_kernel(f, gx, gy, gz, bx, by, bz, shared_mem_bytes, stream, kernel_p
     kernel.put((gx, gy), (bx,), values, _stream_of(stream).number)
 
 
-cuda.driver = types.SimpleNamespace(launchKernel=_launch_kernel)
+def _context():
+    """0 in a thread that has not called CUDA's runtime, in which the driver runs nothing."""
+    return int(getattr(_here, "context", 0) or threading.current_thread() is threading.main_thread())
+
+
+def _memory_info():
+    _here.context = 1
+    return GPU.total - GPU.used(), GPU.total
+
+
+runtime.memGetInfo = _memory_info
+cuda.driver = types.SimpleNamespace(launchKernel=_launch_kernel, ctxGetCurrent=_context)
 
 
 def _on_this_process(value, device):
