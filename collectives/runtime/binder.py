@@ -158,7 +158,7 @@ class _ProgramBinder:
     def _emit_exchange(self, streams: Iterable[Stream], uses_network: bool = False) -> None:
         exchange = Exchange(self.wire.node, [stream for stream in streams if stream.calls], uses_network)
         self.exchanges.append(exchange)
-        self.steps.append(Wait(exchange.wait, exchange.test))
+        self.steps.append(Wait(exchange.wait, exchange.test, [exchange]))
 
     def round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
         """Append a round that starts all messages (as far as there are receive slots), then waits and reduces."""
@@ -364,7 +364,7 @@ class _ExchangeBuilder:
         own = self.streams[id(message)]
         own.add(begun)
         for wait in self._wire.wait_calls([message]):
-            ended = own.add(wait.test)
+            ended = own.add(wait)
         self._ends[id(message)] = [ended]
 
     def send(self, message: Any, places: list[MemorySpan]) -> None:

@@ -1,6 +1,6 @@
 """Compile a program to a table, which one compiled function runs; needs numba (the extra ``fast``).
 
-`table_layout` translates it, if all of it is exchanges within a node, of operations that the table has.
+`table_layout` translates it, if all of it is operations that the table has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collectives.runtime import program_table as table
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress_until, progress_words
 from collectives.runtime.table_layout import NotCompilableError, TableLayout, place_of
-from collectives.transport.exchange import Exchange
-from collectives.transport.mailbox import PID, RENDEZVOUS_BYTES
+from collectives.transport.mailbox import PID, RENDEZVOUS_BYTES, NodeMemory
 from collectives.transport.shm_messages import CHUNK
 
 ALONE = 1024
@@ -28,6 +27,9 @@ YIELDS = 16
 
 START_POLLS = 40
 """Polls of the start of a non-blocking call: some 1 us, less than a pending request costs."""
+
+NETWORK_POLLS = 400
+"""Most polls of compiled code while it waits for messages between nodes: some 200 us."""
 
 PATIENT_POLLS = 200
 """Polls between two sleeps of the progress thread: some 10 us."""
@@ -59,24 +61,27 @@ class CompiledProgram:
     """
 
     broken = False
-    prefers_finish = needs_no_mpi = True
+    prefers_finish = True
     ended: bool
     """True once the program has ended, until it is started again."""
 
-    def __init__(self, program: Program, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, program: Program, node: NodeMemory) -> None:
         from collectives.runtime import call_kernel  # needs numba, which takes a while to load
 
-        layout = TableLayout(exchanges)
-        self.program, self.node, self._operations = program, exchanges[0].node, layout.operations
+        layout = TableLayout(program.steps, program.wire)
+        self.program, self.node, self._operations = program, node, layout.operations
         reduced = [one.nbytes for one in layout.operations if one.edge is not None and one.kernel]
         self._spare = np.empty(min(CHUNK, max((n for n in reduced if n >= RENDEZVOUS_BYTES), default=0)), np.uint8)
-        self._table = layout.numbers(program.memories, self._spare)
+        self._table, self._messages = layout.numbers(program.memories, self._spare), layout.messages
+        self.needs_no_mpi = not self._messages
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
         pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
         self._written = {place_of(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
         self._table[table.SHARED_CORES], self._table[table.DEFERRED] = self.node.shares_cores, program.deferred
         self.deferred = program.deferred
         self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
+        if self._messages:
+            self.spins = min(self.spins, NETWORK_POLLS)
         self.start_spins = 0 if self.node.shares_cores else START_POLLS
         self._table[table.POLLS], self._table[table.PROGRESS] = self.spins, MPI.Get_address(progress_words)
         self._words = self._table.data  # the same memory, which Python reads faster
@@ -156,6 +161,11 @@ class CompiledProgram:
             self.ended = result == table.DONE
             return
         operation = self._operations[self._table[table.FAILED]]
+        if operation.message is not None:
+            words = self._messages[id(operation.message)]
+            if result == table.FAILED_IN_MPI:
+                raise MPI.Exception(int(words[table.ERROR]))
+            raise operation.message.refuse(int(words[table.COUNT]))
         assert operation.edge is not None, "only messages fail"
         if result == table.MISMATCH:
             raise operation.edge.refuse(operation.nbytes)
@@ -201,11 +211,16 @@ class CompiledProgram:
         self.program.free()
 
 
-def compile_program(program: Program) -> CompiledProgram | None:
-    """Compile a program, which must not be running; None if it has operations that tables do not have."""
-    if not program.exchanges or not available():
+def compile_program(program: Program, blocking: bool = False) -> CompiledProgram | None:
+    """Compile a program, which must not be running; None if it has operations that tables do not have.
+
+    Messages over MPI are compiled in `blocking` calls only: others may progress in several threads.
+    """
+    node = program.wire.node
+    if node is None or not available() or not (blocking or program.exchanges):
         return None
     try:
-        return CompiledProgram(program, program.exchanges)
+        compiled = CompiledProgram(program, node)
     except NotCompilableError:
         return None
+    return compiled if blocking or compiled.needs_no_mpi else None

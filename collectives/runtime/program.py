@@ -110,6 +110,8 @@ class Program:
     on_arrays
         ``on_arrays(sendbuf, recvbuf)`` runs the whole program on other arrays of the same lengths and types, and
         returns False if they are not; None if it cannot.
+    steps
+        The calls, and pairs of wait and test, that the program was made from.
     exchanges
         Exchanges, if the program consists of these alone; else None.
     memories
@@ -138,6 +140,7 @@ class Program:
         memories: Sequence[ElementArray],
         stream: DeviceMemory | None = None,
     ) -> None:
+        self.steps = steps
         self.calls = tuple(step.wait if isinstance(step, Wait) else step for step in steps)
         self.tests = tuple(step.test if isinstance(step, Wait) else None for step in steps)
         self.memories = memories
@@ -211,7 +214,7 @@ class Program:
     def free(self) -> None:
         self.calls = (_freed,)
         self.tests = (None,)
-        self.memories, self.exchanges = (), None
+        self.steps, self.memories, self.exchanges = (), (), None
         self.wire.free()
 
 

@@ -198,7 +198,7 @@ class ProgramCache:
             known = key.arguments if key.has_addresses else key.addresses
             self.calls[known] = CachedCall(partial(_run, program), bound)
             return
-        compiled = self.compile(program, key, call)
+        compiled = self.compile(program, key, call, blocking=True)
         if compiled is not None:
             self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
             self.compiled_calls.add(name, compiled, key.given, compiled.spins)
@@ -210,11 +210,11 @@ class ProgramCache:
             run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(_run, program)
             self.calls[key.addresses] = CachedCall(self._counting(run), bound)
 
-    def compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
+    def compile(self, program: Program, key: CallKey, call: Call, blocking: bool = False) -> CompiledProgram | None:
         """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
         if not self.calls_are_frequent:
             return None
-        compiled = compile_program(program)
+        compiled = compile_program(program, blocking)
         if compiled is not None:
             compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))
         return compiled

@@ -50,14 +50,21 @@ FIRST, STOP, POSITION, STREAM_WORDS = range(4)
 
 KIND, EDGE, LABEL, BY_ADDRESS_LABEL, BYTES, PIECES, PIECE_COUNT, KERNEL, MINE_FIRST, DEPENDENCY, NUMBER = range(11)
 OPERATION_WORDS = 12
-"""Words of an operation: its kind; addresses of the numbers of its edge; labels of an eager message and of one that is
-sent by its address, 0 if it is not; bytes; address of the first of its pieces, and their number; the reduction kernel
-(0: a copy), and 1 if the own operand is the left one; the address of the stream or operation that it waits for; and the
-number of its message (0 for an eager one) or of the operations that it waits for. Then the number of words."""
+"""Words of an operation: its kind; address of the numbers of its edge, or of its message over MPI; labels of an eager
+message and of one that is sent by its address, 0 if it is not; bytes; address of the first of its pieces, and their
+number; the reduction kernel (0: a copy), and 1 if the own operand is the left one; the address of the stream or
+operation that it waits for; and the number of its message (0 for an eager one) or of the operations that it waits for.
+Then the number of words."""
 
-SEND_MESSAGE, RECEIVE_MESSAGE, LOCAL_WORK, WAIT_STREAM, WAIT_READ = range(5)
+SEND_MESSAGE, RECEIVE_MESSAGE, LOCAL_WORK, WAIT_STREAM, WAIT_READ, START_SEND, START_RECEIVE, WAIT_MESSAGE = range(8)
 """Kinds: send a message; receive one and copy or reduce it; copy or reduce memory; wait until a stream has done a
-number of operations; wait until a message sent by its address was read."""
+number of operations; wait until a message sent by its address was read; start a send or a receive over MPI; wait for
+its end."""
+
+PEER, TAG, COMM, DATATYPE, RECEIVES, MPI_REQUEST, ERROR, COUNT, STATUS = range(9)
+MESSAGE_WORDS = STATUS + 8
+"""Words of a message over MPI: rank, tag, and handles of communicator and datatype; 1 for a receive; the request, the
+last error, the bytes received and the status. Then their number."""
 
 LENGTH, LEFT, LEFT_AT, RIGHT, RIGHT_AT, OUT, OUT_AT = range(7)
 PIECE_WORDS = 8
@@ -66,10 +73,10 @@ Then the number of words."""
 
 # ------------------------------------------------------------------------------------------ results of the kernel
 
-DONE, WAITING, REFUSED, MISMATCH, UNREADABLE = range(5)
+DONE, WAITING, REFUSED, MISMATCH, UNREADABLE, FAILED_IN_MPI = range(6)
 """The program has ended; it waits for a peer; nothing was done, as the call or its arrays are not those expected, or
 compiled code does not manage the request; a message of another call or length came; a peer's memory cannot be
-accessed."""
+accessed; a function of the MPI has failed."""
 
 RESULT = 7
 """Bits of the result in the number that a call returns; the bits above are the number of the entry it has started."""

@@ -1,9 +1,9 @@
-"""Compiled interpreter of program tables: one function that runs any program of messages within a node."""
+"""Compiled interpreter of program tables: one function that runs any program."""
 
 # mypy: ignore-errors
 # Types of compiled functions are not those of Python.
 
-from collectives.runtime import cell_copy, joint_copy, kernel_memory
+from collectives.runtime import cell_copy, joint_copy, kernel_memory, network_kernel
 from collectives.runtime import program_table as table
 from collectives.runtime.cell_copy import copy_into_cell
 from collectives.runtime.joint_copy import is_offered, offer, read_offered, write_offered
@@ -20,10 +20,11 @@ from collectives.runtime.kernel_memory import (
     word_at,
     yield_core,
 )
+from collectives.runtime.network_kernel import start_message, test_message
 from collectives.transport import mailbox, shared_heap
 from quant.kernels.jit import compiler
 
-_compile = compiler(table, mailbox, shared_heap, kernel_memory, cell_copy, joint_copy)
+_compile = compiler(table, mailbox, shared_heap, kernel_memory, cell_copy, joint_copy, network_kernel)
 
 # ------------------------------------------------------------------------------------------ operations
 
@@ -268,7 +269,15 @@ def _attempt(t, operation):
         stream = word_at(operation, table.DEPENDENCY)
         done = word_at(stream, table.POSITION) - word_at(stream, table.FIRST) >= word_at(operation, table.NUMBER)
         return table.DONE if done else table.WAITING
-    return _await_read(t, operation)
+    if kind == table.WAIT_READ:
+        return _await_read(t, operation)
+    message, nbytes = word_at(operation, table.EDGE), word_at(operation, table.BYTES)
+    if kind == table.WAIT_MESSAGE:
+        return test_message(message, nbytes)
+    piece, address = word_at(operation, table.PIECES), 0
+    if nbytes:
+        address = _address(t, piece, table.LEFT if kind == table.START_SEND else table.OUT)
+    return start_message(message, kind, address, nbytes)
 
 
 # ------------------------------------------------------------------------------------------ rounds

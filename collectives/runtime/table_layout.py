@@ -1,15 +1,16 @@
 """Translation of a program to a table: its operations, and their places in the sections of the table.
 
-A program can be translated if all of it is exchanges within a node, of operations that the table has: messages through
-mailboxes, copies, and reductions that have a compiled kernel. The table follows the mailbox protocol of the Python code
-exactly, so that ranks with and without numba work together.
+A program can be translated if all of it is operations that the table has: messages through mailboxes, persistent
+messages over MPI of one piece of memory, copies, and reductions that have a compiled kernel. The table follows the
+protocol of the Python code exactly, so that ranks with and without numba work together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from ctypes import c_int64
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,10 @@ from collectives.runtime.binder import copy_array
 from collectives.runtime.program import ElementArray
 from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import MailboxEdge
+from collectives.transport.mpi_transport import PersistentMessage
 from collectives.transport.shm_messages import Acknowledgement, MailboxReceive, MailboxSend
+from collectives.transport.wire import Wire
+from collectives.types import Wait
 
 
 class NotCompilableError(Exception):
@@ -46,6 +50,7 @@ class TableOperation(NamedTuple):
     kernel: int = 0
     mine_first: bool = False
     waits_for: After | MailboxSend | None = None
+    message: PersistentMessage | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,19 +75,27 @@ def _kernel(ufunc: Any, dtype: np.dtype[Any]) -> int:
     return address
 
 
-def _translate(operation: Any) -> list[TableOperation]:
+def _translate(operation: Any, wire: Wire) -> list[TableOperation]:
     """Translate an operation of an exchange to operations of a table."""
+    if isinstance(operation, Wait):
+        if not operation.awaited:
+            raise NotCompilableError
+        return [_translate_message(table.WAIT_MESSAGE, wire.describe(one)) for one in operation.awaited]
     if isinstance(operation, After):
         return [TableOperation(table.WAIT_STREAM, waits_for=operation)]
     if isinstance(operation, Acknowledgement):
         wait = TableOperation(table.WAIT_READ, edge=operation.send.edge, waits_for=operation.send)
-        return [*_translate(operation.sent), wait]
+        return [*_translate(operation.sent, wire), wait]
     if isinstance(operation, MailboxSend):
         return _translate_send(operation)
     if isinstance(operation, MailboxReceive):
         return [_translate_receive(operation)]
     if not isinstance(operation, partial):
         raise NotCompilableError
+    if operation.func in (MPI.Prequest.Start, MPI.Prequest.Startall):
+        (started,) = operation.args
+        messages = map(wire.describe, started if isinstance(started, list) else operation.args)
+        return [_translate_message(table.START_RECEIVE if one.length else table.START_SEND, one) for one in messages]
     arrays = [*operation.args, *operation.keywords.values()]  # of keywords none but `out` is ever bound
     if operation.func in (np.copyto, copy_array):
         out, source = arrays
@@ -92,6 +105,15 @@ def _translate(operation: Any) -> list[TableOperation]:
     left, right, out = arrays
     piece = Piece(out.nbytes, _address(left), _address(right), _address(out))
     return [TableOperation(table.LOCAL_WORK, [piece], kernel=_kernel(operation.func, out.dtype))]
+
+
+def _translate_message(kind: int, message: PersistentMessage) -> TableOperation:
+    if len(message.pieces) > 1:  # a datatype, bound to its addresses
+        raise NotCompilableError
+    pieces = [
+        Piece(nbytes, out=address) if message.length else Piece(nbytes, address) for address, nbytes in message.pieces
+    ]
+    return TableOperation(kind, pieces, message=message)
 
 
 def _translate_send(send: MailboxSend) -> list[TableOperation]:
@@ -118,29 +140,54 @@ def _translate_receive(receive: MailboxReceive) -> TableOperation:
 # ------------------------------------------------------------------------------------------ the table
 
 
-class TableLayout:
-    """Places of the operations of some exchanges in a table: `rounds`, `streams` and `operations`, in this order."""
+def _rounds(steps: Sequence[Any]) -> Iterator[Sequence[Stream]]:
+    """Streams of each round: those of an exchange, or one of all steps up to the next exchange."""
 
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+    def is_exchange(step: Any) -> bool:
+        return isinstance(step, Wait) and any(isinstance(one, Exchange) for one in step.awaited)
+
+    for exchange, run in groupby(steps, is_exchange):
+        if exchange:
+            yield from (step.awaited[0].streams for step in run)
+        else:
+            stream = Stream()
+            for step in run:
+                stream.add(step)
+            yield [stream]
+
+
+class TableLayout:
+    """Places of the operations of a program in a table: `rounds`, `streams` and `operations`, in this order."""
+
+    def __init__(self, steps: Sequence[Any], wire: Wire) -> None:
+        self._wire = wire
+        self.messages: dict[int, np.ndarray] = {}  # words of messages over MPI, by the id of their description
         self.operations: list[TableOperation] = []
         self.streams: list[tuple[int, int]] = []  # first operation, and end
         self.rounds = [0]
         self._places: dict[int, tuple[int, list[int]]] = {}  # by a stream's id: its number; ends of its operations
         self._sends: dict[int, int] = {}  # by the id of a send: its place
-        for exchange in exchanges:
-            for stream in exchange.streams:
+        for streams in _rounds(steps):
+            for stream in streams:
                 self._add(stream)
             self.rounds.append(len(self.streams))
 
     def _add(self, stream: Stream) -> None:
         first, ends = len(self.operations), []
         for operation in stream.operations:
-            self.operations += _translate(operation)
+            self.operations += _translate(operation, self._wire)
             ends.append(len(self.operations) - first)
             if isinstance(operation, MailboxSend):
                 self._sends[id(operation)] = len(self.operations) - 1
         self._places[id(stream)] = len(self.streams), ends
         self.streams.append((first, len(self.operations)))
+
+    def _words_of(self, message: PersistentMessage) -> np.ndarray:
+        if id(message) not in self.messages:
+            words = self.messages[id(message)] = np.zeros(table.MESSAGE_WORDS, np.int64)
+            handles = (c_int64(handle).value for handle in (message.comm.handle, MPI.BYTE.handle))
+            words[table.PEER : table.MPI_REQUEST] = message.peer, message.tag, *handles, message.length is not None
+        return self.messages[id(message)]
 
     def numbers(self, memories: Sequence[ElementArray], spare: np.ndarray) -> np.ndarray:
         """Write the table; addresses in the `memories` become offsets."""
@@ -159,7 +206,10 @@ class TableLayout:
         for number, operation in enumerate(self.operations):
             words = numbers[operations + table.OPERATION_WORDS * number :]
             words[table.KIND] = operation.kind
-            words[table.EDGE] = 0 if operation.edge is None else MPI.Get_address(operation.edge.numbers)
+            if operation.edge is not None:
+                words[table.EDGE] = MPI.Get_address(operation.edge.numbers)
+            elif operation.message is not None:
+                words[table.EDGE] = MPI.Get_address(self._words_of(operation.message))
             words[table.LABEL], words[table.BY_ADDRESS_LABEL] = operation.labels
             words[table.BYTES] = operation.nbytes
             words[table.PIECES], words[table.PIECE_COUNT] = at, len(operation.pieces)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from collectives.errors import mismatch
+from collectives.errors import Mismatch, mismatch
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
@@ -60,7 +60,7 @@ class LengthCheck:
         if found != self._nbytes and self.status.Get_source() != MPI.ANY_SOURCE:
             raise mismatch(self._comm.Get_rank(), self._peer, self._nbytes, found)
 
-    def waiting(self, request: MPI.Request) -> Wait:
+    def waiting(self, request: MPI.Prequest) -> Wait:
         """Wait and test functions of a receive request that also check the length on completion."""
         end, ended, status, check = request.Wait, request.Test, self.status, self.check
 
@@ -74,7 +74,22 @@ class LengthCheck:
             check()
             return True
 
-        return Wait(wait, test)
+        return Wait(wait, test, [request])
+
+
+class PersistentMessage(NamedTuple):
+    """Description of a persistent request: a send to `peer`, or a receive from it, whose length is then checked."""
+
+    comm: MPI.Intracomm
+    tag: int
+    peer: int
+    pieces: Sequence[Iovec]
+    length: LengthCheck | None
+
+    def refuse(self, found: int) -> Mismatch:
+        """The error of a received message of `found` bytes."""
+        expected = sum(piece.nbytes for piece in self.pieces)
+        return mismatch(self.comm.Get_rank(), self.peer, expected, found)
 
 
 def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[LengthCheck | None]) -> Wait:
@@ -104,15 +119,21 @@ class PersistentTransport(_MpiTransport):
         super().__init__(comm, cut)
         self._tag = tag
         self._requests: list[MPI.Prequest] = []
-        self._lengths: dict[int, LengthCheck] = {}  # by the id of the request, which `_requests` keeps alive
+        self._messages: dict[int, PersistentMessage] = {}  # by the id of the request, which `_requests` keeps alive
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MPI.Prequest:
-        return self.own(self._comm.Send_init(self._buffer(pieces), peer, self._tag))
+        request = self.own(self._comm.Send_init(self._buffer(pieces), peer, self._tag))
+        self._messages[id(request)] = PersistentMessage(self._comm, self._tag, peer, pieces, None)
+        return request
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> MPI.Prequest:
         request = self.own(self._comm.Recv_init(self._buffer(pieces), peer, self._tag))
-        self._lengths[id(request)] = LengthCheck(self._comm, peer, pieces)
+        length = LengthCheck(self._comm, peer, pieces)
+        self._messages[id(request)] = PersistentMessage(self._comm, self._tag, peer, pieces, length)
         return request
+
+    def describe(self, message: MPI.Prequest) -> PersistentMessage:
+        return self._messages[id(message)]
 
     def own(self, request: MPI.Prequest) -> MPI.Prequest:
         """Free a request with the transport; returns it."""
@@ -120,25 +141,26 @@ class PersistentTransport(_MpiTransport):
         return request
 
     def _wait(self, message: MPI.Prequest) -> Wait:
-        length = self._lengths.get(id(message))
-        return Wait(message.Wait, message.Test) if length is None else length.waiting(message)
+        length = self.describe(message).length
+        return Wait(message.Wait, message.Test, [message]) if length is None else length.waiting(message)
 
     def start_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Callable[[], object]]:
         if len(messages) <= MOST_SINGLE_REQUESTS:
-            return [message.Start for message in messages]
+            return [partial(MPI.Prequest.Start, message) for message in messages]
         return [partial(MPI.Prequest.Startall, list(messages))]
 
     def wait_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Wait]:
         if len(messages) <= MOST_SINGLE_REQUESTS:
             return [self._wait(message) for message in messages]
         requests = list(messages)
-        return [_waiting_all(lambda: requests, [self._lengths.get(id(message)) for message in requests])]
+        lengths = [self.describe(message).length for message in requests]
+        return [_waiting_all(lambda: requests, lengths)._replace(awaited=requests)]
 
     def free(self) -> None:
         for request in self._requests:
             request.Free()
         self._requests.clear()
-        self._lengths.clear()
+        self._messages.clear()
         super().free()
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from collectives.buffers.memory import view
 from collectives.transport.mailbox import SLOTS, MailboxEdge, NodeMemory
-from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.mpi_transport import ImmediateTransport, PersistentMessage, PersistentTransport
 from collectives.transport.shm_messages import BYTE, Combination, MailboxReceive, MailboxSend, RendezvousRead, as_words
 from collectives.transport.staging_chunks import HostChunkSend, StagingChunks, part_size
 from collectives.transport.wire import Iovec, Reduction
@@ -106,6 +106,9 @@ class NodeAwareTransport:
 
     def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
         return self._network.wait_calls(messages)
+
+    def describe(self, message: Any) -> PersistentMessage | None:
+        return self._network.describe(message)
 
     def use_tag(self, tag: int) -> None:
         self._network.use_tag(tag)

@@ -139,6 +139,10 @@ class Wire(Protocol):
         """
         raise TypeError("this transport has no shared memory")
 
+    def describe(self, message: Any) -> Any:
+        """Description of a persistent message over MPI, from which compiled code sends it; None for all others."""
+        return None
+
     def use_tag(self, tag: int) -> None:
         """Set the tag of messages over MPI that start from now on, if they are sent anew at every start."""
         return
