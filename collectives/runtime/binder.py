@@ -52,13 +52,13 @@ def bind(
         binder.emit_all(first)
     else:
         binder.steps += first  # on the caller's stream
-    unchanged = chunks.unchanged()  # copied while the first messages are in flight
-    copies = binder.copies([task.source[c] for c in unchanged], [task.target[c] for c in unchanged])
+    copies = binder.copies(*zip(*chunks.unchanged())) if chunks.unchanged() else []
     for index, (steps, shape) in enumerate(zip(task.schedule, chunks.shapes, strict=True)):
         if steps:
             binder.begins.append((index, len(binder.steps)))
             (binder.windowed_round if chunks.is_windowed(steps) else binder.round)(steps, shape, copies)
             copies = []
+            chunks.copy_unchanged()
     binder.emit_all([*copies, *last])
     binder.wait_for_stream()
     program = Program(binder.steps, wire, binder.nbytes, binder.memories, stream)

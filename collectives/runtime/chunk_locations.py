@@ -40,6 +40,7 @@ class ChunkLocations:
         self._task, self._wire, self._asynchronous = task, wire, asynchronous
         self._location: dict[int, MemorySpan] = dict(task.source)
         self._written = {c for step in chain.from_iterable(task.schedule) for c in numbers(written(step))}
+        self._unchanged = [c for c in sorted(task.target) if c in task.source and c not in self._written]
         self._destination = dict(task.target)
         self.scratch_length = 0
         for chunk in sorted(self._written.difference(task.target)):
@@ -51,12 +52,18 @@ class ChunkLocations:
             self.shapes.append(self._shape(steps))
             for step in steps:
                 self.write(written(step))
+            if steps:
+                self.copy_unchanged()
         self._location = dict(task.source)
         self.landing_length = max((shape.landing for shape in self.shapes), default=0)
 
-    def unchanged(self) -> list[int]:
-        """Numbers of the target chunks that no step writes, so that they are copied from the source."""
-        return [c for c in sorted(self._task.target) if c in self._location and c not in self._written]
+    def unchanged(self) -> list[tuple[MemorySpan, MemorySpan]]:
+        """Source and target of the chunks that no step writes: they are copied while the first round is under way."""
+        return [(self._task.source[chunk], self._task.target[chunk]) for chunk in self._unchanged]
+
+    def copy_unchanged(self) -> None:
+        """Record that the unchanged chunks are in the target: beside others there, they are sent in one piece."""
+        self._location.update((chunk, self._task.target[chunk]) for chunk in self._unchanged)
 
     def _length(self, chunk: int) -> int:
         return self._task.lengths[chunk % len(self._task.lengths)]

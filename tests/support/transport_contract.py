@@ -66,7 +66,7 @@ def attempt(waiting):
 
 def end(wire, messages):
     """Wait for the messages."""
-    for wait, _ in wire.wait_calls([message for message in messages if wire.stream_key(message) is None]):
+    for wait, *_ in wire.wait_calls([message for message in messages if wire.stream_key(message) is None]):
         wait()
     ended = asking(wire, [message for message in messages if wire.stream_key(message) is not None])
     while not ended():
@@ -84,7 +84,7 @@ def asking(wire, messages):
         if any(id(message) in left for message in messages):
             return False
         read = [message for message in messages if isinstance(message, MailboxSend)]
-        return all([test() for _, test in waits]) and all(one.edge.is_acknowledged(one.number) for one in read)
+        return all([wait.test() for wait in waits]) and all(one.edge.is_acknowledged(one.number) for one in read)
 
     return ended
 

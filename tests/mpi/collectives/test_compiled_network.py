@@ -1,0 +1,134 @@
+"""Compiled programs whose messages go between nodes, over MPI: the same results and errors as in Python."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support.exchange_cases import ENTRIES, TABLE, Question, perform
+
+from collectives import Communicator
+from collectives.errors import Mismatch
+from collectives.runtime import compiled_program, program_cache
+
+
+def apart(size):
+    """A node for each rank."""
+    return list(range(size))
+
+
+def in_pairs(size):
+    return [rank // 2 for rank in range(size)]
+
+
+@pytest.fixture(params=[apart, in_pairs])
+def nodes(request, world):
+    return request.param(world.Get_size())
+
+
+@pytest.fixture
+def quick(world, nodes, monkeypatch):
+    """A communicator of several nodes that compiles what it does for the third time."""
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+    with Communicator(world, nodes=nodes) as comm:
+        yield comm
+
+
+def compiled(comm):
+    """Compiled programs of blocking calls."""
+    runs = (call.run for call in comm._planner.cache.calls.values())
+    owners = (getattr(run, "__self__", None) for run in runs)
+    return [owner for owner in owners if isinstance(owner, compiled_program.CompiledProgram)]
+
+
+def uses_network(comm):
+    """True if programs of several nodes can be compiled here."""
+    return comm.Get_size() > 1 and comm._planner.nodes is not None and comm._planner.node is not None
+
+
+@pytest.mark.parametrize("nbytes", [0, 1000, 300_000])
+@pytest.mark.parametrize(("method", "algorithm"), ENTRIES)
+def test_every_algorithm(quick, method, algorithm, nbytes):
+    line, size = TABLE[method], quick.Get_size()
+    whole = line.collective in ("broadcast", "reduce", "allreduce", "scan", "exscan")
+    count = -(-nbytes // 4 // (1 if whole else size))
+    for root, in_place in enumerate((False, True) if line.in_place else (False,)):
+        asked = Question(quick.Get_rank(), size, root % size, count, np.dtype("f"), in_place)
+        perform(quick, "blocking", method, line.make(asked), turns=5, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 100_000])
+def test_messages_between_nodes_are_compiled(quick, count):
+    if not uses_network(quick) or not compiled_program.available():
+        pytest.skip("nothing is compiled")
+    size = quick.Get_size()
+    for turn in range(8):
+        mine, total = np.full(count, float(turn)), np.zeros(count)  # elsewhere in each turn
+        quick.Allreduce(mine, total)
+        assert (total == size * turn).all()
+    assert any(quick.allgather(any(not program.needs_no_mpi for program in compiled(quick))))
+
+
+def test_a_compiled_rank_and_one_that_is_not(world, nodes, monkeypatch):
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2 if world.Get_rank() % 2 else 10**9)
+    with Communicator(world, nodes=nodes) as comm:
+        rank, size = comm.Get_rank(), comm.Get_size()
+        for turn in range(60):
+            mine, total = np.full(1 + turn % 3 * 500, float(rank + turn)), np.zeros(1 + turn % 3 * 500)
+            if turn % 7 == rank % 7:
+                time.sleep(0.002)
+            comm.Allreduce(mine, total)
+            assert (total == size * (size - 1) // 2 + size * turn).all()
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_messages_of_another_length(world, monkeypatch, longer):
+    """A receiver that expects more raises `Mismatch`; of one that expects less MPI itself raises."""
+    if world.Get_size() < 2:
+        pytest.skip("needs two ranks")
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+    comm, rank = Communicator(world, nodes=apart(world.Get_size())), world.Get_rank()
+    for count in (4, 8):
+        for _ in range(6):
+            comm.Bcast(np.zeros(count), algorithm="linear")
+    error = None
+    try:
+        comm.Bcast(np.zeros(4 if (rank == 0) == bool(longer) else 8), algorithm="linear")
+    except (Mismatch, MPI.Exception) as raised:
+        error = raised
+    if rank == 0:
+        assert error is None
+    elif longer:
+        assert isinstance(error, Mismatch) and "of 64 bytes" in str(error), error
+    else:
+        assert error is not None and error.Get_error_class() == MPI.ERR_TRUNCATE
+    if rank:
+        with pytest.raises(RuntimeError, match="go on with a new Communicator"):
+            comm.Barrier()
+    comm.close()
+    world.Barrier()
+
+
+def test_other_threads_run_while_a_call_waits(quick):
+    """A wait for a rank that is late leaves them the interpreter."""
+    if quick.Get_size() < 2:
+        pytest.skip("needs two ranks")
+    for _ in range(6):
+        quick.Barrier()
+    turns, ended = [], threading.Event()
+
+    def count():
+        while not ended.wait(0.001):
+            turns.append(None)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    if quick.Get_rank() == 0:
+        time.sleep(0.3)
+    before = len(turns)
+    quick.Barrier()
+    waited = len(turns) - before
+    ended.set()
+    thread.join()
+    assert quick.Get_rank() == 0 or waited > 10
