@@ -27,7 +27,7 @@ class AlgorithmChooser:
 
     def __init__(self, transports: Transports, table: TimingTable | None, threads: bool) -> None:
         node, nodes = transports.node, transports.nodes
-        cores = node.cores if node is not None and node.crowded and nodes is None else None
+        cores = node.cores if node is not None and node.crowded and node.on_one_machine else None
         costs = measured_costs(transports.message_speed, transports.network_speed)
         shares_link = transports.pinning.shares_gpu
         self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs, shares_link)

@@ -72,15 +72,15 @@ class CompiledProgram:
         self.program, self.node, self._operations = program, node, layout.operations
         reduced = [one.nbytes for one in layout.operations if one.edge is not None and one.kernel]
         self._spare = np.empty(min(CHUNK, max((n for n in reduced if n >= RENDEZVOUS_BYTES), default=0)), np.uint8)
-        self._table, self._messages = layout.numbers(program.memories, self._spare), layout.messages
-        self.needs_no_mpi = not self._messages
+        self._table = layout.numbers(program.memories, self._spare)
+        self.needs_no_mpi = not layout.messages
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
         pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
         self._written = {place_of(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
         self._table[table.SHARED_CORES], self._table[table.DEFERRED] = self.node.shares_cores, program.deferred
         self.deferred = program.deferred
         self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
-        if self._messages:
+        if layout.messages:
             self.spins = min(self.spins, NETWORK_POLLS)
         self.start_spins = 0 if self.node.shares_cores else START_POLLS
         self._table[table.POLLS], self._table[table.PROGRESS] = self.spins, MPI.Get_address(progress_words)
@@ -162,10 +162,7 @@ class CompiledProgram:
             return
         operation = self._operations[self._table[table.FAILED]]
         if operation.message is not None:
-            words = self._messages[id(operation.message)]
-            if result == table.FAILED_IN_MPI:
-                raise MPI.Exception(int(words[table.ERROR]))
-            raise operation.message.refuse(int(words[table.COUNT]))
+            raise operation.message.error(result)
         assert operation.edge is not None, "only messages fail"
         if result == table.MISMATCH:
             raise operation.edge.refuse(operation.nbytes)

@@ -1,13 +1,13 @@
 """Translation of a program to a table: its operations, and their places in the sections of the table.
 
 A program can be translated if all of it is operations that the table has: messages through mailboxes, persistent
-messages over MPI of one piece of memory, copies, and reductions that have a compiled kernel. The table follows the
+messages over MPI, copies, and reductions that have a compiled kernel. The table follows the
 protocol of the Python code exactly, so that ranks with and without numba work together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int64
 from functools import partial
 from itertools import accumulate, groupby
@@ -23,8 +23,11 @@ from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import MailboxEdge
 from collectives.transport.mpi_transport import PersistentMessage
 from collectives.transport.shm_messages import Acknowledgement, MailboxReceive, MailboxSend
-from collectives.transport.wire import Wire
+from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
+
+MOST_PACKED = 1 << 16
+"""Most bytes of a message over MPI that compiled code packs."""
 
 
 class NotCompilableError(Exception):
@@ -40,6 +43,36 @@ class Piece(NamedTuple):
     out: int = 0
 
 
+class MessageWords:
+    """Words of a persistent message over MPI, for compiled code; after them room to pack it, if it has several pieces.
+
+    MPI would need a datatype for these, bound to their addresses.
+    """
+
+    def __init__(self, message: PersistentMessage) -> None:
+        self.description, self.receives = message, message.length is not None
+        self.nbytes = sum(nbytes for _, nbytes in message.pieces)
+        packs = len(message.pieces) > 1
+        if packs and self.nbytes > MOST_PACKED:
+            raise NotCompilableError
+        self.words = np.zeros(table.MESSAGE_WORDS + (-(-self.nbytes // 8) if packs else 0), np.int64)
+        handles = (c_int64(handle).value for handle in (message.comm.handle, MPI.BYTE.handle))
+        self.words[table.PEER : table.MPI_REQUEST] = message.peer, message.tag, *handles, self.receives
+        self.address = MPI.Get_address(self.words)
+        room = self.address + 8 * table.MESSAGE_WORDS
+        places = accumulate((nbytes for _, nbytes in message.pieces), initial=room)
+        self.packing = [*zip(places, message.pieces)] if packs else []
+        """Where each piece is packed, and the piece."""
+
+        self.sent_pieces = [Iovec(room, self.nbytes)] if packs else message.pieces
+
+    def error(self, result: int) -> Exception:
+        """The error by which a start or end of the message has failed with this result."""
+        if result == table.FAILED_IN_MPI:
+            return MPI.Exception(int(self.words[table.ERROR]))
+        return self.description.refuse(int(self.words[table.COUNT]))
+
+
 class TableOperation(NamedTuple):
     """Operation of a table. `waits_for`: a condition on a stream, or the send that must be acknowledged."""
 
@@ -50,7 +83,7 @@ class TableOperation(NamedTuple):
     kernel: int = 0
     mine_first: bool = False
     waits_for: After | MailboxSend | None = None
-    message: PersistentMessage | None = None
+    message: MessageWords | None = None
 
     @property
     def nbytes(self) -> int:
@@ -75,17 +108,17 @@ def _kernel(ufunc: Any, dtype: np.dtype[Any]) -> int:
     return address
 
 
-def _translate(operation: Any, wire: Wire) -> list[TableOperation]:
-    """Translate an operation of an exchange to operations of a table."""
+def _translate(operation: Any, message_of: Callable[[Any], MessageWords]) -> list[TableOperation]:
+    """Translate an operation of a program to operations of a table; `message_of` has the words of a request of MPI."""
     if isinstance(operation, Wait):
         if not operation.awaited:
             raise NotCompilableError
-        return [_translate_message(table.WAIT_MESSAGE, wire.describe(one)) for one in operation.awaited]
+        return [step for one in operation.awaited for step in _translate_end(message_of(one))]
     if isinstance(operation, After):
         return [TableOperation(table.WAIT_STREAM, waits_for=operation)]
     if isinstance(operation, Acknowledgement):
         wait = TableOperation(table.WAIT_READ, edge=operation.send.edge, waits_for=operation.send)
-        return [*_translate(operation.sent, wire), wait]
+        return [*_translate(operation.sent, message_of), wait]
     if isinstance(operation, MailboxSend):
         return _translate_send(operation)
     if isinstance(operation, MailboxReceive):
@@ -94,8 +127,8 @@ def _translate(operation: Any, wire: Wire) -> list[TableOperation]:
         raise NotCompilableError
     if operation.func in (MPI.Prequest.Start, MPI.Prequest.Startall):
         (started,) = operation.args
-        messages = map(wire.describe, started if isinstance(started, list) else operation.args)
-        return [_translate_message(table.START_RECEIVE if one.length else table.START_SEND, one) for one in messages]
+        requests = started if isinstance(started, list) else operation.args
+        return [step for one in requests for step in _translate_start(message_of(one))]
     arrays = [*operation.args, *operation.keywords.values()]  # of keywords none but `out` is ever bound
     if operation.func in (np.copyto, copy_array):
         out, source = arrays
@@ -107,13 +140,20 @@ def _translate(operation: Any, wire: Wire) -> list[TableOperation]:
     return [TableOperation(table.LOCAL_WORK, [piece], kernel=_kernel(operation.func, out.dtype))]
 
 
-def _translate_message(kind: int, message: PersistentMessage) -> TableOperation:
-    if len(message.pieces) > 1:  # a datatype, bound to its addresses
-        raise NotCompilableError
-    pieces = [
-        Piece(nbytes, out=address) if message.length else Piece(nbytes, address) for address, nbytes in message.pieces
-    ]
-    return TableOperation(kind, pieces, message=message)
+def _translate_start(message: MessageWords) -> list[TableOperation]:
+    if message.receives:
+        pieces = [Piece(nbytes, out=address) for address, nbytes in message.sent_pieces]
+        return [TableOperation(table.START_RECEIVE, pieces, message=message)]
+    pieces = [Piece(nbytes, address) for address, nbytes in message.sent_pieces]
+    packing = [Piece(nbytes, address, 0, place) for place, (address, nbytes) in message.packing]
+    return [TableOperation(table.LOCAL_WORK, packing), TableOperation(table.START_SEND, pieces, message=message)]
+
+
+def _translate_end(message: MessageWords) -> list[TableOperation]:
+    wait = TableOperation(table.WAIT_MESSAGE, [Piece(nbytes) for _, nbytes in message.sent_pieces], message=message)
+    if not message.receives:
+        return [wait]
+    return [wait, TableOperation(table.LOCAL_WORK, [Piece(n, place, 0, out) for place, (out, n) in message.packing])]
 
 
 def _translate_send(send: MailboxSend) -> list[TableOperation]:
@@ -161,7 +201,7 @@ class TableLayout:
 
     def __init__(self, steps: Sequence[Any], wire: Wire) -> None:
         self._wire = wire
-        self.messages: dict[int, np.ndarray] = {}  # words of messages over MPI, by the id of their description
+        self.messages: dict[int, MessageWords] = {}  # over MPI, by the id of the request
         self.operations: list[TableOperation] = []
         self.streams: list[tuple[int, int]] = []  # first operation, and end
         self.rounds = [0]
@@ -175,19 +215,17 @@ class TableLayout:
     def _add(self, stream: Stream) -> None:
         first, ends = len(self.operations), []
         for operation in stream.operations:
-            self.operations += _translate(operation, self._wire)
+            self.operations += _translate(operation, self._message)
             ends.append(len(self.operations) - first)
             if isinstance(operation, MailboxSend):
                 self._sends[id(operation)] = len(self.operations) - 1
         self._places[id(stream)] = len(self.streams), ends
         self.streams.append((first, len(self.operations)))
 
-    def _words_of(self, message: PersistentMessage) -> np.ndarray:
-        if id(message) not in self.messages:
-            words = self.messages[id(message)] = np.zeros(table.MESSAGE_WORDS, np.int64)
-            handles = (c_int64(handle).value for handle in (message.comm.handle, MPI.BYTE.handle))
-            words[table.PEER : table.MPI_REQUEST] = message.peer, message.tag, *handles, message.length is not None
-        return self.messages[id(message)]
+    def _message(self, request: Any) -> MessageWords:
+        if id(request) not in self.messages:
+            self.messages[id(request)] = MessageWords(self._wire.describe(request))
+        return self.messages[id(request)]
 
     def numbers(self, memories: Sequence[ElementArray], spare: np.ndarray) -> np.ndarray:
         """Write the table; addresses in the `memories` become offsets."""
@@ -209,7 +247,7 @@ class TableLayout:
             if operation.edge is not None:
                 words[table.EDGE] = MPI.Get_address(operation.edge.numbers)
             elif operation.message is not None:
-                words[table.EDGE] = MPI.Get_address(self._words_of(operation.message))
+                words[table.EDGE] = operation.message.address
             words[table.LABEL], words[table.BY_ADDRESS_LABEL] = operation.labels
             words[table.BYTES] = operation.nbytes
             words[table.PIECES], words[table.PIECE_COUNT] = at, len(operation.pieces)

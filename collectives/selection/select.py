@@ -19,7 +19,7 @@ from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, CALL, Costs, network, uniform_network
-from collectives.selection.shared_cores import predict_on_shared_cores
+from collectives.selection.shared_cores import core_time, predict_on_shared_cores, total_work, without_core_time
 from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.mailbox import RENDEZVOUS_BYTES
@@ -72,8 +72,8 @@ class Selector:
     """Selector of ``algorithm="auto"`` for one communicator, with a cache of choices.
 
     `nodes` is None if all ranks are on one node. `table` is the same on all ranks; without one the model decides, at
-    `costs`, which are the same on all ranks too. `cores`: those that the ranks of one node share, if there are fewer
-    than ranks. `shares_link`: all messages are copied from and to one GPU.
+    `costs`, which are the same on all ranks too. `cores`: those that all ranks share, of one node or of emulated nodes
+    of one rank each, if there are fewer than ranks. `shares_link`: all messages are copied from and to one GPU.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Selector:
         self._mixed = None if nodes is None or uniform_network(nodes, BUILT_IN) else sample(nodes, SIMULATED_RANKS)
         """Placement that predictions assume where not all edges are alike, else None."""
 
-        self.cores = cores if size <= SIMULATED_RANKS else None
+        self.cores = cores if size <= SIMULATED_RANKS and self._mixed is None else None
         self.shares_link = shares_link and size <= SIMULATED_RANKS
         self.costs = costs if table is None else table.costs
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
@@ -167,7 +167,8 @@ class Selector:
         else:
             found: dict[AlgorithmChoice, float] = {}
             for name in able:
-                most = MOST_SEGMENTS if self.cores is None and not self.shares_link else 1
+                takes_turns = self.cores is not None and self.nodes is None
+                most = 1 if takes_turns or self.shares_link else MOST_SEGMENTS
                 segments, seconds = best_segments(partial(self._seconds, traits, name, deciding), most)
                 found[AlgorithmChoice(name, segments)] = seconds
             best = min(found, key=found.__getitem__)
@@ -181,8 +182,8 @@ class Selector:
         """Predicted seconds of an algorithm.
 
         The catalogue's formulas count where all edges cost the same. Elsewhere algorithms that use the topology are
-        simulated, and all others are priced as if every message took the slower wire. Where the ranks of one node share
-        cores, the work of all of them counts.
+        simulated, and all others are priced as if every message took the slower wire. Where ranks share cores, the work
+        of all of them counts.
         """
         size = self.size if self._mixed is None else len(self._mixed)
         call = traits.collective, name, size, traits.nbytes
@@ -190,9 +191,12 @@ class Selector:
             return predict(*call, segments, nodes=self._mixed, costs=costs)
         if self.shares_link:
             return predict_on_shared_link(*call)
-        if self.cores is not None:
+        if self.cores is None:
+            return formula(*call, segments, self._wire(costs))
+        if self.nodes is None:
             return predict_on_shared_cores(*call, self.cores)
-        return formula(*call, segments, self._wire(costs))
+        wire, work = without_core_time(self._wire(costs)), total_work(traits.collective, name, size)
+        return formula(*call, segments, wire) + core_time(work, traits.nbytes, segments, wire) / self.cores
 
 
 def catalog_name(collective: str) -> str:

@@ -5,6 +5,9 @@ waits once for all messages that may be under way at the same time. Messages and
 overlap, so their total counts, and segments bring no gain; a part of the critical path is added, since cores are idle
 where only one rank has work. If rank 0 waits for others, all of them must have had a turn before it goes on. The
 constants fit measurements of four ranks on two cores.
+
+Between emulated nodes, whose ranks share cores, each message and byte takes core time at both ends, which is a part of
+alpha and beta; the rest is waited for on the critical path.
 """
 
 from functools import lru_cache
@@ -12,6 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from collectives.algorithms import catalog
+from collectives.analysis.cost_functions import UniformNetwork
 from collectives.analysis.matching import causal_levels
 from collectives.schedule.semantics import vector
 from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
@@ -30,6 +34,11 @@ BETA, GAMMA = 0.19e-9, 0.15e-9
 
 CRITICAL = 0.25
 """Share of the bytes on the critical path that is added."""
+
+
+NETWORK_WORK, NETWORK_COPY = 0.5, 0.8e-9
+"""Core time of a message between nodes, as a share of alpha, and seconds of core time to move a byte; fit measurements
+of four nodes on two cores, over TCP."""
 
 
 class TotalWork(NamedTuple):
@@ -62,6 +71,18 @@ def total_work(collective: str, name: str, size: int) -> TotalWork:
 
 def _count(chunks: Chunks) -> int:
     return sum(map(len, chunks))
+
+
+def without_core_time(wire: UniformNetwork) -> UniformNetwork:
+    """Costs of a message between emulated nodes without its core time."""
+    alpha, beta = (1 - NETWORK_WORK) * wire.alpha, max(wire.beta - NETWORK_COPY, wire.beta / 2)
+    return wire._replace(alpha=alpha, beta=beta, overhead=0.0)
+
+
+def core_time(work: TotalWork, nbytes: int, segments: int, wire: UniformNetwork) -> float:
+    """Core time of all messages between emulated nodes; `wire` as of `without_core_time`."""
+    per_message = wire.alpha * NETWORK_WORK / (1 - NETWORK_WORK)
+    return per_message * work.messages * segments + NETWORK_COPY * work.moved * nbytes
 
 
 def predict_on_shared_cores(collective: str, name: str, size: int, nbytes: int, cores: int) -> float:

@@ -187,6 +187,7 @@ class NodeMemory:
     far : True if copies into cells take this rank long
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
+    on_one_machine : all ranks of all nodes are on this machine
     cores, crowded, shares_cores : cores that the ranks of the machine may use; if there are fewer than ranks of this
         communicator; or of one that any of them has made before
     """
@@ -201,7 +202,7 @@ class NodeMemory:
         machines = everyone.allgather(mine)  # with other, emulated nodes
         here = [(cores, shared) for name, cores, shared in machines if name == machine_name()]
         self.cores = len(set[int]().union(*(cores for cores, _ in here)))
-        self.crowded = self.cores < len(here)
+        self.crowded, self.on_one_machine = self.cores < len(here), len(here) == len(machines)
         self.shares_cores = self.crowded or any(shared for _, shared in here)
         self.spins = 0 if self.shares_cores else SPINS
         if self.shares_cores:
