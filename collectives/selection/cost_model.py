@@ -28,7 +28,7 @@ class Costs(NamedTuple):
     """
 
     shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9, overhead=MESSAGE)
-    network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=8e-10, gamma=1 / 20e9, overhead=2e-5 * NETWORK_OVERHEAD)
+    network: UniformNetwork = UniformNetwork(2e-5, beta=1 / 1.25e9, gamma=1 / 20e9, overhead=2e-5 * NETWORK_OVERHEAD)
 
     def with_shared_buffers(self, in_place: bool) -> Costs:
         """Costs adjusted for a call whose buffers are in shared memory and, if `in_place`, used in place.

@@ -19,7 +19,7 @@ from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, CALL, Costs, network, uniform_network
-from collectives.selection.shared_cores import core_time, predict_on_shared_cores, total_work, without_core_time
+from collectives.selection.shared_cores import core_time, predict_on_shared_cores, without_core_time
 from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.mailbox import RENDEZVOUS_BYTES
@@ -93,6 +93,7 @@ class Selector:
         self.shares_link = shares_link and size <= SIMULATED_RANKS
         self.costs = costs if table is None else table.costs
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
+        self._most_segments = 1 if self.shares_link or (self.cores and nodes is None) else MOST_SEGMENTS
         self._decided: dict[CallTraits, Selection] = {}
 
     def decide(self, traits: CallTraits) -> Selection:
@@ -167,9 +168,7 @@ class Selector:
         else:
             found: dict[AlgorithmChoice, float] = {}
             for name in able:
-                takes_turns = self.cores is not None and self.nodes is None
-                most = 1 if takes_turns or self.shares_link else MOST_SEGMENTS
-                segments, seconds = best_segments(partial(self._seconds, traits, name, deciding), most)
+                segments, seconds = best_segments(partial(self._seconds, traits, name, deciding), self._most_segments)
                 found[AlgorithmChoice(name, segments)] = seconds
             best = min(found, key=found.__getitem__)
         return Selection(*best, self._seconds(traits, best.algorithm, measured, best.segments) + self.call, "model")
@@ -195,8 +194,8 @@ class Selector:
             return formula(*call, segments, self._wire(costs))
         if self.nodes is None:
             return predict_on_shared_cores(*call, self.cores)
-        wire, work = without_core_time(self._wire(costs)), total_work(traits.collective, name, size)
-        return formula(*call, segments, wire) + core_time(work, traits.nbytes, segments, wire) / self.cores
+        wire = without_core_time(self._wire(costs))
+        return formula(*call, segments, wire) + core_time(*call, segments, wire) / self.cores
 
 
 def catalog_name(collective: str) -> str:

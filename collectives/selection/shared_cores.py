@@ -36,7 +36,7 @@ CRITICAL = 0.25
 """Share of the bytes on the critical path that is added."""
 
 
-NETWORK_WORK, NETWORK_COPY = 0.5, 0.8e-9
+NETWORK_WORK, NETWORK_COPY = 0.55, 0.8e-9
 """Core time of a message between nodes, as a share of alpha, and seconds of core time to move a byte; fit measurements
 of four nodes on two cores, over TCP."""
 
@@ -74,13 +74,14 @@ def _count(chunks: Chunks) -> int:
 
 
 def without_core_time(wire: UniformNetwork) -> UniformNetwork:
-    """Costs of a message between emulated nodes without its core time."""
-    alpha, beta = (1 - NETWORK_WORK) * wire.alpha, max(wire.beta - NETWORK_COPY, wire.beta / 2)
+    """Costs of a message between emulated nodes without its core time, which a small beta does not contain."""
+    alpha, beta = (1 - NETWORK_WORK) * wire.alpha, max(wire.beta - NETWORK_COPY, min(wire.beta, NETWORK_COPY))
     return wire._replace(alpha=alpha, beta=beta, overhead=0.0)
 
 
-def core_time(work: TotalWork, nbytes: int, segments: int, wire: UniformNetwork) -> float:
+def core_time(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
     """Core time of all messages between emulated nodes; `wire` as of `without_core_time`."""
+    work = total_work(collective, name, size)
     per_message = wire.alpha * NETWORK_WORK / (1 - NETWORK_WORK)
     return per_message * work.messages * segments + NETWORK_COPY * work.moved * nbytes
 

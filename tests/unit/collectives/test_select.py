@@ -18,10 +18,14 @@ from collectives.selection.shared_cores import (
     BETA,
     CRITICAL,
     MESSAGE,
+    NETWORK_COPY,
+    NETWORK_WORK,
     RESUME,
     TURN,
+    core_time,
     predict_on_shared_cores,
     total_work,
+    without_core_time,
 )
 from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
@@ -179,6 +183,26 @@ def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     assert shared.decide(CallTraits("allreduce", 8)).choice == ("linear", 1)  # half of the waits
     assert alone.decide(CallTraits("broadcast", 8 * n)).segments > 1
     assert {shared.decide(CallTraits(name, 8 * n)).segments for name in catalog.CATALOG} == {1}
+
+
+def test_where_emulated_nodes_share_cores_the_messages_of_all_ranks_count():
+    n, nodes, wire = 1 << 20, (0, 1, 2, 3), BUILT_IN.network
+    waited = without_core_time(wire)
+    work = NETWORK_WORK * wire.alpha
+    assert waited == (wire.alpha - work, NETWORK_COPY, wire.gamma, 0.0)
+    assert without_core_time(wire._replace(beta=4e-9)).beta == pytest.approx(4e-9 - NETWORK_COPY)
+    expected = 3 * (work + n * NETWORK_COPY)
+    assert core_time("broadcast", "linear", 4, n, 1, waited) == pytest.approx(expected)
+    alone, shared = Selector(4, nodes), Selector(4, nodes, cores=2)
+    for collective, few in (("allgather", "recursive_doubling"), ("reduce_scatter", "recursive_halving")):
+        call = CallTraits(collective, 8192)
+        assert (alone.decide(call).algorithm, shared.decide(call).algorithm) == ("direct", few)
+        formula_alone = formula(collective, few, 4, 8192, 1, waited)
+        few_messages = core_time(collective, few, 4, 8192, 1, waited)
+        assert shared.decide(call).seconds == pytest.approx(formula_alone + few_messages / 2 + shared.call)
+    assert shared.decide(CallTraits("broadcast", 64 * n)).segments > 1
+    pairs = Selector(4, (0, 0, 1, 1), cores=2)  # messages within nodes cost less
+    assert pairs.decide(call) == Selector(4, (0, 0, 1, 1)).decide(call)
 
 
 def test_where_ranks_share_a_link_the_bytes_of_all_messages_count():
