@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime import program_cache
+from collectives.runtime import compiled_program, program_cache
 
 SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
 
@@ -45,16 +45,28 @@ def after_ctrl_c(comm):
 
 
 @pytest.fixture
-def own(world, monkeypatch):
-    """A communicator that compiles soon, of at least two ranks that wait for each other in Python."""
+def own(world, monkeypatch, request):
+    """A communicator that compiles soon, of at least two ranks that wait for each other in Python.
+
+    Each rank is a node if the parameter is true: compiled programs then poll for messages over MPI.
+    """
     monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
-    with Communicator(world) as comm:
-        if comm.Get_size() == 1 or comm._planner.node is None:
+    apart = getattr(request, "param", False)
+    with Communicator(world, nodes=range(world.Get_size()) if apart else None) as comm:
+        if comm.Get_size() == 1 or comm._planner.node is None or (apart and not compiled_program.available()):
             pytest.skip("nobody waits in Python")
         yield comm
 
 
-@pytest.mark.parametrize("before", [0, 1, 6], ids=["new", "known", "compiled"])
+CALLS_BEFORE = pytest.mark.parametrize(
+    ("own", "before"),
+    [(False, 0), (False, 1), (False, 6), (True, 6)],
+    indirect=["own"],
+    ids=["new", "known", "compiled", "compiled between nodes"],
+)
+
+
+@CALLS_BEFORE
 @pytest.mark.parametrize("method", ["Reduce", "Allreduce"])
 def test_ctrl_c_in_a_blocking_call(own, before, method):
     """Rank 0 waits for the others' terms, which then come. It never takes them for those of another call."""
@@ -86,7 +98,7 @@ def test_ctrl_c_in_a_blocking_call(own, before, method):
         assert (total == size).all()
 
 
-@pytest.mark.parametrize("before", [0, 1, 6], ids=["new", "known", "compiled"])
+@CALLS_BEFORE
 def test_the_memory_of_an_aborted_call_is_kept(own, before):
     """Peers may still read it, and the MPI write to it."""
     vector = np.zeros(5)
