@@ -146,14 +146,14 @@ def _translate_start(message: MessageWords) -> list[TableOperation]:
         return [TableOperation(table.START_RECEIVE, pieces, message=message)]
     pieces = [Piece(nbytes, address) for address, nbytes in message.sent_pieces]
     packing = [Piece(nbytes, address, 0, place) for place, (address, nbytes) in message.packing]
-    return [TableOperation(table.LOCAL_WORK, packing), TableOperation(table.START_SEND, pieces, message=message)]
+    start = TableOperation(table.START_SEND, pieces, message=message)
+    return [TableOperation(table.LOCAL_WORK, packing), start] if packing else [start]
 
 
 def _translate_end(message: MessageWords) -> list[TableOperation]:
     wait = TableOperation(table.WAIT_MESSAGE, [Piece(nbytes) for _, nbytes in message.sent_pieces], message=message)
-    if not message.receives:
-        return [wait]
-    return [wait, TableOperation(table.LOCAL_WORK, [Piece(n, place, 0, out) for place, (out, n) in message.packing])]
+    unpacking = [Piece(nbytes, place, 0, out) for place, (out, nbytes) in message.packing if message.receives]
+    return [wait, TableOperation(table.LOCAL_WORK, unpacking)] if unpacking else [wait]
 
 
 def _translate_send(send: MailboxSend) -> list[TableOperation]:

@@ -15,8 +15,8 @@ NBYTES = 1 << 18
 """Bytes of a long message."""
 
 ROUND_TRIPS = 9
-"""Round trips of a short message, of which the fastest counts, and half as many of a long one that a short one answers.
-Of these the median counts, as networks deliver some of the bytes out of their buffers."""
+"""Round trips of a short message, and half as many of a long one that a short one answers. The median counts, as
+networks deliver some of the bytes out of their buffers, and a collective takes as long as its slowest messages."""
 
 
 class NetworkSpeed(NamedTuple):
@@ -38,7 +38,7 @@ def measure(comm: MPI.Intracomm, nodes: Nodes) -> NetworkSpeed:
     comm.Barrier()  # ranks arrive at different times
     if rank == leaders[nodes[rank]] and partner < count:
         short, long = np.zeros(1, np.uint8), np.zeros(NBYTES, np.uint8)
-        one_way = min(_round_trips(comm, leaders[partner], short, short, ROUND_TRIPS)) / 2
+        one_way = median(_round_trips(comm, leaders[partner], short, short, ROUND_TRIPS)) / 2
         both = median(_round_trips(comm, leaders[partner], long, short, ROUND_TRIPS // 2))
         if rank < leaders[partner]:  # the other rank's times begin before or after a message arrives
             seconds[:] = one_way, max(0.0, both - 2 * one_way) / NBYTES
