@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_name
 from numba import types
 from numba.core import cgutils
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
@@ -156,7 +157,7 @@ def replace_word(_, address, expected, value):
 
 
 @intrinsic
-def _copy_few_bytes(_, target, source, nbytes):
+def _copy_bytes(_, target, source, nbytes):
     """Copy memory by the C library."""
 
     def generate(context, builder, signature, args):
@@ -172,6 +173,12 @@ BLOCK_BYTES = 32
 
 LONG_COPY = 1 << 11
 """Bytes from which a copy is long."""
+
+LOOPS_LONG_COPIES = get_host_cpu_name().startswith("znver")
+"""True on processors of AMD, on which the C library may copy by an instruction (`rep movsb`) that takes 12 times as
+long if the target is some bytes after the source, modulo the size of a page.
+
+Elsewhere that instruction takes the least time: it writes lines without reading them first."""
 
 
 def _store_block(builder, args):
@@ -204,27 +211,23 @@ def _stream_block(_, target, source):
 @_compile
 def _copy_blocks(target, source, nbytes, past_caches):
     head = min(-target % BLOCK_BYTES, nbytes)
-    _copy_few_bytes(target, source, head)
+    _copy_bytes(target, source, head)
     end = head + (nbytes - head) // BLOCK_BYTES * BLOCK_BYTES
     for start in range(head, end, BLOCK_BYTES):
         if past_caches:
             _stream_block(target + start, source + start)
         else:
             _copy_block(target + start, source + start)
-    _copy_few_bytes(target + end, source + end, nbytes - end)
+    _copy_bytes(target + end, source + end, nbytes - end)
 
 
 @_compile
 def copy_bytes(target, source, nbytes):
-    """Copy memory.
-
-    Long copies are not left to the C library, which uses an instruction (`rep movsb`) that takes 12 times as long on an
-    AMD EPYC if the target is some bytes after the source, modulo the size of a page.
-    """
-    if nbytes < LONG_COPY:
-        _copy_few_bytes(target, source, nbytes)
-    else:
+    """Copy memory."""
+    if LOOPS_LONG_COPIES and nbytes >= LONG_COPY:
         _copy_blocks(target, source, nbytes, False)
+    else:
+        _copy_bytes(target, source, nbytes)
 
 
 def _processor_hint(name):

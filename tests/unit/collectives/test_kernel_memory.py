@@ -6,7 +6,13 @@ import pytest
 numba = pytest.importorskip("numba")
 
 from collectives.runtime import cell_copy  # noqa: E402
-from collectives.runtime.kernel_memory import BLOCK_BYTES, LONG_COPY, copy_bytes, stream_bytes  # noqa: E402
+from collectives.runtime.kernel_memory import (  # noqa: E402
+    BLOCK_BYTES,
+    LONG_COPY,
+    _copy_blocks,
+    copy_bytes,
+    stream_bytes,
+)
 from collectives.transport import mailbox  # noqa: E402
 from collectives.transport.copy_speed import IS_X86  # noqa: E402
 
@@ -21,8 +27,13 @@ def copy(target, source, nbytes):
     copy_bytes(target, source, nbytes)
 
 
+@numba.njit
+def copy_in_loop(target, source, nbytes):
+    _copy_blocks(target, source, nbytes, False)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 100, LONG_COPY, 5000])
-@pytest.mark.parametrize("copy", [stream, copy], ids=["past caches", "through caches"])
+@pytest.mark.parametrize("copy", [stream, copy, copy_in_loop], ids=["past caches", "through caches", "in a loop"])
 def test_copied_bytes_at_any_alignment(copy, nbytes):
     source, target = np.arange(6000).astype(np.uint8), np.empty(6000, np.uint8)
     for before in range(0, 2 * BLOCK_BYTES, 5):
