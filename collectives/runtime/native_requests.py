@@ -31,17 +31,18 @@ def new_request(*arguments: Any) -> Request:
     if not mpi_is_thread_safe():
         return Request(*arguments)
     handle = _unused.pop() if _unused else PendingHandle()
-    request = MPI.Request.__new__(NativeRequest, handle.request)  # not by the class, which takes as long again
+    request = _new(NativeRequest, handle.request)  # not by the class, which takes as long again
     request.__init__(*arguments)
     request._handle = handle
     return request
 
 
-def ended_request(name: str) -> Request:
-    """Create the request of a non-blocking collective that has ended already, if MPI is thread-safe."""
-    request: EndedRequest = MPI.Request.__new__(EndedRequest, _isend(_NO_DATA, MPI.PROC_NULL))
-    request.name = name
-    return request
+def ended_request() -> Request:
+    """Create the request of a non-blocking collective that has ended already, if MPI is thread-safe.
+
+    It has no attributes of its own, which would take as long as the call of the MPI.
+    """
+    return _new(EndedRequest, _isend(_NO_DATA, PROC_NULL))
 
 
 class GeneralizedHandle:
@@ -96,8 +97,8 @@ class SelfMessageHandle:
 _unused: list[GeneralizedHandle | SelfMessageHandle] = []
 """Pending handles, not completed, that ended requests no longer need; later requests take them."""
 
-_NO_DATA = [None, 0, MPI.BYTE]
-_isend, _wait = MPI.COMM_SELF.Isend, MPI.Request.Wait
+_NO_DATA, PROC_NULL = [None, 0, MPI.BYTE], MPI.PROC_NULL
+_isend, _new, _wait = MPI.COMM_SELF.Isend, MPI.Request.__new__, MPI.Request.Wait
 _HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
 
 PendingHandle = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
@@ -141,6 +142,7 @@ class NativeRequest(Request, MPI.Request):
 class EndedRequest(NativeRequest):
     """Request of a collective that had ended when its start returned: only its handle is left to be freed."""
 
+    name = "collective"
     active = is_startable = False
 
     def Start(self) -> None:

@@ -144,7 +144,7 @@ class Planner:
         number = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
         if number == DONE and mpi_is_thread_safe():
             self.transports.nonblocking_calls += 1
-            return ended_request(name)
+            return ended_request()
         program: Program | CompiledProgram | None
         if number != REFUSED:
             program, result = calls.started(name, number)
@@ -164,7 +164,7 @@ class Planner:
             self._break_off_if_raising(name, program, program.note, result)
         self.transports.nonblocking_calls += 1
         if result == DONE:
-            return ended_request(name) if mpi_is_thread_safe() else Request(name, program, self, None)
+            return ended_request() if mpi_is_thread_safe() else Request(name, program, self, None)
         request = self._latest[turn] = new_request(name, program, self, (sendbuf, recvbuf))
         request.resume(program)
         return request
