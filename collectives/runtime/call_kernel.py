@@ -58,7 +58,7 @@ def _fits(array, t, expected):
 
 
 @_compile
-def _run_on(s, r, t, spins):
+def _run_on(s, r, t):
     """Run a program on two array objects of the shapes and dtypes of the call that was compiled."""
     if not _fits(s, t, table.SEND_ARRAY) or not _fits(r, t, table.RECV_ARRAY):
         return table.REFUSED
@@ -69,7 +69,7 @@ def _run_on(s, r, t, spins):
         return table.REFUSED  # they overlap, which the Python code reports as an error
     set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
     set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
-    return table.WAITING if word_at(t, table.DEFERRED) else advance(t, spins)
+    return table.WAITING if word_at(t, table.DEFERRED) else advance(t, word_at(t, table.CALL_POLLS))
 
 
 @_compile
@@ -125,15 +125,15 @@ def _call(calls, arguments, count):
         set_word_at(arrays, 0, word_at(entry, table.NO_ARRAY))
         set_word_at(arrays, 1, word_at(entry, table.NO_ARRAY))
         if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
-            result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t, word_at(c, table.SPINS))
+            result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t)
             if result != table.REFUSED:
                 return new_number(result + (table.RESULT + 1) * index if result else result)
         entry += 8 * table.ENTRY_WORDS
     return new_number(table.REFUSED)
 
 
-def _run(send, recv, t, spins):
-    return _run_on(object_address(send), object_address(recv), t, spins)
+def _run(send, recv, t):
+    return _run_on(object_address(send), object_address(recv), t)
 
 
 def _copy(target, source, nbytes):
@@ -155,7 +155,8 @@ _compiling = Lock()
 
 
 class Functions(NamedTuple):
-    """Compiled functions. Each returns a result of `program_table`, after at most `spins` polls without progress."""
+    """Compiled functions. Each returns a result of `program_table`, after at most `spins` polls without progress, or as
+    many as the table of the program says."""
 
     call: Callable[[Any], Callable[..., int]]
     """``call(calls)(sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call, if `calls` has it:
@@ -163,7 +164,7 @@ class Functions(NamedTuple):
     entry."""
 
     run: Callable[..., int]
-    """``run(sendbuf, recvbuf, table, spins)`` starts a program on these arrays."""
+    """``run(sendbuf, recvbuf, table)`` starts a program on these arrays."""
 
     advance: Callable[..., int]
     """``advance(table, spins)`` goes on with a program, or starts it on the memory that its table names."""
@@ -199,7 +200,7 @@ def functions() -> Functions:
     with _compiling:
         return Functions(
             bindable(_compile(_call)),
-            _entry(_compile(_run), (HANDLE, HANDLE, types.int64, types.int64)),
+            _entry(_compile(_run), (HANDLE, HANDLE, types.int64)),
             _entry(advance, (types.int64, types.int64)),
             _entry(_compile(_copy), (types.int64, types.int64, types.int64)),
             _entry(_compile_released(_advance_patiently), (types.int64, types.int64, types.int64)),

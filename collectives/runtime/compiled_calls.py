@@ -56,10 +56,10 @@ class CompiledCallTable:
         """The program that a call has started, and the result of that (see `program_table`)."""
         return self._methods[name].programs[number // (table.RESULT + 1)], number & table.RESULT
 
-    def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any], spins: int) -> None:
-        """Let calls with these arguments run a program, for at most `spins` polls without progress."""
+    def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any]) -> None:
+        """Let calls with these arguments run a program."""
         if name not in self._methods:
-            self._methods[name] = _Method(spins)
+            self._methods[name] = _Method()
         self._methods[name].add(program, arguments)
         self.run[name] = self._methods[name].run
 
@@ -76,11 +76,10 @@ class CompiledCallTable:
 class _Method:
     """Compiled programs of one method."""
 
-    def __init__(self, spins: int) -> None:
+    def __init__(self) -> None:
         from collectives.runtime import call_kernel  # needs numba, which takes a while to load
 
         self._words = np.zeros(table.ENTRIES + table.ENTRY_WORDS * table.MAX_ENTRIES, np.int64)
-        self._words[table.SPINS] = spins
         self._entries: list[_Entry] = []
         self.programs: list[CompiledProgram] = []
         self.run: Callable[..., int] = call_kernel.functions().call(self._words)

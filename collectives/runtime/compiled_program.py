@@ -26,7 +26,12 @@ YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 
 START_POLLS = 40
-"""Polls of the start of a non-blocking call: some 1 us, less than a pending request costs."""
+"""Polls of the start of a non-blocking call: 1 to 2 us, less than a pending request costs."""
+
+POLLED_BYTES = 1 << 9
+"""Bytes of its longest message per further poll, up to `AWAITED_BYTES`: a peer copies about as many in that time."""
+
+AWAITED_BYTES = 1 << 16
 
 NETWORK_POLLS = 400
 """Most polls of compiled code while it waits for messages between nodes: some 200 us."""
@@ -82,8 +87,8 @@ class CompiledProgram:
         self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
         if layout.messages:
             self.spins = min(self.spins, NETWORK_POLLS)
-        self.start_spins = 0 if self.node.shares_cores else START_POLLS
-        self._table[table.POLLS], self._table[table.PROGRESS] = self.spins, MPI.Get_address(progress_words)
+        self._table[table.POLLS] = self._table[table.CALL_POLLS] = self.spins
+        self._table[table.PROGRESS] = MPI.Get_address(progress_words)
         self._words = self._table.data  # the same memory, which Python reads faster
         self.ended = True
         self.address = MPI.Get_address(self._table)
@@ -106,6 +111,12 @@ class CompiledProgram:
             words[table.MEMORY] = table.IGNORED if address is None else memory
             words[table.OFFSET] = 0 if address is None else address - MPI.Get_address(array)
 
+    def shorten_calls(self) -> None:
+        """Let calls of the program, a non-blocking one, wait for a moment at most."""
+        longest = max((operation.nbytes for operation in self._operations), default=0)
+        polls = START_POLLS + min(longest, AWAITED_BYTES) // POLLED_BYTES
+        self._table[table.CALL_POLLS] = 0 if self.node.shares_cores else polls
+
     @property
     def position(self) -> int:
         """Number of the current round."""
@@ -113,7 +124,7 @@ class CompiledProgram:
 
     def on_arrays(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
         """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
-        result = self._run(sendbuf, recvbuf, self.address, self.spins)
+        result = self._run(sendbuf, recvbuf, self.address)
         if result == table.REFUSED:
             return False
         if result != table.DONE:
@@ -129,11 +140,11 @@ class CompiledProgram:
             self.finish()
 
     def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
-        """Start the program on these arrays, waiting for a moment at most; the result is as in `program_table`.
+        """Start the program on these arrays, after `shorten_calls`; the result is as in `program_table`.
 
         It is `REFUSED` if they are not like those of `expect`.
         """
-        return self._run(sendbuf, recvbuf, self.address, self.start_spins)
+        return self._run(sendbuf, recvbuf, self.address)
 
     def manage(self, request: object, active: bool) -> None:
         """Let compiled code start and end the program for its persistent request, which is active now or not."""

@@ -42,7 +42,7 @@ def ended_request() -> Request:
 
     It has no attributes of its own, which would take as long as the call of the MPI.
     """
-    return _new(EndedRequest, _isend(_NO_DATA, PROC_NULL))
+    return _new(EndedRequest, _isend(None, PROC_NULL))
 
 
 class GeneralizedHandle:
@@ -97,8 +97,8 @@ class SelfMessageHandle:
 _unused: list[GeneralizedHandle | SelfMessageHandle] = []
 """Pending handles, not completed, that ended requests no longer need; later requests take them."""
 
-_NO_DATA, PROC_NULL = [None, 0, MPI.BYTE], MPI.PROC_NULL
-_isend, _new, _wait = MPI.COMM_SELF.Isend, MPI.Request.__new__, MPI.Request.Wait
+_isend, PROC_NULL = MPI.COMM_SELF.Isend, MPI.PROC_NULL
+_new, _wait = MPI.Request.__new__, MPI.Request.Wait
 _HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
 
 PendingHandle = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle

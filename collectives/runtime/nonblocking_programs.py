@@ -88,8 +88,9 @@ class NonblockingPrograms:
         self._cache.count_repeat()
         compiled = self._cache.compile(program, key, call)
         if compiled is not None:
+            compiled.shorten_calls()
             self.known[channel][key.arguments] = compiled
-            self.calls[channel].add(key.arguments[0], compiled, key.given, compiled.start_spins)
+            self.calls[channel].add(key.arguments[0], compiled, key.given)
         elif self._cache.calls_are_frequent and program.needs_no_mpi and not program.deferred:
             self.known[channel][key.addresses] = program
 

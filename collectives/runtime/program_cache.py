@@ -201,7 +201,7 @@ class ProgramCache:
         compiled = self.compile(program, key, call, blocking=True)
         if compiled is not None:
             self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
-            self.compiled_calls.add(name, compiled, key.given, compiled.spins)
+            self.compiled_calls.add(name, compiled, key.given)
         elif isinstance(entry, EagerBuffers) and key.plain and (run := entry.on_arrays(s, r)) is not None:
             self.calls[key.arguments] = CachedCall(self._counting(run), bound)
         elif program.on_arrays is not None and key.plain and s is not r:

@@ -29,11 +29,11 @@ RECV_ARRAY = SEND_ARRAY + ARRAY_WORDS
 """The two arrays that a call passes, each in `ARRAY_WORDS` words: 1 if it is written, the memory that it is, the offset
 of that in the array, and its bytes that may not overlap those of the other array."""
 
-SHARED_CORES, DEFERRED, POLLS = range(RECV_ARRAY + ARRAY_WORDS, RECV_ARRAY + ARRAY_WORDS + 3)
+SHARED_CORES, DEFERRED, POLLS, CALL_POLLS = range(RECV_ARRAY + ARRAY_WORDS, RECV_ARRAY + ARRAY_WORDS + 4)
 """1 if the core is yielded between polls; 1 if a call only stores the addresses of its arrays; and the polls without
-progress after which a wait returns."""
+progress after which a wait, and a call, returns."""
 
-STARTABLE, REQUEST, PROGRESS = range(POLLS + 1, POLLS + 4)
+STARTABLE, REQUEST, PROGRESS = range(CALL_POLLS + 1, CALL_POLLS + 4)
 HEADER_WORDS = PROGRESS + 1
 """1 if compiled code may start the program for its persistent request; the active request that compiled code advances
 and ends, as the address of the object, or 0; and the address of the words of the process. Then the length of the
@@ -83,10 +83,9 @@ RESULT = 7
 
 # ------------------------------------------------------------------------------------------ calls
 
-SPINS, ENTRY_COUNT, ARRAYS = range(3)
+ENTRY_COUNT, ARRAYS = range(2)
 ENTRIES = ARRAYS + 2
-"""Words of the calls of a method: polls before a call returns; the number of entries; the two array objects of a call,
-and the entries."""
+"""Words of the calls of a method: the number of entries, the two array objects of a call, and the entries."""
 
 TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
 """Words of an entry: addresses of the program's table, and of its first check; the number of checks; an array object
