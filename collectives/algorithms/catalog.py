@@ -30,7 +30,7 @@ from collectives.algorithms import (
 )
 from collectives.analysis.rank_symmetry import SYMMETRIES, RankSymmetry
 from collectives.schedule.semantics import MEANINGS
-from collectives.schedule.steps import Rounds, Schedule, freeze
+from collectives.schedule.steps import Rounds, Schedule
 from collectives.schedule.topology import HashedTuple, Nodes, contiguous, regular
 from collectives.schedule.transforms import segmented
 
@@ -415,7 +415,7 @@ def build(
 def _built(
     collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
 ) -> Schedule:
-    return freeze(_rounds(collective, entry, rank, size, root, segments, nodes))
+    return tuple(map(tuple, _rounds(collective, entry, rank, size, root, segments, nodes)))
 
 
 def _rounds(

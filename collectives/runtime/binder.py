@@ -273,7 +273,9 @@ class _ProgramBinder:
             if isinstance(step, RecvReduce):
                 cuts, slots = self.chunks.segment_counts(step), next(room)
                 if shape.in_place:
-                    actions.extend(self._in_place_reductions(index, step, cuts))
+                    for arrays, onto in self._operands(step, cuts):
+                        message = self.wire.combine(step.peer, arrays, self._combine(step.side))
+                        actions.append(_Action(index, message, [], onto))
                     continue
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
@@ -307,14 +309,14 @@ class _ProgramBinder:
             for index, action in enumerate(actions)
         ]
 
-    def _in_place_reductions(self, number: int, step: RecvReduce, cuts: Sequence[int]) -> Iterator[_Action]:
-        """One action per segment of a message that is reduced directly from the sender's shared memory."""
+    def _operands(
+        self, step: RecvReduce, cuts: Sequence[int]
+    ) -> Iterator[tuple[list[tuple[Any, Any]], list[MemorySpan]]]:
+        """For each segment of a message reduced from the sender's memory: pairs (own operand, result), and results."""
         locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
-        combine = self._combine(step.side)
         for rows in split(aligned(locations, destinations), cuts):
             arrays = [(self._array(location), self._array(destination)) for location, destination in rows]
-            onto = [destination for _, destination in rows]
-            yield _Action(number, self.wire.combine(step.peer, arrays, combine), [], onto)
+            yield arrays, [destination for _, destination in rows]
 
     def _combine(self, side: Side) -> SidedReduction:
         """Reduction of incoming data, the operand on `side`, with own data."""

@@ -87,11 +87,15 @@ class Exchange:
 
     def wait(self) -> None:
         """Run all streams to the end."""
+        spins = self.node.spins
         if self._independent and self._pending is self.streams:  # takes less time, as no position is needed
-            waiting, spins = self._independent, self.node.spins
+            waiting = self._independent
             while waiting := [attempt for attempt in waiting if attempt() is False]:
                 spins -= 1
                 if spins < 0:
                     self.node.yielding(-spins)
         else:
-            self.node.wait_until(self.test)
+            while not self.test():
+                spins -= 1
+                if spins < 0:
+                    self.node.yielding(-spins)

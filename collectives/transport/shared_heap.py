@@ -122,7 +122,7 @@ class SharedHeap:
 
     def is_shared(self, address: int, nbytes: int) -> bool:
         """True if the peers have this memory of this rank mapped."""
-        return self.peer_view(self._place, address, nbytes) is not None
+        return any(segment.view(address, nbytes) is not None for segment in self._mapped[self._place])
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Allocate `nbytes` uninitialised bytes, shared if possible, freed with the last array on them. Collective.

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transport.exchange import Exchange, Stream
-from collectives.transport.mailbox import NodeMemory
 
 
 class Patience:
     """Node whose waits fail after some turns, in place of one that waits without end."""
 
-    spins, wait_until = 0, NodeMemory.wait_until
+    spins = 0
 
     def yielding(self, turn):
         assert turn < 100, "the exchange does not end"
