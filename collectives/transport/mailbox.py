@@ -79,9 +79,10 @@ COPIED_WHOLE = 4
 """All limits, in cells, if copies cannot go past the caches; and the first one if ranks share cores. The others are one
 cell then: the work of all copies counts, and by address there is one."""
 
-ONE_COPY = (1 << 16) - 1
-"""Bytes of the longest messages that go through cells where one copy between the processes takes less time than two
-through a cell (`MessageSpeed.one_copy_pays`). All longer ones then go by address."""
+ONE_COPY, ONE_COPY_REDUCED = 1 << 16, 1 << 20
+"""Bytes of the longest messages that go through a cell, and of those that do in parts as they are reduced, where one
+copy between the processes takes less time than two through a cell (`MessageSpeed.one_copy_pays`). Longer ones go by
+address there."""
 
 FAR_COPIED = 1 << 13
 """Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
@@ -185,6 +186,7 @@ class NodeMemory:
     streamed, streamed_both_ways, streamed_reduced : bytes up to which messages are cut to go through cells, equal on
         all ranks
     far : True if copies into cells take this rank long
+    part : most bytes of a part of such a message, equal on all ranks
     copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
     speed : of messages on the slowest node, equal on all ranks
     on_one_machine : all ranks of all nodes are on this machine
@@ -236,7 +238,8 @@ class NodeMemory:
         self.speed = speed.slowest(everyone)
         far = bool(reduced(self.comm, self.far, MPI.LOR))
         one_copy = self.speed.one_copy_pays and not far
-        self.copied = FAR_COPIED if self.far else ONE_COPY if one_copy else CELL
+        self.part = ONE_COPY if one_copy else CELL
+        self.copied = FAR_COPIED if self.far else self.part
         self.copied_compiled = CELL if self.far and copies_past_caches() else self.copied
         self.streamed, self.streamed_both_ways, self.streamed_reduced = self._streamed_limits(far, one_copy)
 
@@ -245,7 +248,7 @@ class NodeMemory:
         if reduced(self.comm, self.shares_cores, MPI.LOR):
             return self.cells[0] * COPIED_WHOLE, self.cells[0], self.cells[0]
         if one_copy:
-            return 0, 0, 0
+            return 0, 0, ONE_COPY_REDUCED
         if not reduced(self.comm, copies_past_caches(), MPI.LAND):
             return (COPIED_WHOLE * self.cells[0],) * 3
         return STREAMED if far else STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED

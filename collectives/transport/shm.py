@@ -86,8 +86,8 @@ class NodeAwareTransport:
         cell = self.node.cells[self._channel]
         if self._chunks is not None:
             return part_size(nbytes) if nbytes > cell else 0
-        whole = nbytes <= cell or (nbytes > self._streamed and self.node.reads)
-        return 0 if whole else cell
+        part = min(cell, self.node.part)
+        return 0 if nbytes <= part or (nbytes > self._streamed and self.node.reads) else part
 
     def segment_size(self, nbytes: int, usual: int) -> int:
         return self._network.segment_size(nbytes, usual)
