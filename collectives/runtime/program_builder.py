@@ -66,7 +66,8 @@ class ProgramBuilder:
         node, streamed = self._transports.node, 0
         if node is not None and not shared and not (self._async_progress and form != BLOCKING):
             streamed = node.streamed if MEANINGS[call.collective].rooted else node.streamed_both_ways
-            streamed = streamed if call.combine is None else node.streamed_reduced
+            if call.combine is not None and (call.collective != "exscan" or self._size > 2):  # that only copies
+                streamed = node.streamed_reduced
         mark = binding.call_mark(call, choice)
         return self._transports.wire(form, mark, channel, call.unit.itemsize, streamed, device)
 
