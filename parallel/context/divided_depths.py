@@ -19,7 +19,6 @@ from parallel.context.sequence_division import SequenceDivision
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.depths import MixtureOfDepths
-from parallel.nn.expert_choice import best
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -122,7 +121,7 @@ class DividedDepths(MixtureOfDepths):
         if not run.training:
             return self._used(x, run), ()
         gates = self._gates(x)
-        mask = best(gates, self.count(self.division.length))
+        mask = kernels.top_k(gates, self.count(self.division.length))
         positions = kernels.array_namespace(x).asarray(self.division.positions(self.axis.rank))
         self._note(x, mask[:, positions], run)
         return self._applied(x, gates, mask, self.block, run)

@@ -16,7 +16,6 @@ import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
-from parallel.nn.expert_choice import best
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -82,7 +81,7 @@ class MixtureOfDepths(Operator):
         if not run.training:
             return self._used(x, run), ()
         gates = kernels.widen(x) @ kernels.widen(self.weight.data)
-        mask = best(gates[..., 0], self.count(x.shape[1]))
+        mask = kernels.top_k(gates[..., 0], self.count(x.shape[1]))
         self._note(x, mask, run)
         xp = kernels.array_namespace(x)
         chosen = xp.flatnonzero(mask).reshape(len(x), self.count(x.shape[1]))

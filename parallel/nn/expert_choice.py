@@ -1,4 +1,4 @@
-"""Choice of experts for tokens, from scores: the best k, in groups, up to a capacity. Reference and only version.
+"""Choice of experts for tokens, from scores: the best k, in groups, up to a capacity.
 
 Arrays have shape (sequences, tokens, experts). Equal scores are resolved by the lower index, so that a choice depends
 only on the values in its own sequence.
@@ -6,15 +6,9 @@ only on the values in its own sequence.
 
 import math
 
+from parallel.nn import kernels
 from parallel.nn.kernels import array_namespace
 from quant.types import Array
-
-
-def best(scores: Array, count: int) -> Array:
-    """Mask of the `count` largest scores along the last axis; among equal ones, of the first."""
-    xp = array_namespace(scores)
-    order = xp.argsort(-scores, axis=-1, kind="stable")
-    return xp.argsort(order, axis=-1) < count  # ranks
 
 
 def best_in_groups(scores: Array, count: int, groups: int, chosen_groups: int) -> Array:
@@ -24,12 +18,12 @@ def best_in_groups(scores: Array, count: int, groups: int, chosen_groups: int) -
     chosen_groups`` largest (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
     """
     if groups == chosen_groups:
-        return best(scores, count)
+        return kernels.top_k(scores, count)
     xp = array_namespace(scores)
     grouped = scores.reshape(*scores.shape[:-1], groups, scores.shape[-1] // groups)
-    sums = xp.where(best(grouped, count // chosen_groups), grouped, 0).sum(axis=-1)
-    allowed = xp.repeat(best(sums, chosen_groups), grouped.shape[-1], axis=-1)
-    return best(xp.where(allowed, scores, -math.inf), count)
+    sums = xp.where(kernels.top_k(grouped, count // chosen_groups), grouped, 0).sum(axis=-1)
+    allowed = xp.repeat(kernels.top_k(sums, chosen_groups), grouped.shape[-1], axis=-1)
+    return kernels.top_k(xp.where(allowed, scores, -math.inf), count)
 
 
 def capacity_of(factor: float, tokens: int, choices: int, experts: int) -> int:
@@ -50,4 +44,4 @@ def within_capacity(chosen: Array, scores: Array, capacity: int, priority: str) 
     if priority == "position":
         return chosen & (chosen.cumsum(axis=1) <= capacity)
     wanted = array_namespace(scores).where(chosen, scores, -math.inf)
-    return chosen & best(wanted.swapaxes(1, 2), capacity).swapaxes(1, 2)
+    return chosen & kernels.top_k(wanted.swapaxes(1, 2), capacity).swapaxes(1, 2)

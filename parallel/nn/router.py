@@ -277,7 +277,7 @@ class Router(Operator):
         if s.balance_loss:
             dscores = dscores + values.scale * self._balance_gradient(values)
         if s.scores == "softmax":
-            dlogits = scores * (dscores - (dscores * scores).sum(axis=-1, keepdims=True))
+            dlogits = kernels.softmax_backward(dscores, scores, 1.0)
         else:
             dlogits = dscores * scores * (1 - scores)
         if s.z_loss:

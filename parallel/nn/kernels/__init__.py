@@ -23,7 +23,8 @@ TWINS = (
     *("biased_relu", "biased_gelu", "biased_gelu_tanh", "biased_silu", "masked", "keep", "add", "affine", "sum_rows"),
     *("layer_norm", "layer_norm_backward", "causal_softmax", "softmax_backward"),
     *("visible_softmax", "visible_probabilities", "attention_gradient", "merge_attention"),
-    *("softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient", "add_rows", "weighted_rows"),
+    *("softmax", "top_k", "softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient"),
+    *("add_rows", "weighted_rows"),
 )
 """Kernels that exist compiled or for a device too; the others are those of the reference."""
 

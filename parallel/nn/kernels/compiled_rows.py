@@ -8,7 +8,7 @@ import numpy as np
 
 from parallel.nn.kernels import reference_kernels
 from parallel.nn.kernels.compiled_elementwise import loop
-from parallel.nn.kernels.scalar import ZERO
+from parallel.nn.kernels.scalar import ZERO, exp_down
 
 
 @loop
@@ -54,6 +54,61 @@ def weighted_rows(upper, tokens, weights, results, out):
     products = np.empty(len(results), np.float32)
     _weighted_rows(upper, tokens, weights.reshape(-1), results, out, products)
     return products
+
+
+SHORT = 64
+"""Longest row in which `top_k` compares all pairs."""
+
+
+@loop
+def _softmax(x, y):
+    for i in range(x.shape[0]):
+        row, into = x[i], y[i]
+        top = row[0]
+        for j in range(1, row.size):
+            top = row[j] if row[j] > top else top
+        for j in range(row.size):
+            into[j] = row[j] - top
+    whole = y.reshape(-1)  # short rows would leave most of a vector empty
+    for j in range(whole.size):
+        whole[j] = exp_down(whole[j])
+    for i in range(x.shape[0]):
+        into, total = y[i], ZERO
+        for j in range(into.size):
+            total += into[j]
+        for j in range(into.size):
+            into[j] /= total
+
+
+@wraps(reference_kernels.softmax)
+def softmax(x):
+    if x.dtype != np.float32 or not x.size:
+        return reference_kernels.softmax(x)
+    y = np.empty_like(x)
+    _softmax(x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1]))
+    return y
+
+
+@loop
+def _top_k(scores, count, mask):
+    for i in range(scores.shape[0]):
+        row = scores[i]
+        for j in range(row.size):
+            score, before = row[j], 0
+            for k in range(row.size):
+                earlier = k < j
+                before += row[k] > score or (earlier and row[k] == score)
+                before += score != score and (earlier or row[k] == row[k])  # NaN
+            mask[i, j] = before < count
+
+
+@wraps(reference_kernels.top_k)
+def top_k(scores, count):
+    if scores.dtype != np.float32 or not 0 < scores.shape[-1] <= SHORT:
+        return reference_kernels.top_k(scores, count)
+    mask = np.empty(scores.shape, bool)
+    _top_k(scores.reshape(-1, scores.shape[-1]), count, mask.reshape(-1, scores.shape[-1]))
+    return mask
 
 
 def _fits(x, y):

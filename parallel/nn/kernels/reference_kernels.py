@@ -194,6 +194,13 @@ def softmax(x: Array) -> Array:
     return y
 
 
+def top_k(scores: Array, count: int) -> Array:
+    """Mask of the `count` largest scores along the last axis; among equal ones, of the first. NaN comes last."""
+    xp = array_namespace(scores)
+    order = xp.argsort(-scores, axis=-1, kind="stable")
+    return xp.argsort(order, axis=-1) < count  # ranks
+
+
 def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
     """Cross entropy: (sum over rows of -log softmax(scores)[target], log_sum); rows with negative targets are ignored.
 

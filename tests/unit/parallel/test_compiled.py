@@ -228,6 +228,20 @@ def test_softmax(leading, queries, keys, first):
     )
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 50, 8), (5, 7), (9, 65)])
+def test_scores_of_experts(shape):
+    """Softmax, and the largest in each row: of equal scores the first, NaN last."""
+    scores = numbers(*shape, scale=8)
+    close(kernels.softmax(scores), reference_kernels.softmax(scores), atol=1e-7)
+    rounded = scores.round()
+    rounded[np.random.default_rng(0).random(shape) < 0.2] = np.nan
+    rounded[np.random.default_rng(1).random(shape) < 0.2] = -np.inf
+    for count in (1, 2, shape[-1]):
+        for some in (scores, rounded):
+            found, expected = kernels.top_k(some, count), reference_kernels.top_k(some, count)
+            assert found.dtype == bool and found.tolist() == expected.tolist()
+
+
 def test_softmax_of_extremes():
     scores = np.zeros((6, 4), F)
     scores[0, 0] = np.nan
@@ -236,6 +250,7 @@ def test_softmax_of_extremes():
     scores[3, :3] = -np.inf, 0, 1
     scores[4] = -np.inf
     scores[5] = 3e38, -3e38, 1e38, 0
+    close(compiled_kernels.softmax(scores), reference_kernels.softmax(scores))
     stacked = scores[:, None, :].repeat(1, axis=1)
     close(
         compiled_kernels.causal_softmax(stacked.copy(), 1.0, 3),

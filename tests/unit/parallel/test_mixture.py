@@ -8,8 +8,8 @@ import pytest
 from support.mixture_cases import EXPERTS, WIDTH, mixture, token_loop
 from support.operator_cases import play
 
-from parallel.nn import gradcheck
-from parallel.nn.expert_choice import best, best_in_groups, capacity_of, within_capacity
+from parallel.nn import gradcheck, kernels
+from parallel.nn.expert_choice import best_in_groups, capacity_of, within_capacity
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import PassMode
 from parallel.nn.router import Router, RouterSettings
@@ -63,7 +63,7 @@ def test_gradients_of_routers(settings, shape):
 
 def test_equal_scores_take_the_first():
     scores = np.array([[1.0, 3.0, 3.0, 3.0]])
-    np.testing.assert_array_equal(best(scores, 2), [[False, True, True, False]])
+    np.testing.assert_array_equal(kernels.top_k(scores, 2), [[False, True, True, False]])
 
 
 def test_groups_by_their_best_sums():
