@@ -70,7 +70,9 @@ def quantize(
         if scales is not None:
             raise ValueError("kmeans fits its own levels and takes no scales")
         codebook.fit_into(rows, out)
-    elif scales is not None or not _fused(rows, out):
+    elif scales is not None or not quantize_in_one_pass(
+        rows, spec, out.layout.blocks.size, out.part("scale0"), out.part("codes")
+    ):
         _quantize_groups(x, rows, out, scales, zeros, nonfinite, key)
     return out
 
@@ -142,17 +144,16 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _fused(rows: Array, out: QuantizedArray) -> bool:
-    """Quantise `rows` into `out` by a fused kernel; False if there is none for the case, or a scale is not finite."""
-    spec, form = out.spec, out.spec.scales.format
+def quantize_in_one_pass(rows: Array, spec: QuantSpec, size: int, scales: Array, codes: Array) -> bool:
+    """Quantise rows by a fused kernel, in groups of `size`; False if there is none, or a scale is not finite."""
+    form = spec.scales.format
     usual = spec.linear and spec.symmetric and spec.signed and not spec.scales.parent
     if not usual or form not in ("fp32", "fp16", "bf16") or spec.rounding == "stochastic":
         return False
-    scales = out.part("scale0")
     if isinstance(scales, np.ndarray) and not scales.flags.aligned:
         return False
     rule = ScaleRule(scaling.steps(spec), form, spec.divisor == "inverse", spec.q_range == "peak")
-    return kernels.quantize_linear(rows, out.layout.blocks.size, rule, LinearCode.of(spec), scales, out.part("codes"))
+    return kernels.quantize_linear(rows, size, rule, LinearCode.of(spec), scales, codes)
 
 
 def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:

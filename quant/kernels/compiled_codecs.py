@@ -325,12 +325,15 @@ def _fused_quantizer(form, nibbles, rounding, inverse, peak):
 def quantize_linear(rows, size, rule, code, scales, out):
     nibbles = _packs_nibbles(code.bits, size, rows)
     codes = out if nibbles or code.bits == 8 else np.empty(rows.size, np.uint8)
-    cut, items = _cut(rows, size, scales.view(np.int32 if rule.form == "fp32" else np.uint16))
+    cut, items = rows, scales.view(np.int32 if rule.form == "fp32" else np.uint16)
+    if out.ndim == 1:
+        cut, items = _cut(rows, size, items)
+        codes = codes.reshape(len(cut), -1)
     quantizer = _fused_quantizer(rule.form, nibbles, ROUNDINGS.index(code.rounding), rule.inverse, rule.peak)
-    if not quantizer(cut, size, F(rule.steps), _limits(code), items, codes.reshape(len(cut), -1)):
+    if not quantizer(cut, size, F(rule.steps), _limits(code), items, codes):
         return False
-    if codes is not out:
-        pack(codes, code.bits, out)
+    if code.bits < 8 and not nibbles:
+        pack(codes.reshape(-1), code.bits, out)
     return True
 
 
@@ -397,7 +400,9 @@ def _nibbles_decoder(shifted, add, clamp):
 @kernel
 def decode_linear(packed, size, scales, zeros, code, out, add):
     shifted, nibbles, codes = zeros is not None, _packs_nibbles(code.bits, size, out), packed
-    target, scales, zeros = _cut(out, size, scales, zeros if shifted else scales)
+    target, zeros = out, zeros if shifted else scales
+    if packed.ndim == 1:
+        target, scales, zeros = _cut(out, size, scales, zeros)
     clamp = _overflow_check(shifted)(scales, zeros, F(256))
     if nibbles:
         decode = _nibbles_decoder(shifted, bool(add), clamp)

@@ -331,7 +331,8 @@ def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, s
     """Write scales and codes in one pass, return True; False without such a kernel, or if a stored scale is not finite.
 
     The reference has none: the result is that of `absmax`, `quant.scaling.scales` and `encode_linear`. Elements need
-    not be finite; rounding is not stochastic. `scales` has shape (rows * groups,): float32, or uint16 for halves.
+    not be finite; rounding is not stochastic. `scales` has shape (rows * groups,): float32, or uint16 for halves. Codes
+    of 8 bits and their scales may be matrices with gaps between rows.
     """
     return False
 
@@ -340,7 +341,10 @@ def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, s
 def decode_linear(
     packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
 ) -> None:
-    """Decode packed linear codes q to `out`, a matrix of rows: S (q - Z), or with `add` added to `out`."""
+    """Decode packed linear codes q to `out`, a matrix of rows: S (q - Z), or with `add` added to `out`.
+
+    Codes of 8 bits may be a matrix with gaps between rows.
+    """
     bits, bias = code.bits, code.bias
     xp = array_namespace(packed)
     target, tiles = _cut(out, size)

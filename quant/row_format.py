@@ -1,0 +1,94 @@
+"""Rows that are quantised each by itself, as rows of bytes, which can be taken, joined and sent like others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quant import kernels
+from quant.formats import values
+from quant.kernels import LinearCode, array_namespace
+from quant.quantize import quantize, quantize_in_one_pass
+from quant.spec.granularity import PerGroup
+from quant.spec.quant_spec import QuantSpec
+from quant.types import Array
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Format of rows of `width` float32 numbers: scales of the groups, a byte for each number, and zeros.
+
+    The zeros fill up a multiple of four bytes.
+
+    Parameters
+    ----------
+    spec : QuantSpec
+        Symmetric, of 8 bits, with a float32 scale per group; others raise ValueError.
+    width : int
+
+    Examples
+    --------
+    >>> from quant import grouped
+    >>> rows = RowFormat(grouped(8, 128, "fp32"), 130)
+    >>> rows.nbytes
+    140
+    >>> wire = np.empty((2, rows.nbytes), np.uint8)
+    >>> rows.encode(np.ones((2, 130), np.float32), wire)
+    >>> rows.decode(wire, np.empty((2, 130), np.float32)).sum()
+    np.float32(260.0)
+    """
+
+    spec: QuantSpec
+    width: int
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        if not isinstance(spec.granularity, PerGroup) or (spec.bits, spec.symmetric, spec.scale) != (8, True, "fp32"):
+            raise ValueError(f"spec: expected symmetric codes of 8 bits with float32 scales of groups, found {spec}")
+
+    @cached_property
+    def group(self) -> int:
+        """Elements that share a scale."""
+        assert isinstance(self.spec.granularity, PerGroup)
+        return self.spec.granularity.size
+
+    @cached_property
+    def start(self) -> int:
+        """Bytes of a row's scales, which its codes follow."""
+        return 4 * -(-self.width // self.group)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return self.start + 4 * -(-self.width // 4)
+
+    def scales(self, wire: Array) -> Array:
+        """Scales of encoded rows: view of float32, shape (rows, groups)."""
+        return wire[:, : self.start].view(np.float32)
+
+    def codes(self, wire: Array) -> Array:
+        """Codes of encoded rows: view of uint8, shape (rows, width)."""
+        return wire[:, self.start : self.start + self.width]
+
+    def encode(self, x: Array, wire: Array) -> None:
+        """Encode rows of float32, shape (rows, width), as bytes, shape (rows, nbytes), C-contiguous both.
+
+        Groups with NaN or infinity become NaN.
+        """
+        scales, codes = self.scales(wire), self.codes(wire)
+        if not quantize_in_one_pass(x, self.spec, self.group, scales, codes):
+            found = quantize(x, self.spec, nonfinite="poison")
+            scales[...] = found.part("scale0").reshape(scales.shape)
+            codes[...] = found.part("codes").reshape(codes.shape)
+        wire[:, self.start + self.width :] = 0
+
+    def decode(self, wire: Array, out: Array) -> Array:
+        """Decode rows of bytes into `out`, float32, shape (rows, width), C-contiguous, and return it."""
+        about = self.codes(wire), self.group, self.scales(wire)
+        if self.spec.linear:
+            kernels.decode_linear(*about, None, LinearCode.of(self.spec), out, False)
+        else:
+            kernels.decode_table(*about, array_namespace(wire).asarray(values(self.spec.code)), out, False)
+        return out

@@ -1,0 +1,56 @@
+"""Rows that are quantised each by itself: as by `quantize`, with and without compiled kernels."""
+
+import numpy as np
+import pytest
+
+from quant import RowFormat, grouped, kernels, parse, quantize
+
+SPECS = {"int8": grouped(8, 128, "fp32"), "fp8": grouped(8, 128, "fp32", code="e4m3")}
+
+
+def encoded(rows, x):
+    wire = np.full((len(x), rows.nbytes), 255, np.uint8)
+    rows.encode(x, wire)
+    return wire
+
+
+@pytest.mark.parametrize("forms", [(), ("compiled",)])
+@pytest.mark.parametrize("count, width", [(0, 5), (1, 1), (3, 128), (7, 130), (20, 1024)])
+@pytest.mark.parametrize("code", SPECS)
+def test_rows_are_those_of_quantize(code, count, width, forms):
+    x = np.random.default_rng(0).standard_normal((count, width), dtype=np.float32)
+    rows = RowFormat(SPECS[code], width)
+    with kernels.forms(*forms):
+        wire = encoded(rows, x)
+        found = rows.decode(wire, np.full_like(x, np.nan))
+        expected = quantize(x, SPECS[code])
+    assert rows.nbytes == 4 * -(-width // 128) + 4 * -(-width // 4)
+    np.testing.assert_array_equal(found, expected.dequantize())
+    np.testing.assert_array_equal(rows.scales(wire), expected.scales())
+    np.testing.assert_array_equal(rows.codes(wire).reshape(-1), expected.part("codes"))
+    assert not wire[:, rows.start + width :].any()
+
+
+@pytest.mark.parametrize("code", SPECS)
+def test_a_row_does_not_depend_on_others(code):
+    """Rows in another order, some of them twice, are the encoded rows in that order."""
+    x, places = np.random.default_rng(1).standard_normal((9, 300), dtype=np.float32), [8, 0, 3, 3, 7]
+    rows = RowFormat(SPECS[code], 300)
+    np.testing.assert_array_equal(encoded(rows, x)[places], encoded(rows, x[places]))
+
+
+@pytest.mark.parametrize("code", SPECS)
+def test_groups_with_a_number_that_is_not_finite_become_nan(code):
+    x = np.ones((2, 256), np.float32)
+    x[0, 5], x[1, 255] = np.inf, np.nan
+    rows = RowFormat(SPECS[code], 256)
+    found = rows.decode(encoded(rows, x), np.empty_like(x))
+    assert np.isnan(found[0, :128]).all() and np.isnan(found[1, 128:]).all()
+    np.testing.assert_allclose([found[0, 128:], found[1, :128]], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("spec", ["int4", "int8"])
+def test_other_specs_are_refused(spec):
+    spec = grouped(4, 128, "fp32") if spec == "int4" else parse("int8")
+    with pytest.raises(ValueError, match="spec: expected symmetric codes of 8 bits with float32 scales of groups"):
+        RowFormat(spec, 10)
