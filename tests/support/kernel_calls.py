@@ -77,6 +77,7 @@ def call_operators():
     nn.add_rows(numbers(8, 16), targets, x)
     nn.add_rows(numbers(8, 16), targets, x, numbers(4, 1))
     nn.weighted_rows(numbers(8, 16), targets, numbers(4, 1), x, numbers(4, 16))
+    nn.row_products(numbers(8, 16), targets, x)
 
 
 def call_updates():

@@ -24,7 +24,7 @@ TWINS = (
     *("layer_norm", "layer_norm_backward", "causal_softmax", "softmax_backward"),
     *("visible_softmax", "visible_probabilities", "attention_gradient", "merge_attention"),
     *("softmax", "top_k", "softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient"),
-    *("add_rows", "weighted_rows"),
+    *("add_rows", "weighted_rows", "row_products"),
 )
 """Kernels that exist compiled or for a device too; the others are those of the reference."""
 

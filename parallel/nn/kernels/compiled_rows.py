@@ -111,5 +111,23 @@ def top_k(scores, count):
     return mask
 
 
+@loop
+def _row_products(x, places, rows, products):
+    for i in range(places.size):
+        source, row, total = x[places[i]], rows[i], ZERO
+        for j in range(row.size):
+            total += source[j] * row[j]
+        products[i] = total
+
+
+@wraps(reference_kernels.row_products)
+def row_products(x, places, rows):
+    if not _fits(x, rows):
+        return reference_kernels.row_products(x, places, rows)
+    products = np.empty(len(rows), np.float32)
+    _row_products(x, places, rows, products)
+    return products
+
+
 def _fits(x, y):
     return x.dtype == y.dtype == np.float32 and x.ndim == y.ndim == 2

@@ -282,6 +282,20 @@ def add_rows(y: Array, tokens: Array, rows: Array, weights: Array | None = None)
     y[tokens] += rows if weights is None else weights * rows
 
 
+def take_rows(x: Array, places: Array, out: Array) -> None:
+    """Copy the rows of x at these places to `out`."""
+    if isinstance(x, np.ndarray):
+        np.take(x, places, axis=0, out=out, mode="clip")  # other modes copy twice
+    else:
+        x.take(places, axis=0, out=out)
+
+
+def row_products(x: Array, places: Array, rows: Array) -> Array:
+    """Sums (n,) of the rows of x at `places` (n,) times `rows` (n, width), of the dtype of x."""
+    found: Array = (x[places] * rows).sum(axis=-1)
+    return found
+
+
 def weighted_rows(upper: Array, tokens: Array, weights: Array, results: Array, out: Array) -> Array:
     """Write rows `tokens` (n,) of `upper`, times weights (n, 1), to `out`; return the sums of rows times results: (n,).
 

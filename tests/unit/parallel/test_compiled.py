@@ -351,6 +351,9 @@ def test_rows_of_tokens(assigned, width):
     assert found.shape == expected.shape and found.dtype == expected.dtype
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-4)
     np.testing.assert_allclose(one, other, rtol=1e-6)
+    products = compiled_kernels.row_products(upper, tokens, rows)
+    assert products.shape == found.shape and products.dtype == found.dtype
+    np.testing.assert_allclose(products, expected, rtol=1e-6, atol=1e-4)
 
 
 def test_a_token_out_of_the_table_is_refused():
