@@ -122,10 +122,8 @@ def main(argv: list[str] | None = None) -> int:
         text = f"{name:20}{ms['median']:9.2f}  {ms['q1']:7.2f} - {ms['q3']:7.2f}{ms['median'] / first / 1e3:8.2f}"
         text += f"{copies:8.2f}{1e-6 * sent[name]:9.1f}"
         if dispatch.code:
-            codec = RowCodec(dispatch.code)
-            codec.encode(x, wire := np.empty(codec.nbytes(x.size), np.uint8))
-            codec.decode(wire, lost := np.empty_like(x))
-            lost -= x
+            codec = RowCodec(dispatch.code, options.width, x.dtype)
+            lost = codec.decode(codec.encode(x)) - x
             text += f"{predicted_error(dispatch.code):17.4f}{np.sqrt((lost**2).mean() / (x**2).mean()):8.4f}"
         say(text)
     return 0

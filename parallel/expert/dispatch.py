@@ -10,7 +10,7 @@ import numpy as np
 
 from parallel.expert.direct_route import DirectRoute
 from parallel.expert.piecewise_route import PiecewiseRoute
-from parallel.expert.row_codec import SPECS, RowCodec
+from parallel.expert.row_codec import SPECS
 from parallel.nn.expert_group import Assignments
 from quant.types import Array
 
@@ -72,10 +72,9 @@ class Dispatch:
 
         If all ranks of the axis share a node, the hierarchical route is the direct one, and encodes nothing.
         """
-        codec = RowCodec(self.code) if self.code else None
         if self.route == "direct" or axis.size == 1:
-            return DirectRoute(axis, owners, chosen, codec)
+            return DirectRoute(axis, owners, chosen, (self.code, self.code))
         nodes = axis.comm.nodes
         if nodes is None:
             return DirectRoute(axis, owners, chosen)
-        return PiecewiseRoute(axis, owners, chosen, codec, nodes, local)
+        return PiecewiseRoute(axis, owners, chosen, self.code, nodes, local)

@@ -19,7 +19,7 @@ import numpy as np
 
 from parallel.expert.direct_route import DirectRoute
 from parallel.expert.row_codec import RowCodec
-from parallel.expert.row_exchange import RowExchange, RowPart, RowsByRank, segments
+from parallel.expert.row_exchange import Notes, RowExchange, RowsByRank, segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
 from parallel.runtime.vector_memory import to_host
@@ -70,8 +70,10 @@ class TokensByNode(NamedTuple):
         tokens = to_host(chosen.tokens)
         where = nodes[chosen.experts]
         by_node = [np.flatnonzero(where == node) for node in range(len(relay))]
-        unique = [np.unique(tokens[one]) for one in by_node]
-        copies = [np.searchsorted(some, tokens[one]) for some, one in zip(unique, by_node)]
+        wanted = np.zeros((len(relay), tokens.max(initial=-1) + 1), bool)
+        wanted[where, tokens] = True
+        unique = [np.flatnonzero(some) for some in wanted]
+        copies = [(np.cumsum(some) - 1)[tokens[one]] for some, one in zip(wanted, by_node)]
         ascending = np.argsort(relay)
         return cls(
             np.concatenate([unique[node] for node in ascending]),
@@ -97,8 +99,8 @@ class HierarchicalRoute:
         Of the same assignments.
     every : array of int64, of shape (ranks, nodes + experts)
         `TokensByNode.numbers` of every rank.
-    codec : RowCodec, optional
-        Encodes rows on their way between nodes.
+    code : str
+        Format, as of `RowCodec`, of tokens and their gradients until they reach a rank, and of sums between nodes.
     nodes : sequence of int
         Node of every rank of the axis, numbered from 0.
     local : MeshAxis, optional
@@ -113,11 +115,11 @@ class HierarchicalRoute:
         chosen: Assignments,
         plan: TokensByNode,
         every: np.ndarray,
-        codec: RowCodec | None,
+        code: str,
         nodes: Sequence[int],
         local: Any = None,
     ):
-        self._axis, self._codec, self._chosen, self._plan = axis, codec, chosen, plan
+        self._axis, self._code, self._chosen, self._plan = axis, code, chosen, plan
         self._relays = relays(nodes)
         home, of_expert = nodes[axis.rank], np.repeat(nodes, owners)
         self._xp = kernels.array_namespace(chosen.weights)
@@ -128,7 +130,6 @@ class HierarchicalRoute:
         self._assigned = self._by_rank(self._plan.assigned), self._from(sources, counts[:, here].sum(axis=1))
         experts = np.concatenate([np.repeat(np.flatnonzero(here), counts[rank, here]) for rank in sources])
         self._sorted = np.argsort(experts, kind="stable")  # assignments that arrive, by expert
-        self._starts = np.repeat(np.cumsum(self._copies[1]) - self._copies[1], self._assigned[1])
         at_relays = np.zeros_like(counts)
         np.add.at(at_relays, (self._relays[:, home][:, None], np.flatnonzero(here)), counts[:, here])
         self._local, self._owners, self._at_relays = axis, owners, at_relays
@@ -158,32 +159,47 @@ class HierarchicalRoute:
         """Rows from each rank for each expert of this rank: numbers from relays. Only after `receive`."""
         return self._inner.received
 
-    def _to_relays(self, rows: Array, *assigned: Array) -> None:
-        """Start to send rows (tokens, width), once to each node, and arrays of the assignments, ordered by node."""
-        (sends, receives), rank = self._copies, self._axis.rank
-        copies = RowsByRank.taken(rows, self._xp.asarray(self._plan.tokens), sends, rank)
-        others = [RowsByRank.divided(one, self._assigned[0], rank) for one in assigned]
-        parts = [RowPart(copies, receives, self._codec), *(RowPart(one, self._assigned[1]) for one in others)]
-        self._exchange = RowExchange(self._axis, parts, whole=True)
+    def _set_format(self, width: int, dtype: np.dtype) -> None:
+        """Set the format of rows, and the rows behind those of each rank that positions and weights take."""
+        self._codec, note = RowCodec(self._code, width, dtype), 4 + self._chosen.weights.itemsize
+        self._margins = [[-(-count * note // self._codec.nbytes) for count in some] for some in self._assigned]
+
+    def _arrays(self, like: Array, incoming: bool) -> RowsByRank:
+        """New array for rows from sources or relays (`incoming`), or for them, of the width and dtype of `like`."""
+        counts, margins = self._copies[incoming], self._margins[incoming]
+        rows = self._xp.empty((sum(counts) + sum(margins), *like.shape[1:]), like.dtype)
+        return RowsByRank.divided(rows, counts, self._axis.rank, margins)
+
+    def _to_relays(self, rows: Array, notes: Notes | None = None) -> None:
+        """Start to send rows (tokens, ...), once to each node, and arrays of the assignments, ordered by node."""
+        arrived = self._arrays(rows, True)
+        copies = self._arrays(rows, False)._replace(own=arrived.own)
+        for tokens, into in zip(segments(self._xp.asarray(self._plan.tokens), copies.counts), copies.parts):
+            kernels.take_rows(rows, tokens, into)
+        self._exchange = RowExchange(self._axis, copies, arrived, notes)
 
     def send(self, tokens: Array) -> None:
         """Start to send tokens (tokens, width) to their relays, with their assignments there."""
+        self._set_format(tokens.shape[1], tokens.dtype)
         copies = self._xp.asarray(self._plan.copies.astype(np.int32))
-        self._to_relays(tokens, copies, self._chosen.weights[self._xp.asarray(self._plan.order)])
+        weights = self._chosen.weights[self._xp.asarray(self._plan.order)]
+        self._to_relays(self._codec.encode(tokens), Notes([copies, weights], *self._assigned))
 
     def receive(self) -> Generator[None, None, RowsByRank]:
         """Rows that were sent to this rank's experts, by `send` or `send_gradients`: of a relay, by expert."""
-        rows, *assigned = (part.joined() for part in self._exchange.finish())
-        if assigned:
-            copies, weights = assigned
-            order = self._xp.asarray(self._sorted)
-            tokens = (self._xp.asarray(self._starts) + copies)[order]
+        arrived = self._exchange.finish()
+        rows, notes, codec = arrived.others, self._exchange.notes(), self._codec
+        if notes:
+            copies, weights = notes
+            order, starts = self._xp.asarray(self._sorted), np.repeat(arrived.starts, self._assigned[1])
             self._number = len(rows)
+            tokens = (self._xp.asarray(starts) + copies)[order]
             relayed = Assignments(tokens, self._at_relays[self._local.rank].tolist(), weights[order])
-            self._inner = DirectRoute(self._local, self._owners, relayed, counts=self._at_relays)
-            self._inner.send(rows)
+            self._inner = DirectRoute(self._local, self._owners, relayed, (self._code, ""), self._at_relays)
+            self._inner.send_encoded(rows, codec.width, codec.dtype)
         else:
-            self._inner.send_gradients(kernels.widen(rows), self._results, rows.dtype)
+            upper = kernels.widen(codec.decode(rows))
+            self._inner.send_gradients(upper, self._results, codec.dtype, rows)
         yield
         return self._inner.receive()
 
@@ -196,26 +212,32 @@ class HierarchicalRoute:
         yield
         sums = self._xp.zeros((self._number, y.shape[1]), y.dtype)
         mine = self._inner.add_results(sums)
-        self._to_sources(kernels.narrow(sums, results.own.dtype))
+        self._to_sources(sums)
         yield
-        self._add(self._exchange.finish()[0], y)
+        self._add(self._exchange.finish(), y)
         return mine
 
-    def _to_sources(self, rows: Array, *others: Array) -> None:
-        (sends, receives), rank = self._copies, self._axis.rank
-        parts = [RowPart(RowsByRank.divided(rows, receives, rank), sends, self._codec)]
-        parts += [RowPart(RowsByRank.divided(one, self._assigned[1], rank), self._assigned[0]) for one in others]
-        self._exchange = RowExchange(self._axis, parts)
+    def _to_sources(self, sums: Array, notes: Notes | None = None) -> None:
+        """Start to send sums to the ranks of their tokens, with arrays of the assignments that this rank relayed."""
+        rank, counts, margins = self._axis.rank, self._copies[1], self._margins[1]
+        rows = RowsByRank.divided(kernels.narrow(sums, self._codec.dtype), counts, rank, margins).encoded(self._codec)
+        arrived = self._arrays(rows.others, False)._replace(own=rows.own)
+        self._exchange = RowExchange(self._axis, rows, arrived, notes)
 
     def _add(self, rows: RowsByRank, y: Array) -> None:
         """Add sums of relays to the rows of their tokens."""
-        for tokens, part in zip(segments(self._xp.asarray(self._plan.tokens), rows.counts), rows.parts):
-            kernels.add_rows(y, tokens, kernels.widen(part))
+        tokens = segments(self._xp.asarray(self._plan.tokens), rows.counts)
+        for rank, (places, part) in enumerate(zip(tokens, rows.parts)):
+            if rank == rows.rank:
+                kernels.add_rows(y, places, kernels.widen(part))
+            else:
+                self._codec.add(y, places, part)
 
     def send_gradients(self, rows: Array, results: Sequence[Array]) -> None:
         """Start to send gradients of y, in the experts' dtype, to the relays; `results` are those of `combine`."""
         self._results = results
-        self._to_relays(rows)
+        self._set_format(rows.shape[1], rows.dtype)
+        self._to_relays(self._codec.encode(rows))
 
     def combine_gradients(self, drows: RowsByRank, dx: Array) -> Generator[None, None, Array]:
         """As `combine`, of gradients; returns those of the assignments' weights."""
@@ -225,10 +247,10 @@ class HierarchicalRoute:
         sorted_weights = self._inner.add_gradients(sums)
         arrived = self._xp.empty_like(sorted_weights)
         arrived[self._xp.asarray(self._sorted)] = sorted_weights
-        self._to_sources(kernels.narrow(sums, drows.own.dtype), arrived)
+        self._to_sources(sums, Notes([arrived], *self._assigned[::-1]))
         yield
-        rows, by_node = self._exchange.finish()
-        self._add(rows, dx)
+        self._add(self._exchange.finish(), dx)
+        (by_node,) = self._exchange.notes()
         dweights = self._xp.empty_like(arrived, shape=len(self._plan.order))
-        dweights[self._xp.asarray(self._plan.order)] = by_node.joined()
+        dweights[self._xp.asarray(self._plan.order)] = by_node
         return dweights

@@ -9,7 +9,6 @@ import numpy as np
 
 from parallel.expert.direct_route import counts_of_all
 from parallel.expert.hierarchical_route import HierarchicalRoute, TokensByNode, relays
-from parallel.expert.row_codec import RowCodec
 from parallel.expert.row_exchange import RowsByRank
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
@@ -20,6 +19,9 @@ Result = TypeVar("Result")
 
 LEAST = 512
 """Assignments of a rank, on average, from which its tokens are divided: below, more messages take longer."""
+
+ENCODED = 16
+"""Factor of `LEAST` for encoded rows, which take less time on the network and no less in more messages."""
 
 
 class RowPieces(NamedTuple):
@@ -66,7 +68,7 @@ class PiecewiseRoute:
         axis: Any,
         owners: Sequence[int],
         chosen: Assignments,
-        codec: RowCodec | None,
+        code: str,
         nodes: Sequence[int],
         local: Any = None,
     ):
@@ -77,11 +79,12 @@ class PiecewiseRoute:
         pieces = [chosen.subset(places) for places in self._places]
         plans = [TokensByNode.of(piece, of_expert, relay) for piece in pieces]
         numbers = np.split(counts_of_all(axis, np.concatenate([plan.numbers for plan in plans]).tolist()), 2, axis=1)
-        if sum(int(some[:, -len(of_expert) :].sum()) for some in numbers) < LEAST * axis.size:
+        least = axis.size * LEAST * (ENCODED if code else 1)
+        if sum(int(some[:, -len(of_expert) :].sum()) for some in numbers) < least:
             self._places, pieces, numbers = [np.arange(len(tokens))], [chosen], [numbers[0] + numbers[1]]
             plans = [TokensByNode.of(chosen, of_expert, relay)]
         self._routes = [
-            HierarchicalRoute(axis, owners, piece, plan, every, codec, nodes, local)
+            HierarchicalRoute(axis, owners, piece, plan, every, code, nodes, local)
             for piece, plan, every in zip(pieces, plans, numbers)
         ]
 

@@ -1,46 +1,105 @@
-"""Codecs of rows on their way between ranks: a few bits per element, with the error that they make predicted."""
+"""Formats of rows on their way between ranks: a few bits per element, with the error that they make predicted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 
-from collectives.compressed.codec import QuantCodec
 from parallel.nn import kernels
+from quant import RowFormat
 from quant.formats import values
 from quant.spec.granularity import PerGroup
 from quant.spec.presets import grouped
 from quant.types import Array
 
-SPECS = {"int8": grouped(8, 128, "fp32"), "fp8": grouped(8, 128, "fp32", code="e4m3")}
-"""Number formats by name: 8 bits, and a scale per 128 elements (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+SPECS = {
+    "int8": grouped(8, 128, "fp32").replace(divisor="inverse"),
+    "fp8": grouped(8, 128, "fp32", code="e4m3").replace(divisor="inverse"),
+}
+"""Number formats by name: 8 bits, and a scale per 128 elements of a row (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
+
+Elements are multiplied by the inverse of the scale, which takes less time than division.
+"""
+
+
+BLOCK = 1 << 19
+"""Elements that are decoded at once before they are added: they fit a core's cache."""
 
 
 class RowCodec:
-    """Encoding of rows by a format of `SPECS`. Rows are encoded as float32; NaN and infinite ones become NaN."""
+    """Format of rows on their way: that of `quant.RowFormat`, or none.
 
-    def __init__(self, name: str):
-        self.name, self._codec = name, QuantCodec(SPECS[name])
+    Rows are encoded as float32.
 
-    def nbytes(self, count: int) -> int:
-        """Bytes of `count` encoded elements."""
-        return self._codec.nbytes(count) if count else 0
+    Parameters
+    ----------
+    name : str
+        Key of `SPECS`; "": rows stay as they are.
+    width : int
+        Elements of a row.
+    dtype : dtype
+        Of rows before and after.
+    """
 
-    def encode(self, rows: Array, wire: Array) -> None:
-        """Encode rows into the bytes `wire`."""
-        if rows.size:
-            self._codec.encode(kernels.widen(rows).reshape(-1).astype(np.float32, copy=False), wire)
+    def __init__(self, name: str, width: int, dtype: np.dtype):
+        self.name, self.width, self.dtype = name, width, dtype
+        self._format = RowFormat(SPECS[name], width) if name else None
 
-    def decode(self, wire: Array, rows: Array) -> None:
-        """Decode the bytes `wire` into the rows, C-contiguous."""
-        if rows.dtype == np.float32 and rows.size:
-            self._codec.decode(wire, rows.reshape(-1))
-        elif rows.size:
-            values = kernels.array_namespace(wire).empty(rows.shape, np.float32)
-            self._codec.decode(wire, values.reshape(-1))
-            kernels.narrow(values, rows.dtype, rows)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row on its way."""
+        return self._format.nbytes if self._format else self.width * self.dtype.itemsize
+
+    def encode(self, rows: Array, out: Array | None = None) -> Array:
+        """Encode rows (n, width); returns bytes (n, nbytes), perhaps `out`, or without a format `rows`."""
+        if self._format is None:
+            return rows
+        xp = kernels.array_namespace(rows)
+        out = xp.empty((len(rows), self.nbytes), np.uint8) if out is None else out
+        self._format.encode(xp.ascontiguousarray(kernels.widen(rows).astype(np.float32, copy=False)), out)
+        return out
+
+    def decode(self, wire: Array) -> Array:
+        """Decode rows of bytes to rows of the dtype; without a format, returns `wire`."""
+        return wire if self._format is None else kernels.narrow(self._decoded(wire), self.dtype)
+
+    def _decoded(self, wire: Array) -> Array:
+        """Rows of float32."""
+        assert self._format is not None
+        out = kernels.array_namespace(wire).empty((len(wire), self.width), np.float32)
+        return self._format.decode(wire, out)
+
+    def scale(self, wire: Array, factors: Array) -> None:
+        """Multiply encoded rows by factors (n, 1), in place, as their scales."""
+        assert self._format is not None
+        scales = self._format.scales(wire)
+        scales *= factors
+
+    def _blocks(self, wire: Array) -> Iterator[tuple[slice, Array]]:
+        """Yield spans of rows, and these as float32 or float64."""
+        if self._format is None:
+            yield slice(None), kernels.widen(wire)
+            return
+        step = max(BLOCK // self.width, 1) if isinstance(wire, np.ndarray) else max(len(wire), 1)
+        for start in range(0, len(wire), step):
+            span = slice(start, start + step)
+            yield span, self._decoded(wire[span])
+
+    def add(self, y: Array, tokens: Array, wire: Array, weights: Array | None = None) -> None:
+        """Add rows as they travelled, perhaps times weights (n, 1), to the rows `tokens` of y, which is wide."""
+        for span, rows in self._blocks(wire):
+            rows = rows.astype(y.dtype, copy=False)
+            kernels.add_rows(y, tokens[span], rows, None if weights is None else weights[span])
+
+    def products(self, upper: Array, tokens: Array, wire: Array) -> Array:
+        """Sums (n,) of the rows `tokens` of `upper`, which is wide, times rows as they travelled."""
+        found = kernels.array_namespace(upper).empty(len(wire), upper.dtype)
+        for span, rows in self._blocks(wire):
+            found[span] = kernels.row_products(upper, tokens[span], rows.astype(upper.dtype, copy=False))
+        return found
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Exchange of rows between the ranks of an axis, in one message per pair of ranks, with other rows beside them."""
+"""Exchange of rows between the ranks of an axis, in one message per pair of ranks, with notes behind them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from parallel.expert.row_codec import RowCodec
 from parallel.nn import kernels
-from parallel.nn.kernels.storage import movable
 from parallel.runtime.interleaving import give_way
 from quant.types import Array
 
@@ -23,58 +22,36 @@ class RowsByRank(NamedTuple):
     ----------
     own : array of shape (rows of this rank, ...)
     others : array of shape (all other rows, ...)
-        Ordered by rank.
+        Ordered by rank; may be encoded.
     counts : list of int
         Rows of every rank.
     rank : int
         This rank.
-    whole : bool
-        True if `others` has the rows of this rank too, and `own` is a view of them.
+    margins : sequence of int
+        Rows of `others` behind those of each rank, for notes; empty: none. With margins `others` has the rows of this
+        rank too, and `own` is a view of them.
     """
 
     own: Array
     others: Array
     counts: list[int]
     rank: int
-    whole: bool = False
+    margins: Sequence[int] = ()
 
     @classmethod
-    def taken(cls, rows: Array, places: Array, counts: list[int], rank: int) -> RowsByRank:
-        """Rows at these places, ordered by rank."""
-        start = sum(counts[:rank])
-        stop = start + counts[rank]
-        others = kernels.array_namespace(places).concatenate([places[:start], places[stop:]])
-        return cls(rows[places[start:stop]], rows[others], counts, rank)
+    def divided(cls, rows: Array, counts: list[int], rank: int, margins: Sequence[int]) -> RowsByRank:
+        """Rows in one array, with margins."""
+        whole = cls(rows, rows, counts, rank, margins)
+        start = whole.starts[rank]
+        return whole._replace(own=rows[start : start + counts[rank]])
 
-    @classmethod
-    def divided(cls, rows: Array, counts: list[int], rank: int) -> RowsByRank:
-        """Rows in one array, ordered by rank."""
-        start = sum(counts[:rank])
-        return cls(rows[start : start + counts[rank]], rows, counts, rank, True)
-
-    def empty(self, counts: list[int] | None = None, whole: bool = False) -> RowsByRank:
-        """New arrays for rows of the same width and dtype, as many unless `counts` are given."""
+    def empty(self, counts: list[int] | None = None) -> RowsByRank:
+        """New arrays for rows of the same widths and dtypes, as many unless `counts` are given; without margins."""
         xp, counts = kernels.array_namespace(self.own), counts or self.counts
-        if whole:
-            return self.divided(xp.empty((sum(counts), *self.own.shape[1:]), self.own.dtype), counts, self.rank)
         own = counts[self.rank]
-        one, some = (xp.empty((count, *self.own.shape[1:]), self.own.dtype) for count in (own, sum(counts) - own))
+        one = xp.empty((own, *self.own.shape[1:]), self.own.dtype)
+        some = xp.empty((sum(counts) - own, *self.others.shape[1:]), self.others.dtype)
         return RowsByRank(one, some, counts, self.rank)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Elements of the rows of each rank but this one."""
-        return [count * self.width * (rank != self.rank) for rank, count in enumerate(self.counts)]
-
-    @property
-    def places(self) -> list[int]:
-        """First element of the rows of each rank in `others`."""
-        return [start * self.width for start in self.starts]
-
-    @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return prod(self.own.shape[1:])
 
     @property
     def parts(self) -> list[Array]:
@@ -86,102 +63,112 @@ class RowsByRank(NamedTuple):
     @property
     def starts(self) -> list[int]:
         """First row of each rank in `others`."""
-        counts = [count if self.whole or rank != self.rank else 0 for rank, count in enumerate(self.counts)]
-        return list(accumulate(counts[:-1], initial=0))
+        if self.margins:
+            sizes = [count + margin for count, margin in zip(self.counts, self.margins)]
+        else:
+            sizes = [count * (rank != self.rank) for rank, count in enumerate(self.counts)]
+        return list(accumulate(sizes[:-1], initial=0))
 
-    def joined(self) -> Array:
-        """All rows, ordered by rank, in one array."""
-        return self.others if self.whole else kernels.array_namespace(self.own).concatenate(self.parts)
+    @property
+    def nbytes_of_row(self) -> int:
+        """Bytes of a row of `others`."""
+        return int(self.others.itemsize) * prod(self.others.shape[1:])
+
+    def encoded(self, codec: RowCodec) -> RowsByRank:
+        """Rows of which those for other ranks are encoded."""
+        if not codec.name:
+            return self
+        wire = kernels.array_namespace(self.own).empty((len(self.others), codec.nbytes), np.uint8)
+        start = self.starts[self.rank]
+        stop = start + (self.counts[self.rank] + self.margins[self.rank] if self.margins else 0)
+        for span in (slice(start), slice(stop, None)):
+            codec.encode(self.others[span], wire[span])
+        return self._replace(others=wire)
+
+    def decoded(self, codec: RowCodec) -> RowsByRank:
+        """Rows of which those of other ranks are decoded."""
+        return self._replace(others=codec.decode(self.others))
 
 
-class RowPart(NamedTuple):
-    """Rows to exchange, and how many come from each rank. With a codec, rows for other ranks are encoded on the way."""
+class Notes(NamedTuple):
+    """Arrays of numbers that travel behind the rows: so many items of each for, and from, every rank, by rank."""
 
-    rows: RowsByRank
+    arrays: list[Array]
+    sends: list[int]
     receives: list[int]
-    codec: RowCodec | None = None
 
-    def arrived(self, whole: bool) -> RowsByRank:
-        """New arrays for the rows that come from each rank; of `own` a copy, if they are one array."""
-        arrived = self.rows.empty(self.receives, whole)
-        if not whole:
-            return arrived._replace(own=self.rows.own)
-        arrived.own[...] = self.rows.own
-        return arrived
-
-    def nbytes(self, counts: Sequence[int]) -> list[int]:
-        """Bytes in messages of so many rows for, or from, every rank; this rank's are 0."""
-        width, itemsize = self.rows.width, self.rows.others.itemsize
-        code = self.codec.nbytes if self.codec else lambda elements: elements * itemsize
-        return [code(count * width) * (rank != self.rows.rank) for rank, count in enumerate(counts)]
-
-    def encode(self, rows: Array, wire: Array) -> None:
-        """Write rows to the bytes `wire`."""
-        if self.codec is None:
-            wire[...] = kernels.array_namespace(rows).ascontiguousarray(rows).reshape(-1).view(np.uint8)
-        else:
-            self.codec.encode(rows, wire)
-
-    def decode(self, wire: Array, rows: Array) -> None:
-        if self.codec is None:
-            rows[...] = wire.view(rows.dtype).reshape(rows.shape)
-        else:
-            self.codec.decode(wire, rows)
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of every array."""
+        return sum(one.itemsize for one in self.arrays)
 
 
 class RowExchange:
-    """Exchange of parts along an axis by one ``Ialltoallv``, which the constructor starts; `finish` returns the rows.
+    """Exchange of rows along an axis by one ``Ialltoallv``, which the constructor starts; `finish` returns the rows.
 
-    Construction is collective. A rank's rows for itself are neither copied nor encoded, unless rows arrive in one array
-    (`whole`). Parts have the same dtypes, widths and codecs on all ranks. Sent rows must not change before `finish`.
+    Construction is collective. Rows have the same dtypes and widths on all ranks; those sent must not change before
+    `finish`.
+
+    Parameters
+    ----------
+    axis : MeshAxis
+    rows : RowsByRank
+    arrived : RowsByRank
+        Arrays for the rows that come from each rank; this rank's own are those of `rows`.
+    notes : Notes, optional
+        Numbers to exchange with the rows; margins of both must have room for them.
     """
 
-    def __init__(self, axis: Any, parts: Sequence[RowPart], whole: bool = False):
-        self._axis, self._parts, self._request = axis, parts, None
-        self._arrived = [part.arrived(whole) for part in parts]
+    def __init__(self, axis: Any, rows: RowsByRank, arrived: RowsByRank, notes: Notes | None = None):
+        self._arrived, self._notes, self._request = arrived, notes or Notes([], [], []), None
         if axis.size == 1:
             return
-        self._plain = len(parts) == 1 and parts[0].codec is None
-        ends: list[list[Any]]  # counts, and displacements where rows have gaps, as of Alltoallv
-        if self._plain:
-            rows = parts[0].rows, self._arrived[0]
-            message, arriving = (some.others for some in rows)
-            ends = [[some.lengths, some.places, None] for some in rows]
-        else:
-            counts = [part.rows.counts for part in parts], [part.receives for part in parts]
-            sizes = [[part.nbytes(some) for part, some in zip(parts, every)] for every in counts]
-            totals = [[sum(of_rank) for of_rank in zip(*every)] for every in sizes]
-            message = self._packed(sum(totals[0]))
-            arriving = kernels.array_namespace(message).empty(sum(totals[1]), np.uint8)
-            ends = [[total] for total in totals]
-        self._message, self._arriving = message, arriving  # alive until the exchange ends
-        self._request = axis.comm.Ialltoallv([movable(message), *ends[0]], [movable(arriving), *ends[1]])
+        self._message, self._arriving = (some.others.reshape(-1).view(np.uint8) for some in (rows, arrived))
+        self._write_notes(rows)
+        ends = self._ends(rows, self._notes.sends), self._ends(arrived, self._notes.receives)
+        self._request = axis.comm.Ialltoallv([self._message, *ends[0]], [self._arriving, *ends[1]])
 
-    def _packed(self, length: int) -> Array:
-        """Message to all ranks, in bytes: for each rank, rows of every part."""
-        message = kernels.array_namespace(self._parts[0].rows.own).empty(length, np.uint8)
-        self._pass_over(message, [part.rows for part in self._parts], RowPart.encode)
-        return message
+    def _ends(self, rows: RowsByRank, notes: Sequence[int]) -> tuple[list[int], list[int], None]:
+        """Counts and displacements of the messages in bytes, as of Alltoallv."""
+        size, items, each = rows.nbytes_of_row, self._notes.itemsize, notes or [0] * len(rows.counts)
+        lengths = [count * size + some * items for count, some in zip(rows.counts, each)]
+        lengths[rows.rank] = 0
+        return lengths, [start * size for start in rows.starts], None
 
-    def _pass_over(self, message: Array, every: Sequence[RowsByRank], code: Any) -> None:
-        """Call ``code(part, rows, bytes)`` for the rows of every other rank and part, in the order of a message."""
-        position = 0
-        about = [(part, rows.parts, part.nbytes(rows.counts)) for part, rows in zip(self._parts, every)]
-        for rank in range(self._axis.size):
-            for part, of_ranks, sizes in about:
-                if size := sizes[rank]:
-                    code(part, of_ranks[rank], message[position : position + size])
-                    position += size
+    def _write_notes(self, rows: RowsByRank) -> None:
+        for rank, place in enumerate(self._note_places(rows, self._notes.sends)):
+            if rank != rows.rank:
+                for one, into in zip(self._notes.arrays, place):
+                    first = sum(self._notes.sends[:rank])
+                    self._message[into] = one[first : first + self._notes.sends[rank]].reshape(-1).view(np.uint8)
 
-    def finish(self) -> list[RowsByRank]:
-        """Give way, wait, and return the rows of every part, by sending rank."""
+    def _note_places(self, rows: RowsByRank, notes: Sequence[int]) -> list[list[slice]]:
+        """Bytes of every array's numbers in the message for, or from, each rank."""
+        ends = [(start + count) * rows.nbytes_of_row for start, count in zip(rows.starts, rows.counts)]
+        bounds = [
+            list(accumulate((count * one.itemsize for one in self._notes.arrays), initial=end))
+            for end, count in zip(ends, notes)
+        ]
+        return [[slice(*pair) for pair in pairwise(some)] for some in bounds]
+
+    def finish(self) -> RowsByRank:
+        """Give way, wait, and return the rows, by sending rank."""
         give_way()  # on all ranks, also those without others
-        if self._request is None:
-            return self._arrived
-        self._request.Wait()
-        if not self._plain:
-            self._pass_over(self._arriving, self._arrived, lambda part, rows, wire: part.decode(wire, rows))
+        if self._request is not None:
+            self._request.Wait()
         return self._arrived
+
+    def notes(self) -> list[Array]:
+        """Notes from all ranks, in one array each; after `finish`."""
+        rank, sends = self._arrived.rank, self._notes.sends
+        places, first = self._note_places(self._arrived, self._notes.receives), sum(sends[:rank])
+        found = []
+        for number, one in enumerate(self._notes.arrays):
+            parts = [self._arriving[of_rank[number]] for of_rank in places] if self._request is not None else [one]
+            parts[rank] = one[first : first + sends[rank]].reshape(-1).view(np.uint8)
+            joined = kernels.array_namespace(one).concatenate(parts).view(one.dtype)
+            found.append(joined.reshape(-1, *one.shape[1:]))
+        return found
 
 
 def segments(rows: Array, counts: Sequence[int]) -> list[Array]:

@@ -116,9 +116,8 @@ def test_traffic(dispatch, between):
 
 @pytest.mark.parametrize("code", SPECS)
 def test_bytes_of_encoded_rows(code):
-    """A byte an element, and a scale of 4 bytes for every 128 elements that go to a rank."""
-    elements = 10 * WIDTH * EXPERTS // 2
-    each = elements + 4 * -(-elements // 128)
+    """A byte an element, up to a multiple of four, and a scale of 4 bytes for every 128 elements of a row."""
+    each = 10 * EXPERTS // 2 * (4 * -(-WIDTH // 4) + 4 * -(-WIDTH // 128))
     assert sent_by((0, 0), RouterSettings(choices=EXPERTS), f"direct:{code}") == [[each] * 4] * 2
 
 
@@ -188,7 +187,7 @@ def test_rows_that_stay_are_not_in_the_message():
         played(divided(axis, RouterSettings(choices=EXPERTS), False), np.ones((2, 5, WIDTH)), np.float64, axis.rank)
         return messages
 
-    each = 10 * WIDTH * (EXPERTS - 1)
+    each = 8 * 10 * WIDTH * (EXPERTS - 1)
     assert thread_ranks.run(EXPERTS, one, "ep") == [[(each, 0, each, 0)] * 4] * EXPERTS
 
 
