@@ -213,12 +213,12 @@ class KernelLaunch:
         self._values = [np.array(value) for value in arguments]
         self._addresses = np.array([MPI.Get_address(value) for value in self._values], np.uint64)
         with device:
-            function = kernel.kernel.ptr
-        self._cuda, self._grid = cupy.cuda, (function, *grid, 1, THREADS, 1, 1)
+            self._function = kernel.kernel  # CUDA unloads it with the last reference
+        self._cuda, self._grid = cupy.cuda, (self._function.ptr, *grid, 1, THREADS, 1, 1)
         self._parameters = MPI.Get_address(self._addresses)
 
     def put(self, stream: int) -> None:
-        """Put the kernel on a stream of the device, which is the current one; it is given by CUDA's number."""
+        """Put the kernel on a stream of its device, given by CUDA's number; that device must be the current one."""
         if not self._cuda.driver.ctxGetCurrent():
             self._cuda.runtime.memGetInfo()  # the first call of a thread makes the device's context current
         self._cuda.driver.launchKernel(*self._grid, 0, stream, self._parameters, 0)

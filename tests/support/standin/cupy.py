@@ -16,6 +16,7 @@ CUDA-aware one could. STANDIN_ENGINE=SEED in the environment starts an `Engine`,
 
 import bisect
 import ctypes
+import itertools
 import math
 import os
 import random
@@ -1210,9 +1211,8 @@ class RawKernel:
 
     @cached_property
     def kernel(self):
-        """The function that is loaded on the device, by its number."""
-        LOADED.append(self)
-        return types.SimpleNamespace(ptr=1 << 40 | len(LOADED) - 1)
+        """The function that is loaded on the device, until it has no references any more."""
+        return _Function(RawKernel(self.code, self.name))
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         self.put(grid, block, args, get_current_stream().number)
@@ -1237,14 +1237,24 @@ class RawKernel:
         GPU.put(stream, work, [array._range for array in arrays], ("kernel", stream, nbytes))
 
 
-LOADED = []
-"""Kernels that `driver.launchKernel` knows."""
+class _Function:
+    def __init__(self, kernel):
+        self.raw, self.ptr = kernel, next(_function_numbers)
+        LOADED[self.ptr] = self
+
+
+_function_numbers = itertools.count(1 << 40)
+
+LOADED = weakref.WeakValueDictionary()
+"""Functions by their numbers, which `driver.launchKernel` takes."""
 
 
 def _launch_kernel(f, gx, gy, gz, bx, by, bz, shared_mem_bytes, stream, kernel_params, extra):
     if not _context():
         raise CUDARuntimeError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
-    kernel = LOADED[f ^ 1 << 40]
+    if f not in LOADED:
+        raise CUDARuntimeError("CUDA_ERROR_INVALID_HANDLE: the function was unloaded")
+    kernel = LOADED[f].raw
     kinds = raw_kernels.parameter_types(kernel.code, kernel.name)
     addresses = (ctypes.c_uint64 * len(kinds)).from_address(kernel_params)
     values = [np.frombuffer(ctypes.string_at(at, kind.itemsize), kind)[0] for at, kind in zip(addresses, kinds)]
