@@ -49,6 +49,7 @@ def counted(program: Program, channel: GpuChannel) -> Program:
         stream.add(channel.count)
         program.exchanges[0].prepend(stream)
     else:
+        program.steps = channel.count, *program.steps
         program.calls, program.tests = (channel.count, *program.calls), (None, *program.tests)
         program.begins = tuple((index, position + 1) for index, position in program.begins)
         program.on_arrays = None  # it would run without the first call

@@ -3,9 +3,14 @@
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from collectives.runtime.compiled_program import compile_program
+from collectives.runtime.gpu_meeting import counted
+from collectives.runtime.program import Program
 from collectives.transport.exchange import Exchange, Stream
+from collectives.types import Wait
 
 
 class Patience:
@@ -50,3 +55,21 @@ def test_prepended_stream(run):
     for _ in range(2):
         exchange.wait() if run == "wait" else exchange.test()
     assert order == [0, 1] * 2
+
+
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_calls_of_a_compiled_program_are_counted(exchanges):
+    """On a board of ranks that share a GPU: also those of a program without messages."""
+    pytest.importorskip("numba")
+    count = np.zeros(1, np.int64)
+    channel = SimpleNamespace(count=partial(np.add, count, np.ones(1, np.int64), out=count))
+    node = SimpleNamespace(shares_cores=False, spins=10)
+    rounds = [Exchange(node, []) for _ in range(exchanges)]
+    steps = [Wait(one.wait, one.test, [one]) for one in rounds]
+    program = Program(steps, SimpleNamespace(node=node), 0, ())
+    program.exchanges = tuple(rounds)
+    compiled = compile_program(counted(program, channel), blocking=True)
+    program.run()
+    assert count[0] == 1
+    compiled.run()
+    assert count[0] == 2
