@@ -1,8 +1,8 @@
 """Translation of a program to a table: its operations, and their places in the sections of the table.
 
-A program can be translated if all of it is operations that the table has: messages through mailboxes, persistent
-messages over MPI, copies, and reductions that have a compiled kernel. The table follows the
-protocol of the Python code exactly, so that ranks with and without numba work together.
+A program can be translated if a table has all of its operations: messages through mailboxes, persistent messages over
+MPI, copies, and reductions that have a compiled kernel. The table follows the protocol of the Python code exactly, so
+that ranks with and without numba work together.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Piece(NamedTuple):
 
 
 class MessageWords:
-    """Words of a persistent message over MPI, for compiled code; after them room to pack it, if it has several pieces.
+    """Words of a persistent message over MPI, for compiled code, and a buffer to pack it if it has several pieces.
 
-    MPI would need a datatype for these, bound to their addresses.
+    Without packing, MPI would need a datatype of the pieces for each place of the user's arrays.
     """
 
     def __init__(self, message: PersistentMessage) -> None:
