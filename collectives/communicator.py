@@ -205,6 +205,11 @@ class Communicator(CollectiveMethods):
             )
         return self._planner
 
+    def _break_off(self, error: BaseException, name: str, *memory: object) -> None:
+        """Refuse later blocking calls if an error has left a compiled one unfinished."""
+        if self._planner is not None:
+            self._planner.cache.break_off(error, name, *memory)
+
     def _report_refusals(self, checker: DesyncChecker) -> None:
         """Wrap every collective so that invalid arguments on this rank are reported to the other ranks (debug mode).
 

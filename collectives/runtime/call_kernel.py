@@ -69,6 +69,7 @@ def _run_on(s, r, t):
         return table.REFUSED  # they overlap, which the Python code reports as an error
     set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
     set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
+    set_word_at(t, table.CALLED, 1)
     return table.WAITING if word_at(t, table.DEFERRED) else advance(t, word_at(t, table.CALL_POLLS))
 
 

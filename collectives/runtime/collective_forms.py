@@ -183,8 +183,14 @@ def _source(declaration: Declaration, form: str) -> str:
         key = f"{declaration.name!r}, {arguments}"
         if form == "blocking":
             body = (
-                f"key = self._calls[{declaration.name!r}]({arguments})\n"
-                f"if key and (key := self._run_cached(key, {key})):\n"
+                f"try:\n"
+                f"    key = self._calls[{declaration.name!r}]({arguments})\n"
+                f"    if key:\n"
+                f"        key = self._run_cached(key, {key})\n"
+                f"except BaseException as error:\n"
+                f"    self._break_off(error, {declaration.name!r}, {send}, {recv})\n"
+                f"    raise\n"
+                f"if key:\n"
                 f"    {planner}.run({call}, algorithm, segments, key)"
             )
         else:

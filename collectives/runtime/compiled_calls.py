@@ -56,6 +56,11 @@ class CompiledCallTable:
         """The program that a call has started, and the result of that (see `program_table`)."""
         return self._methods[name].programs[number // (table.RESULT + 1)], number & table.RESULT
 
+    def unfinished(self, name: str) -> list[CompiledProgram]:
+        """Programs of a method's calls that have not ended."""
+        method = self._methods.get(name)
+        return [] if method is None else [program for program in method.programs if program.is_called]
+
     def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any]) -> None:
         """Let calls with these arguments run a program."""
         if name not in self._methods:

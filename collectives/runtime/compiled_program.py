@@ -1,6 +1,6 @@
 """Compile a program to a table, which one compiled function runs; needs numba (the extra ``fast``).
 
-`table_layout` translates it, if all of it is operations that the table has.
+`table_layout` translates it, if a table has all of its operations.
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ class CompiledProgram:
         longest = max((operation.nbytes for operation in self._operations), default=0)
         polls = START_POLLS + min(longest, AWAITED_BYTES) // POLLED_BYTES
         self._table[table.CALL_POLLS] = 0 if self.node.shares_cores else polls
+
+    @property
+    def is_called(self) -> bool:
+        """True from the start of a call, by compiled code, to the end of the program."""
+        return self._words[table.CALLED] != 0
 
     @property
     def position(self) -> int:

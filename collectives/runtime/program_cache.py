@@ -154,14 +154,18 @@ class ProgramCache:
         if found == table.REFUSED:
             return self.run_by_key(name, sendbuf, recvbuf, op, root, algorithm, segments)
         program, result = self.compiled_calls.started(name, found)
-        try:
-            program.go_on(result)
-        except BaseException as error:
-            self.poison(error, program, sendbuf, recvbuf)
+        program.go_on(result)
+        return ()
+
+    def break_off(self, error: BaseException, name: str, *memory: object) -> None:
+        """Poison the cache if an error has left a compiled call of a method unfinished.
+
+        Ctrl-C may be noticed as soon as compiled code returns, before the call goes on in Python.
+        """
+        for program in self.compiled_calls.unfinished(name):
+            self.poison(error, program, *memory)
             for bound in [bound for bound, entry in self.bound.items() if program_of(entry) is program.program]:
                 self.evict(bound)
-            raise
-        return ()
 
     def run_by_key(
         self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any

@@ -336,4 +336,5 @@ def advance(t, spins):
         at += 1
         set_word_at(t, table.ROUND, at)
     set_word_at(t, table.ROUND, 0)
+    set_word_at(t, table.CALLED, 0)
     return table.DONE

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime import compiled_program, program_cache
+from collectives.runtime.program_table import RESULT, WAITING
 
 SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
 
@@ -96,6 +97,36 @@ def test_ctrl_c_in_a_blocking_call(own, before, method):
         total = np.zeros(5)
         new.Allreduce(np.ones(5), total)
         assert (total == size).all()
+
+
+@pytest.mark.parametrize("own", [False, True], indirect=True, ids=["in a node", "between nodes"])
+def test_ctrl_c_as_compiled_code_returns(own, monkeypatch):
+    """The interpreter looks for signals then, before the call goes on in Python."""
+    if not compiled_program.available():
+        pytest.skip("nothing is compiled")
+
+    def call():
+        own.Reduce(np.ones(5), np.zeros(5), algorithm="linear")
+
+    for _ in range(6):
+        call()
+    own.Barrier()
+    if own.Get_rank():
+        after_ctrl_c(own)
+        call()
+        return
+    run = own._calls["Reduce"]
+
+    def interrupted(*arguments):
+        assert run(*arguments) & RESULT == WAITING
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(own._calls, "Reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    after_ctrl_c(own)
+    with pytest.raises(RanksDisagree, match="broken off on rank 0 by KeyboardInterrupt"):
+        call()
 
 
 @CALLS_BEFORE
