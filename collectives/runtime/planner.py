@@ -71,8 +71,7 @@ class Planner:
         self._broken: str | None = None
         self._count_exchanges: dict[Hashable, CountExchange] = {}
         self._persistent: weakref.WeakSet[Request] = weakref.WeakSet()
-        # Appended by finalizers at any moment.
-        self._finalized: deque[tuple[Program | CompiledProgram, int | None]] = deque()
+        self._finalized: deque[tuple[Program | CompiledProgram, int | None]] = deque()  # finalizers append at any time
         self._channels = ChannelAllocator(self.comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
@@ -105,13 +104,9 @@ class Planner:
             return
         small = device is None and binding.fits_eager_buffers(call)
         key = binding.program_key(call, choice, not small, device)
-        entry = self.cache.bound.get(key)
+        build, entry = self._builder, self.cache.bound.get(key)
         if entry is None:
-            entry = (
-                self._builder.bind_eager(call, choice)
-                if small
-                else self._builder.bind(call, choice, "blocking", device)
-            )
+            entry = build.bind_eager(call, choice) if small else build.bind(call, choice, "blocking", device)
             self.cache.add(key, entry)
         else:
             self.cache.count_repeat()
@@ -141,7 +136,12 @@ class Planner:
         turn = self.transports.nonblocking_calls % NONBLOCKING
         before, calls = self._latest[turn], self._nonblocking.calls[turn]
         may_start = (before is None or not before.holds_program) and not self._broken
-        number = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
+        try:
+            number = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
+        except BaseException:  # Ctrl-C, which may be noticed as compiled code returns
+            if unfinished := calls.unfinished(name):
+                self._break_off(name, (unfinished, sendbuf, recvbuf))
+            raise
         if number == DONE and mpi_is_thread_safe():
             self.transports.nonblocking_calls += 1
             return ended_request()

@@ -15,6 +15,7 @@ from collectives import Communicator
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime import compiled_program, program_cache
 from collectives.runtime.program_table import RESULT, WAITING
+from collectives.transport.mailbox import NONBLOCKING
 
 SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
 
@@ -127,6 +128,36 @@ def test_ctrl_c_as_compiled_code_returns(own, monkeypatch):
     after_ctrl_c(own)
     with pytest.raises(RanksDisagree, match="broken off on rank 0 by KeyboardInterrupt"):
         call()
+
+
+def test_ctrl_c_as_compiled_code_returns_from_a_start(own, monkeypatch):
+    if not compiled_program.available():
+        pytest.skip("nothing is compiled")
+
+    def start():
+        return own.Ireduce(np.ones(5), np.zeros(5), algorithm="linear")
+
+    turns = NONBLOCKING * 6
+    for _ in range(turns):
+        start().Wait()
+    own.Barrier()
+    if own.Get_rank():
+        after_ctrl_c(own)
+        start().Wait()
+        return
+    functions = own._planner._nonblocking.calls[turns % NONBLOCKING].run
+    run = functions["Reduce"]
+
+    def interrupted(*arguments):
+        assert run(*arguments) & RESULT == WAITING
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(functions, "Reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    after_ctrl_c(own)
+    with pytest.raises(RanksDisagree, match="non-blocking reduce was broken off on rank 0"):
+        start()
 
 
 @CALLS_BEFORE
