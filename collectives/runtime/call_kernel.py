@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from numba import types
 
-from collectives.runtime import kernel_memory, request_kernel, table_kernel
+from collectives.runtime import kernel_memory, network_kernel, request_kernel, table_kernel
 from collectives.runtime import program_table as table
 from collectives.runtime.kernel_memory import (
     DATA,
@@ -35,10 +35,11 @@ from collectives.runtime.kernel_memory import (
     sleep_us,
     word_at,
 )
+from collectives.runtime.network_kernel import acquire_gil, release_gil
 from collectives.runtime.table_kernel import advance
 from quant.kernels.jit import compiler
 
-_compile = compiler(table, kernel_memory, table_kernel, request_kernel)
+_compile = compiler(table, kernel_memory, network_kernel, table_kernel, request_kernel)
 _compile_released = compiler(table, kernel_memory, table_kernel, nogil=True)
 
 NAP_US = 20
@@ -46,6 +47,17 @@ NAP_US = 20
 
 DENSE, ALIGNED, WRITEABLE = 0x3, 0x100, 0x400
 """Flags of an array object; dense: C- or Fortran-contiguous."""
+
+
+@_compile
+def _advance(t, spins):
+    """`advance`, without the interpreter's lock (GIL) if messages over MPI are in the program."""
+    if not word_at(t, table.USES_MPI):
+        return advance(t, spins)
+    thread = release_gil()
+    result = advance(t, spins)
+    acquire_gil(thread)
+    return result
 
 
 @_compile
@@ -70,7 +82,7 @@ def _run_on(s, r, t):
     set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
     set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
     set_word_at(t, table.CALLED, 1)
-    return table.WAITING if word_at(t, table.DEFERRED) else advance(t, word_at(t, table.CALL_POLLS))
+    return table.WAITING if word_at(t, table.DEFERRED) else _advance(t, word_at(t, table.CALL_POLLS))
 
 
 @_compile
@@ -202,7 +214,7 @@ def functions() -> Functions:
         return Functions(
             bindable(_compile(_call)),
             _entry(_compile(_run), (HANDLE, HANDLE, types.int64)),
-            _entry(advance, (types.int64, types.int64)),
+            _entry(_advance, (types.int64, types.int64)),
             _entry(_compile(_copy), (types.int64, types.int64, types.int64)),
             _entry(_compile_released(_advance_patiently), (types.int64, types.int64, types.int64)),
             bindable(_compile(request_kernel.start)),

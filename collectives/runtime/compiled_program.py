@@ -78,7 +78,7 @@ class CompiledProgram:
         reduced = [one.nbytes for one in layout.operations if one.edge is not None and one.kernel]
         self._spare = np.empty(min(CHUNK, max((n for n in reduced if n >= RENDEZVOUS_BYTES), default=0)), np.uint8)
         self._table = layout.numbers(program.memories, self._spare)
-        self.needs_no_mpi = not layout.messages
+        self.needs_no_mpi, self._table[table.USES_MPI] = not layout.messages, bool(layout.messages)
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
         pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
         self._written = {place_of(ranges, piece.out, piece.nbytes)[0] for piece in pieces}

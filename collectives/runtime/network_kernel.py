@@ -1,7 +1,7 @@
 """Messages between nodes, started and tested by compiled code: functions of the MPI, called as C does.
 
-They are called without the interpreter's lock (GIL), as mpi4py calls them: a function of the MPI may wait for a thread
-that waits for that lock.
+Programs with such messages run without the interpreter's lock (GIL). A function of the MPI may wait for a thread that
+waits for that lock; and threads that wait for it would get it late between polls that each release it for a moment.
 """
 
 # mypy: ignore-errors
@@ -34,8 +34,8 @@ _isend, _irecv = _function("MPI_Isend", *_MESSAGE), _function("MPI_Irecv", *_MES
 _test = _function("MPI_Test", *(types.int64,) * 3)
 _get_count = _function("MPI_Get_count", *(types.int64,) * 3)
 
-_release_gil = types.ExternalFunction("PyEval_SaveThread", types.int64())
-_acquire_gil = types.ExternalFunction("PyEval_RestoreThread", types.void(types.int64))
+release_gil = types.ExternalFunction("PyEval_SaveThread", types.int64())
+acquire_gil = types.ExternalFunction("PyEval_RestoreThread", types.void(types.int64))
 
 
 @_compile
@@ -44,12 +44,10 @@ def start_message(message, kind, address, nbytes):
     peer, tag = types.int32(word_at(message, table.PEER)), types.int32(word_at(message, table.TAG))
     datatype, comm = word_at(message, table.DATATYPE), word_at(message, table.COMM)
     request, count = message + 8 * table.MPI_REQUEST, types.int32(nbytes)
-    thread = _release_gil()
     if kind == table.START_SEND:
         error = _isend(address, count, datatype, peer, tag, comm, request)
     else:
         error = _irecv(address, count, datatype, peer, tag, comm, request)
-    _acquire_gil(thread)
     set_word_at(message, table.ERROR, error)
     return table.FAILED_IN_MPI if error else table.DONE
 
@@ -59,9 +57,7 @@ def test_message(message, nbytes):
     """Test a message for its end: `DONE` or `WAITING`, or an error. `nbytes` of a receive are compared with its own."""
     count, status = message + 8 * table.COUNT, message + 8 * table.STATUS
     set_word_at(message, table.COUNT, 0)
-    thread = _release_gil()
     error = _test(message + 8 * table.MPI_REQUEST, count, status)
-    _acquire_gil(thread)
     set_word_at(message, table.ERROR, error)
     if error:
         return table.FAILED_IN_MPI
