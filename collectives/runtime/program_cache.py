@@ -40,10 +40,10 @@ Run = Callable[[Any, Any], bool]
 
 
 class CallKey(NamedTuple):
-    """Cache key of a call, by its arguments without addresses, and its arrays: one twice if it has only one.
+    """Cache key of a call, by its arguments without addresses of NumPy arrays, and its arrays: a single one twice.
 
-    The arrays are NumPy's or CuPy's. `given` are the arguments themselves: send buffer, receive buffer, operation,
-    root, algorithm and segments.
+    The arrays are NumPy's or CuPy's; the arguments have the addresses of the latter. `given` are the arguments
+    themselves: send buffer, receive buffer, operation, root, algorithm and segments.
     """
 
     arguments: tuple[Any, ...]
