@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -108,6 +109,23 @@ def test_messages_of_another_length(world, monkeypatch, longer):
             comm.Barrier()
     comm.close()
     world.Barrier()
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="this MPI is not for several threads")
+def test_threads_with_a_communicator_each(world, nodes, monkeypatch):
+    """Their programs run at the same time, without the interpreter's lock (GIL)."""
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+
+    def work(comm):
+        for turn in range(100):
+            mine, total = np.full(1 + turn % 3 * 700, float(turn)), np.zeros(1 + turn % 3 * 700)
+            comm.Allreduce(mine, total)
+            assert (total == comm.Get_size() * turn).all()
+
+    with Communicator(world, nodes=nodes) as one, Communicator(world, nodes=nodes) as other:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, (one, other)))
+        assert not uses_network(one) or not compiled_program.available() or compiled(one)
 
 
 def test_other_threads_run_while_a_call_waits(quick):
