@@ -18,6 +18,7 @@ LAYERS = [
     "quant.scaling",
     "quant.array",
     "quant.quantize",
+    "quant.row_format",
     "quant",
     "quant.observers",
     "quant.ptq",

@@ -8,8 +8,7 @@ micro-batches; formulas that need a minimum of micro-batches state it.
 In formulas p is the number of stages, m the number of micro-batches, and t_F, t_B, t_W the times of a stage for F, B
 and W of a micro-batch over all its chunks; t_BW = t_B + t_W. "Idle" is a stage's idle time between the first and the
 last computation of all stages; "idle between steps" is the idle time per step where the next step may begin without a
-flush.
-A micro-batch's activations are alive from the begin of its F to the end of its W.
+flush. A micro-batch's activations are alive from the begin of its F to the end of its W.
 """
 
 import inspect
