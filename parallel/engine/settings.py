@@ -14,11 +14,11 @@ from typing import Any
 PIPELINE_MICROBATCHES = 8
 """Default number of micro-batches per step in each pipeline."""
 
-REPRODUCIBLE_MICROBATCHES = 8
-"""Default number of micro-batches per step with `reproducible`: the same for any number of ranks."""
+REPRODUCIBLE_MICROBATCHES = (8, 4, 2, 1)
+"""Default numbers of micro-batches per step with `reproducible`, on any number of ranks: the first that suits."""
 
 REPRODUCIBLE_SAMPLES = 4
-"""Least samples of these micro-batches, of which a step has fewer if need be: small ones take longer per sample."""
+"""Least samples of these micro-batches, if there are several: small ones take longer per sample."""
 
 POOL_MICROBATCHES = 4
 """Default number of micro-batches per rank and step with `pool`."""
@@ -186,25 +186,25 @@ class Settings:
 
         >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
         (16, 6)
-        >>> Settings(batch=64, reproducible=True).micro(4), Settings(batch=16, reproducible=True).micro(4)
-        (8, 4)
+        >>> [Settings(batch=batch, reproducible=True).micro(4) for batch in (64, 24, 3)]
+        [8, 6, 3]
         """
         if self.micro_batch is not None:
             return self.micro_batch
-        return -(-self.batch // self._parts(ranks, max(1, self.batch // REPRODUCIBLE_SAMPLES)))
+        return -(-self.batch // self._parts(ranks, self.batch // REPRODUCIBLE_SAMPLES))
 
     def micro_tokens(self, ranks: int) -> int:
         """Tokens per micro-batch if `ranks` ranks, or pipelines, share a step of `batch_tokens` tokens."""
         assert self.batch_tokens is not None
         return -(-self.batch_tokens // self._parts(ranks))
 
-    def _parts(self, ranks: int, most: int = REPRODUCIBLE_MICROBATCHES) -> int:
+    def _parts(self, ranks: int, most: int = max(REPRODUCIBLE_MICROBATCHES)) -> int:
         """Number of micro-batches of a step; at most `most` where `reproducible` sets it."""
         each = self.accumulate if self.microbatches is None else self.microbatches
         if each is not None:
             return each * ranks
         if self.reproducible:
-            return min(REPRODUCIBLE_MICROBATCHES, most)
+            return next((parts for parts in REPRODUCIBLE_MICROBATCHES if parts <= most), 1)
         if self.layout.startswith("pp"):
             return ranks * PIPELINE_MICROBATCHES
         return ranks * (POOL_MICROBATCHES if self.pool else 1)
