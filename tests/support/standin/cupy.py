@@ -1047,7 +1047,7 @@ def _method(name):
     return lambda self, *arguments, **options: _at_once(getattr(np, name), self, *arguments, **options)
 
 
-for _name in ("sum", "mean", "max", "min", "argmax", "any", "all", "cumsum"):
+for _name in ("sum", "mean", "max", "min", "argmax", "any", "all", "cumsum", "take"):
     setattr(ndarray, _name, _method(_name))
 
 FUNCTIONS = frozenset(
