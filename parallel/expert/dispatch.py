@@ -40,8 +40,8 @@ class Dispatch:
     route : str
         ``"direct"``: a copy for each expert; ``"hierarchical"``: a copy for each node, which `nodes` distinguish.
     code : str
-        Format of `parallel.expert.row_codec.SPECS` for rows that travel to other ranks (hierarchical: nodes); "":
-        their own dtype.
+        Format of `parallel.expert.row_codec.SPECS`; "": the rows' own dtype. Direct: of all rows for other ranks.
+        Hierarchical: of tokens and their gradients, also for experts of the same rank, and of sums between nodes.
 
     Examples
     --------
