@@ -78,7 +78,9 @@ def microbatches(settings: Settings, ranks: int) -> int:
     pipelines = workers(settings, ranks)
     parts = -(-settings.batch // settings.micro(pipelines))
     if parts % pipelines:
-        raise ValueError(f"microbatches: {parts} of a step do not divide among {pipelines} pipelines; micro_batch sets their size")
+        raise ValueError(
+            f"microbatches: {parts} of a step do not divide among {pipelines} pipelines; micro_batch sets their size"
+        )
     return parts // pipelines
 
 
