@@ -57,7 +57,7 @@ def _cut(rows, size, *per_group):
 @inlined
 def _ordered(bits):
     """Map float32 bits, as int32, to integers in the order of the floats; applied again, it maps back."""
-    return bits ^ ((bits >> ALL) & MAGNITUDE)
+    return I(bits ^ ((bits >> ALL) & MAGNITUDE))
 
 
 @inlined
@@ -65,7 +65,7 @@ def _largest(bits):
     """Bits of the largest magnitude among float32 values that are given by their bits (int32)."""
     most = I(0)
     for i in range(bits.size):
-        most = max(most, bits[i] & MAGNITUDE)
+        most = max(most, I(bits[i] & MAGNITUDE))  # numba's & gives int64, of which a vector has half as many
     return most
 
 
