@@ -92,3 +92,29 @@ class RowFormat:
         else:
             kernels.decode_table(*about, array_namespace(wire).asarray(values(self.spec.code)), out, False)
         return out
+
+    @cached_property
+    def _levels(self) -> Array | None:
+        """Numbers of all bytes, float32; None: bytes are int8."""
+        if self.spec.linear:
+            return None if self.spec.signed else np.arange(256, dtype=np.float32)
+        return values(self.spec.code)
+
+    def _about(self, wire: Array) -> tuple[Array, int, Array, Array | None]:
+        return self.codes(wire), self.group, self.scales(wire), self._levels
+
+    def _decoded(self, wire: Array) -> Array:
+        return self.decode(wire, array_namespace(wire).empty((len(wire), self.width), np.float32))
+
+    def add(self, wire: Array, y: Array, places: Array, weights: Array | None = None) -> None:
+        """Add rows of bytes, decoded, perhaps times weights (n, 1), to the rows `places` of y, each at most once."""
+        if not kernels.add_rows(*self._about(wire), y, places, weights):
+            rows = self._decoded(wire)
+            y[places] += rows if weights is None else weights * rows
+
+    def products(self, wire: Array, x: Array, places: Array) -> Array:
+        """Sums (n,) of the rows `places` of x times rows of bytes, decoded; of the dtype of x."""
+        found = array_namespace(wire).empty(len(wire), x.dtype)
+        if not kernels.multiply_rows(*self._about(wire), x, places, found):
+            found[...] = (x[places] * self._decoded(wire)).sum(axis=-1)
+        return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from statistics import NormalDist
 
@@ -23,10 +22,6 @@ SPECS = {
 
 Elements are multiplied by the inverse of the scale, which takes less time than division.
 """
-
-
-BLOCK = 1 << 19
-"""Elements that are decoded at once before they are added: they fit a core's cache."""
 
 
 class RowCodec:
@@ -64,13 +59,10 @@ class RowCodec:
 
     def decode(self, wire: Array) -> Array:
         """Decode rows of bytes to rows of the dtype; without a format, returns `wire`."""
-        return wire if self._format is None else kernels.narrow(self._decoded(wire), self.dtype)
-
-    def _decoded(self, wire: Array) -> Array:
-        """Rows of float32."""
-        assert self._format is not None
-        out = kernels.array_namespace(wire).empty((len(wire), self.width), np.float32)
-        return self._format.decode(wire, out)
+        if self._format is None:
+            return wire
+        rows = kernels.array_namespace(wire).empty((len(wire), self.width), np.float32)
+        return kernels.narrow(self._format.decode(wire, rows), self.dtype)
 
     def scale(self, wire: Array, factors: Array) -> None:
         """Multiply encoded rows by factors (n, 1), in place, as their scales."""
@@ -78,28 +70,18 @@ class RowCodec:
         scales = self._format.scales(wire)
         scales *= factors
 
-    def _blocks(self, wire: Array) -> Iterator[tuple[slice, Array]]:
-        """Yield spans of rows, and these as float32 or float64."""
-        if self._format is None:
-            yield slice(None), kernels.widen(wire)
-            return
-        step = max(BLOCK // self.width, 1) if isinstance(wire, np.ndarray) else max(len(wire), 1)
-        for start in range(0, len(wire), step):
-            span = slice(start, start + step)
-            yield span, self._decoded(wire[span])
-
     def add(self, y: Array, tokens: Array, wire: Array, weights: Array | None = None) -> None:
         """Add rows as they travelled, perhaps times weights (n, 1), to the rows `tokens` of y, which is wide."""
-        for span, rows in self._blocks(wire):
-            rows = rows.astype(y.dtype, copy=False)
-            kernels.add_rows(y, tokens[span], rows, None if weights is None else weights[span])
+        if self._format is None:
+            kernels.add_rows(y, tokens, kernels.widen(wire), weights)
+        else:
+            self._format.add(wire, y, tokens, weights)
 
     def products(self, upper: Array, tokens: Array, wire: Array) -> Array:
         """Sums (n,) of the rows `tokens` of `upper`, which is wide, times rows as they travelled."""
-        found = kernels.array_namespace(upper).empty(len(wire), upper.dtype)
-        for span, rows in self._blocks(wire):
-            found[span] = kernels.row_products(upper, tokens[span], rows.astype(upper.dtype, copy=False))
-        return found
+        if self._format is None:
+            return kernels.row_products(upper, tokens, kernels.widen(wire))
+        return self._format.products(wire, upper, tokens)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Quantisation kernels, each run by the fastest implementation available for its arrays.
 
 `reference_codecs` defines the results. Other modules have tables of faster forms with the same bits: `compiled_codecs`
-for host arrays (numba), `device_codecs` for CuPy arrays.
+and `compiled_row_sums` for host arrays (numba), `device_codecs` for CuPy arrays.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +19,15 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 _forms = ["compiled", "device"]
 
+_MODULES = {"compiled": "compiled_row_sums", "device": "device_codecs"}
+"""Module of each form that has the table of its kernels, those of modules it imports included."""
+
 
 @cache
 def _module(name: str) -> Mapping[str, Any]:
     """Kernels by name of an implementation, `compiled` or `device`; empty if its dependency is missing."""
     try:
-        return cast(Mapping[str, Any], import_module(f"quant.kernels.{name}_codecs").KERNELS)
+        return cast(Mapping[str, Any], import_module(f"quant.kernels.{_MODULES[name]}").KERNELS)
     except ImportError:
         return {}
 
@@ -70,6 +73,8 @@ encode_table = _fastest(reference_codecs.encode_table)
 quantize_linear = _fastest(reference_codecs.quantize_linear)
 decode_linear = _fastest(reference_codecs.decode_linear)
 decode_table = _fastest(reference_codecs.decode_table)
+add_rows = _fastest(reference_codecs.add_rows)
+multiply_rows = _fastest(reference_codecs.multiply_rows)
 pack = _fastest(reference_codecs.pack)
 unpack = _fastest(reference_codecs.unpack)
 

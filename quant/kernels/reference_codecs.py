@@ -394,6 +394,24 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
         into[...] = into + r if add else r
 
 
+def add_rows(
+    codes: Array, size: int, scales: Array, levels: Array | None, y: Array, places: Array, weights: Array | None
+) -> bool:
+    """Add decoded rows of bytes, perhaps times weights (n, 1), to rows of y in one pass, return True; False without.
+
+    The reference has none: the result is that of decoding, then y[places] += weights * rows. Bytes are int8, or numbers
+    of `levels`. Codes and scales may be matrices with gaps between rows.
+    """
+    return False
+
+
+def multiply_rows(
+    codes: Array, size: int, scales: Array, levels: Array | None, x: Array, places: Array, products: Array
+) -> bool:
+    """Write the sums (n,) of rows of x times decoded rows of bytes in one pass; as `add_rows`."""
+    return False
+
+
 def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
     """True if scales times values up to `reach` + |zeros| may round to infinity; always True on a device."""
     return not isinstance(scales, np.ndarray) or not bool((abs(scales) * (reach + abs(zeros)) <= GREATEST).all())

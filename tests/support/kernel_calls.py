@@ -11,7 +11,7 @@ from numba.core.dispatcher import Dispatcher
 from collectives.runtime import call_kernel, reduction_kernels
 from parallel.nn import kernels as nn
 from parallel.optim.kernels import compiled_updates as updates
-from quant import NF4, PRESETS, PerGroup, QuantSpec, quantize
+from quant import NF4, PRESETS, PerGroup, QuantSpec, RowFormat, quantize
 
 F = np.float32
 RNG = np.random.default_rng(0)
@@ -38,6 +38,12 @@ def call_quant():
         q = quantize(abs(x) if not spec.signed else x, spec, seed=1)
         q.dequantize()
         q.add_to(x.copy())
+    for code in ("linear", "e4m3"):
+        rows = RowFormat(QuantSpec(8, code=code, granularity=PerGroup(32)), 64)
+        rows.encode(x, wire := np.empty((2, rows.nbytes), np.uint8))
+        for weights in (None, numbers(2, 1)):
+            rows.add(wire, x.copy(), np.arange(2), weights)
+        rows.products(wire, x, np.arange(2))
 
 
 def call_programs():

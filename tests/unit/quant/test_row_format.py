@@ -1,11 +1,17 @@
 """Rows that are quantised each by itself: as by `quantize`, with and without compiled kernels."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from quant import RowFormat, grouped, kernels, parse, quantize
 
-SPECS = {"int8": grouped(8, 128, "fp32"), "fp8": grouped(8, 128, "fp32", code="e4m3")}
+SPECS = {
+    "int8": grouped(8, 128, "fp32"),
+    "unsigned": grouped(8, 128, "fp32").replace(signed=False),
+    "fp8": grouped(8, 128, "fp32", code="e4m3"),
+}
 
 
 def encoded(rows, x):
@@ -47,6 +53,44 @@ def test_groups_with_a_number_that_is_not_finite_become_nan(code):
     found = rows.decode(encoded(rows, x), np.empty_like(x))
     assert np.isnan(found[0, :128]).all() and np.isnan(found[1, 128:]).all()
     np.testing.assert_allclose([found[0, 128:], found[1, :128]], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("forms", [(), ("compiled",)])
+@pytest.mark.parametrize("count, width", [(0, 5), (1, 1), (3, 128), (7, 130), (20, 1024)])
+@pytest.mark.parametrize("code", SPECS)
+def test_rows_are_added_and_multiplied_as_if_decoded_before(code, count, width, forms):
+    random = np.random.default_rng(2)
+    x, y = (random.standard_normal((some, width), dtype=np.float32) for some in (count, count + 5))
+    places, weights = random.permutation(count + 5)[:count], random.random((count, 1), dtype=np.float32)
+    if count:
+        x[0, 0] = np.finfo(np.float32).max  # its group's largest code times its scale may be infinity
+    rows = RowFormat(SPECS[code], width)
+    wire, matrices = encoded(rows, x if SPECS[code].signed else abs(x)), (y, y.astype(np.float64))
+    decoded = rows.decode(wire, np.empty_like(x))
+    with kernels.forms(*forms):
+        for y, of_rows in itertools.product(matrices, (None, weights)):
+            found, expected = y.copy(), y.copy()
+            rows.add(wire, found, places, of_rows)
+            expected[places] += decoded if of_rows is None else of_rows * decoded
+            np.testing.assert_array_equal(found, expected)
+        decoded[:1, :128], rows.scales(wire)[:1, :1] = 0, 0  # sums of other numbers
+        for y in matrices:
+            products = rows.products(wire, y, places)
+            assert products.dtype == y.dtype
+            np.testing.assert_allclose(products, (y[places] * decoded).sum(axis=1), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("forms", [(), ("compiled",)])
+@pytest.mark.parametrize("code", SPECS)
+def test_groups_that_became_nan_stay_nan(code, forms):
+    x, rows = np.ones((2, 256), np.float32), RowFormat(SPECS[code], 256)
+    x[0, 5] = np.inf
+    wire, places = encoded(rows, x), np.array([1, 0])
+    with kernels.forms(*forms):
+        rows.add(wire, y := np.zeros_like(x), places)
+        products = rows.products(wire, x, places)
+    assert np.isnan(y[1, :128]).all() and np.isfinite(y[0]).all() and np.isfinite(y[1, 128:]).all()
+    assert np.isnan(products[0])
 
 
 @pytest.mark.parametrize("spec", ["int4", "int8"])
