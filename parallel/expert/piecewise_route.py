@@ -20,9 +20,6 @@ Result = TypeVar("Result")
 LEAST = 512
 """Assignments of a rank, on average, from which its tokens are divided: below, more messages take longer."""
 
-ENCODED = 16
-"""Factor of `LEAST` for encoded rows, which take less time on the network and no less in more messages."""
-
 
 class RowPieces(NamedTuple):
     """Rows of several pieces of the tokens, as `RowsByRank` of more ranks."""
@@ -60,7 +57,8 @@ def alternate(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
 class PiecewiseRoute:
     """Route with the methods of `DirectRoute`, and the parameters of `HierarchicalRoute`; collective.
 
-    The assignments of the first tokens are one piece, the others another. If ranks have few, all are one.
+    The assignments of the first tokens are one piece, the others another. If ranks have few, or rows are encoded, all
+    are one: more messages would take longer than the network, which has little to send.
     """
 
     def __init__(
@@ -73,14 +71,16 @@ class PiecewiseRoute:
         local: Any = None,
     ):
         tokens = to_host(chosen.tokens)
-        first = tokens <= tokens.max(initial=0) // 2
-        self._places = [np.flatnonzero(first), np.flatnonzero(~first)]
         self._assigned, of_expert, relay = len(tokens), np.repeat(nodes, owners), relays(nodes)[axis.rank]
-        pieces = [chosen.subset(places) for places in self._places]
+        self._places, pieces = [np.arange(len(tokens))], [chosen]
+        if not code:
+            first = tokens <= tokens.max(initial=0) // 2
+            self._places = [np.flatnonzero(first), np.flatnonzero(~first)]
+            pieces = [chosen.subset(places) for places in self._places]
         plans = [TokensByNode.of(piece, of_expert, relay) for piece in pieces]
-        numbers = np.split(counts_of_all(axis, np.concatenate([plan.numbers for plan in plans]).tolist()), 2, axis=1)
-        least = axis.size * LEAST * (ENCODED if code else 1)
-        if sum(int(some[:, -len(of_expert) :].sum()) for some in numbers) < least:
+        every = counts_of_all(axis, np.concatenate([plan.numbers for plan in plans]).tolist())
+        numbers = np.split(every, len(plans), axis=1)
+        if not code and sum(int(some[:, -len(of_expert) :].sum()) for some in numbers) < axis.size * LEAST:
             self._places, pieces, numbers = [np.arange(len(tokens))], [chosen], [numbers[0] + numbers[1]]
             plans = [TokensByNode.of(chosen, of_expert, relay)]
         self._routes = [
