@@ -42,6 +42,9 @@ IDLE_CHECKS = 20
 REST = 0.5
 """Seconds of rest after which the progress thread ends."""
 
+YIELDS_OF_POLL = 10
+"""Yields of the core, as `pause` counts them, that take about as long as one poll of active requests."""
+
 active_requests: list[Operation] = []
 """Active requests of this process; changed only while holding `progress_lock`, or in one step by compiled code."""
 
@@ -81,7 +84,7 @@ def progress_until(done: Callable[[], bool]) -> None:
         progress()
         if done():
             return
-        pause(turn := turn + 1)
+        pause(turn := turn + YIELDS_OF_POLL)
 
 
 def run_program(program: Program) -> None:
