@@ -75,8 +75,9 @@ class RowFormat:
     def encode(self, x: Array, wire: Array) -> None:
         """Encode rows of float32, shape (rows, width), as bytes, shape (rows, nbytes), C-contiguous both.
 
-        Groups with NaN or infinity become NaN.
+        Groups with NaN or infinity become NaN. ValueError for arrays of other types or lengths.
         """
+        self._check(x, wire)
         scales, codes = self.scales(wire), self.codes(wire)
         if not quantize_in_one_pass(x, self.spec, self.group, scales, codes):
             found = quantize(x, self.spec, nonfinite="poison")
@@ -85,13 +86,26 @@ class RowFormat:
         wire[:, self.start + self.width :] = 0
 
     def decode(self, wire: Array, out: Array) -> Array:
-        """Decode rows of bytes into `out`, float32, shape (rows, width), C-contiguous, and return it."""
+        """Decode rows of bytes into `out`, float32, shape (rows, width), C-contiguous, and return it.
+
+        ValueError for arrays of other types or lengths.
+        """
+        self._check(out, wire)
         about = self.codes(wire), self.group, self.scales(wire)
         if self.spec.linear:
             kernels.decode_linear(*about, None, LinearCode.of(self.spec), out, False)
         else:
             kernels.decode_table(*about, array_namespace(wire).asarray(values(self.spec.code)), out, False)
         return out
+
+    def _check(self, rows: Array, wire: Array) -> None:
+        """Raise ValueError unless these are rows and as many rows of bytes."""
+        expected = (len(rows), self.width), np.float32, (len(rows), self.nbytes), np.uint8
+        if (rows.shape, rows.dtype, wire.shape, wire.dtype) != expected:
+            raise ValueError(
+                f"expected float32 (n, {self.width}) and uint8 (n, {self.nbytes}), "
+                f"found {rows.dtype} {rows.shape} and {wire.dtype} {wire.shape}"
+            )
 
     @cached_property
     def _levels(self) -> Array | None:

@@ -30,6 +30,8 @@ def array(cupy, value):
     shape, dtype = tuple(value["array"]), np.dtype(value["dtype"])
     if value["layout"] == "F":
         return cupy.asarray(np.zeros(shape[::-1], dtype)).T
+    if value["layout"] == "rows":
+        return cupy.asarray(np.zeros((*shape[:-1], shape[-1] + 8), dtype))[..., : shape[-1]]
     if value["layout"] == "gaps" and shape:
         return cupy.asarray(np.zeros((*shape, 2), dtype))[..., 0]
     return cupy.asarray(np.zeros(shape, dtype))

@@ -122,9 +122,11 @@ class Recorder:
 
 
 def layout(array):
-    """Order of an array's elements in memory: "C", "F", or "gaps"."""
-    flags = array._seen().flags
-    return "C" if flags.c_contiguous else "F" if flags.f_contiguous else "gaps"
+    """Order of an array's elements in memory: "C", "F", "rows" with gaps between them, or "gaps"."""
+    flags, strides = array._seen().flags, array.strides
+    if flags.c_contiguous or flags.f_contiguous:
+        return "C" if flags.c_contiguous else "F"
+    return "rows" if strides[-1] == array.itemsize else "gaps"
 
 
 def form(entry):

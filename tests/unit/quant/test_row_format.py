@@ -98,3 +98,14 @@ def test_other_specs_are_refused(spec):
     spec = grouped(4, 128, "fp32") if spec == "int4" else parse("int8")
     with pytest.raises(ValueError, match="spec: expected symmetric codes of 8 bits with float32 scales of groups"):
         RowFormat(spec, 10)
+
+
+@pytest.mark.parametrize("rows, width, dtype", [(3, 300, "f4"), (2, 299, "f4"), (2, 300, "f8")])
+def test_arrays_that_do_not_fit(rows, width, dtype):
+    """They are refused before anything is read or written."""
+    form, x = RowFormat(grouped(8, 128, "fp32"), 300), np.zeros((rows, width), dtype)
+    wire = np.full((2, form.nbytes), 7, np.uint8)
+    for call in (form.encode, lambda x, wire: form.decode(wire, x)):
+        with pytest.raises(ValueError, match=r"expected float32 \(n, 300\) and uint8"):
+            call(x, wire)
+    assert (wire == 7).all()
