@@ -72,7 +72,7 @@ class RowsByRank(NamedTuple):
     @property
     def nbytes_of_row(self) -> int:
         """Bytes of a row of `others`."""
-        return int(self.others.itemsize) * prod(self.others.shape[1:])
+        return int(self.others.itemsize * prod(self.others.shape[1:]))
 
     def encoded(self, codec: RowCodec) -> RowsByRank:
         """Rows of which those for other ranks are encoded."""
