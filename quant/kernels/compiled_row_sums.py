@@ -47,7 +47,7 @@ def _row_adder(linear, weighted):
 
 @kernel
 def add_rows(codes, size, scales, levels, y, places, weights):
-    if not _suit(y, places, weights):
+    if not _suit(codes, y, places, weights):
         return False
     linear, weighted = levels is None, weights is not None
     add = _row_adder(linear, weighted)
@@ -72,14 +72,20 @@ def _row_multiplier(linear):
 
 @kernel
 def multiply_rows(codes, size, scales, levels, x, places, products):
-    if not _suit(x, places, products):
+    if not _suit(codes, x, places, products):
         return False
     linear = levels is None
     _row_multiplier(linear)(codes, size, scales, NO_LEVELS if linear else levels, x, places, products)
     return True
 
 
-def _suit(matrix, places, others):
-    """True if the kernels are compiled for such arrays."""
-    types = matrix.dtype == np.float32 and places.dtype == np.int64
-    return types and matrix.flags.c_contiguous and (others is None or others.dtype == np.float32)
+def _suit(codes, matrix, places, others):
+    """True if the kernels are compiled for such arrays, whose lengths and places they do not check."""
+    types = matrix.dtype == np.float32 and places.dtype == np.int64 and (others is None or others.dtype == np.float32)
+    fit = (
+        matrix.shape[1:] == codes.shape[1:]
+        and len(places) == len(codes)
+        and (others is None or len(others) == len(codes))
+    )
+    within = fit and (not places.size or (places.min() >= 0 and places.max() < len(matrix)))
+    return types and within and matrix.flags.c_contiguous

@@ -109,3 +109,16 @@ def test_arrays_that_do_not_fit(rows, width, dtype):
         with pytest.raises(ValueError, match=r"expected float32 \(n, 300\) and uint8"):
             call(x, wire)
     assert (wire == 7).all()
+
+
+@pytest.mark.parametrize("forms", [(), ("compiled",)])
+@pytest.mark.parametrize("place", [3, -4])
+def test_places_out_of_range(forms, place):
+    """Compiled loops check no indices: such calls are left to NumPy, which refuses them."""
+    rows, y = RowFormat(grouped(8, 128, "fp32"), 130), np.zeros((3, 130), np.float32)
+    wire, places = encoded(rows, np.ones((2, 130), np.float32)), np.array([0, place])
+    with kernels.forms(*forms):
+        for call in (rows.add, rows.products):
+            with pytest.raises(IndexError):
+                call(wire, y, places)
+    assert not y.any()
