@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from support.fakes import cupy
 
 runtime = cupy.cuda.runtime
@@ -67,25 +66,26 @@ def test_ring_of_memory_and_events(world, engine):
 
 @pytest.mark.parametrize("engine", [3], indirect=True)
 def test_without_the_wait_old_data_are_read(world, engine):
-    """Nothing but events orders the work of two processes: here the one that writes is late."""
+    """Nothing but events orders the work of two processes: here a stream writes after the other rank has read."""
     mine = exportable(10)
     theirs = world.allgather(runtime.ipcGetMemHandle(mine.data.ptr))[(world.rank - 1) % world.size]
     if world.size == 1:
         pytest.skip("needs two processes")
-    array, late = array_on(runtime.ipcOpenMemHandle(theirs), 10), 0
-    for turn in range(12):  # each later than the last, for busy machines
-        with cupy.cuda.Stream(non_blocking=True) as writing:
-            cupy.GPU.put(writing.number, partial(time.sleep, 0.02 * 2**turn), [], ("delay", writing.number, 0))
-            mine[...] = cupy.full(10, turn, "i4")
-        world.Barrier()
+    array, everyone_has_read = array_on(runtime.ipcOpenMemHandle(theirs), 10), threading.Event()
+    mine._seen()[...] = 1
+    with cupy.cuda.Stream(non_blocking=True) as writing:
+        cupy.GPU.put(writing.number, bool, [], ("delay", writing.number, 0), ready=everyone_has_read.is_set)
+        mine[...] = cupy.full(10, 2, "i4")
+    world.Barrier()
+    for expected in 1, 2:
         with cupy.cuda.Stream(non_blocking=True) as reading:
             found = array.copy()
         reading.synchronize()
-        late += bool((found._seen() != turn).any())
+        assert (found._seen() == expected).all()
+        world.Barrier()
+        everyone_has_read.set()
         writing.synchronize()
-        if world.allreduce(late, MPI.MIN):
-            break
-    assert late
+        world.Barrier()
 
 
 def test_one_process_at_a_time(world, gpu):
