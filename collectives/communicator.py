@@ -21,14 +21,14 @@ from collectives.buffers.memory import on_gpu
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
 from collectives.runtime.agreement import agree_on_gpu, agree_on_nodes, common, gather_or_raise, without_attributes
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
+from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
 from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
 from collectives.runtime.communicator_transports import Transports
-from collectives.runtime.compiled_calls import CallFunctions
+from collectives.runtime.compiled_calls import call_functions
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
 from collectives.runtime.planner import Planner
-from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
 from collectives.runtime.progress import progress_thread, progress_until
 from collectives.runtime.requests import Request
@@ -149,7 +149,8 @@ class Communicator(CollectiveMethods):
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
     _start_cached: Callable[..., CallKey | Request] = staticmethod(_uncached)
-    _calls: Mapping[str, Callable[..., Any]] = CallFunctions()
+    _calls: Mapping[str, Callable[..., int]] = call_functions()
+    _starts: Mapping[str, Callable[..., int]] = call_functions()
 
     def __init__(
         self,
@@ -191,6 +192,7 @@ class Communicator(CollectiveMethods):
         if self._checker is None:
             self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
             self._calls = self._planner.cache.compiled_calls.run
+            self._starts = self._planner.nonblocking.compiled_calls.run
         else:
             self._report_refusals(self._checker)
         self._number = next(_numbers)
@@ -205,10 +207,11 @@ class Communicator(CollectiveMethods):
             )
         return self._planner
 
-    def _break_off(self, error: BaseException, name: str, *memory: object) -> None:
-        """Refuse later blocking calls if an error has left a compiled one unfinished."""
+    def _break_off(self, form: str, error: BaseException, name: str, *memory: object) -> None:
+        """Refuse later calls of a form if an error has left a compiled one unfinished."""
         if self._planner is not None:
-            self._planner.cache.break_off(error, name, *memory)
+            cache = self._planner.cache if form == "blocking" else self._planner.nonblocking
+            cache.break_off(error, name, *memory)
 
     def _report_refusals(self, checker: DesyncChecker) -> None:
         """Wrap every collective so that invalid arguments on this rank are reported to the other ranks (debug mode).
@@ -412,7 +415,7 @@ class Communicator(CollectiveMethods):
         if self._planner is None:
             return
         self._closing, self._planner = self._planner, None
-        for name in ("_calls", "_run_cached", "_start_cached"):  # absent in debug mode
+        for name in ("_calls", "_starts", "_run_cached", "_start_cached"):  # absent in debug mode
             self.__dict__.pop(name, None)
         self._closing.close(self._release)
 

@@ -1,4 +1,4 @@
-"""Cache keys of arguments: equal for buffers of the same shapes, counts and types, of NumPy at any addresses.
+"""Cache keys of calls: equal for buffers of the same shapes, counts and types, of NumPy at any addresses.
 
 >>> import numpy as np
 >>> describe(np.zeros(3))[1]
@@ -9,23 +9,21 @@ True
 
 import sys
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 _ndarray, _IN_PLACE = np.ndarray, MPI.IN_PLACE
 
+NO_ARRAY = np.empty(0, np.uint8)
+"""Array of a call that has none."""
+
 DENSE = 0x3
 """NumPy's flags of an array without gaps, in C or Fortran order."""
 
 _CONSTANTS = {id(value): value for value in vars(MPI).values() if isinstance(value, (MPI.Op, MPI.Datatype))}
 """MPI's predefined operations and datatypes by id. Held here, so that no other object gets their ids."""
-
-
-def is_constant(number: int) -> bool:
-    """True if this is the id of one of MPI's own operations or datatypes; others are freed, and their ids reused."""
-    return number in _CONSTANTS
 
 
 def is_cupy(array: Any) -> bool:
@@ -89,3 +87,66 @@ def counts_key(counts: Any) -> Any:
         return [] if counts is None else _part(counts)
     except TypeError:
         return []
+
+
+class CallKey(NamedTuple):
+    """Cache key of a call, by its arguments without addresses of NumPy arrays, and its arrays: a single one twice.
+
+    The arrays are NumPy's or CuPy's; the arguments have the addresses of the latter. `given` are the arguments
+    themselves: send buffer, receive buffer, operation, root, algorithm and segments.
+    """
+
+    arguments: tuple[Any, ...]
+    sendbuf: Any
+    recvbuf: Any
+    given: tuple[Any, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[Any, ...]:
+        return with_addresses(self.arguments, self.sendbuf, self.recvbuf)
+
+    def identifies(self, memories: tuple[int | None, int | None]) -> bool:
+        """True if calls with this key are like the one with these memories, which has an operation of MPI's own.
+
+        They are not if memory begins before the arrays: other arrays may have none there. Operations of users are
+        freed, and their ids reused.
+        """
+        ends = zip(memories, (self.sendbuf, self.recvbuf))
+        return self.arguments[1] in _CONSTANTS and all(at is None or at >= place_of(array)[0] for at, array in ends)
+
+    @property
+    def has_addresses(self) -> bool:
+        """True if the arguments alone have the addresses: all arrays are CuPy's."""
+        return type(self.sendbuf) is not _ndarray and type(self.recvbuf) is not _ndarray
+
+    @property
+    def plain(self) -> bool:
+        """True if each buffer is an array without counts, displacements or datatype."""
+        return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
+
+
+UNCACHEABLE = CallKey((), NO_ARRAY, NO_ARRAY)
+"""Key of calls whose arguments cannot be looked up; compared by identity."""
+
+
+def with_addresses(arguments: tuple[Any, ...], s: Any, r: Any) -> tuple[Any, ...]:
+    """Key that includes the addresses of two arrays; TypeError if they have gaps."""
+    return arguments, *place_of(s), *place_of(r)
+
+
+def key_fields(
+    name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+) -> tuple[tuple[Any, ...], Any, Any]:
+    """Fields of a `CallKey`, as a tuple: a lookup needs no more. TypeError for buffers that `describe` refuses."""
+    if type(root) is not int:
+        root = counts_key(root)
+    if segments is not None and type(segments) is not int:  # 1.0 and True are equal to 1
+        segments = counts_key(segments)
+    if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+        s, r = sendbuf, recvbuf
+        arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype
+        return arguments, s, r
+    (send, sent), (recv, received) = describe(sendbuf), describe(recvbuf)
+    if send is None:
+        send = NO_ARRAY if recv is None else recv
+    return (name, id(op), root, algorithm, segments, sent, received), send, send if recv is None else recv

@@ -307,7 +307,3 @@ def memories(call: Call) -> tuple[int | None, int | None]:
     source = call.target if call.separate_output else None if call.copy_input else call.source
     target = None if call.separate_output else call.target
     return (None if source is None else source.address), (None if target is None else target.address)
-
-
-def program_of(entry: Program | EagerBuffers) -> Program:
-    return entry.program if isinstance(entry, EagerBuffers) else entry

@@ -132,14 +132,20 @@ def _agrees(arguments, checks, count, arrays):
 
 def _call(calls, arguments, count):
     c = load_word(calls + DATA)
-    arrays, entry = c + 8 * table.ARRAYS, c + 8 * table.ENTRIES
-    for index in range(word_at(c, table.ENTRY_COUNT)):
+    channels, arrays, entry = word_at(c, table.CHANNELS), c + 8 * table.ARRAYS, c + 8 * table.ENTRIES
+    started = word_at(channels, table.STARTED)
+    channel = started & (word_at(channels, table.CHANNEL_COUNT) - 1)  # a division would take longer
+    entries = word_at(c, table.ENTRY_COUNT) if word_at(channels, table.HELD + channel) == 0 else 0
+    for index in range(entries):
         t = word_at(entry, table.TABLE)
         set_word_at(arrays, 0, word_at(entry, table.NO_ARRAY))
         set_word_at(arrays, 1, word_at(entry, table.NO_ARRAY))
-        if _agrees(arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays):
+        if word_at(entry, table.CHANNEL) == channel and _agrees(
+            arguments, word_at(entry, table.CHECKS), word_at(entry, table.CHECK_COUNT), arrays
+        ):
             result = _run_on(word_at(arrays, 0), word_at(arrays, 1), t)
             if result != table.REFUSED:
+                set_word_at(channels, table.STARTED, started + 1)
                 return new_number(result + (table.RESULT + 1) * index if result else result)
         entry += 8 * table.ENTRY_WORDS
     return new_number(table.REFUSED)
@@ -206,6 +212,13 @@ class Functions(NamedTuple):
     """``take_back(numbers)(request)`` leaves a request to Python code; `WAITING` if it is active, `DONE` if it is a
     persistent one that is idle, `REFUSED` if Python code manages it already."""
 
+    take_handle: Callable[[Any], Callable[..., int]]
+    """``take_handle(handles)(request)`` gives a request a complete MPI handle that was kept; `REFUSED` if none was."""
+
+    keep_handle: Callable[[Any], Callable[..., int]]
+    """``keep_handle(handles)(request)`` keeps the complete MPI handle of a request, which becomes null; `REFUSED` if
+    that is null already, or too many are kept."""
+
 
 @cache
 def functions() -> Functions:
@@ -221,6 +234,8 @@ def functions() -> Functions:
             bindable(_compile(request_kernel.activate)),
             bindable(_compile(request_kernel.end)),
             bindable(_compile(request_kernel.take_back)),
+            bindable(_compile(request_kernel.take_handle)),
+            bindable(_compile(request_kernel.keep_handle)),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime import call as calls
+from collectives.runtime.native_requests import ended_request
 from collectives.runtime.requests import Request
 
 FORMS = ("blocking", "non-blocking", "persistent")
@@ -156,7 +157,7 @@ def add_methods(owner: type) -> None:
         # The file name marks the frame as one of this package, for `desync_check.caller`.
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
         scope: dict[str, Any] = {"describe": declaration.describe}
-        scope |= {"MPI": MPI, "SUM": MPI.SUM, "Any": Any, "Request": Request}
+        scope |= {"MPI": MPI, "SUM": MPI.SUM, "Any": Any, "Request": Request, "ended_request": ended_request}
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
         function = scope[method_name(declaration.name, form)]
@@ -180,24 +181,24 @@ def _source(declaration: Declaration, form: str) -> str:
         if "recvcounts" in names:
             root = "recvcounts"
         arguments = f"{send}, {recv}, {op}, {root}, algorithm, segments"
-        key = f"{declaration.name!r}, {arguments}"
         if form == "blocking":
-            body = (
-                f"try:\n"
-                f"    key = self._calls[{declaration.name!r}]({arguments})\n"
-                f"    if key:\n"
-                f"        key = self._run_cached(key, {key})\n"
-                f"except BaseException as error:\n"
-                f"    self._break_off(error, {declaration.name!r}, {send}, {recv})\n"
-                f"    raise\n"
-                f"if key:\n"
-                f"    {planner}.run({call}, algorithm, segments, key)"
-            )
+            calls, cached, ended = "_calls", "_run_cached", "return"
+            otherwise = f"if found:\n    {planner}.run({call}, algorithm, segments, found)"
         else:
-            body = (
-                f"key = self._start_cached({key})\n"
-                f"return key if isinstance(key, Request) else {planner}.begin({call}, algorithm, segments, key)"
-            )
+            calls, cached, ended = "_starts", "_start_cached", "return ended_request()"
+            begin = f"{planner}.begin({call}, algorithm, segments, found)"
+            otherwise = f"return found if isinstance(found, Request) else {begin}"
+        body = (
+            f"try:\n"
+            f"    found = self.{calls}[{declaration.name!r}]({arguments})\n"
+            f"    if not found:\n"
+            f"        {ended}\n"
+            f"    found = self.{cached}(found, {declaration.name!r}, {arguments})\n"
+            f"except BaseException as error:\n"
+            f"    self._break_off({form!r}, error, {declaration.name!r}, {send}, {recv})\n"
+            f"    raise\n"
+            f"{otherwise}"
+        )
     returns = "None" if form == "blocking" else "Request"
     heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"
     return f"{heading}\n{indent(body, '    ')}\n"

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import OutOfMemory
+from collectives.runtime.program_table import CHANNEL_COUNT, HELD, STARTED
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
@@ -25,7 +26,7 @@ from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
 from collectives.transport.device_wire import DeviceTransport
 from collectives.transport.gpu_channel import GpuChannel
-from collectives.transport.mailbox import MailboxEdge, NodeMemory
+from collectives.transport.mailbox import NONBLOCKING, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.peer_messages import PeerLinks, PeerTransport
 from collectives.transport.reduced import reduced
@@ -89,8 +90,9 @@ class Transports:
         if self.nodes is not None:
             self.network_speed = network_speed.measure(comm, self.nodes)
         self.edges: dict[int, dict[int, MailboxEdge]] = {}  # by channel and rank
-        self.nonblocking_calls = 0
-        """Non-blocking calls so far."""
+        self.nonblocking = np.zeros(HELD + NONBLOCKING, np.int64)
+        self.nonblocking[CHANNEL_COUNT] = NONBLOCKING
+        """Words of the channels of non-blocking calls: see `program_table`."""
 
         self._persistent_requests = 0
         largest_tag = comm.Get_attr(MPI.TAG_UB)
@@ -126,8 +128,8 @@ class Transports:
 
     def consume_tag(self) -> int:
         """Return a new MPI tag for the next non-blocking call; the same on all ranks, which count these calls."""
-        self.nonblocking_calls += 1
-        return 1 + self.nonblocking_calls % (self._tags - 1)
+        self.nonblocking[STARTED] += 1
+        return 1 + int(self.nonblocking[STARTED]) % (self._tags - 1)
 
     def consume_persistent_tag(self) -> None:
         self._persistent_requests += 1

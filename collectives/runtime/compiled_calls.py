@@ -7,65 +7,63 @@ equal but newly made number among its counts, are looked up by key afterwards.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime import program_table as table
+from collectives.runtime.argument_keys import NO_ARRAY
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.program import Program
 
 MAX_CHECKS = 256
 """Checks of one call's arguments: one for each number in lists of counts."""
 
-NO_ARRAY = np.empty(0, np.uint8)
-"""Array of a call that has none."""
-
 
 def _refuse(*_: Any) -> int:
     return table.REFUSED
 
 
-class CallFunctions(dict[str, Callable[..., Any]]):
-    """Functions that run the calls of a method, by its name; ``otherwise(name, ...)`` runs those of other methods."""
-
-    def __init__(self, otherwise: Callable[..., Any] = _refuse) -> None:
-        self._otherwise = otherwise
-
-    def __missing__(self, name: str) -> Callable[..., Any]:
-        function = self[name] = partial(self._otherwise, name)
-        return function
+def call_functions() -> defaultdict[str, Callable[..., int]]:
+    """Functions that run the calls of a method, by its name; at first they refuse."""
+    return defaultdict(lambda: _refuse)
 
 
 class CompiledCallTable:
-    """Compiled programs of one communicator's calls.
+    """Compiled programs of one communicator's calls of a form, which take `channels` in turn (see `program_table`).
 
     ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method. It returns
-    `DONE` if that has ended, `REFUSED` if there is none, and otherwise a number for `started`. For a method without
-    compiled programs it is ``otherwise(name, ...)``.
+    `DONE` if that has ended, `REFUSED` if there is none, and otherwise a number for `started`.
     """
 
-    def __init__(self, otherwise: Callable[..., Any] = _refuse) -> None:
-        self.run = CallFunctions(otherwise)
+    def __init__(self, channels: np.ndarray) -> None:
+        self.run = call_functions()
+        self._channels = channels
         self._methods: dict[str, _Method] = {}
 
-    def started(self, name: str, number: int) -> tuple[CompiledProgram, int]:
-        """The program that a call has started, and the result of that (see `program_table`)."""
-        return self._methods[name].programs[number // (table.RESULT + 1)], number & table.RESULT
+    def started(self, name: str, number: int) -> tuple[CompiledProgram, int, int]:
+        """The program that a call has started, its channel, and the result of that (see `program_table`).
+
+        Raises if a message has failed.
+        """
+        entry, result = self._methods[name].entries[number // (table.RESULT + 1)], number & table.RESULT
+        entry.program.note(result)
+        return entry.program, entry.channel, result
 
     def unfinished(self, name: str) -> list[CompiledProgram]:
-        """Programs of a method's calls that have not ended."""
-        method = self._methods.get(name)
-        return [] if method is None else [program for program in method.programs if program.is_called]
+        """Programs of a method's calls that have not ended, and are not held by a request."""
+        entries = [] if name not in self._methods else self._methods[name].entries
+        held = self._channels[table.HELD :]
+        return [entry.program for entry in entries if entry.program.is_called and not held[entry.channel]]
 
-    def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any]) -> None:
-        """Let calls with these arguments run a program."""
+    def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any], channel: int) -> None:
+        """Let calls on a channel with these arguments run a program."""
         if name not in self._methods:
-            self._methods[name] = _Method()
-        self._methods[name].add(program, arguments)
+            self._methods[name] = _Method(self._channels)
+        self._methods[name].add(program, arguments, channel)
         self.run[name] = self._methods[name].run
 
     def discard(self, program: Program) -> None:
@@ -81,38 +79,41 @@ class CompiledCallTable:
 class _Method:
     """Compiled programs of one method."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: np.ndarray) -> None:
         from collectives.runtime import call_kernel  # needs numba, which takes a while to load
 
-        self._words = np.zeros(table.ENTRIES + table.ENTRY_WORDS * table.MAX_ENTRIES, np.int64)
-        self._entries: list[_Entry] = []
-        self.programs: list[CompiledProgram] = []
+        most = table.MAX_ENTRIES * int(channels[table.CHANNEL_COUNT])
+        self._words = np.zeros(table.ENTRIES + table.ENTRY_WORDS * most, np.int64)
+        self._words[table.CHANNELS] = MPI.Get_address(channels)
+        self.entries: list[_Entry] = []
         self.run: Callable[..., int] = call_kernel.functions().call(self._words)
 
-    def add(self, program: CompiledProgram, arguments: Sequence[Any]) -> None:
-        """Add a program for these arguments; beyond `MAX_ENTRIES` forget the oldest one."""
+    def add(self, program: CompiledProgram, arguments: Sequence[Any], channel: int) -> None:
+        """Add a program for these arguments; beyond `MAX_ENTRIES` of a channel forget the oldest one."""
         checks = [check for number, value in enumerate(arguments) for check in _checks(value, number)]
         if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks):
             return
         in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
         words = np.array([check.words(3 if in_place else 1 << check.argument) for check in checks], np.int64)
-        entry = _Entry(program, words, [check.refers_to for check in checks])
-        self._store([*self._entries, entry][-table.MAX_ENTRIES :])
+        others = [entry for entry in self.entries if entry.channel != channel]
+        alike = [entry for entry in self.entries if entry.channel == channel][1 - table.MAX_ENTRIES :]
+        self._store([*others, *alike, _Entry(program, channel, words, [check.refers_to for check in checks])])
 
     def discard(self, program: Program) -> None:
-        self._store([entry for entry in self._entries if entry.program.program is not program])
+        self._store([entry for entry in self.entries if entry.program.program is not program])
 
     def _store(self, entries: list[_Entry]) -> None:
         for index, entry in enumerate(entries):
             at = table.ENTRIES + table.ENTRY_WORDS * index
             checks = MPI.Get_address(entry.checks), len(entry.checks)
-            self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(NO_ARRAY)
+            self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(NO_ARRAY), entry.channel
         self._words[table.ENTRY_COUNT] = len(entries)
-        self._entries, self.programs = entries, [entry.program for entry in entries]
+        self.entries = entries
 
 
 class _Entry(NamedTuple):
     program: CompiledProgram
+    channel: int
     checks: np.ndarray
     referred: list[Any]
     """Objects whose addresses the checks have: held, so that no others get these addresses."""

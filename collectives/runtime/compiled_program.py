@@ -31,7 +31,7 @@ START_POLLS = 40
 POLLED_BYTES = 1 << 9
 """Bytes of its longest message per further poll, up to `AWAITED_BYTES`: a peer copies about as many in that time."""
 
-AWAITED_BYTES = 1 << 16
+AWAITED_BYTES = 1 << 19
 
 NETWORK_POLLS = 400
 """Most polls of compiled code while it waits for messages between nodes: some 200 us."""
@@ -129,27 +129,27 @@ class CompiledProgram:
 
     def on_arrays(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
         """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
-        result = self._run(sendbuf, recvbuf, self.address)
-        if result == table.REFUSED:
-            return False
-        if result != table.DONE:
-            self.go_on(result)
-        return True
+        result = self.start_on(sendbuf, recvbuf)
+        if result == table.WAITING:
+            self.go_on()
+        return result != table.REFUSED
 
-    def go_on(self, result: int) -> None:
-        """Run to the end after this result of a compiled function, with progress of all active requests meanwhile."""
-        self.note(result)
+    def go_on(self) -> None:
+        """Run to the end after a start, with progress of all active requests meanwhile."""
         if active_requests:
             progress_until(self.advance)
         else:
             self.finish()
 
     def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
-        """Start the program on these arrays, after `shorten_calls`; the result is as in `program_table`.
+        """Start the program on these arrays; the result is as in `program_table`, or an error is raised.
 
         It is `REFUSED` if they are not like those of `expect`.
         """
-        return self._run(sendbuf, recvbuf, self.address)
+        result = self._run(sendbuf, recvbuf, self.address)
+        if result not in (table.DONE, table.REFUSED):
+            self.note(result)
+        return result
 
     def manage(self, request: object, active: bool) -> None:
         """Let compiled code start and end the program for its persistent request, which is active now or not."""

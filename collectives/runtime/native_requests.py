@@ -6,7 +6,7 @@ wait inside the MPI.
 
 Making, completing and freeing such a handle takes longer than a short collective, so it is avoided where possible. A
 compiled collective that is complete when its start returns uses the handle of a send to `MPI.PROC_NULL`, which is
-complete. If `Wait` of the request itself sees the end, the pending handle is reused by a later request.
+complete. Handles of both kinds are kept for later requests if `Wait` of the request itself sees the end.
 """
 
 # mypy: disable-error-code="misc"
@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime import program_table as table
+from collectives.runtime.compiled_program import CompiledProgram, available
 from collectives.runtime.progress import mpi_is_thread_safe
 from collectives.runtime.requests import Request, clear_status
 
@@ -38,11 +39,39 @@ def new_request(*arguments: Any) -> Request:
 
 
 def ended_request() -> Request:
-    """Create the request of a non-blocking collective that has ended already, if MPI is thread-safe.
+    """Create the request of a non-blocking collective that has ended already.
 
-    It has no attributes of its own, which would take as long as the call of the MPI.
+    It has no attributes of its own, which would take as long as a call of the MPI.
     """
-    return _new(EndedRequest, _isend(None, PROC_NULL))
+    request = _new(EndedRequest)
+    if _take_handle(request):
+        _keep_complete_handles()
+        return _new(EndedRequest, _isend(None, PROC_NULL))
+    return request
+
+
+def _refuse(_: MPI.Request) -> int:
+    return table.REFUSED
+
+
+_take_handle = _keep_handle = _refuse  # until something is compiled
+_handles = np.zeros(table.HANDLES + table.MAX_HANDLES, np.int64)
+
+
+def _keep_complete_handles() -> None:
+    """From now on, keep the complete handles of ended requests for later ones; needs the compiler.
+
+    Calls of the MPI to make and free them would take longer, most of all after long messages, which leave little of the
+    MPI's code in the caches.
+    """
+    global _take_handle, _keep_handle
+    if _take_handle is _refuse and available():
+        from collectives.runtime import call_kernel
+
+        at = MPI._addressof(MPI.REQUEST_NULL) - id(MPI.REQUEST_NULL)
+        _handles[: table.HANDLES_KEPT] = at, _HANDLE_BYTES, _NULL_ADDRESS
+        functions = call_kernel.functions()
+        _take_handle, _keep_handle = functions.take_handle(_handles), functions.keep_handle(_handles)
 
 
 class GeneralizedHandle:
@@ -151,10 +180,11 @@ class EndedRequest(NativeRequest):
         raise self.not_startable()
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Free the handle and return True."""
-        if self._freed:
-            self._check("Wait")
-        _wait(self)
+        """Free the handle, or keep it for a later request, and return True."""
+        if _keep_handle(self):
+            if self._freed:
+                self._check("Wait")
+            _wait(self)
         if status is not None:
             clear_status(status)
         return True
@@ -172,3 +202,6 @@ def free_unused_handles() -> None:
         handle = _unused.pop()
         handle.complete(failed=False)
         handle.request.Wait()
+    while _handles[table.HANDLES_KEPT] and not MPI.Is_finalized():
+        _take_handle(request := MPI.Request())
+        request.Wait()

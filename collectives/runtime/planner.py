@@ -11,10 +11,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.errors import OutOfMemory, RanksDisagree
+from collectives.errors import OutOfMemory
 from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
+from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
@@ -23,16 +24,14 @@ from collectives.runtime.count_exchange import CountExchange, bind_count_exchang
 from collectives.runtime.desync_check import DesyncChecker
 from collectives.runtime.gpu_program_builder import GpuProgramBuilder
 from collectives.runtime.native_requests import ended_request, new_request
-from collectives.runtime.nonblocking_programs import NonblockingPrograms
 from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_builder import ProgramBuilder
-from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, key_fields
-from collectives.runtime.program_table import DONE, REFUSED
+from collectives.runtime.program_cache import MAX_PROGRAMS, ProgramCache
+from collectives.runtime.program_table import DONE, HELD, REFUSED, STARTED
 from collectives.runtime.progress import (
     active_requests,
     lone_requests,
-    mpi_is_thread_safe,
     progress_lock,
     progress_until,
     run_program,
@@ -46,8 +45,9 @@ class Planner:
     """Runs the collective calls of one communicator over `transports`, which it owns, and their private communicator.
 
     That is used for nothing else, so that its messages never match the user's. `cache` holds the programs of blocking
-    calls. In debug mode `checker` compares the calls of all ranks. With `async_progress`, programs of long messages
-    within the node are begun and advanced by the progress thread; they are compiled at once, where that is possible.
+    calls, `nonblocking` those of non-blocking ones. In debug mode `checker` compares the calls of all ranks. With
+    `async_progress`, programs of long messages within the node are begun and advanced by the progress thread; they are
+    compiled at once, where that is possible.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Planner:
         self._builder = builder(transports, async_progress)
         self.cache = ProgramCache(self.rank, self.size == 1)
         self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
-        self._nonblocking = NonblockingPrograms(self.cache)
+        self.nonblocking = ProgramCache(self.rank, self.size == 1, transports.nonblocking)
+        self._turns = transports.nonblocking.data  # the same memory, which Python reads faster
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
-        self._broken: str | None = None
         self._count_exchanges: dict[Hashable, CountExchange] = {}
         self._persistent: weakref.WeakSet[Request] = weakref.WeakSet()
         self._finalized: deque[tuple[Program | CompiledProgram, int | None]] = deque()  # finalizers append at any time
@@ -99,7 +99,7 @@ class Planner:
         call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
         if device is None and binding.needs_staging(call):  # anew in every call
             program = self._builder.bind(call, choice, "blocking")
-            self._run_or_poison(program, call)
+            self._run_or_poison(call, program, partial(run_program, program))
             program.free()
             return
         small = device is None and binding.fits_eager_buffers(call)
@@ -112,74 +112,53 @@ class Planner:
             self.cache.count_repeat()
         if isinstance(entry, Program) and entry.stream is not None:
             entry.stream.follow(*(buffer.owner for buffer in call.buffers))
-        try:
-            if isinstance(entry, EagerBuffers):
-                entry.on_call(call)()
-            else:
-                run_program(entry)
-        except BaseException as error:
-            self.cache.poison(error, self.cache.evict(key), call)
-            raise
+        run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(run_program, entry.program)
+        self._run_or_poison(call, entry.program, run)
         self.cache.store(cache_key, key, call)
 
-    def _run_or_poison(self, program: Program, call: Call) -> None:
+    def _run_or_poison(self, call: Call, program: Program, run: Callable[[], object]) -> None:
         try:
-            run_program(program)
+            run()
         except BaseException as error:
-            self.cache.poison(error, program, call)
+            self.cache.poison(call.collective, error, program, call)
             raise
 
-    def start_cached(
-        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
-    ) -> Request | CallKey:
-        """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`."""
-        turn = self.transports.nonblocking_calls % NONBLOCKING
-        before, calls = self._latest[turn], self._nonblocking.calls[turn]
-        may_start = (before is None or not before.holds_program) and not self._broken
-        try:
-            number = calls.run[name](sendbuf, recvbuf, op, root, algorithm, segments) if may_start else REFUSED
-        except BaseException:  # Ctrl-C, which may be noticed as compiled code returns
-            if unfinished := calls.unfinished(name):
-                self._break_off(name, (unfinished, sendbuf, recvbuf))
-            raise
-        if number == DONE and mpi_is_thread_safe():
-            self.transports.nonblocking_calls += 1
-            return ended_request()
-        program: Program | CompiledProgram | None
-        if number != REFUSED:
-            program, result = calls.started(name, number)
+    def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
+        """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`.
+
+        `found` is the result of ``nonblocking.compiled_calls.run[name]`` for this call.
+        """
+        program: Program | CompiledProgram
+        turn = self._turn
+        if found != REFUSED:
+            program, turn, result = self.nonblocking.compiled_calls.started(name, found)
+        elif self._turns[HELD + turn]:
+            return UNCACHEABLE
         else:
-            try:
-                arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
-                program = self._nonblocking.find(turn, arguments, s, r)
-            except TypeError:  # arguments that are not hashable, or buffers of other kinds
-                return UNCACHEABLE
-            if program is None or not may_start:
-                return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
-            result = self._break_off_if_raising(name, program, program.start_on, s, r)
+            cached = self.nonblocking.find(turn, name, sendbuf, recvbuf, *others)
+            if isinstance(cached, CallKey):
+                return cached
+            with progress_lock:
+                program, result = cached[0].program, self.nonblocking.run(name, *cached)
             if result == REFUSED:
                 return UNCACHEABLE
-        if result > REFUSED:
-            assert isinstance(program, CompiledProgram), "others raise"
-            self._break_off_if_raising(name, program, program.note, result)
-        self.transports.nonblocking_calls += 1
+            self._turns[STARTED] += 1
         if result == DONE:
-            return ended_request() if mpi_is_thread_safe() else Request(name, program, self, None)
-        request = self._latest[turn] = new_request(name, program, self, (sendbuf, recvbuf))
+            return ended_request()
+        request = new_request(name, program, self, (sendbuf, recvbuf))
+        self._hold_channel(request, turn)
         request.resume(program)
         return request
 
-    def _break_off_if_raising(
-        self, name: str, program: Program | CompiledProgram, step: Callable[..., Any], *arguments: Any
-    ) -> Any:
-        """Return ``step(*arguments)`` of a non-blocking call's program."""
-        try:
-            with progress_lock:
-                return step(*arguments)
-        except BaseException:
-            program.broken = True
-            self._break_off(name, program)
-            raise
+    @property
+    def _turn(self) -> int:
+        """Channel of the next non-blocking call, among those for such calls."""
+        return self._turns[STARTED] % NONBLOCKING
+
+    def _hold_channel(self, request: Request, turn: int) -> None:
+        """Let no other call start on a channel until `release` of this request."""
+        request.channel, self._latest[turn] = turn, request
+        self._turns[HELD + turn] += 1
 
     def begin(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> Request:
         """Start a non-blocking call and return its request.
@@ -191,29 +170,30 @@ class Planner:
         gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
         with progress_lock:  # a thread that progresses active requests may change programs at any moment
             self._free_finalized()
-            if self._broken:
-                raise RanksDisagree(MPI.ERR_OTHER, f"{self._broken}: go on with a new Communicator")
-            turn = self.transports.nonblocking_calls % NONBLOCKING
+            self.nonblocking.check_in_step()
+            turn = self._turn
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
             key = (binding.program_key(call, choice, True, device), turn) if reusable else None
-            if self._nonblocking.is_busy(key, self._active):
+            if self.nonblocking.is_busy(key, self._active):
                 key, reusable = None, False
-            program = self._nonblocking.bound.get(key)
+            program = self.nonblocking.bound.get(key)
             if program is None:
                 binding.check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
                 if reusable:
-                    self._nonblocking.bound[key] = program
-                    self._free_surplus(program)
+                    program = (compile_program(program) or program) if program.deferred else program
+                    self.nonblocking.add(key, program, self._active())
             if reusable:
-                self._nonblocking.store(program, cache_key, turn, call)
-            if program.stream is not None:
-                program.stream.follow(*(buffer.owner for buffer in call.buffers))
-            request = new_request(call.collective, self._nonblocking.in_portions(program, key, turn), self, call)
+                self.nonblocking.store(cache_key, key, call, turn)
+            bound = program.program
+            if bound.stream is not None:
+                bound.stream.follow(*(buffer.owner for buffer in call.buffers))
+            request = new_request(call.collective, program, self, call)
             request.owns_program, request.device = not reusable, call_device(call)
-            if program.wire.in_mailboxes:
-                before, self._latest[turn] = self._latest[turn], request
+            if bound.wire.in_mailboxes:
+                before = self._latest[turn]
+                self._hold_channel(request, turn)
                 if before is not None and before.holds_program:
                     gate = _after(before, gate)
             request.tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
@@ -283,7 +263,7 @@ class Planner:
     def free(self) -> None:
         """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank."""
         self.cache.free()
-        self._nonblocking.free()
+        self.nonblocking.free()
         for exchange in self._count_exchanges.values():
             exchange.program.free()
         with progress_lock:
@@ -295,7 +275,7 @@ class Planner:
         self._persistent.clear()
         self.transports.free()
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
-        if not (self._orphans or self.cache.broken):
+        if not (self._orphans or self.cache.broken or self.nonblocking.broken):
             self.comm.Free()
 
     @property
@@ -316,14 +296,11 @@ class Planner:
             wire = self._builder.wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
         exchange.load(call)
-        self._run_or_poison(exchange.program, call)
+        self._run_or_poison(call, exchange.program, partial(run_program, exchange.program))
         self._count_exchanges[key] = exchange
         if len(self._count_exchanges) > MAX_PROGRAMS:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
         return exchange.with_counts(call)
-
-    def _free_surplus(self, *needed: Program | CompiledProgram) -> None:
-        self._nonblocking.free_surplus([*needed, *(request.program for request in self._active())])
 
     def release(self, request: Request) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
@@ -332,17 +309,16 @@ class Planner:
             with progress_lock:
                 self._persistent.discard(request)
             self._free_program(program, request.channel)
-        elif program.broken:
-            self._break_off(request.name, request)
+            return
+        if request.channel is not None:
+            with progress_lock:
+                self._turns[HELD + request.channel] -= 1
+        if program.broken:
+            self.nonblocking.poison(request.name, request.error, program, request)
         elif request.owns_program:
             program.free()
-        elif len(self._nonblocking.bound) > MAX_PROGRAMS:
-            self._free_surplus(program)
-
-    def _break_off(self, name: str, kept: object) -> None:
-        """Refuse later non-blocking calls; `kept` holds the memory of an aborted one."""
-        self._orphans.append(kept)
-        self._broken = f"a non-blocking {name.lower()} was broken off on rank {self.rank}"
+        elif self.nonblocking.has_surplus:
+            self.nonblocking.free_surplus(self._active(), program)
 
 
 def _after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:

@@ -1,12 +1,12 @@
 """Cache of bound programs, looked up by call arguments.
 
-A repeated blocking call is found by its name, operation, root, algorithm and segments, and by its buffers: without
-their addresses if its program can run on any arrays, as compiled ones can, and by the addresses too otherwise.
+A repeated call is found by its name, operation, root, algorithm and segments, and by its buffers: without their
+addresses if its program can run on any arrays, as compiled ones can, and by the addresses too otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,16 +16,17 @@ from mpi4py import MPI
 from collectives.errors import RanksDisagree
 from collectives.runtime import compiled_program
 from collectives.runtime import program_table as table
-from collectives.runtime.argument_keys import counts_key, describe, is_constant, place_of
-from collectives.runtime.binding import EagerBuffers, memories, program_of, separate_bytes
+from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, key_fields, with_addresses
+from collectives.runtime.binding import EagerBuffers, memories, separate_bytes
 from collectives.runtime.call import Call
-from collectives.runtime.compiled_calls import NO_ARRAY, CompiledCallTable
+from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
+from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.progress import run_program
 
 MAX_PROGRAMS = 256
-"""Cached programs, of blocking and of non-blocking calls each."""
+"""Programs of a cache."""
 
 MAX_BYTES = 1 << 28
 """Scratch memory of all cached programs of blocking calls."""
@@ -36,195 +37,151 @@ installation, took 8.5 seconds."""
 
 _ndarray = np.ndarray
 
-Run = Callable[[Any, Any], bool]
+Run = Callable[[Any, Any], int]
 
-
-class CallKey(NamedTuple):
-    """Cache key of a call, by its arguments without addresses of NumPy arrays, and its arrays: a single one twice.
-
-    The arrays are NumPy's or CuPy's; the arguments have the addresses of the latter. `given` are the arguments
-    themselves: send buffer, receive buffer, operation, root, algorithm and segments.
-    """
-
-    arguments: tuple[Any, ...]
-    sendbuf: Any
-    recvbuf: Any
-    given: tuple[Any, ...] = ()
-
-    @property
-    def addresses(self) -> tuple[Any, ...]:
-        return with_addresses(self.arguments, self.sendbuf, self.recvbuf)
-
-    def identifies(self, call: Call) -> bool:
-        """True if calls with this key are like `call`: an operation of MPI's own, and no memory before the arrays.
-
-        Other arrays may have none there.
-        """
-        ends = zip(memories(call), (self.sendbuf, self.recvbuf))
-        return is_constant(self.arguments[1]) and all(at is None or at >= place_of(array)[0] for at, array in ends)
-
-    @property
-    def has_addresses(self) -> bool:
-        """True if the arguments alone have the addresses: all arrays are CuPy's."""
-        return type(self.sendbuf) is not _ndarray and type(self.recvbuf) is not _ndarray
-
-    @property
-    def plain(self) -> bool:
-        """True if each buffer is an array without counts, displacements or datatype."""
-        return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
-
-
-def with_addresses(arguments: tuple[Any, ...], s: Any, r: Any) -> tuple[Any, ...]:
-    """Key that includes the addresses of two arrays; TypeError if they have gaps."""
-    return arguments, *place_of(s), *place_of(r)
-
-
-def key_fields(
-    name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
-) -> tuple[tuple[Any, ...], Any, Any]:
-    """Fields of a `CallKey`, as a tuple: a lookup needs no more. TypeError for buffers that `describe` refuses."""
-    if type(root) is not int:
-        root = counts_key(root)
-    if segments is not None and type(segments) is not int:  # 1.0 and True are equal to 1
-        segments = counts_key(segments)
-    if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
-        s, r = sendbuf, recvbuf
-        arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype
-        return arguments, s, r
-    (send, sent), (recv, received) = describe(sendbuf), describe(recvbuf)
-    if send is None:
-        send = NO_ARRAY if recv is None else recv
-    if recv is None:
-        recv = send
-    return (name, id(op), root, algorithm, segments, sent, received), send, recv
-
-
-UNCACHEABLE = CallKey((), NO_ARRAY, NO_ARRAY)
-"""Key of calls whose arguments cannot be looked up; compared by identity."""
+Entry = Program | CompiledProgram | EagerBuffers
 
 
 class CachedCall(NamedTuple):
-    """Cache entry of a blocking call: ``run(sendbuf, recvbuf)`` runs it, or returns False if these do not fit.
+    """Cache entry of a call.
 
-    `key` is that of its program in `ProgramCache.bound`.
+    ``run(sendbuf, recvbuf)`` runs a blocking call, or returns False if the buffers do not fit; it starts a non-blocking
+    one, with a result of `program_table`.
     """
 
     run: Run
-    key: Hashable
+    program: Program | CompiledProgram
 
 
 class ProgramCache:
-    """Cache of the programs of blocking calls on one communicator; `rank` is for error messages.
+    """Cache of the programs of one communicator's blocking calls, or of its non-blocking ones.
 
-    With `alone` the communicator has one rank.
+    `rank` is for error messages; with `alone` the communicator has one rank. Non-blocking calls take `channels` in turn
+    (words of `program_table`), and a program belongs to one of them.
 
     Attributes
     ----------
     bound
-        Programs, the oldest first, by the properties that calls of one program share.
+        Programs, the oldest first, by the properties that calls of one program share, and the channel.
     calls
-        Calls by `CallKey.arguments`, or by `CallKey.addresses`.
+        For each channel, calls by `CallKey.arguments`, or by `CallKey.addresses`. Of non-blocking calls only frequent
+        ones.
     compiled_calls
-        Compiled programs by the arguments of calls, searched first; then `calls` are, by `run_by_key`.
+        Compiled programs by the arguments of calls, searched first; then `calls` are.
     nbytes
         Scratch memory of all programs.
     broken
-        Error that aborted a blocking call. Its messages may still arrive, so that no later call can be trusted.
+        Description of an aborted call. Its messages may still arrive, so that no later call can be trusted.
     """
 
-    def __init__(self, rank: int, alone: bool = False) -> None:
-        self._rank, self._alone = rank, alone
-        self.bound: dict[Hashable, Program | EagerBuffers] = {}
-        self.calls: dict[tuple[Any, ...], CachedCall] = {}
-        self.compiled_calls = CompiledCallTable(self.run_by_key)
+    def __init__(self, rank: int, alone: bool = False, channels: np.ndarray | None = None) -> None:
+        self._rank, self._alone, self._blocking = rank, alone, channels is None
+        if channels is None:
+            channels = np.array([0, 1, 0], np.int64)  # one channel, which no call holds
+        self.bound: dict[Hashable, Entry] = {}
+        self.calls = [dict[Hashable, CachedCall]() for _ in range(channels[table.CHANNEL_COUNT])]
+        self.compiled_calls = CompiledCallTable(channels)
         self._repeats = 0
+        self._made: set[Hashable] = set()  # arguments of non-blocking calls that were not compiled
         self.nbytes = 0
         self.broken: str | None = None
         self._orphans: list[object] = []
 
-    def run_cached(
-        self, found: Any, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
-    ) -> CallKey | tuple[()]:
+    # -------------------------------------------------------------------------------- lookup
+
+    def find(
+        self, channel: int, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+    ) -> tuple[CachedCall, Any, Any] | CallKey:
+        """A cached call and its two arrays; else the key for `store`."""
+        try:
+            arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            calls = self.calls[channel]
+            call = calls.get(arguments) or calls.get(with_addresses(arguments, s, r))
+        except TypeError:  # arguments that are not hashable, or buffers of other kinds
+            return UNCACHEABLE
+        return (call, s, r) if call else CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
+
+    def run_cached(self, found: int, name: str, *arguments: Any) -> CallKey | tuple[()]:
         """Run a blocking call if it is in the cache and return an empty tuple; else return its key for `store`.
 
         `found` is the result of ``compiled_calls.run[name]`` for this call.
         """
-        if isinstance(found, CallKey):
-            return found
-        if found == table.REFUSED:
-            return self.run_by_key(name, sendbuf, recvbuf, op, root, algorithm, segments)
-        program, result = self.compiled_calls.started(name, found)
-        program.go_on(result)
-        return ()
+        if found != table.REFUSED:
+            self.compiled_calls.started(name, found)[0].go_on()
+            return ()
+        cached = self.find(0, name, *arguments)
+        if isinstance(cached, CallKey):
+            return cached
+        return () if self.run(name, *cached) else UNCACHEABLE
 
-    def break_off(self, error: BaseException, name: str, *memory: object) -> None:
-        """Poison the cache if an error has left a compiled call of a method unfinished.
-
-        Ctrl-C may be noticed as soon as compiled code returns, before the call goes on in Python.
-        """
-        for program in self.compiled_calls.unfinished(name):
-            self.poison(error, program, *memory)
-            for bound in [bound for bound, entry in self.bound.items() if program_of(entry) is program.program]:
-                self.evict(bound)
-
-    def run_by_key(
-        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
-    ) -> CallKey | tuple[()]:
-        """As `run_cached`, but only by `calls`."""
+    def run(self, name: str, call: CachedCall, s: Any, r: Any) -> int:
+        """``call.run(s, r)``, and poison the cache if that raises."""
         try:
-            arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            call = self.calls.get(arguments)
-            if call is None:
-                call = self.calls.get(with_addresses(arguments, s, r))
-                if call is None:
-                    return CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
-        except TypeError:  # arguments that are not hashable, or buffers of other kinds
-            return UNCACHEABLE
-        try:
-            return () if call.run(s, r) else UNCACHEABLE
+            return call.run(s, r)
         except BaseException as error:
-            self.poison(error, call, s, r)
-            if call.key in self.bound:
-                self.evict(call.key)
+            self.poison(name, error, call.program, s, r)
             raise
 
-    def store(self, key: CallKey, bound: Hashable, call: Call) -> None:
+    # -------------------------------------------------------------------------------- new calls
+
+    def store(self, key: CallKey, bound: Hashable, call: Call, channel: int = 0) -> None:
         """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
 
-        `key` is what `run_cached` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined operation and
-        a full cache. Once calls are frequent, the program is compiled.
+        `key` is what `find` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined operation and a
+        full cache. Once calls are frequent, the program is compiled.
         """
-        entry = self.bound.get(bound)
-        if key is UNCACHEABLE or entry is None or len(self.calls) >= 4 * MAX_PROGRAMS or not key.identifies(call):
+        entry, calls = self.bound.get(bound), self.calls[channel]
+        if key is UNCACHEABLE or entry is None or len(calls) >= 4 * MAX_PROGRAMS or not key.identifies(memories(call)):
             return
-        name, s, r, program = key.arguments[0], key.sendbuf, key.recvbuf, program_of(entry)
-        if program.stream is not None:
-            known = key.arguments if key.has_addresses else key.addresses
-            self.calls[known] = CachedCall(partial(_run, program), bound)
+        program = entry.program
+        if not self._blocking and not self._is_repeated(key, program):
             return
-        compiled = self.compile(program, key, call, blocking=True)
+        compiled = None if program.stream is not None else self._compile(program, key, call)
         if compiled is not None:
-            self.calls[key.arguments] = CachedCall(compiled.on_arrays, bound)
-            self.compiled_calls.add(name, compiled, key.given)
-        elif isinstance(entry, EagerBuffers) and key.plain and (run := entry.on_arrays(s, r)) is not None:
-            self.calls[key.arguments] = CachedCall(self._counting(run), bound)
-        elif program.on_arrays is not None and key.plain and s is not r:
-            self.calls[key.arguments] = CachedCall(program.on_arrays, bound)
-        else:
-            run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(_run, program)
-            self.calls[key.addresses] = CachedCall(self._counting(run), bound)
+            run: Run = compiled.on_arrays if self._blocking else compiled.start_on
+            calls[key.arguments] = CachedCall(run, compiled)
+            self.compiled_calls.add(key.arguments[0], compiled, key.given, channel)
+        elif self._blocking:
+            known, run = self._uncompiled(key, entry, call)
+            calls[known] = CachedCall(run, program)
+        elif self._calls_are_frequent and program.needs_no_mpi and not program.deferred:
+            calls[key.addresses] = CachedCall(program.start_on, program)
 
-    def compile(self, program: Program, key: CallKey, call: Call, blocking: bool = False) -> CompiledProgram | None:
+    def _is_repeated(self, key: CallKey, program: Program) -> bool:
+        """Count a non-blocking call of host arrays that was made before; False for others."""
+        if program.stream is not None:
+            return False
+        if key.arguments in self._made:
+            self.count_repeat()
+            return True
+        if len(self._made) >= 4 * MAX_PROGRAMS:
+            self._made.clear()
+        self._made.add(key.arguments)
+        return False
+
+    def _uncompiled(self, key: CallKey, entry: Entry, call: Call) -> tuple[Hashable, Run]:
+        """Key in `calls` of a blocking call that is not compiled, and the function that runs it."""
+        program, s, r = entry.program, key.sendbuf, key.recvbuf
+        if program.stream is not None:
+            return key.arguments if key.has_addresses else key.addresses, partial(_run, program)
+        if isinstance(entry, EagerBuffers):
+            run = entry.on_arrays(s, r) if key.plain else None
+            return (key.arguments if run else key.addresses), self._counting(run or entry.on_call(call))
+        if program.on_arrays is not None and key.plain and s is not r:
+            return key.arguments, program.on_arrays
+        return key.addresses, self._counting(partial(_run, program))
+
+    def _compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
         """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
-        if not self.calls_are_frequent:
-            return None
-        compiled = compile_program(program, blocking)
+        compiled = compile_program(program, self._blocking) if self._calls_are_frequent else None
         if compiled is not None:
             compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))
+            if not self._blocking:
+                compiled.shorten_calls()
         return compiled
 
     @property
-    def calls_are_frequent(self) -> bool:
+    def _calls_are_frequent(self) -> bool:
         return self._repeats >= calls_before_compiling(COMPILE_AFTER, self._alone)
 
     def count_repeat(self) -> None:
@@ -234,58 +191,99 @@ class ProgramCache:
         """
         self._repeats += 1
         if self._repeats == calls_before_compiling(COMPILE_AFTER, self._alone):
-            self.calls.clear()
+            self._forget_calls()
 
     def _counting(self, run: Run) -> Run:
         """The function `run` that also counts the repeated calls."""
         if not compiled_program.available():
             return run
 
-        def counted(sendbuf: Any, recvbuf: Any) -> bool:
+        def counted(sendbuf: Any, recvbuf: Any) -> int:
             self.count_repeat()
             return run(sendbuf, recvbuf)
 
         return counted
 
-    def add(self, key: Hashable, entry: Program | EagerBuffers) -> None:
-        """Add a program to the cache; free the oldest ones beyond `MAX_PROGRAMS` and `MAX_BYTES`."""
+    # -------------------------------------------------------------------------------- programs
+
+    def add(self, key: Hashable, entry: Entry, in_use: Iterable[Operation] = ()) -> None:
+        """Add a program, and `free_surplus`."""
         self.bound[key] = entry
-        self.nbytes += program_of(entry).nbytes
-        while len(self.bound) > MAX_PROGRAMS or (self.nbytes > MAX_BYTES and len(self.bound) > 1):
-            self.evict(next(iter(self.bound))).free()
+        self.nbytes += entry.program.nbytes
+        self.free_surplus(in_use, entry)
+
+    @property
+    def has_surplus(self) -> bool:
+        """True if there are programs beyond `MAX_PROGRAMS`, or those of several blocking calls beyond `MAX_BYTES`."""
+        return len(self.bound) > MAX_PROGRAMS or (self._blocking and self.nbytes > MAX_BYTES and len(self.bound) > 1)
+
+    def free_surplus(self, in_use: Iterable[Operation], *needed: Entry) -> None:
+        """Free the oldest programs while there are too many, but not those needed or in use."""
+        if not self.has_surplus:
+            return
+        kept = {id(one.program.program) for one in in_use} | {id(one.program) for one in needed}
+        for old in [old for old, entry in self.bound.items() if id(entry.program) not in kept]:
+            if self.has_surplus:
+                self.evict(old).free()
+
+    def is_busy(self, key: Hashable, active: Callable[[], Iterable[Operation]]) -> bool:
+        """True if one of the active calls runs the program of a key, and does so by MPI; others wait for each other."""
+        entry = self.bound.get(key)
+        if entry is None or entry.program.wire.in_mailboxes:
+            return False
+        return any(one.program.program is entry.program for one in active())
 
     def evict(self, key: Hashable) -> Program:
         """Remove a program and all cached calls that use it, and return it, not freed: its messages may be active."""
-        program = program_of(self.bound.pop(key))
+        program = self.bound.pop(key).program
         self.nbytes -= program.nbytes
         self.compiled_calls.discard(program)
-        for known in [known for known, call in self.calls.items() if call.key == key]:
-            del self.calls[known]
+        for calls in self.calls:
+            for known in [known for known, call in calls.items() if call.program.program is program]:
+                del calls[known]
         return program
 
-    def poison(self, error: BaseException, *memory: object) -> None:
-        """Make all later blocking calls on this communicator raise, as messages of the aborted one may still arrive.
+    def free(self) -> None:
+        for entry in self.bound.values():
+            entry.program.free()
+        self.bound.clear()
+        self._forget_calls()
+        self.compiled_calls.clear()
 
-        `memory`, of the aborted call, is kept, since these messages are read from it and written to it.
+    def _forget_calls(self) -> None:
+        for calls in self.calls:
+            calls.clear()
+
+    # -------------------------------------------------------------------------------- aborted calls
+
+    def break_off(self, error: BaseException, name: str, *memory: object) -> None:
+        """Poison the cache if an error has left a compiled call of a method unfinished.
+
+        Ctrl-C may be noticed as soon as compiled code returns, before the call goes on in Python.
         """
-        self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._orphans += memory
-        self.calls.clear()
+        for program in self.compiled_calls.unfinished(name):
+            self.poison(name, error, program, *memory)
+
+    def poison(
+        self, name: str, error: BaseException | None, program: Program | CompiledProgram, *memory: object
+    ) -> None:
+        """Make all later calls raise, as messages of an aborted one of method `name` may still arrive.
+
+        Its program and memory are kept, since these messages are read from it and written to it.
+        """
+        for bound in [bound for bound, entry in self.bound.items() if entry.program is program.program]:
+            self.evict(bound)
+        form = "blocking" if self._blocking else "non-blocking"
+        cause = "" if error is None else f" by {type(error).__name__}: {error}".removesuffix(": ")
+        self.broken = f"a {form} {name.lower()} was broken off on rank {self._rank}{cause}"
+        self._orphans += program, *memory
+        self._forget_calls()
         self.compiled_calls.clear()
 
     def check_in_step(self) -> None:
         if self.broken is not None:
-            message = (
-                f"a blocking call was broken off on rank {self._rank} by {self.broken}; its messages may still arrive"
-            )
-            raise RanksDisagree(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
-
-    def free(self) -> None:
-        for entry in self.bound.values():
-            program_of(entry).free()
-        self.bound.clear()
-        self.calls.clear()
-        self.compiled_calls.clear()
+            message = f"{self.broken}; its messages may still arrive: go on with a new Communicator"
+            raise RanksDisagree(MPI.ERR_OTHER, message)
 
 
 def _run(program: Program, sendbuf: Any, recvbuf: Any) -> bool:

@@ -83,16 +83,26 @@ RESULT = 7
 
 # ------------------------------------------------------------------------------------------ calls
 
-ENTRY_COUNT, ARRAYS = range(2)
-ENTRIES = ARRAYS + 2
-"""Words of the calls of a method: the number of entries, the two array objects of a call, and the entries."""
+STARTED, CHANNEL_COUNT, HELD = range(3)
+"""Words of the channels that calls take in turn: the calls started so far, the number of channels (a power of two), and
+for each one its calls that hold their programs. No other call starts on it meanwhile."""
 
-TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, ENTRY_WORDS = range(5)
+ENTRY_COUNT, CHANNELS, ARRAYS = range(3)
+ENTRIES = ARRAYS + 2
+"""Words of the calls of a method: the number of entries, the address of the words of the channels, the two array
+objects of a call, and the entries."""
+
+TABLE, CHECKS, CHECK_COUNT, NO_ARRAY, CHANNEL, ENTRY_WORDS = range(6)
 """Words of an entry: addresses of the program's table, and of its first check; the number of checks; an array object
-for a call without arrays. Then their number."""
+for a call without arrays; and the channel of the program. Then their number."""
 
 MAX_ENTRIES = 16
-"""Entries of a method; the oldest one goes first."""
+"""Entries of a method for each channel; the oldest one goes first."""
+
+HANDLE_AT, HANDLE_BYTES, NULL_HANDLE, HANDLES_KEPT, HANDLES = range(5)
+MAX_HANDLES = 64
+"""Words of the complete MPI handles kept for later requests: the offset of the handle in a request object, its bytes,
+the address of MPI.REQUEST_NULL's, the number of handles, and a word for each, at most `MAX_HANDLES`."""
 
 CHECK, VALUE, ITEM_COUNT, ARRAY, DTYPE, DIMENSIONS, ITEM_BYTES, ARRAY_BYTES, ARGUMENT, DEPTH, PATH = range(11)
 MAX_DEPTH = 3

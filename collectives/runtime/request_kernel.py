@@ -13,7 +13,16 @@ from numba import types
 
 from collectives.runtime import kernel_memory, table_kernel
 from collectives.runtime import program_table as table
-from collectives.runtime.kernel_memory import DATA, ITEMS, SIZE, load_word, new_number, set_word_at, word_at
+from collectives.runtime.kernel_memory import (
+    DATA,
+    ITEMS,
+    SIZE,
+    copy_bytes,
+    load_word,
+    new_number,
+    set_word_at,
+    word_at,
+)
 from collectives.runtime.table_kernel import advance
 from quant.kernels.jit import compiler
 
@@ -21,6 +30,8 @@ _compile = compiler(table, kernel_memory, table_kernel)
 
 _append = types.ExternalFunction("PyList_Append", types.int32(types.int64, types.int64))
 _set_slice = types.ExternalFunction("PyList_SetSlice", types.int32(types.int64, types.int64, types.int64, types.int64))
+
+_compare = types.ExternalFunction("memcmp", types.int32(types.int64, types.int64, types.int64))
 
 
 @_compile
@@ -98,3 +109,27 @@ def take_back(numbers, arguments, count):
     set_word_at(t, table.REQUEST, 0)
     set_word_at(t, table.STARTABLE, 0)
     return new_number(table.WAITING if is_active else table.DONE)
+
+
+def take_handle(handles, arguments, count):
+    words = _address(handles)
+    left = word_at(words, table.HANDLES_KEPT) - 1
+    if left < 0:
+        return new_number(table.REFUSED)
+    handle = load_word(arguments) + word_at(words, table.HANDLE_AT)
+    copy_bytes(handle, words + 8 * (table.HANDLES + left), word_at(words, table.HANDLE_BYTES))
+    set_word_at(words, table.HANDLES_KEPT, left)
+    return new_number(table.DONE)
+
+
+def keep_handle(handles, arguments, count):
+    words = _address(handles)
+    kept, nbytes = word_at(words, table.HANDLES_KEPT), word_at(words, table.HANDLE_BYTES)
+    null = word_at(words, table.NULL_HANDLE)
+    handle = load_word(arguments) + word_at(words, table.HANDLE_AT)
+    if kept == table.MAX_HANDLES or _compare(handle, null, nbytes) == 0:
+        return new_number(table.REFUSED)
+    copy_bytes(words + 8 * (table.HANDLES + kept), handle, nbytes)
+    copy_bytes(handle, null, nbytes)
+    set_word_at(words, table.HANDLES_KEPT, kept + 1)
+    return new_number(table.DONE)

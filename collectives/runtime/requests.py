@@ -57,7 +57,7 @@ class Request(Operation):
     """Releases the program of a request that is garbage-collected."""
 
     channel: int | None = None
-    """Mailbox channel of a persistent request."""
+    """Mailbox channel of a persistent request; of a non-blocking one that holds its channel, the number of that."""
 
     alone = False
     """The communicator has one rank."""

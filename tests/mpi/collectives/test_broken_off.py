@@ -145,14 +145,13 @@ def test_ctrl_c_as_compiled_code_returns_from_a_start(own, monkeypatch):
         after_ctrl_c(own)
         start().Wait()
         return
-    functions = own._planner._nonblocking.calls[turns % NONBLOCKING].run
-    run = functions["Reduce"]
+    run = own._starts["Reduce"]
 
     def interrupted(*arguments):
         assert run(*arguments) & RESULT == WAITING
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(functions, "Reduce", interrupted)
+    monkeypatch.setitem(own._starts, "Reduce", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start()
     after_ctrl_c(own)

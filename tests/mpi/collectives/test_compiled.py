@@ -29,14 +29,14 @@ def quick(world, monkeypatch):
 def slow(world):
     """One that never gets so far."""
     with Communicator(world) as comm:
-        comm._planner.cache._repeats = -(10**9)
+        comm._planner.cache._repeats = comm._planner.nonblocking._repeats = -(10**9)
         yield comm
 
 
 def compiled(comm):
     """Names of the calls that run compiled."""
-    calls = comm._planner.cache.calls.items()
-    return {key[0] for key, call in calls if type(getattr(call.run, "__self__", None)).__name__ == "CompiledProgram"}
+    calls = comm._planner.cache.calls[0].items()
+    return {key[0] for key, call in calls if type(call.program).__name__ == "CompiledProgram"}
 
 
 def extremes(rank, count, dtype):

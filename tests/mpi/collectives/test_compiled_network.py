@@ -38,9 +38,8 @@ def quick(world, nodes, monkeypatch):
 
 def compiled(comm):
     """Compiled programs of blocking calls."""
-    runs = (call.run for call in comm._planner.cache.calls.values())
-    owners = (getattr(run, "__self__", None) for run in runs)
-    return [owner for owner in owners if isinstance(owner, compiled_program.CompiledProgram)]
+    programs = (call.program for call in comm._planner.cache.calls[0].values())
+    return [program for program in programs if isinstance(program, compiled_program.CompiledProgram)]
 
 
 def uses_network(comm):

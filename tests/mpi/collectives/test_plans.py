@@ -39,7 +39,7 @@ def test_programs_of_blocking_calls_are_bounded(own):
     for n in range(1, kept.MAX_PROGRAMS + 100):
         own.Bcast(arrays[0][:n])
     assert len(own._planner.cache.bound) <= kept.MAX_PROGRAMS
-    assert len(own._planner.cache.calls) <= 4 * kept.MAX_PROGRAMS
+    assert len(own._planner.cache.calls[0]) <= 4 * kept.MAX_PROGRAMS
     own.Allreduce(arrays[0], total[:1000])
     assert (total[:1000] == size).all()
 
@@ -65,7 +65,7 @@ def test_programs_of_non_blocking_calls_are_bounded(own):
         for request in requests:
             request.Wait()
         assert all((total == size).all() for total in totals)
-    assert len(own._planner._nonblocking.bound) <= kept.MAX_PROGRAMS
+    assert len(own._planner.nonblocking.bound) <= kept.MAX_PROGRAMS
     assert not own._planner._active()
 
 

@@ -301,13 +301,13 @@ def test_repeated_calls_are_found_by_their_arrays(shared):
     exported[0][...] = cupy.full(1000, 3, "f4")
     arrays.append(exported)
     for repeat in range(3):
-        before = len(cache.calls)
+        before = len(cache.calls[0])
         for x, y in arrays:
             with cupy.cuda.Stream(non_blocking=True):
                 y[...] = cupy.zeros(1000, "f4")
                 shared.Allreduce(x, y)
                 assert (y.get() == size * float(x.get()[0])).all()
-        assert len(cache.calls) == (before if repeat else before + len(arrays))
+        assert len(cache.calls[0]) == (before if repeat else before + len(arrays))
 
 
 def test_new_memory_at_an_old_address(shared, gpu):

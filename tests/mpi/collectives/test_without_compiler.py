@@ -7,6 +7,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.errors import Mismatch, RanksDisagree
 from collectives.runtime import compiled_program, program_cache
+from collectives.runtime.program_table import REFUSED
 from collectives.runtime.requests import Request
 from collectives.transport.mailbox import NONBLOCKING
 
@@ -41,7 +42,7 @@ def test_found_by_arguments(comm, name):
     for _ in range(4 * NONBLOCKING):
         getattr(comm, name)(*arguments)
         getattr(comm, f"I{name.lower()}")(*arguments).Wait()
-    for start in (lambda: comm._calls[name](*key[1:]), lambda: comm._start_cached(*key)):
+    for start in (lambda: comm._run_cached(REFUSED, *key), lambda: comm._start_cached(REFUSED, *key)):
         result[:] = 0
         found = start()
         assert found == () or isinstance(found, Request)

@@ -334,7 +334,7 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
             assert (y.get() == turn + 1).all()
     bound.Free()
     programs = comm._planner
-    assert len(programs.cache.bound) == 1 and len(programs._nonblocking.bound) == 2  # each on a channel of its own
+    assert len(programs.cache.bound) == 1 and len(programs.nonblocking.bound) == 2  # each on a channel of its own
     comm.Free()
 
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import RanksDisagree
-from collectives.runtime import nonblocking_programs
+from collectives.runtime import program_cache
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress
 from collectives.runtime.requests import Request
@@ -70,17 +70,17 @@ def test_a_program_that_a_thread_completes_by_itself_is_not_freed(monkeypatch):
         waits.set()
         goes_on.wait()
 
-    monkeypatch.setattr(nonblocking_programs, "MAX_PROGRAMS", 0)
+    monkeypatch.setattr(program_cache, "MAX_PROGRAMS", 0)
     bound = request(lambda: False, wait, persistent=True)
     monkeypatch.setattr(bound.program, "free", lambda: freed.append(bound.active))
     comm = Communicator(MPI.COMM_SELF)
     owner = bound.owner = comm._planner
-    owner._nonblocking.bound["of another call"] = bound.program
+    owner.nonblocking.bound["of another call"] = bound.program
     bound.Start()
     waiter = threading.Thread(target=bound.Wait, daemon=True)
     waiter.start()
     waits.wait()
-    owner._free_surplus()
+    owner.nonblocking.free_surplus(owner._active())
     comm.close()
     assert not freed, "its memory is still in use"
     goes_on.set()
