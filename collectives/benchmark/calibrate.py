@@ -7,7 +7,6 @@ that is raced, and as in the race: new data before every call, the slowest rank'
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +16,8 @@ from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, EdgeCost, LinearCost, PiecewiseCost, SharedCardCost
 from collectives.analysis.simulate import price
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers
-from collectives.benchmark.predictions import layout_of
 from collectives.benchmark.timing import Contestant, make_call, race
-from collectives.schedule.semantics import after, before
-from collectives.schedule.steps import Copy, Reduce, Schedule, Send, numbers
+from collectives.selection.expected_time import TimedCall, kept_bytes
 
 LENGTHS = (8, 1 << 10, 1 << 13, *(1 << power for power in range(15, 40)))
 """Bytes of the messages that are timed, up to the longest that the race can have."""
@@ -147,21 +144,8 @@ def predicted_us(
 
     `in_place`: ranks have their own blocks at their places, so that none are copied there.
     """
-    layout = layout_of(collective, algorithm, size, nbytes, segments)
+    call = TimedCall(collective, algorithm, segments, size, nbytes)
     schedules = catalog.build_all(collective, algorithm, size, 0, segments, costs.network.nodes)
-    finish = price(schedules, layout, 1, costs.network).finish
-    kept = [0] * size
-    if not in_place and collective != "broadcast":
-        blocks = catalog.blocks(collective, algorithm, size)
-        kept = [layout.length(_kept(collective, s, rank, size, segments, blocks)) for rank, s in enumerate(schedules)]
+    finish = price(schedules, call.layout, 1, costs.network).finish
+    kept = [0] * size if in_place else kept_bytes(call, schedules)
     return 1e6 * max(end + float(costs.copy(own)) * (own > 0) for end, own in zip(finish, kept, strict=True))
-
-
-def _kept(collective: str, schedule: Schedule, rank: int, size: int, segments: int, blocks: int) -> tuple[range, ...]:
-    """Chunks of a rank's input that its result contains unchanged; a call out of place must copy them."""
-    kept = set(before(collective, rank, size, 0, segments, blocks))
-    kept &= after(collective, rank, size, 0, segments, blocks).keys()
-    for step in chain.from_iterable(schedule):
-        if not isinstance(step, Send):
-            kept.difference_update(numbers(step.target if isinstance(step, (Reduce, Copy)) else step.chunks))
-    return tuple(range(chunk, chunk + 1) for chunk in sorted(kept))

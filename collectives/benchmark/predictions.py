@@ -6,9 +6,9 @@ from typing import NamedTuple
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
 from collectives.analysis.simulate_large import VectorSimulator
-from collectives.schedule.chunks import ChunkLayout, even
-from collectives.schedule.semantics import vector
+from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import regular
+from collectives.selection.expected_time import TimedCall
 
 FEW_ROUNDS, LARGEST = 6, 1 << 17
 """A schedule of up to `LARGEST` ranks is simulated if it has at most `FEW_ROUNDS` times log2 p rounds."""
@@ -54,9 +54,7 @@ class PredictionRow(NamedTuple):
 
 def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
     """Byte ranges of the chunks; `nbytes` is the whole vector, or all blocks, or (alltoall) the blocks of one rank."""
-    blocks = catalog.blocks(collective, name, size)
-    everywhere = nbytes * blocks // vector(collective, size, blocks)
-    return ChunkLayout.packed(even(everywhere, blocks * segments))
+    return TimedCall(collective, name, segments, size, nbytes).layout
 
 
 def is_quick_to_simulate(collective: str, name: str, size: int, nodes: int = 1) -> bool:

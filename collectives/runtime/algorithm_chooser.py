@@ -14,6 +14,7 @@ from collectives.runtime.ops import is_commutative
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection import select
 from collectives.selection.cost_model import measured_costs
+from collectives.selection.expected_time import MeasuredSpeed, TimedCall, expected_seconds
 from collectives.selection.select import CallTraits, Selection, Selector, catalog_name, has_local_counts
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form, TimingTable
 
@@ -30,6 +31,7 @@ class AlgorithmChooser:
         cores = node.cores if node is not None and node.crowded and node.on_one_machine else None
         costs = measured_costs(transports.message_speed, transports.network_speed)
         shares_link = transports.pinning.shares_gpu
+        self._speed = MeasuredSpeed(transports.message_speed, transports.network_speed)
         self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs, shares_link)
         self._native = table is not None and not transports.aware and threads
 
@@ -70,4 +72,9 @@ class AlgorithmChooser:
         may_native = self._native and native.unsound(native.METHODS[base][v_form], form) is None
         local = has_local_counts(collective)
         traits = CallTraits(base, nbytes, ordered, local, may_native, form, v_form, shared, in_place)
-        return self.selector.decide(traits)
+        selection = self.selector.decide(traits)
+        if selection.source != "model" or shared or local or self.selector.size == 1:
+            return selection
+        timed = TimedCall(base, selection.algorithm, selection.segments, self.selector.size, nbytes)
+        seconds = expected_seconds(timed, self.selector.nodes, self.selector.cores, self._speed)
+        return selection if seconds is None else selection._replace(seconds=seconds)

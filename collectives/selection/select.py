@@ -19,6 +19,7 @@ from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, CALL, Costs, network, uniform_network
+from collectives.selection.exchanges import exchange_seconds
 from collectives.selection.shared_cores import core_time, predict_on_shared_cores, without_core_time
 from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
@@ -35,7 +36,6 @@ SIMULATED_RANKS = 64
 
 NATIVE_BYTES = 1 << 31
 """Bytes from which counts are too large for some MPIs."""
-
 
 _V_FORMS = {"scatterv": "scatter", "gatherv": "gather", "allgatherv": "allgather", "alltoallv": "alltoall"}
 
@@ -190,12 +190,15 @@ class Selector:
             return predict(*call, segments, nodes=self._mixed, costs=costs)
         if self.shares_link:
             return predict_on_shared_link(*call)
+        wire = self._wire(costs)
         if self.cores is None:
-            return formula(*call, segments, self._wire(costs))
+            alike = self.nodes is not None and self._mixed is None
+            return formula(*call, segments, wire) + (exchange_seconds(*call, wire) if alike else 0.0)
         if self.nodes is None:
             return predict_on_shared_cores(*call, self.cores)
-        wire = without_core_time(self._wire(costs))
-        return formula(*call, segments, wire) + core_time(*call, segments, wire) / self.cores
+        waited = without_core_time(wire)
+        worked = core_time(*call, segments, waited) / self.cores
+        return formula(*call, segments, waited) + worked + exchange_seconds(*call, wire)
 
 
 def catalog_name(collective: str) -> str:
@@ -289,10 +292,7 @@ def sample(nodes: Nodes, most: int) -> Nodes:
 def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> tuple[int, float]:
     """Best number of segments (1, 2, 4 ... while `seconds(segments)` falls), and its seconds."""
     segments, best = 1, seconds(1)
-    while 2 * segments <= most:
-        faster = seconds(2 * segments)
-        if faster >= best:
-            break
+    while 2 * segments <= most and (faster := seconds(2 * segments)) < best:
         segments, best = 2 * segments, faster
     return segments, best
 

@@ -3,13 +3,15 @@
 Where ranks take turns on the cores, a rank that waits costs nothing, but one that goes on must first be scheduled. It
 waits once for all messages that may be under way at the same time. Messages and reductions of different ranks rarely
 overlap, so their total counts, and segments bring no gain; a part of the critical path is added, since cores are idle
-where only one rank has work. If rank 0 waits for others, all of them must have had a turn before it goes on. The
-constants fit measurements of four ranks on two cores.
+where only one rank has work. If rank 0 waits for others, all of them must have had a turn before it goes on. Data that
+exceeds the caches takes longer. The constants fit measurements of four ranks on two cores.
 
 Between emulated nodes, whose ranks share cores, each message and byte takes core time at both ends, which is a part of
 alpha and beta; the rest is waited for on the critical path.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -18,9 +20,9 @@ from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import UniformNetwork
 from collectives.analysis.matching import causal_levels
 from collectives.schedule.semantics import vector
-from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Send
+from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Schedule, Send
 
-TURN = 19e-6
+TURN = 16e-6
 """Seconds until all ranks have had a turn, as of four ranks on two cores."""
 
 RESUME = 1.4e-6
@@ -29,8 +31,11 @@ RESUME = 1.4e-6
 MESSAGE = 0.1e-6
 """Seconds of core time per message, sent and received."""
 
-BETA, GAMMA = 0.19e-9, 0.15e-9
+BETA, GAMMA = 0.19e-9, 0.07e-9
 """Seconds of core time to move a byte to another rank, and to combine a byte."""
+
+CACHED_BYTES, UNCACHED = 1 << 22, 1.3
+"""Bytes of a call whose data stays in the caches, and the factor of BETA and GAMMA for longer ones."""
 
 CRITICAL = 0.25
 """Share of the bytes on the critical path that is added."""
@@ -42,13 +47,17 @@ of four nodes on two cores, over TCP."""
 
 
 class TotalWork(NamedTuple):
-    """Work of all ranks of a schedule: waits, those of rank 0, messages, and vectors that they move and combine."""
+    """Work of all ranks of a schedule: waits, those of rank 0, messages, vectors that they move and combine.
+
+    `exchanged`: vectors that go both ways between two ranks in one round.
+    """
 
     waits: int
     of_first: int
     messages: int
     moved: float
     combined: float
+    exchanged: float = 0.0
 
 
 @lru_cache(maxsize=1024)
@@ -56,9 +65,9 @@ def total_work(collective: str, name: str, size: int) -> TotalWork:
     """Work of all ranks of an algorithm that does not use the topology; bytes as parts of the whole vector.
 
     >>> total_work("allreduce", "recursive_doubling", 4)
-    TotalWork(waits=8, of_first=2, messages=8, moved=8.0, combined=8.0)
+    TotalWork(waits=8, of_first=2, messages=8, moved=8.0, combined=8.0, exchanged=8.0)
     >>> total_work("scatter", "linear", 4)
-    TotalWork(waits=3, of_first=0, messages=3, moved=0.75, combined=0.0)
+    TotalWork(waits=3, of_first=0, messages=3, moved=0.75, combined=0.0, exchanged=0.0)
     """
     schedules, blocks = catalog.build_all(collective, name, size), catalog.blocks(collective, name, size)
     steps = list(chain.from_iterable(chain.from_iterable(schedules)))
@@ -66,7 +75,19 @@ def total_work(collective: str, name: str, size: int) -> TotalWork:
     combined = sum(_count(step.chunks) for step in steps if isinstance(step, RecvReduce))
     combined += sum(_count(step.source) for step in steps if isinstance(step, Reduce))
     whole, waits = vector(collective, size, blocks), [rank for rank, _ in causal_levels(schedules)]
-    return TotalWork(len(waits), waits.count(0), len(sends), sum(sends) / whole, combined / whole)
+    exchanged = _exchanged(schedules) / whole
+    return TotalWork(len(waits), waits.count(0), len(sends), sum(sends) / whole, combined / whole, exchanged)
+
+
+def _exchanged(schedules: Sequence[Schedule]) -> int:
+    """Chunks of messages that go both ways between two ranks in one round."""
+    sent: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+    for rank, schedule in enumerate(schedules):
+        for number, steps in enumerate(schedule):
+            for step in steps:
+                if isinstance(step, Send):
+                    sent[number, rank, step.peer] += _count(step.chunks)
+    return sum(chunks for (number, rank, peer), chunks in sent.items() if (number, peer, rank) in sent)
 
 
 def _count(chunks: Chunks) -> int:
@@ -93,4 +114,4 @@ def predict_on_shared_cores(collective: str, name: str, size: int, nbytes: int, 
     moved, combined = (float(catalog.evaluate(each, size)) for each in formulas)
     latency = (RESUME * work.waits + MESSAGE * work.messages) / cores + (TURN if work.of_first else 0.0)
     bandwidth = BETA * (work.moved / cores + CRITICAL * moved) + GAMMA * (work.combined / cores + CRITICAL * combined)
-    return latency + nbytes * bandwidth
+    return latency + nbytes * bandwidth * (UNCACHED if nbytes > CACHED_BYTES else 1.0)

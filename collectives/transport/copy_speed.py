@@ -47,6 +47,7 @@ class MessageSpeed(NamedTuple):
     write: float = 0.0  #: of a byte into a cell in shared memory
     read: float = 0.0  #: of a byte out of a cell
     by_address: float = 0.0  #: of a byte out of the sender's process
+    late: float = 0.0  #: by which the last rank leaves a barrier of MPI after the first rank of the node does
 
     @property
     def one_copy_pays(self) -> bool:
@@ -86,21 +87,22 @@ def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:
     ]
     if node.reads:
         steps.append(partial(node.readers[left].read, MPI.Get_address(target), origin, nbytes))
-    times = np.full((REPEATS, 3), np.inf)
+    times, left_barrier = np.full((REPEATS, 3), np.inf), np.zeros((REPEATS, 3))
     for turn in range(REPEATS):
         for number, step in enumerate(steps):
             node.comm.Barrier()  # the neighbour has read `source`
             source.fill(turn)  # into this core's cache, as the data of a message mostly is
             node.comm.Barrier()
-            start = time.perf_counter_ns()
+            left_barrier[turn, number] = start = time.perf_counter_ns()
             step()
             times[turn, number] = time.perf_counter_ns() - start
-    node.comm.Barrier()  # a peer may still read `source`
-    speed = MessageSpeed(round_trip, *(times.min(axis=0) / nbytes * 1e-9).tolist())
+    late = np.median(left_barrier - node.comm.bcast(left_barrier))  # this also waits for peers that read `source`
+    write, read, by_address = (times.min(axis=0) / nbytes * 1e-9).tolist()
+    speed = MessageSpeed(round_trip, write, read, by_address, max(0.0, float(late) * 1e-9))
     if not node.reads:
         return False, speed
-    write, _, read = np.median(times, axis=0)
-    return bool(write > SLOW_RATIO * read), speed
+    copied, _, taken = np.median(times, axis=0)
+    return bool(copied > SLOW_RATIO * taken), speed
 
 
 def _flag_round_trip(node: NodeMemory, word: int) -> float:

@@ -11,51 +11,81 @@ from mpi4py import MPI
 
 from collectives.schedule.topology import Nodes
 
-NBYTES = 1 << 18
-"""Bytes of a long message."""
+NBYTES, MEDIUM = 1 << 18, 1 << 15
+"""Bytes of a long message, and of one that fits into the buffers of most networks."""
 
-ROUND_TRIPS = 9
-"""Round trips of a short message, and half as many of a long one that a short one answers. The median counts, as
-networks deliver some of the bytes out of their buffers, and a collective takes as long as its slowest messages."""
+ROUND_TRIPS, LONG_ROUND_TRIPS = 9, 5
+"""Round trips of a short and of a medium message after barriers, as messages of a call mostly come after a pause, and
+of long ones in a row. The median counts, as a collective takes as long as its slowest messages; of the long ones that
+of the last three, as networks deliver the first bytes out of their buffers."""
+
+BURST_RATIO = 2
+"""A network sends the first bytes in a burst if a byte of a long message takes at least this many times as long."""
 
 
 class NetworkSpeed(NamedTuple):
-    """Seconds of a message between two nodes: of a short one, and per byte of a long one; 0 if not measured."""
+    """Seconds of messages between two nodes; 0 if not measured.
 
-    message: float = 0.0
-    byte: float = 0.0
+    Networks with limited rates (cloud machines, emulated ones) send the first bytes after a pause in a `burst`.
+    """
+
+    message: float = 0.0  #: of a short message
+    byte: float = 0.0  #: per byte of long messages
+    burst_byte: float = 0.0  #: per byte within a burst
+    burst: float = 0.0  #: bytes of a burst; 0 if all bytes take equally long
+    barrier: float = 0.0  #: of MPI's barrier of all ranks
 
 
 def measure(comm: MPI.Intracomm, nodes: Nodes) -> NetworkSpeed:
     """Measure messages between the first ranks of nodes 0 and 1, 2 and 3, and so on, all pairs at once. Collective.
 
-    Returns the slowest pair's values on all ranks. A node without a partner only waits.
+    Returns the slowest pair's values, with the shortest burst, on all ranks. A node without a partner only waits.
     """
     rank, count = comm.Get_rank(), len(set(nodes))
     leaders = [nodes.index(node) for node in range(count)]
     partner = nodes[rank] ^ 1
-    seconds = np.zeros(2)
+    leads = rank == leaders[nodes[rank]] and partner < count
+    peer = leaders[partner] if leads else None
+    short, medium, long = (np.zeros(n, np.uint8) for n in (1, MEDIUM, NBYTES))
+    shorts: list[float] = []
+    mediums: list[float] = []
+    barriers: list[float] = []
     comm.Barrier()  # ranks arrive at different times
-    if rank == leaders[nodes[rank]] and partner < count:
-        short, long = np.zeros(1, np.uint8), np.zeros(NBYTES, np.uint8)
-        one_way = median(_round_trips(comm, leaders[partner], short, short, ROUND_TRIPS)) / 2
-        both = median(_round_trips(comm, leaders[partner], long, short, ROUND_TRIPS // 2))
-        if rank < leaders[partner]:  # the other rank's times begin before or after a message arrives
-            seconds[:] = one_way, max(0.0, both - 2 * one_way) / NBYTES
+    for _ in range(ROUND_TRIPS):
+        for there, taken in ((short, shorts), (medium, mediums)):
+            start = time.perf_counter()
+            comm.Barrier()
+            barriers.append(time.perf_counter() - start)
+            taken.append(_round_trip(comm, peer, there, short))
+    longs = [_round_trip(comm, peer, long, short) for _ in range(LONG_ROUND_TRIPS)]
+    seconds = np.array([0.0, 0.0, 0.0, -np.inf, median(barriers)])  # of the burst the negative, whose maximum counts
+    if peer is not None and rank < peer:  # the other rank's times begin before or after a message arrives
+        both = median(shorts)
+        longs = [max(0.0, one - both) for one in longs]
+        byte, burst_byte = median(longs[2:]) / NBYTES, max(0.0, median(mediums) - both) / MEDIUM
+        seconds[:4] = both / 2, byte, burst_byte, -_burst(longs, byte, burst_byte)
     comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    seconds[3] *= -1
     return NetworkSpeed(*seconds.tolist())
 
 
-def _round_trips(comm: MPI.Intracomm, peer: int, there: np.ndarray, back: np.ndarray, times: int) -> list[float]:
-    """Seconds of each round trip: a message `there` of the lower rank, answered by one `back`."""
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        if comm.Get_rank() < peer:
-            comm.Send(there, peer)
-            comm.Recv(back, peer)
-        else:
-            comm.Recv(there, peer)
-            comm.Send(back, peer)
-        taken.append(time.perf_counter() - start)
-    return taken
+def _burst(longs: list[float], byte: float, burst_byte: float) -> float:
+    """Bytes sent in a burst, by the time that the first long messages took less than the others."""
+    if byte < BURST_RATIO * burst_byte or not byte:
+        return 0.0
+    saved = sum(max(0.0, byte * NBYTES - one) for one in longs)
+    return min(saved / (byte - burst_byte), float(len(longs) * NBYTES))
+
+
+def _round_trip(comm: MPI.Intracomm, peer: int | None, there: np.ndarray, back: np.ndarray) -> float:
+    """Seconds of a message `there` of the lower rank of a pair, answered by one `back`; 0 without a peer."""
+    if peer is None:
+        return 0.0
+    start = time.perf_counter()
+    if comm.Get_rank() < peer:
+        comm.Send(there, peer)
+        comm.Recv(back, peer)
+    else:
+        comm.Recv(there, peer)
+        comm.Send(back, peer)
+    return time.perf_counter() - start

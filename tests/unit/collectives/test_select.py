@@ -13,6 +13,7 @@ from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select, shared_link
 from collectives.selection.cost_model import BUILT_IN, Costs, measured_costs, network, uniform_network
+from collectives.selection.exchanges import EXCHANGE, LONG_CALL, exchange_seconds
 from collectives.selection.select import CallTraits, Selector, formula
 from collectives.selection.shared_cores import (
     BETA,
@@ -22,6 +23,7 @@ from collectives.selection.shared_cores import (
     NETWORK_WORK,
     RESUME,
     TURN,
+    UNCACHED,
     core_time,
     predict_on_shared_cores,
     total_work,
@@ -173,11 +175,13 @@ def test_large_clusters_are_priced_by_a_part(monkeypatch):
 
 def test_where_ranks_share_cores_the_work_of_all_ranks_counts():
     n, work = 1 << 20, total_work("broadcast", "linear", 4)
-    assert work == (3, 0, 3, 3.0, 0.0)
+    assert work == (3, 0, 3, 3.0, 0.0, 0.0)
     expected = (RESUME + MESSAGE) * 3 / 2 + n * BETA * (3 / 2 + CRITICAL * 3)
     assert predict_on_shared_cores("broadcast", "linear", 4, n, 2) == pytest.approx(expected)
     gathered = (RESUME + 3 * MESSAGE) / 2 + TURN + n * BETA * 3 / 4 * (1 / 2 + CRITICAL)
     assert predict_on_shared_cores("gather", "linear", 4, n, 2) == pytest.approx(gathered)
+    long = RESUME * 3 / 2 + MESSAGE * 3 / 2 + 8 * n * UNCACHED * BETA * (3 / 2 + CRITICAL * 3)
+    assert predict_on_shared_cores("broadcast", "linear", 4, 8 * n, 2) == pytest.approx(long)
     alone, shared = Selector(4), Selector(4, cores=2)
     assert alone.decide(CallTraits("allreduce", 8)).algorithm == "recursive_doubling"
     assert shared.decide(CallTraits("allreduce", 8)).choice == ("linear", 1)  # half of the waits
@@ -203,6 +207,20 @@ def test_where_emulated_nodes_share_cores_the_messages_of_all_ranks_count():
     assert shared.decide(CallTraits("broadcast", 64 * n)).segments > 1
     pairs = Selector(4, (0, 0, 1, 1), cores=2)  # messages within nodes cost less
     assert pairs.decide(call) == Selector(4, (0, 0, 1, 1)).decide(call)
+
+
+def test_long_messages_that_cross_between_nodes_cost_more():
+    n, wire = 1 << 20, BUILT_IN.network
+    assert total_work("allgather", "recursive_doubling", 4).exchanged == 3
+    assert total_work("alltoall", "pairwise", 4).exchanged == 1  # of three rounds one is of pairs
+    expected = EXCHANGE * n * 3 / 4 * wire.beta
+    assert exchange_seconds("allgather", "recursive_doubling", 4, n, wire) == pytest.approx(expected)
+    assert exchange_seconds("allgather", "recursive_doubling", 4, LONG_CALL - 1, wire) == 0.0
+    assert exchange_seconds("allgather", "ring", 4, n, wire) == 0.0
+    for selector in (Selector(4, (0, 1, 2, 3)), Selector(4, (0, 1, 2, 3), cores=2)):
+        for collective in ("allgather", "allreduce", "reduce_scatter"):
+            assert selector.decide(CallTraits(collective, 4 * n)).algorithm == "ring"
+    assert Selector(4).decide(CallTraits("allgather", 4 * n)).algorithm != "ring"
 
 
 def test_where_ranks_share_a_link_the_bytes_of_all_messages_count():
