@@ -36,12 +36,24 @@ def pytest_collection_modifyitems(items):
         if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
             tests[item.parent.nodeid, item.originalname].append(item)
     for cases in tests.values():
-        seen = set()
-        for item in sorted(cases, key=shuffled):
-            values = set(parameter_values(item))
-            if values <= seen:
-                item.add_marker(pytest.mark.full)
-            seen |= values
+        values = {item: set(parameter_values(item)) for item in sorted(cases, key=shuffled)}
+        for item in values.keys() - covering(values):
+            item.add_marker(pytest.mark.full)
+
+
+def covering(values):
+    """Cases in which all values occur: each time one with most values that do not occur yet, the first of these."""
+    chosen, missing = set(), set().union(*values.values())
+    candidates = {len(missing): list(values)}  # by a bound of their missing values, which only become fewer
+    for count in range(len(missing), 0, -1):
+        for item in candidates.get(count, ()):
+            new = len(values[item] & missing)
+            if new == count:
+                chosen.add(item)
+                missing -= values[item]
+            else:
+                candidates.setdefault(new, []).append(item)
+    return chosen
 
 
 def pytest_collection_finish():
