@@ -18,7 +18,8 @@ FORMS = ("blocking", "non-blocking", "persistent")
 
 def values(rank, count, dtype, turn=0):
     """What `rank` brings: numbers from 0 to 10, different for neighbouring ranks, elements and turns."""
-    return ((rank * 7 + np.arange(count) * 3 + turn * 5) % 11).astype(dtype)
+    period = ((rank * 7 + np.arange(11) * 3 + turn * 5) % 11).astype(dtype)
+    return np.broadcast_to(period, (count // 11 + 1, 11)).flatten()[:count]
 
 
 class Question(NamedTuple):
