@@ -284,7 +284,8 @@ class Operator:
         In the order of attributes and items; containers may be nested (`DEPTH`). All ranks must have the same order.
         """
         for name, value in vars(self).items():
-            yield from _members_in(value, name)
+            if isinstance(value, _SEARCHED):
+                yield from _members_in(value, name)
 
     def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (path, value) of all parameters and operators below this one, at any depth; shared ones repeatedly."""
@@ -335,12 +336,13 @@ def set_names(model: Operator) -> list[Parameter]:
     ValueError if an operator holds others, or parameters, outside of the tree, as in a set, or if two parameters would
     have the same name.
     """
-    _expect_in_tree(model)
-    for _, value in model.walk():
-        value.name = ""
+    first: dict[int, tuple[str, Parameter | Operator]] = {}
     for path, value in model.walk():
-        value.name = value.name or path
-    parameters = model.parameters()
+        first.setdefault(id(value), (path, value))
+    _expect_in_tree(model, first)
+    for path, value in first.values():
+        value.name = path
+    parameters = [value for _, value in first.values() if isinstance(value, Parameter)]
     names = Counter(parameter.name for parameter in parameters)
     if double := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"parameters: expected different names, found two that are {double[0]}")
@@ -350,21 +352,24 @@ def set_names(model: Operator) -> list[Parameter]:
 DEPTH = 3
 """Nesting depth up to which containers are searched."""
 
+_NAMED = (Parameter, Operator)
+_CONTAINERS = (dict, list, tuple)
+_SEARCHED = _NAMED + _CONTAINERS
+
 
 def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Parameter | Operator]]:
     """Yield (path, value) of `value` itself, or of the parameters and operators in it if it is a container."""
-    if isinstance(value, Parameter | Operator):
+    if isinstance(value, _NAMED):
         yield path, value
-    elif depth < DEPTH and isinstance(value, dict | list | tuple):
+    elif depth < DEPTH and isinstance(value, _CONTAINERS):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _members_in(item, f"{path}.{key}", depth + 1)
+            if isinstance(item, _SEARCHED):
+                yield from _members_in(item, f"{path}.{key}", depth + 1)
 
 
-def _expect_in_tree(model: Operator) -> None:
-    """Raise ValueError if an attribute holds an operator or parameter where `walk` does not find it, as in a set."""
-    there: dict[int, tuple[str, Parameter | Operator]] = {id(model): ("", model)}
-    for path, value in model.walk():
-        there.setdefault(id(value), (path, value))
+def _expect_in_tree(model: Operator, found: dict[int, tuple[str, Parameter | Operator]]) -> None:
+    """Raise ValueError if an attribute holds an operator or parameter that is not among those `found`, as in a set."""
+    there = {id(model): ("", model), **found}
     operators = [(path, value) for path, value in there.values() if isinstance(value, Operator)]
     for path, operator in operators:
         for name, value in vars(operator).items():
@@ -382,9 +387,9 @@ def _expect_in_tree(model: Operator) -> None:
 
 def _held_by(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
     """Yield `value`, if it is an operator or parameter, and those in it, if it is a container, also where too deep."""
-    if isinstance(value, Parameter | Operator):
+    if isinstance(value, _NAMED):
         yield value
-    elif depth <= DEPTH and isinstance(value, dict | list | tuple | set | frozenset):
+    elif depth <= DEPTH and isinstance(value, (*_CONTAINERS, set, frozenset)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _held_by(item, depth + 1)
 
