@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items):
 
 
 def covering(values):
-    """Cases in which all values occur: each time one with most values that do not occur yet, the first of these."""
+    """A few cases in which all values occur: again and again one with the most values that do not occur yet."""
     chosen, missing = set(), set().union(*values.values())
-    candidates = {len(missing): list(values)}  # by a bound of their missing values, which only become fewer
+    candidates = {len(missing): list(values)}  # by at least as many missing values as they have
     for count in range(len(missing), 0, -1):
         for item in candidates.get(count, ()):
             new = len(values[item] & missing)

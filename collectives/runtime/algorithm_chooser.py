@@ -73,8 +73,9 @@ class AlgorithmChooser:
         local = has_local_counts(collective)
         traits = CallTraits(base, nbytes, ordered, local, may_native, form, v_form, shared, in_place)
         selection = self.selector.decide(traits)
-        if selection.source != "model" or shared or local or self.selector.size == 1:
+        unknown = selection.source != "model" or shared or local or self.selector.shares_link
+        if unknown or self.selector.size == 1:
             return selection
-        timed = TimedCall(base, selection.algorithm, selection.segments, self.selector.size, nbytes)
+        timed = TimedCall(base, selection.algorithm, selection.segments, self.selector.size, nbytes, in_place)
         seconds = expected_seconds(timed, self.selector.nodes, self.selector.cores, self._speed)
         return selection if seconds is None else selection._replace(seconds=seconds)

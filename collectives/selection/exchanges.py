@@ -1,25 +1,26 @@
-"""Cost of long messages between nodes that go both ways between two ranks in one round.
+"""Surcharge for messages between nodes that go both ways between two ranks in one round.
 
-Rings, which receive from another rank than they send to, have none, and are faster than algorithms that move as many
-bytes in exchanges: over TCP an allgather of 1 MiB by four ranks takes 0.95 of the time under MPICH, 0.78 under Open
-MPI. Presumably control messages of the MPI wait behind data that goes the same way.
+Rings receive from one neighbour and send to the other, so that none of their messages do so with three or more ranks.
+They are faster than algorithms that exchange as many bytes: over TCP an allgather of 1 MiB by four ranks takes 0.95 of
+the time under MPICH, 0.78 under Open MPI. Presumably control messages of the MPI wait behind data of the same
+connection.
 """
 
 from collectives.analysis.cost_functions import UniformNetwork
 from collectives.selection.shared_cores import total_work
 
 EXCHANGE = 0.1
-"""Share by which such bytes take longer, between those measured with these two MPIs."""
+"""Additional share of beta for these bytes: a value between those measured with the two MPIs."""
 
-MOST_RANKS = 64
-"""Most ranks for whose schedules exchanges are counted."""
+MOST_RANKS = 16
+"""Most ranks for whose schedules exchanges are counted: counting takes longer than a formula."""
 
 LONG_CALL = 1 << 18
-"""Bytes of a call from which messages are long; short ones need no control messages."""
+"""Smallest call, in bytes, to which the surcharge applies."""
 
 
 def exchange_seconds(collective: str, name: str, size: int, nbytes: int, wire: UniformNetwork) -> float:
-    """Seconds that a call between nodes of one rank takes longer because of its exchanges.
+    """Seconds that a call between nodes of one rank takes longer because of its exchanges, counted without segments.
 
     >>> exchange_seconds("allgather", "ring", 4, 1 << 20, UniformNetwork(1e-5, 1e-9, 0.0))
     0.0

@@ -1,15 +1,17 @@
 """Expected time of a call at the speeds that were measured when its communicator was created.
 
-The choice of an algorithm compares rounded costs, which most launches on one machine have in common, and leaves out
-whatever all algorithms have alike. The time of a call needs all of it:
+The choice of an algorithm compares rounded costs, so that most launches on one machine choose alike, and leaves out
+costs that all algorithms have in common. The time of a call needs all of them:
 
-- Within a node ranks copy the bytes of messages themselves. A message whose ranks have no other one in its round is
-  copied by both, half by each; a rank that sends and receives copies all that it receives. Out of place, a rank copies
-  the blocks that it keeps.
-- Messages up to `ONE_COPY` are combined out of a cell as they are read; longer ones are read once more.
-- Networks send the first bytes of a call in a burst (`NetworkSpeed`).
+- Within a node ranks copy the bytes of messages themselves. If neither rank has another message in the round, each
+  copies half of it; a rank that sends and receives copies all that it receives. Out of place, a rank copies the blocks
+  that it keeps.
+- Messages up to `ONE_COPY` are combined directly from the cell; longer ones are received first and then combined, which
+  reads them again.
+- Calls of up to the bytes of a network's burst are sent at its rate; longer ones at the lower rate, as one call after
+  another finds the burst used up (`NetworkSpeed`).
 - Between emulated nodes that share cores, bytes take their time on the network or on the cores, whichever is longer.
-  If rank 0 waits for others, all ranks must have had a turn, which takes as long as a barrier.
+  If rank 0 waits for others, every rank must have been scheduled once, which takes as long as a barrier.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from collectives.transport.mailbox import ONE_COPY
 from collectives.transport.network_speed import NetworkSpeed
 
 CROSSING = 0.15e-6
-"""Seconds more of a message that crosses another."""
+"""Extra seconds of a message if one of its ranks also sends or receives the other way."""
 
 MOST_RANKS = 16
-"""Most ranks of a node to simulate; for more it takes long."""
+"""Largest number of ranks simulated; larger simulations are slow."""
 
 LONGEST = 1 << 40
 """Bytes up to which costs of messages are defined; no call is longer."""
@@ -56,13 +58,14 @@ class MeasuredSpeed(NamedTuple):
 
 
 class TimedCall(NamedTuple):
-    """A call whose time is expected: algorithm and segments, ranks, bytes as in `CallTraits`."""
+    """Arguments of a prediction: algorithm and segments, ranks, bytes as in `CallTraits`, and whether in place."""
 
     collective: str
     algorithm: str
     segments: int
     size: int
     nbytes: int
+    in_place: bool = False
 
     @property
     def layout(self) -> ChunkLayout:
@@ -73,9 +76,10 @@ class TimedCall(NamedTuple):
 
 
 def expected_seconds(call: TimedCall, nodes: Nodes | None, cores: int | None, speed: MeasuredSpeed) -> float | None:
-    """Seconds of a call with root 0, out of place; None where the measured speed does not suffice, or for many ranks.
+    """Seconds of a call with root 0; `nodes` and `cores` as of `Selector`.
 
-    `nodes` and `cores` as of `Selector`.
+    None if speeds were not measured, nodes have several ranks each, or one node has more than `MOST_RANKS` ranks or
+    fewer cores than ranks.
     """
     if nodes is None:
         return within_node(call, speed.message) if cores is None and call.size <= MOST_RANKS else None
@@ -92,8 +96,9 @@ def within_node(call: TimedCall, speed: MessageSpeed) -> float | None:
     byte, adding = (each * (UNCACHED if call.nbytes > CACHED_BYTES else 1) for each in (byte, speed.read))
     flight = speed.round_trip / 2
     lengths = (0, ONE_COPY, 4 * ONE_COPY, LONGEST)
+    through_cell = ONE_COPY * cell
     alone = PiecewiseCost(
-        lengths, tuple(flight + s for s in (0, ONE_COPY * cell, *(n * byte / 2 for n in lengths[2:])))
+        lengths, tuple(flight + s for s in (0, through_cell, *(max(through_cell, n * byte / 2) for n in lengths[2:])))
     )
     messages = SharedCardCost(alone, LinearCost(flight + CROSSING, byte))
     lengths = (0, ONE_COPY, ONE_COPY + 1, LONGEST)
@@ -113,8 +118,8 @@ def _one_way(schedule: Schedule) -> bool:
 
 
 def kept_bytes(call: TimedCall, schedules: list[Schedule]) -> list[int]:
-    """Bytes of every rank's input that its result contains unchanged; a call out of place must copy them."""
-    if call.collective == "broadcast":
+    """Bytes of every rank's input that its result contains unchanged, which a call out of place must copy."""
+    if call.collective == "broadcast" or call.in_place:
         return [0] * call.size
     layout, blocks = call.layout, catalog.blocks(call.collective, call.algorithm, call.size)
     kept = []

@@ -35,7 +35,7 @@ BETA, GAMMA = 0.19e-9, 0.07e-9
 """Seconds of core time to move a byte to another rank, and to combine a byte."""
 
 CACHED_BYTES, UNCACHED = 1 << 22, 1.3
-"""Bytes of a call whose data stays in the caches, and the factor of BETA and GAMMA for longer ones."""
+"""Largest call, in bytes, whose data fits into the caches, and the factor of BETA and GAMMA for longer ones."""
 
 CRITICAL = 0.25
 """Share of the bytes on the critical path that is added."""

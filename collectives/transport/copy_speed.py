@@ -47,7 +47,7 @@ class MessageSpeed(NamedTuple):
     write: float = 0.0  #: of a byte into a cell in shared memory
     read: float = 0.0  #: of a byte out of a cell
     by_address: float = 0.0  #: of a byte out of the sender's process
-    late: float = 0.0  #: by which the last rank leaves a barrier of MPI after the first rank of the node does
+    late: float = 0.0  #: from rank 0's leaving of a barrier of MPI to that of the node's slowest rank (median)
 
     @property
     def one_copy_pays(self) -> bool:
@@ -96,7 +96,8 @@ def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:
             left_barrier[turn, number] = start = time.perf_counter_ns()
             step()
             times[turn, number] = time.perf_counter_ns() - start
-    late = np.median(left_barrier - node.comm.bcast(left_barrier))  # this also waits for peers that read `source`
+    first = node.comm.allgather(left_barrier)[0]  # this also waits for the peer that reads `source`
+    late = np.median((left_barrier - first)[:, : len(steps)])
     write, read, by_address = (times.min(axis=0) / nbytes * 1e-9).tolist()
     speed = MessageSpeed(round_trip, write, read, by_address, max(0.0, float(late) * 1e-9))
     if not node.reads:

@@ -14,10 +14,15 @@ from collectives.schedule.topology import Nodes
 NBYTES, MEDIUM = 1 << 18, 1 << 15
 """Bytes of a long message, and of one that fits into the buffers of most networks."""
 
-ROUND_TRIPS, LONG_ROUND_TRIPS = 9, 5
-"""Round trips of a short and of a medium message after barriers, as messages of a call mostly come after a pause, and
-of long ones in a row. The median counts, as a collective takes as long as its slowest messages; of the long ones that
-of the last three, as networks deliver the first bytes out of their buffers."""
+ROUND_TRIPS = 9
+"""Round trips of a short and of a medium message, each after a barrier, as messages of a call mostly come after a
+pause. The median counts, as a collective takes as long as its slowest messages."""
+
+LONG_ROUND_TRIPS = 5
+"""Round trips of a long message in a row. The first two use up the burst; the median of the others counts."""
+
+BARRIERS = 5
+"""Barriers in a row, whose median counts."""
 
 BURST_RATIO = 2
 """A network sends the first bytes in a burst if a byte of a long message takes at least this many times as long."""
@@ -26,7 +31,7 @@ BURST_RATIO = 2
 class NetworkSpeed(NamedTuple):
     """Seconds of messages between two nodes; 0 if not measured.
 
-    Networks with limited rates (cloud machines, emulated ones) send the first bytes after a pause in a `burst`.
+    Networks with limited rates (cloud machines, emulated ones) send up to `burst` bytes faster after a pause.
     """
 
     message: float = 0.0  #: of a short message
@@ -51,11 +56,13 @@ def measure(comm: MPI.Intracomm, nodes: Nodes) -> NetworkSpeed:
     mediums: list[float] = []
     barriers: list[float] = []
     comm.Barrier()  # ranks arrive at different times
+    for _ in range(BARRIERS):
+        start = time.perf_counter()
+        comm.Barrier()
+        barriers.append(time.perf_counter() - start)
     for _ in range(ROUND_TRIPS):
         for there, taken in ((short, shorts), (medium, mediums)):
-            start = time.perf_counter()
             comm.Barrier()
-            barriers.append(time.perf_counter() - start)
             taken.append(_round_trip(comm, peer, there, short))
     longs = [_round_trip(comm, peer, long, short) for _ in range(LONG_ROUND_TRIPS)]
     seconds = np.array([0.0, 0.0, 0.0, -np.inf, median(barriers)])  # of the burst the negative, whose maximum counts
@@ -71,7 +78,7 @@ def measure(comm: MPI.Intracomm, nodes: Nodes) -> NetworkSpeed:
 
 def _burst(longs: list[float], byte: float, burst_byte: float) -> float:
     """Bytes sent in a burst, by the time that the first long messages took less than the others."""
-    if byte < BURST_RATIO * burst_byte or not byte:
+    if not burst_byte or byte < BURST_RATIO * burst_byte:
         return 0.0
     saved = sum(max(0.0, byte * NBYTES - one) for one in longs)
     return min(saved / (byte - burst_byte), float(len(longs) * NBYTES))

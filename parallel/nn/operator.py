@@ -340,7 +340,7 @@ def set_names(model: Operator) -> list[Parameter]:
     for path, value in model.walk():
         first.setdefault(id(value), (path, value))
     _expect_in_tree(model, first)
-    for path, value in first.values():
+    for path, value in reversed(first.values()):  # wrappers of one operator name that too: the first comes last
         value.name = path
     parameters = [value for _, value in first.values() if isinstance(value, Parameter)]
     names = Counter(parameter.name for parameter in parameters)
@@ -368,7 +368,7 @@ def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Pa
 
 
 def _expect_in_tree(model: Operator, found: dict[int, tuple[str, Parameter | Operator]]) -> None:
-    """Raise ValueError if an attribute holds an operator or parameter that is not among those `found`, as in a set."""
+    """Raise ValueError if an attribute holds an operator or parameter that is not in `found`, as one inside a set."""
     there = {id(model): ("", model), **found}
     operators = [(path, value) for path, value in there.values() if isinstance(value, Operator)]
     for path, operator in operators:

@@ -56,6 +56,18 @@ def test_ranks_that_exchange_copy_what_they_receive_and_what_they_keep():
     assert on_node("gather", "linear", n) == pytest.approx(root + NODE.late)
 
 
+def test_a_longer_message_is_not_expected_to_take_less_time():
+    by_address = NODE._replace(by_address=0.2e-10)
+    times = [on_node("broadcast", "linear", 1 << power, speed=by_address) for power in range(10, 24)]
+    assert times == sorted(times)
+
+
+def test_in_place_nothing_is_copied_that_a_rank_keeps():
+    call = TimedCall("allgather", "ring", 1, 4, 4096, in_place=True)
+    assert kept_bytes(call, catalog.build_all("allgather", "ring", 4)) == [0] * 4
+    assert within_node(call, NODE) == pytest.approx(on_node("allgather", "ring", 4096, 4) - 1024 * NODE.write)
+
+
 @pytest.mark.parametrize("speed", [MessageSpeed(), NODE._replace(round_trip=math.inf)])
 def test_without_a_measured_speed_nothing_is_expected(speed):
     assert on_node("broadcast", "linear", 8, speed=speed) is None
@@ -116,3 +128,4 @@ def test_the_burst_is_what_the_first_messages_saved():
     assert _burst([long / 4] * 3, 4e-9, 1e-9) == 3 * NBYTES
     assert _burst([long - 3e-4, long, long], 4e-9, 2.5e-9) == 0.0  # bytes take about equally long
     assert _burst([0.0], 0.0, 0.0) == 0.0
+    assert _burst([long - 3e-4, long, long], 4e-9, 0.0) == 0.0  # medium messages took no longer than short ones

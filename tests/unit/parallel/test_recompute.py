@@ -5,9 +5,12 @@ import pytest
 from support.cut_models import ModelCase, one_pass
 from support.thread_ranks import run
 
+from parallel.nn.compose import Sequential
+from parallel.nn.dropout import Dropout
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, transformer
-from parallel.nn.operator import ArraySpec, nbytes_of
+from parallel.nn.operator import ArraySpec, nbytes_of, set_names
+from parallel.nn.recompute import Recompute
 from parallel.tensor.cut_model import cut
 
 BATCH, LENGTH, HEADS, WIDTH, TOKENS = 2, 72, 4, 16, 11
@@ -48,6 +51,15 @@ def test_saved_bytes_are_those_of_the_closed_form(kind, ranks, sequence):
         return first
 
     assert run(ranks, rank_main) == [block_bytes(kind, ranks, sequence)] * ranks
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_shared_operator_has_its_first_path_as_name(first, second):
+    """Names are seeds of dropout masks, and are as without the wrapper."""
+    shared = Dropout(0.5)
+    set_names(Sequential([Recompute(shared) if wrapped else shared for wrapped in (first, second)]))
+    assert shared.name == "0"
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full,none", "selective,full"])
