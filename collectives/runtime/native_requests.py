@@ -150,8 +150,8 @@ class NativeRequest(Request, MPI.Request):
         """Write MPI.REQUEST_NULL into this object, as mpi4py has no setter, and keep the handle for a later request."""
         copy = self.program.copy if isinstance(self.program, CompiledProgram) else memmove
         copy(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
-        _unused.append(self._handle)
-        self._handle = None
+        handle, self._handle = self._handle, None
+        _unused.append(handle)
 
     def _report(self, status: MPI.Status | None) -> None:
         """Wait for the completed MPI request, if there is still one, which frees its handle; fill the status."""

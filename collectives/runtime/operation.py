@@ -25,6 +25,11 @@ acquire_progress, release_progress = progress_lock.acquire, progress_lock.releas
 """The lock, in half the time of a with statement."""
 
 
+def _open() -> bool:
+    """Gate of an operation that need not wait."""
+    return True
+
+
 class ProgramOwner(Protocol):
     """Interface of what made an operation."""
 
@@ -102,9 +107,10 @@ class Operation:
         with progress_lock:
             if self.device is not None:
                 self._context = self.device.capture()
-            self._gate = gate
+            self._gate = gate or _open  # should Ctrl-C come before the start, the next progress starts it
             self.activate()
             if gate is None:
+                self._gate = None
                 self._start_program()
 
     def activate(self) -> None:
@@ -149,7 +155,11 @@ class Operation:
 
     def _advance_compiled(self) -> None:
         """Advance the request if compiled code manages it."""
-        result = self.program.end_for(self)
+        try:
+            result = self.program.end_for(self)
+        except BaseException:
+            self._complete_if_ended()
+            raise
         if result == DONE and not self.persistent:
             self._complete()
         elif result > REFUSED:  # an error
@@ -186,7 +196,8 @@ class Operation:
             if current_thread() is progress_thread.thread:
                 self.error = error
             self._broken = True
-            self.program.broken = step is not self._gate  # no message has left before the gate opens
+            # No message has left before the gate opens; but only here is the call left out after Ctrl-C.
+            self.program.broken = step is not self._gate or not isinstance(error, Exception)
             active_requests.remove(self)
             if not self.persistent:
                 self.owner.release(self)
@@ -216,6 +227,16 @@ class Operation:
                 self._memory = None
         finally:
             self._ended()
+
+    def _complete_if_ended(self) -> None:
+        """Complete a non-blocking operation that compiled code has ended.
+
+        Ctrl-C may be noticed as compiled code returns, so that nobody gets its result.
+        """
+        with progress_lock:
+            ended = self.holds_program and not (self.persistent or self.active or self in lone_requests)
+            if ended and isinstance(self.program, CompiledProgram):
+                self._complete()
 
     def _hand_over(self) -> None:
         """Let compiled code manage a persistent request just started, if it can; the caller holds `progress_lock`."""

@@ -138,16 +138,21 @@ class Planner:
             cached = self.nonblocking.find(turn, name, sendbuf, recvbuf, *others)
             if isinstance(cached, CallKey):
                 return cached
+            self._turns[STARTED] += 1
             with progress_lock:
                 program, result = cached[0].program, self.nonblocking.run(name, *cached)
             if result == REFUSED:
+                self._turns[STARTED] -= 1
                 return UNCACHEABLE
-            self._turns[STARTED] += 1
         if result == DONE:
             return ended_request()
-        request = new_request(name, program, self, (sendbuf, recvbuf))
-        self._hold_channel(request, turn)
-        request.resume(program)
+        try:
+            request = new_request(name, program, self, (sendbuf, recvbuf))
+            self._hold_channel(request, turn)
+            request.resume(program)
+        except BaseException as error:
+            self.nonblocking.poison(name, error, program, sendbuf, recvbuf)
+            raise
         return request
 
     @property
@@ -191,13 +196,18 @@ class Planner:
                 bound.stream.follow(*(buffer.owner for buffer in call.buffers))
             request = new_request(call.collective, program, self, call)
             request.owns_program, request.device = not reusable, call_device(call)
-            if bound.wire.in_mailboxes:
-                before = self._latest[turn]
-                self._hold_channel(request, turn)
-                if before is not None and before.holds_program:
-                    gate = _after(before, gate)
-            request.tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
-            request.begin(gate)
+            try:
+                if bound.wire.in_mailboxes:
+                    before = self._latest[turn]
+                    self._hold_channel(request, turn)
+                    if before is not None and before.holds_program:
+                        gate = _after(before, gate)
+                request.tag = self.transports.consume_tag()  # after validation: tags are numbered alike on all ranks
+                request.begin(gate)
+            except BaseException as error:
+                if request.holds_program and not request.active:  # not even begun
+                    self.nonblocking.poison(call.collective, error, request.program, call)
+                raise
             return request
 
     def init(self, call: Call, algorithm: Any, segments: Any) -> Request:
@@ -318,7 +328,8 @@ class Planner:
         elif request.owns_program:
             program.free()
         elif self.nonblocking.has_surplus:
-            self.nonblocking.free_surplus(self._active(), program)
+            with progress_lock:
+                self.nonblocking.free_surplus(self._active(), program)
 
 
 def _after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:

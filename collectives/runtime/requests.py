@@ -136,9 +136,13 @@ class Request(Operation):
 
         Raises InvalidArgument if it was freed, RanksDisagree if it was aborted: by Ctrl-C, or an operation that raised.
         """
-        if self.program.end_for(self) == DONE:
-            self._ended_by_compiled_code(status)
-            return True
+        try:
+            if self.program.end_for(self) == DONE:
+                self._ended_by_compiled_code(status)
+                return True
+        except BaseException:
+            self._complete_if_ended()
+            raise
         complete = self._is_complete("Test")
         pause_after_test(complete)
         if complete:
@@ -154,12 +158,16 @@ class Request(Operation):
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Wait until the operation is complete and return True. Raises as `Test` does."""
-        if self.program.end_for(self, True) == DONE:
-            self._ended_by_compiled_code(status)
-        else:
-            self._wait()
-            self._check("Wait")
-            self._report(status)
+        try:
+            if self.program.end_for(self, True) == DONE:
+                self._ended_by_compiled_code(status)
+                return True
+        except BaseException:
+            self._complete_if_ended()
+            raise
+        self._wait()
+        self._check("Wait")
+        self._report(status)
         return True
 
     def wait(self, status: MPI.Status | None = None) -> None:

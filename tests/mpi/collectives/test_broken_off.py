@@ -14,7 +14,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime import compiled_program, program_cache
-from collectives.runtime.program_table import RESULT, WAITING
+from collectives.runtime.program_table import DONE, RESULT, WAITING
 from collectives.transport.mailbox import NONBLOCKING
 
 SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
@@ -155,6 +155,65 @@ def test_ctrl_c_as_compiled_code_returns_from_a_start(own, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         start()
     after_ctrl_c(own)
+    with pytest.raises(RanksDisagree, match="non-blocking reduce was broken off on rank 0"):
+        start()
+
+
+@pytest.mark.parametrize("verb", ["Wait", "Test"])
+def test_ctrl_c_as_compiled_code_returns_from_the_end(own, monkeypatch, verb):
+    """The result of the interrupted look is lost; the request is complete all the same, and later calls go on."""
+
+    def start():
+        return own.Ireduce(np.ones(5), np.zeros(5), algorithm="linear")
+
+    for _ in range(NONBLOCKING * 6):
+        start().Wait()
+    own.Barrier()
+    if own.Get_rank() == 0:
+        request = start()
+        MPI.Intracomm(own).Barrier()
+        if request.program.runs_for(request):
+            end = request.program.end_for
+
+            def interrupted(*arguments):
+                while end(*arguments) != DONE:
+                    pass
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(request.program, "end_for", interrupted)
+                getattr(request, verb)()
+    else:
+        MPI.Intracomm(own).Barrier()  # the root waits for this rank
+        request = start()
+    request.Wait()
+    for _ in range(NONBLOCKING * 2):
+        start().Wait()
+
+
+def test_ctrl_c_before_a_call_has_begun(own, monkeypatch):
+    """One that waits for its channel is left out on this rank: later calls would take the messages of its peers."""
+
+    def start():
+        return own.Ireduce(np.ones(5), np.zeros(5), algorithm="linear")
+
+    if own.Get_rank():
+        after_ctrl_c(own)
+        for request in [start() for _ in range(NONBLOCKING + 1)]:
+            request.Wait()
+        return
+    requests = [start() for _ in range(NONBLOCKING + 1)]
+    assert requests[-1]._gate is not None
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(requests[-1], "_gate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        requests[-1].Test()
+    after_ctrl_c(own)
+    for request in requests[:-1]:
+        request.Wait()
     with pytest.raises(RanksDisagree, match="non-blocking reduce was broken off on rank 0"):
         start()
 
