@@ -144,8 +144,8 @@ def predicted_us(
 
     `in_place`: ranks have their own blocks at their places, so that none are copied there.
     """
-    call = TimedCall(collective, algorithm, segments, size, nbytes)
+    call = TimedCall(collective, algorithm, segments, size, nbytes, in_place)
     schedules = catalog.build_all(collective, algorithm, size, 0, segments, costs.network.nodes)
     finish = price(schedules, call.layout, 1, costs.network).finish
-    kept = [0] * size if in_place else kept_bytes(call, schedules)
-    return 1e6 * max(end + float(costs.copy(own)) * (own > 0) for end, own in zip(finish, kept, strict=True))
+    kept = zip(finish, kept_bytes(call, schedules), strict=True)
+    return 1e6 * max(end + float(costs.copy(own)) * (own > 0) for end, own in kept)

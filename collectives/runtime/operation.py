@@ -196,7 +196,7 @@ class Operation:
             if current_thread() is progress_thread.thread:
                 self.error = error
             self._broken = True
-            # No message has left before the gate opens; but only here is the call left out after Ctrl-C.
+            # No message leaves before the gate opens, but after Ctrl-C the call is left out on this rank only.
             self.program.broken = step is not self._gate or not isinstance(error, Exception)
             active_requests.remove(self)
             if not self.persistent:

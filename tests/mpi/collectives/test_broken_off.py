@@ -100,6 +100,17 @@ def test_ctrl_c_in_a_blocking_call(own, before, method):
         assert (total == size).all()
 
 
+def interrupt_as_it_returns(monkeypatch, functions, name):
+    """Ctrl-C as the compiled function of a method returns with a call that waits."""
+    run = functions[name]
+
+    def interrupted(*arguments):
+        assert run(*arguments) & RESULT == WAITING
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(functions, name, interrupted)
+
+
 @pytest.mark.parametrize("own", [False, True], indirect=True, ids=["in a node", "between nodes"])
 def test_ctrl_c_as_compiled_code_returns(own, monkeypatch):
     """The interpreter looks for signals then, before the call goes on in Python."""
@@ -116,13 +127,7 @@ def test_ctrl_c_as_compiled_code_returns(own, monkeypatch):
         after_ctrl_c(own)
         call()
         return
-    run = own._calls["Reduce"]
-
-    def interrupted(*arguments):
-        assert run(*arguments) & RESULT == WAITING
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(own._calls, "Reduce", interrupted)
+    interrupt_as_it_returns(monkeypatch, own._calls, "Reduce")
     with pytest.raises(KeyboardInterrupt):
         call()
     after_ctrl_c(own)
@@ -145,13 +150,7 @@ def test_ctrl_c_as_compiled_code_returns_from_a_start(own, monkeypatch):
         after_ctrl_c(own)
         start().Wait()
         return
-    run = own._starts["Reduce"]
-
-    def interrupted(*arguments):
-        assert run(*arguments) & RESULT == WAITING
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(own._starts, "Reduce", interrupted)
+    interrupt_as_it_returns(monkeypatch, own._starts, "Reduce")
     with pytest.raises(KeyboardInterrupt):
         start()
     after_ctrl_c(own)

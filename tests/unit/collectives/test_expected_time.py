@@ -83,7 +83,7 @@ def test_only_uniform_placements_of_some_ranks_have_an_expected_time():
     assert expected_seconds(call._replace(size=MOST_RANKS + 1), None, None, speed) is None
 
 
-def test_a_network_sends_the_first_bytes_of_a_call_in_a_burst():
+def test_calls_up_to_the_burst_of_a_network_are_sent_at_its_rate():
     latency = CALL + WIRE.message * (1 + 2 * NETWORK_OVERHEAD)  # one of three messages is waited for
     short, long = 1 << 16, 1 << 20
     assert on_network("scatter", "linear", short) == pytest.approx(latency + short * 3 / 4 * WIRE.burst_byte)
