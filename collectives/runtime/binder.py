@@ -210,7 +210,7 @@ class _ProgramBinder:
         round_ = _ExchangeBuilder(self.wire, {id(action.following) for action in actions})
         for message, places in sends:
             round_.send(message, places)
-        for copy in meanwhile:
+        for copy in meanwhile:  # once messages have left, and before others are read
             round_.local.add(copy)
         reduced = {id(action.message): action.onto for action in actions if not action.calls}
         for message in arriving:
@@ -218,8 +218,7 @@ class _ProgramBinder:
         for action in actions:
             if action.message is None or action.calls:
                 round_.act(action)
-        streams = [*round_.streams.values(), round_.local]  # messages leave before copies are made
-        self._emit_exchange(streams, round_.uses_network)
+        self._emit_exchange(round_.streams.values(), round_.uses_network)
 
     def windowed_round(
         self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
@@ -336,15 +335,22 @@ class _ProgramBinder:
 
 
 class _ExchangeBuilder:
-    """Streams of one round: one for each peer and direction, one for local work, one for each network message."""
+    """Streams of one round, in the order of their first operations.
+
+    There is one for each peer and direction, one for local work, and one for each network message.
+    """
 
     def __init__(self, wire: Wire, later: set[int]) -> None:
         self._wire, self._later = wire, later
         self.streams: defaultdict[Any, Stream] = defaultdict(Stream)
-        self.local, self.uses_network = Stream(), False
+        self.uses_network = False
         self._ends: dict[int, list[Any]] = {}  # by the id of a message: operations that wait for its end
         self._sent: list[tuple[Any, list[MemorySpan]]] = []
         self._reduced: list[tuple[Any, list[MemorySpan]]] = []
+
+    @property
+    def local(self) -> Stream:
+        return self.streams["local"]
 
     def _add(self, message: Any, stream: Stream | None = None) -> None:
         """Append a message to its stream; a network message gets one of its own, after its start in `stream`."""

@@ -31,12 +31,15 @@ from quant.kernels.jit import compiler
 _compile = compiler(table, mailbox, kernel_memory)
 
 CHUNK = 1 << 16
-"""Bytes of a chunk: some microseconds, several times as long as a system call."""
+"""Bytes of a short message's chunk: some microseconds, several times as long as a system call."""
+
+CHUNKS = 16
+"""The most chunks of a message; those of a long one are multiples of `CHUNK`."""
 
 LEAST = 2 * CHUNK
 """Bytes of the shortest message that is offered."""
 
-COUNTS = 1 << 20
+COUNTS = 2 * CHUNKS
 """The number of a message is multiplied by this in a word with a count of its chunks."""
 
 LEFT, TARGET, BYTES, LABEL, WRITTEN = range(5)
@@ -49,7 +52,7 @@ this rank sends to the same peer."""
 def is_offered(operation, numbers):
     """True for a long message that is copied into one range of memory, if ranks may write each other's memory."""
     nbytes = word_at(operation, table.BYTES)
-    if nbytes < LEAST or nbytes > (COUNTS - 1) * CHUNK or word_at(numbers, mailbox.WRITES) == 0:
+    if nbytes < LEAST or word_at(numbers, mailbox.WRITES) == 0:
         return False
     return word_at(operation, table.KERNEL) == 0 and word_at(operation, table.PIECE_COUNT) == 1
 
@@ -69,8 +72,14 @@ def offer(operation, numbers, number, target):
 
 
 @_compile
+def _chunk_bytes(nbytes):
+    return (nbytes + CHUNKS * CHUNK - 1) // (CHUNKS * CHUNK) * CHUNK
+
+
+@_compile
 def _chunks(nbytes):
-    return (nbytes + CHUNK - 1) // CHUNK
+    size = _chunk_bytes(nbytes)
+    return (nbytes + size - 1) // size
 
 
 @_compile
@@ -91,11 +100,11 @@ def read_offered(t, operation, numbers, number, origin, mapped):
     `origin` is the address there; `mapped` is its address here, 0 if this rank has not mapped it.
     """
     words, nbytes = word_at(numbers, mailbox.MY_OFFER), word_at(operation, table.BYTES)
-    target, pid = word_at(words, TARGET), word_at(numbers, mailbox.PID)
+    target, pid, size = word_at(words, TARGET), word_at(numbers, mailbox.PID), _chunk_bytes(nbytes)
     chunk = _take(words, number)
     while chunk:
-        start = (chunk - 1) * CHUNK
-        length = min(CHUNK, nbytes - start)
+        start = (chunk - 1) * size
+        length = min(size, nbytes - start)
         if mapped:
             copy_bytes(target + start, mapped + start, length)
         elif not read_process(pid, target + start, origin + start, length, t + 8 * table.VECTOR):
@@ -119,8 +128,9 @@ def write_offered(t, sent, numbers, number, source):
     chunk = _take(words, number)
     if not chunk:
         return table.WAITING
-    start = (chunk - 1) * CHUNK
-    length, target = min(CHUNK, nbytes - start), word_at(words, TARGET)
+    size, target = _chunk_bytes(nbytes), word_at(words, TARGET)
+    start = (chunk - 1) * size
+    length = min(size, nbytes - start)
     pid = word_at(numbers, mailbox.PID)
     if not write_process(pid, source + start, target + start, length, t + 8 * table.VECTOR):
         return table.UNREADABLE

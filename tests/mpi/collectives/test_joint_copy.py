@@ -11,7 +11,7 @@ from collectives.runtime import compiled_program, program_cache, requests
 from collectives.transport import mailbox
 
 joint_copy = pytest.importorskip("collectives.runtime.joint_copy", exc_type=ImportError)
-LENGTHS = [joint_copy.LEAST, 3 * joint_copy.CHUNK + 5, 12 * joint_copy.CHUNK - 1]
+LENGTHS = [joint_copy.LEAST, 3 * joint_copy.CHUNK + 5, (2 * joint_copy.CHUNKS + 5) * joint_copy.CHUNK - 1]
 
 
 @pytest.fixture
