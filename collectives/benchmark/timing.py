@@ -61,8 +61,8 @@ def make_call(
 
         return restart, request.Free
     if mode == "nonblocking":
-        start = getattr(comm, "I" + method.lower())
-        return lambda: start(*args, **keywords).Wait(), lambda: None
+        start = partial(getattr(comm, "I" + method.lower()), *args, **keywords)
+        return lambda: start().Wait(), lambda: None
     return partial(getattr(comm, method), *args, **keywords), lambda: None
 
 
