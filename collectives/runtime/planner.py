@@ -5,7 +5,8 @@ Small blocking calls are copied through eager buffers; larger ones are bound to 
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -99,7 +100,8 @@ class Planner:
         call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
         if device is None and binding.needs_staging(call):  # anew in every call
             program = self._builder.bind(call, choice, "blocking")
-            self._run_or_poison(call, program, partial(run_program, program))
+            with self._poisoning(call, program):
+                run_program(program)
             program.free()
             return
         small = device is None and binding.fits_eager_buffers(call)
@@ -113,12 +115,15 @@ class Planner:
         if isinstance(entry, Program) and entry.stream is not None:
             entry.stream.follow(*(buffer.owner for buffer in call.buffers))
         run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(run_program, entry.program)
-        self._run_or_poison(call, entry.program, run)
+        with self._poisoning(call, entry.program):
+            run()
         self.cache.store(cache_key, key, call)
 
-    def _run_or_poison(self, call: Call, program: Program, run: Callable[[], object]) -> None:
+    @contextmanager
+    def _poisoning(self, call: Call, program: Program) -> Iterator[None]:
+        """Let all later calls raise if an exception leaves this block, in which a call runs its program."""
         try:
-            run()
+            yield
         except BaseException as error:
             self.cache.poison(call.collective, error, program, call)
             raise
@@ -306,7 +311,8 @@ class Planner:
             wire = self._builder.wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
         exchange.load(call)
-        self._run_or_poison(call, exchange.program, partial(run_program, exchange.program))
+        with self._poisoning(call, exchange.program):
+            run_program(exchange.program)
         self._count_exchanges[key] = exchange
         if len(self._count_exchanges) > MAX_PROGRAMS:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
