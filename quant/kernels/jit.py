@@ -32,6 +32,7 @@ from llvmlite import binding
 from numba import njit as njit
 from numba.core.caching import FunctionCache
 from numba.core.codegen import get_host_cpu_features
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 
@@ -96,7 +97,7 @@ class KernelCache(FunctionCache):
 
         None also locks the version until `save_overload`; numba calls both in one thread at a time.
         """
-        context.refresh()
+        rtsys.initialize(context)  # code from disk needs no more; a compilation loads what numba can compile
         path = self._path(signature, context.codegen())
         found = self._read(path, context)
         if found is None:
