@@ -8,13 +8,14 @@ zeros), and the first NaN; integers wrap around; on bools sum and maximum are "o
 # Types of compiled functions are not those of Python.
 
 from threading import Lock
+from typing import Any
 
 import numpy as np
 from numba import carray, from_dtype, types
 
 from quant.kernels.jit import compiler
 
-_compile = compiler(fastmath=False)
+_compile = compiler(fastmath=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called at their address alone
 
 
 @_compile
@@ -120,10 +121,17 @@ _compiling = Lock()
 """Held while kernels are compiled: two threads would write the same files."""
 
 
+def find_kernel(ufunc: np.ufunc, dtype: np.dtype) -> Any:
+    """Kernel of an operation, to be compiled for the dtype; None if there is none."""
+    if not dtype.isnative or dtype.char in "egG" or dtype.itemsize > 16:  # half, long double
+        return None
+    return _KERNELS.get(dtype.kind, {}).get(ufunc)
+
+
 def kernel_address(ufunc: np.ufunc, dtype: np.dtype) -> int:
     """Address of the kernel ``int64 kernel(left, right, out, nbytes)``, compiled or loaded; 0 if there is none."""
-    kernel = _KERNELS.get(dtype.kind, {}).get(ufunc)
-    if kernel is None or not dtype.isnative or dtype.char in "egG" or dtype.itemsize > 16:  # half, long double
+    kernel = find_kernel(ufunc, dtype)
+    if kernel is None:
         return 0
     pointer = types.CPointer(types.uint8 if dtype.kind == "b" else from_dtype(dtype))
     signature = (pointer, pointer, pointer, types.int64)
