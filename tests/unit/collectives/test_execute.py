@@ -116,15 +116,21 @@ class Case:
     def letters(self, rank, turn):
         return argument_spellings.letters(rank, self.n, turn)
 
+    def combined(self, chunk, terms, turn):
+        """Values of a chunk that combines these terms."""
+        values = [self.letters(origin, turn)[self.slices[chunk]] for origin, _ in terms]
+        whole = values[0]
+        for value in values[1:]:
+            whole = argument_spellings.join(whole, value) if self.ordered else whole + value
+        return whole
+
     def check(self, turn=0):
+        expected = {}
         for rank in range(self.size):
             for chunk, terms in self.takes[rank].items():
-                place = self.slices[chunk]
-                values = [self.letters(origin, turn)[place] for origin, _ in terms]
-                whole = values[0]
-                for value in values[1:]:
-                    whole = argument_spellings.join(whole, value) if self.ordered else whole + value
-                found = self.targets[rank][place]
+                if (chunk, terms) not in expected:
+                    expected[chunk, terms] = self.combined(chunk, terms, turn)
+                found, whole = self.targets[rank][self.slices[chunk]], expected[chunk, terms]
                 assert (found == whole).all(), f"rank {rank}, chunk {chunk}: {found} instead of {whole}"
             if self.in_place:
                 continue
