@@ -28,7 +28,7 @@ import re, sys
 import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
-from collectives.runtime.compiled_program import load_compiler
+from collectives.runtime.compiled_program import available, load_compiler
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
@@ -55,6 +55,9 @@ def train(widths):
 
 comm = Communicator(MPI.COMM_WORLD)
 load_compiler()
+if available():  # load what compilations need: the larger model may have kernels of its own
+    from numba.core.registry import cpu_target
+    cpu_target.target_context.refresh()
 train([64, 32, 10])  # code and libraries are loaded when first used
 comm.Barrier()
 grown, ledger = np.mean(MPI.COMM_WORLD.allgather(train([64, 2000, 2000, 10])), axis=0)
