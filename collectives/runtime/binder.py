@@ -210,11 +210,13 @@ class _ProgramBinder:
         round_ = _ExchangeBuilder(self.wire, {id(action.following) for action in actions})
         for message, places in sends:
             round_.send(message, places)
-        for copy in meanwhile:  # once messages have left, and before others are read
-            round_.local.add(copy)
+        if sends:  # peers read these meanwhile
+            round_.copy(meanwhile)
         reduced = {id(action.message): action.onto for action in actions if not action.calls}
         for message in arriving:
             round_.receive(message, reduced.get(id(message), []))
+        if not sends:  # peers may write what is to be received meanwhile
+            round_.copy(meanwhile)
         for action in actions:
             if action.message is None or action.calls:
                 round_.act(action)
@@ -374,6 +376,10 @@ class _ExchangeBuilder:
         for wait in self._wire.wait_calls([message]):
             ended = own.add(wait)
         self._ends[id(message)] = [ended]
+
+    def copy(self, copies: Iterable[Callable[[], object]]) -> None:
+        for call in copies:
+            self.local.add(call)
 
     def send(self, message: Any, places: list[MemorySpan]) -> None:
         self._add(message)
