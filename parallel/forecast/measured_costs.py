@@ -18,7 +18,7 @@ from parallel.data.sampler import Batch
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, sequence_models
-from parallel.engine.model_on_mesh import cut_for
+from parallel.engine.model_on_mesh import cut_for, expert_cut
 from parallel.engine.settings import MODEL_FIELDS, Settings
 from parallel.forecast.core_sharing import CoreSharing
 from parallel.forecast.measurement_record import MeasurementRecord
@@ -37,7 +37,10 @@ UNIT_FIELDS = (
     *MODEL_FIELDS,
     *("precision", "sequence_parallel", "tensor_shards", "reproducible", "sequence_parts", "context"),
 )
-"""Fields of `Settings` on which costs of a unit depend, beside the samples of a micro-batch and the ranks of `AXES`."""
+"""Fields of `Settings` on which costs of a unit depend.
+
+Beside these they depend on the samples of a micro-batch, the ranks of `AXES`, and the cut of experts.
+"""
 
 AXES = (TENSOR, CONTEXT)
 """Mesh axes whose ranks share the units of a model."""
@@ -86,7 +89,8 @@ class MeasuredCosts:
         """
         sizes = [mesh.sizes.get(axis, 1) for axis in AXES]
         trial = partial(_unit_costs, work, settings, samples, mesh)
-        trials = self.record.results(("units", *_unit_key(settings, samples), *sizes), trial)
+        key = "units", *_unit_key(settings, samples), *sizes, *expert_cut(settings, mesh)
+        trials = self.record.results(key, trial)
         return _slowest(trials, together=waits or max(sizes) > 1)
 
     def update(

@@ -163,6 +163,19 @@ def test_units_of_another_model_are_measured_again(monkeypatch):
     assert [round(unit.forward) for (unit,) in found] == [0, *range(len(others) + 1)]
 
 
+def test_units_of_experts_cut_in_another_way_are_measured_again(monkeypatch):
+    """Along tp a rank has all experts, some of them, or parts of all; more replicas of them have equal costs."""
+    numbers = iter(range(100))
+    monkeypatch.setattr("parallel.forecast.measured_costs._unit_costs", lambda *given: trial([[next(numbers), 1, 1]]))
+    cases = ["dp=2,tp=2", "dp=2,tp=2,ep=2", "dp=2,tp=2,ep=2,etp=2", "dp=2,tp=2", "dp=2,tp=2,ep=4"]
+    settings = [*(replace(DEFAULTS, mesh=mesh) for mesh in cases)]
+    settings += [replace(DEFAULTS, mesh="tp=2,ep=2", tensor_shards=4, expert_shards=shards) for shards in (1, 2)]
+    with Communicator(MPI.COMM_SELF) as comm:
+        costs = MeasuredCosts(MeasurementRecord.on(comm))
+        found = [costs.units(None, each, 8, Mesh.parse(each.mesh)) for each in settings]
+    assert [round(unit.forward) for (unit,) in found] == [0, 1, 2, 0, 1, 3, 4]
+
+
 def trial(*passes):
     """Record of a rank of passes that take so many seconds by unit and part."""
     return {"passes": passes, "exchanges": [[] for _ in passes[0]], "parameters": [0 for _ in passes[0]]}
