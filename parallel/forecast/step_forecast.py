@@ -6,6 +6,7 @@ layout's own order: of its buckets, or of its pipeline schedule.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from parallel.data_parallel.expert_shards import RankGroups
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.engine.compression import compressor_of
-from parallel.engine.divided_sequences import TENSOR
+from parallel.engine.divided_sequences import CONTEXT, TENSOR
 from parallel.engine.model_on_mesh import cut_for, expert_division, forecast_axis, mesh_of
 from parallel.engine.settings import Settings
+from parallel.expert.dispatch import Dispatch
+from parallel.expert.row_codec import RowCodec
 from parallel.forecast.data_parallel_step import EXCHANGES, RankGroup, UnitWork, data_parallel_step
 from parallel.forecast.measured_costs import MeasuredCosts, Workpiece
 from parallel.forecast.measured_messages import MeasuredMessages
@@ -30,11 +33,14 @@ from parallel.forecast.server_step import server_step
 from parallel.forecast.step_timeline import NETWORK, SHARED, STEP, StepTimeline
 from parallel.forecast.tiny_training import tiny_settings, tiny_step_seconds
 from parallel.mesh.mesh import EXPERT_REPLICAS, EXPERTS, Mesh
+from parallel.nn.array_checks import elements
 from parallel.nn.compose import Sequential
+from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.nn.rewrite import operators_in
 from parallel.optim.optimizer import Optimizer
+from parallel.optim.precision import PRECISIONS
 from parallel.pipeline import config
 from parallel.pipeline.param_division import cuts_for
 from parallel.pipeline.schedule.pipeline_plan import build
@@ -120,11 +126,13 @@ class StepForecaster:
         """
         found, over = [], False
         units = self.measured.units(job.work, settings, samples, mesh, _exchanges_in_units(settings.layout))
-        for unit, routed in zip(units, _expert_exchanges(settings, job, samples, mesh)):
+        experts = _first_group(mesh.expert_groups(EXPERTS))
+        exchanges = _expert_exchanges(settings, job, samples, mesh, self.messages.over_network(experts))
+        for unit, routed in zip(units, exchanges):
             added = self.measured.sum_of_gradients(unit.parameters) * (rounds - 1) / rounds
             along = 0.0
             for name, nbytes, axis in (*unit.exchanges, *routed):
-                ranks = _first_group(mesh.expert_groups(EXPERTS) if axis == EXPERTS else mesh.groups([axis]))
+                ranks = experts if axis == EXPERTS else _first_group(mesh.groups([axis]))
                 along += self.messages.among(name, ranks, nbytes)
                 over |= self.messages.over_network(ranks)
             forward, backward, weights = unit.forward * crowd, unit.backward * crowd, (unit.weights + added) * crowd
@@ -172,8 +180,9 @@ class StepForecaster:
         ranks = _first_group(mesh.groups(whole.sizes))
         cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         line, compressor = _first_group(whole.groups([AXIS])), compressor_of(settings.compress)
+        experts = expert_division(model, mesh, settings)
         plans = [plan_of(model, whole.size, at, settings, compressor) for at in line]
-        portions = [Portion.make(each, whole, plan, cuts) for each in plans]
+        portions = [Portion.make(each, whole, plan, cuts, experts=experts) for each in plans]
         outputs = [y.nbytes for y in _outputs(units_of(model), job, settings, samples)]
         update = partial(self.measured.update, job.optimizer, settings, work=job.work, samples=samples)
         work = PipelineWork(units, outputs, portions, ranks, settings.compress)
@@ -219,17 +228,28 @@ def _outputs(units: Sequence[Operator], job: Job, settings: Settings, samples: i
     return found
 
 
-def _expert_exchanges(settings: Settings, job: Job, samples: int, mesh: Mesh) -> list[tuple[AxisExchange, ...]]:
+def _expert_exchanges(
+    settings: Settings, job: Job, samples: int, mesh: Mesh, network: bool = False
+) -> list[tuple[AxisExchange, ...]]:
     """Exchanges of tokens in each unit, if replicas share experts: to the experts and back, in both passes.
 
-    Tokens are spread evenly, so that a rank computes as much as with all experts.
+    Tokens are spread evenly, so that a rank computes as much as with all experts. A rank sends those of its part of the
+    sequences, along ``cp``, that choose its shards of the experts, along ``tp``. The hierarchical route counts as the
+    direct one, in its format if experts are on several nodes (`network`).
     """
-    units = units_of(job.model)
+    units, found = units_of(job.model), list[tuple[AxisExchange, ...]]()
     if mesh.expert_replicas == 1:
         return [()] * len(units)
-    found = []
-    for unit, y in zip(units, _outputs(units, job, settings, samples)):
-        routers = [one.router for one in operators_in(unit) if isinstance(one, MixtureOfExperts)]
-        moved = [y.nbytes // y.shape[-1] * router.width * router.settings.choices for router in routers]
+    model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
+    dispatch, parts = Dispatch.parse(settings.dispatch), mesh.sizes.get(CONTEXT, 1)
+    code = dispatch.code if network or dispatch.route == "direct" else ""
+    for unit, y in zip(units_of(model), _outputs(units, job, settings, samples)):
+        tokens, moved = elements(y) // y.shape[-1] // parts, list[int]()
+        for one in operators_in(unit):
+            if isinstance(one, MixtureOfExperts):
+                row = RowCodec(code, one.router.width, PRECISIONS[settings.precision].storage).nbytes
+                chosen = Fraction(tokens * one.router.settings.choices, one.router.experts)
+                groups = [group for group in operators_in(one.experts) if isinstance(group, ExpertGroup)]
+                moved += [row * int(chosen * len(group)) for group in groups]
         found.append(tuple(AxisExchange("alltoallv", nbytes, EXPERTS) for nbytes in moved for _ in range(4)))
     return found

@@ -22,6 +22,7 @@ from parallel.forecast.server_step import server_step
 from parallel.forecast.step_forecast import StepForecaster, _expert_exchanges
 from parallel.forecast.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
 from parallel.mesh.mesh import Mesh
+from parallel.nn.flat_params import BLOCK
 from parallel.nn.models import build as build_model
 from parallel.nn.models import mlp
 from parallel.pipeline.schedule.pipeline_plan import build
@@ -226,14 +227,54 @@ def test_layouts_with_exchanges_in_the_units(monkeypatch, model, mesh, layout):
     assert exchanges and all(span.cause == SHARED for span in exchanges)
 
 
-def test_experts_are_exchanged_twice_in_each_pass():
-    """Of 8 samples of 16 tokens, 2 experts for each: rows of 64 float32."""
-    given = complete(
-        {"data": "copy", "model": "gpt-moe:tiny", "length": 16, "batch": 8, "mesh": "dp=2,ep=2", "steps": 1}
-    )
+def made_job(mesh, **changed):
+    """Settings and job of a small mixture on a mesh."""
+    given = {"data": "copy", "model": "gpt-moe:tiny", "length": 16, "batch": 8, "mesh": mesh, "steps": 1, **changed}
     with Communicator(MPI.COMM_SELF) as comm:
-        found = forecaster(2, comm)
-        settings, job = found.prepare(given)
-    units = _expert_exchanges(settings, job, 8, Mesh.parse("dp=2,ep=2"))
-    assert {len(unit) for unit in units} == {0, 4}
-    assert {one for unit in units for one in unit} == {AxisExchange("alltoallv", 8 * 16 * 2 * 64 * 4, "ep")}
+        return forecaster(Mesh.parse(mesh).size, comm).prepare(complete(given))
+
+
+EXPERT_EXCHANGES = [  # mesh, settings, exchanges there and back in each pass, rows of choices in each, bytes of a row
+    ("dp=2,ep=2", {}, 1, 256, 64 * 4),
+    ("dp=2,ep=2", {"precision": "bf16"}, 1, 256, 64 * 2),
+    ("dp=2,ep=2", {"dispatch": "direct:int8"}, 1, 256, 64 + 4),
+    ("dp=2,ep=2", {"dispatch": "hierarchical:int8"}, 1, 256, 64 * 4),
+    ("cp=2,ep=2", {}, 1, 128, 64 * 4),
+    ("dp=2,tp=2,ep=4", {}, 1, 128, 64 * 4),
+    ("dp=2,tp=2,ep=4", {"sequence_parallel": True}, 1, 128, 64 * 4),
+    ("dp=2,tp=2,ep=2,etp=2", {}, 1, 256, 64 * 4),
+    ("dp=2,tp=2,ep=4", {"tensor_shards": 4}, 2, 64, 64 * 4),
+]
+
+
+@pytest.mark.parametrize("mesh, changed, count, rows, row", EXPERT_EXCHANGES)
+def test_experts_are_exchanged_twice_in_each_pass(mesh, changed, count, rows, row):
+    """Of 8 samples of 16 tokens, 2 experts for each, of 8; ranks along tp send to their experts only."""
+    settings, job = made_job(mesh, **changed)
+    units = _expert_exchanges(settings, job, 8, Mesh.parse(mesh))
+    assert {len(unit) for unit in units} == {0, 4 * count}
+    assert {one for unit in units for one in unit} == {AxisExchange("alltoallv", rows * row, "ep")}
+
+
+def test_the_hierarchical_route_encodes_between_nodes():
+    mesh = "dp=2,ep=2"
+    settings, job = made_job(mesh, dispatch="hierarchical:fp8")
+    units = _expert_exchanges(settings, job, 8, Mesh.parse(mesh), network=True)
+    assert {one.nbytes for unit in units for one in unit} == {256 * (64 + 4)}
+
+
+@pytest.mark.parametrize("mesh, experts", [("pp=2,dp=2", 8), ("pp=2,dp=2,ep=2", 4)])
+def test_ranks_of_a_pipeline_update_their_experts(monkeypatch, mesh, experts):
+    """A rank of the first stage updates embedding and block, without the other ranks' experts."""
+    updated = []
+    monkeypatch.setattr("parallel.forecast.measured_costs.TIMES", (1, 1))
+    monkeypatch.setattr(StepForecaster, "_overhead", lambda *given: 0.0)
+    monkeypatch.setattr(MeasuredCosts, "update", lambda *given, **work: updated.append(given[-1]) or 0.0)
+    settings, job = made_job(mesh, layout="pp:1f1b", cuts="0,2,4")
+    with Communicator(MPI.COMM_SELF) as comm:
+        forecaster(4, comm).step(settings, job)
+    first = [parameter for unit in job.model.items[:2] for parameter in unit.parameters()]
+    mixture = job.model.items[1].items[1].inner.items[1]
+    others = [parameter for expert in mixture.experts.experts[experts:] for parameter in expert.parameters()]
+    lengths = [sum(-(-one.size // BLOCK) * BLOCK for one in some) for some in (first, others)]
+    assert max(updated) == lengths[0] - lengths[1]
