@@ -88,10 +88,24 @@ def _part_weights(model: Transformer, layers: range, tp: int, ep: int, pp: int) 
     return WeightCount(dense + ends, experts)
 
 
+class WeightCopies(NamedTuple):
+    """Number of weights of a rank, the ranks with copies of these, and the distance of neighbours among them."""
+
+    elements: int
+    ranks: int
+    stride: int
+
+
+def weight_copies(weights: WeightCount, layout: ClusterLayout) -> tuple[WeightCopies, WeightCopies]:
+    """Copies of dense weights, and of experts: `ep` neighbours among the replicas have different ones."""
+    ranks, stride, ep = layout.replicas, layout.strides()["cp"], layout.ep
+    return WeightCopies(weights.dense, ranks, stride), WeightCopies(weights.experts, ranks // ep, stride * ep)
+
+
 def state_bytes(weights: WeightCount, recipe: StateRecipe, layout: ClusterLayout) -> Counter[str]:
     """Bytes of weights, gradients, optimizer, and residuals of compression of one rank; each part is rounded up."""
     found: Counter[str] = Counter()
-    for count, ranks in ((weights.dense, layout.replicas), (weights.experts, layout.replicas // layout.ep)):
+    for count, ranks, _ in weight_copies(weights, layout):
         for kind, nbytes, least in zip(STATE_KINDS, recipe, DIVIDED_FROM):
             found[kind] += -(-count * nbytes // (ranks if layout.zero >= least else 1))
     if layout.compress != NO_COMPRESSION:

@@ -19,7 +19,7 @@ from parallel.planner.activations import HALF, layer_bytes
 from parallel.planner.flops import OperatorCost, operators
 from parallel.planner.layout import COMPRESSED_BITS, NO_COMPRESSION, ClusterLayout, accumulation, layer_ranges
 from parallel.planner.machines import Cluster, Device, Link, Stack
-from parallel.planner.states import StateRecipe, WeightCount, state_bytes
+from parallel.planner.states import StateRecipe, WeightCount, state_bytes, weight_copies
 from parallel.planner.transformer import Product, Transformer
 
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2.5, 4.0
@@ -273,13 +273,14 @@ def _idle(layout: ClusterLayout, rounds: int, busy: float) -> float:
 
 def _replica_seconds(layout: ClusterLayout, setup: Setup, weights: WeightCount, rounds: int, busy: float) -> float:
     """Seconds of gradients and gathered weights of replicas that no computation hides; `busy` in a micro-batch."""
-    stride, gradients, coding = layout.strides()["cp"], float(setup.recipe.gradients), 0.0
+    copies, gradients, coding = weight_copies(weights, layout), float(setup.recipe.gradients), 0.0
     if layout.compress != NO_COMPRESSION:
         gradients = (COMPRESSED_BITS[layout.compress] + 32 / BLOCK) / 8
-        coding = FEEDBACK_TRAFFIC * sum(weights) / setup.device.bandwidth
+        summed = sum(each.elements for each in copies if each.ranks > 1)
+        coding = FEEDBACK_TRAFFIC * summed / setup.device.bandwidth
     sent = setup.recipe.weights if layout.zero else gradients
     scatter, gather = (
-        ring_seconds(collective, layout.replicas, stride, sum(weights) * nbytes, setup)
+        sum(ring_seconds(collective, each.ranks, each.stride, each.elements * nbytes, setup) for each in copies)
         for collective, nbytes in (("reduce_scatter", gradients), ("allgather", sent))
     )
     forward, backward = (busy / 3, busy * 2 / 3) if setup.stack.hides_replicas else (0.0, 0.0)

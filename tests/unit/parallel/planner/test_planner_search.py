@@ -182,6 +182,30 @@ def test_parts_of_a_step():
 
 
 @pytest.mark.parametrize(
+    ("layout", "copies", "stride"),
+    [
+        ({"dp": 16, "ep": 16}, 1, 16),  # an expert exists once
+        ({"dp": 16, "ep": 4}, 4, 4),  # two copies on each node
+        ({"dp": 16, "ep": 8, "zero": 1}, 2, 8),  # one on each node
+        ({"dp": 8, "cp": 2, "tp": 2, "ep": 4}, 4, 8),
+    ],
+)
+def test_gradients_of_experts_are_summed_over_their_copies(layout, copies, stride):
+    """Beside those of the other weights over all 16 replicas; of one rank with a million of each."""
+    layout, weights = ClusterLayout(**layout), WeightCount(10**6, 10**6)
+    setup = SETUP._replace(stack=replace(SETUP.stack, hides_replicas=False))
+    recipe = setup.recipe
+    rings = [("reduce_scatter", recipe.gradients), ("allgather", recipe.weights if layout.zero else recipe.gradients)]
+    expected = sum(
+        ring_seconds(name, ranks, apart, 10**6 * nbytes, setup)
+        for name, nbytes in rings
+        for ranks, apart in ((16, layout.tp), (copies, stride))
+    )
+    found = step_time(PRESETS.models["mixtral-8x7b"], layout, setup, 16, weights)
+    assert found.replicas == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     "form",
     [
         {},
