@@ -61,13 +61,15 @@ class ExpertPlacement(NamedTuple):
     def sent(self, size: MixtureSize) -> dict[str, int]:
         """Bytes that a rank sends for one layer and step if loads are equal: tokens, sums along tp, sums of gradients.
 
-        Tokens and gradients of them travel four times, sums along ``tp`` are of results and of gradients, and sums of
-        weights' gradients are among the ranks with the same experts; both as rings.
+        Tokens and gradients of them travel four times. Sums along ``tp`` are of results, and of gradients of tokens and
+        of the weights of their choices; sums of weights' gradients are among the ranks with the same experts; both as
+        rings.
         """
         copies, held = self.dp // self.ep, -(-size.experts // self.ep) * size.expert // self.tp
+        summed = size.tokens * (2 * size.width + size.choices) * size.itemsize
         return {
             "tokens": 4 * size.rows * (self.ep - 1) // self.ep,
-            "sums along tp": 4 * size.rows * (self.tp - 1) // self.tp,
+            "sums along tp": 2 * summed * (self.tp - 1) // self.tp,
             "gradients": 2 * held * (copies - 1) // copies,
         }
 

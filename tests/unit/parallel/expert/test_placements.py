@@ -1,10 +1,18 @@
 """Placements of experts: who has which, bytes sent, and the program that draws them."""
 
+import numpy as np
 import pytest
+from support import thread_ranks
+from support.expert_cases import played
+from support.mixture_cases import EXPERTS, HIDDEN, WIDTH, mixture
 from support.program_runs import call
 
 from parallel.cli import draw_placements
 from parallel.expert.placements import ExpertPlacement, MixtureSize, placements
+from parallel.nn.compose import Sequential
+from parallel.nn.router import RouterSettings
+from parallel.tensor.cut_model import cut
+from parallel.tensor.mixture_shards import ExpertCut
 
 SIZE = MixtureSize(experts=8, choices=2, tokens=10, width=4, hidden=8)
 
@@ -24,13 +32,30 @@ def test_every_replica_group_has_all_experts(ranks, tp):
 
 def test_bytes():
     """Rows of all choices there and back in both passes; rings of two passes' sums; a ring of gradients."""
-    rows, expert = 2 * 10 * 4 * 4, (2 * 8 * 4 + 8 + 4) * 4
+    rows, tokens, expert = 2 * 10 * 4 * 4, 10 * 4 * 4, (2 * 8 * 4 + 8 + 4) * 4
+    weights = 2 * 10 * 4
     replicated, divided, both = placements(4, 2)
     assert replicated.sent(SIZE) == {"tokens": 0, "sums along tp": 0, "gradients": 2 * 8 * expert * 3 // 4}
     assert divided.sent(SIZE) == {"tokens": 4 * rows * 3 // 4, "sums along tp": 0, "gradients": 0}
-    assert both.sent(SIZE) == {"tokens": 2 * rows, "sums along tp": 2 * rows, "gradients": 0}
+    assert both.sent(SIZE) == {"tokens": 2 * rows, "sums along tp": 2 * tokens + weights, "gradients": 0}
     mixed = ExpertPlacement("mixed", 4, 1, 2).sent(SIZE)
     assert mixed == {"tokens": 2 * rows, "sums along tp": 0, "gradients": 4 * expert}
+
+
+@pytest.mark.parametrize("choices", [2, 3])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_bytes_of_sums_are_those_of_a_mixture(tp, choices):
+    """A ring allreduce of n bytes sends 2 n (t-1)/t on each of t ranks; each expert is cut into t parts."""
+    x, how = np.ones((2, 6, WIDTH), np.float32), ExpertCut(slices=tp, spread=True)
+
+    def summed(axis):
+        model = Sequential([mixture(RouterSettings(choices))], cuts={"0": "experts"})
+        played(cut(model, None, axis, experts=how)[0], x, np.float32, 0)
+        return sum(nbytes for kind, nbytes in axis.comm.calls if kind == "allreduce")
+
+    size = MixtureSize(EXPERTS, choices, 12, WIDTH, HIDDEN)
+    expected = ExpertPlacement("cut", 1, tp, 1).sent(size)["sums along tp"]
+    assert [2 * nbytes * (tp - 1) // tp for nbytes in thread_ranks.run(tp, summed)] == [expected] * tp
 
 
 def test_tp_divides_the_ranks():
