@@ -102,12 +102,15 @@ def transformer(
     multiple of `heads`. `dropout` follows the embedding and both halves of each block. `recompute` is that of all
     blocks, or of each (`recompute_kinds`): with "full" only a block's input is kept, and the block computed again in
     the backward pass; with "selective" the attention's probabilities are. With `experts`, some blocks have mixtures of
-    experts. Weights start normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2
-    layers) (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+    experts; ValueError if there are too few blocks for one. Weights start normal with deviation 0.02, those that add to
+    the residual stream with 0.02 / sqrt(2 layers) (Radford et al., "Language Models are Unsupervised Multitask
+    Learners", 2019).
     """
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
     embedding = Embedding(vocabulary, width, init=init)
     units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *_dropouts(dropout)])]
+    if experts is not None and layers < experts.every:
+        raise ValueError(f"experts: expected a model of at least {experts.every} blocks, found {layers}")
     dense = [number for number in range(1, layers + 1) if experts is None or number % experts.every]
     for number, kind in enumerate(recompute_kinds(recompute, layers), 1):
         attention = [LayerNorm(width), *self_attention(width, heads, init=init, init_out=init_out).items]

@@ -53,7 +53,7 @@ def test_only_models_with_experts_take_them():
         build("gpt:tiny", (16,), 32, experts="8")
 
 
-@pytest.mark.parametrize("every, blocks", [(1, [1, 2, 3]), (2, [2]), (4, [])])
+@pytest.mark.parametrize("every, blocks", [(1, [1, 2, 3]), (2, [2]), (3, [3])])
 def test_blocks_with_a_mixture(every, blocks):
     model = transformer(32, 16, 3, 2, 8, experts=ExpertLayers(4, every=every))
     found = [
@@ -62,6 +62,11 @@ def test_blocks_with_a_mixture(every, blocks):
         if any(isinstance(value, MixtureOfExperts) for _, value in unit.walk())
     ]
     assert found == blocks
+
+
+def test_too_few_blocks_for_a_mixture():
+    with pytest.raises(ValueError, match="experts: expected a model of at least 3 blocks, found 2"):
+        build("gpt-moe:tiny", (16,), 32, experts="8,k=2,every=3")
 
 
 def test_a_token_costs_what_it_costs_in_a_dense_model():
