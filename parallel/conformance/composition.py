@@ -118,7 +118,7 @@ class Composition:
         if self.family == "gated":
             kv_heads = self.kv_heads or None
             return gated_transformer(*size, kv_heads=kv_heads, dropout=rate, recompute=self.recompute)
-        router = RouterSettings(choices=self.choices, **ROUTERS[self.router])
+        router = RouterSettings(**{"choices": self.choices, "normalize": self.choices > 1, **ROUTERS[self.router]})
         layers = ExpertLayers(self.experts, router, self.every, shared=self.experts % 2 == 1) if self.experts else None
         made = transformer(*size, dropout=rate, recompute=self.recompute, experts=layers)
         for _, operator in made.walk():

@@ -5,6 +5,7 @@ only on the values in its own sequence.
 """
 
 import math
+from fractions import Fraction
 
 from parallel.nn import kernels
 from parallel.nn.kernels import array_namespace
@@ -27,12 +28,12 @@ def best_in_groups(scores: Array, count: int, groups: int, chosen_groups: int) -
 
 
 def capacity_of(factor: float, tokens: int, choices: int, experts: int) -> int:
-    """Most tokens of a sequence that an expert takes: `factor` times the mean load, rounded up.
+    """Most tokens of a sequence that an expert takes: `factor`, the decimal number, times the mean load, rounded up.
 
-    >>> capacity_of(1.25, 8, 2, 4)
-    5
+    >>> capacity_of(1.25, 8, 2, 4), capacity_of(1.1, 100, 2, 4)
+    (5, 55)
     """
-    return math.ceil(factor * tokens * choices / experts)
+    return math.ceil(Fraction(str(factor)) * tokens * choices / experts)
 
 
 def within_capacity(chosen: Array, scores: Array, capacity: int, priority: str) -> Array:

@@ -36,17 +36,17 @@ class RouterSettings:
         ``"softmax"`` over the experts, or ``"sigmoid"`` of each.
     normalize : bool
         Divide the weights of a token's experts by their sum. With softmax, the same as a softmax of the chosen logits
-        only.
+        only. Not of one choice: its weight would always be 1, and the router without a gradient.
     scale : float
-        Factor of all weights.
+        Factor of all weights, above 0.
     groups, chosen_groups : int
-        Experts form `groups` groups, and those of a token come from `chosen_groups` of them.
+        Experts form `groups` groups, and those of a token come from `chosen_groups` of them, if several not from all.
     capacity : float or None
         Most tokens of a sequence per expert, as a multiple of the mean k tokens / experts; None: no limit. A token
         that an expert does not take gets nothing from it.
     priority : str
         Tokens that an expert takes at its limit: the first (``"position"``), or those with the highest scores
-        (``"score"``).
+        (``"score"``, with a capacity only).
     noise : bool
         In training, add normal noise of a learned deviation to the logits (Shazeer et al., arXiv:1701.06538, eq. 4).
     jitter : float
@@ -77,14 +77,21 @@ class RouterSettings:
 
     def __post_init__(self) -> None:
         _expect(self.choices >= 1, "choices", "at least 1", self.choices)
+        weighted = "at least 2, or weights unnormalized (divided by itself, one is always 1)"
+        _expect(self.choices > 1 or not self.normalize, "choices", weighted, self.choices)
         _expect(self.scores in ("softmax", "sigmoid"), "scores", "softmax or sigmoid", self.scores)
         _expect(self.priority in ("position", "score"), "priority", "position or score", self.priority)
-        _expect(1 <= self.chosen_groups <= self.groups, "chosen_groups", f"1 to {self.groups}", self.chosen_groups)
+        most = self.groups - (self.groups > 1)
+        _expect(1 <= self.chosen_groups <= most, "chosen_groups", f"1 to {most} of {self.groups}", self.chosen_groups)
         even = self.choices % self.chosen_groups == 0
         _expect(even, "choices", f"a multiple of the {self.chosen_groups} chosen groups", self.choices)
-        _expect(self.capacity is None or self.capacity > 0, "capacity", "a number above 0", self.capacity)
+        finite = self.capacity is None or 0 < self.capacity < math.inf
+        _expect(finite, "capacity", "a finite number above 0", self.capacity)
+        limited = self.priority == "position" or self.capacity is not None
+        _expect(limited, "priority", "position without a capacity", self.priority)
         _expect(0 <= self.jitter < 1, "jitter", "0 to below 1", self.jitter)
-        for name in ("scale", "balance_loss", "bias_rate", "z_loss"):
+        _expect(0 < self.scale < math.inf, "scale", "a number above 0", self.scale)
+        for name in ("balance_loss", "bias_rate", "z_loss"):
             value = getattr(self, name)
             _expect(math.isfinite(value) and value >= 0, name, "a number from 0", value)
 

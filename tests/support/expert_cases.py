@@ -9,7 +9,7 @@ from support.mixture_cases import EXPERTS, WIDTH, mixture
 
 CASES = {
     "two experts": RouterSettings(),
-    "one expert": RouterSettings(choices=1),
+    "one expert": RouterSettings(choices=1, normalize=False),
     "all experts": RouterSettings(choices=EXPERTS),
     "capacity": RouterSettings(choices=4, capacity=0.5),
 }

@@ -24,7 +24,7 @@ SETTINGS = {
     "groups": RouterSettings(choices=4, groups=4, chosen_groups=2, scores="sigmoid"),
     "capacity": RouterSettings(capacity=0.75),
     "capacity by score": RouterSettings(capacity=0.75, priority="score"),
-    "small capacity": RouterSettings(choices=1, capacity=0.01),
+    "small capacity": RouterSettings(choices=1, normalize=False, capacity=0.01),
     "losses": RouterSettings(balance_loss=0.3, z_loss=0.02),
     "losses of sigmoid": RouterSettings(scores="sigmoid", balance_loss=0.3, z_loss=0.02, capacity=1.0),
 }
@@ -81,6 +81,7 @@ def test_capacity(priority, kept):
 
 def test_capacity_is_the_mean_load_rounded_up():
     assert [capacity_of(1.0, *sizes) for sizes in [(8, 2, 4), (7, 1, 4), (0, 2, 4)]] == [4, 2, 0]
+    assert [capacity_of(factor, 100, 2, 4) for factor in (1.1, 1.12, 1.101, np.float32(1.1), 1)] == [55, 56, 56, 55, 50]
 
 
 @pytest.mark.parametrize("settings", [SETTINGS["capacity"], SETTINGS["losses"], RouterSettings(noise=True, jitter=0.1)])
@@ -117,7 +118,7 @@ def test_noise_is_normal():
 
 def test_routing_is_not_in_half_precision():
     """Logits that are equal in bfloat16, but not in float32."""
-    operator = Router(2, 2, RouterSettings(choices=1))
+    operator = Router(2, 2, RouterSettings(choices=1, normalize=False))
     operator.weight.data = np.array([[1, 1], [0, 2**-6]]).astype(ml_dtypes.bfloat16)
     weights = operator.forward(np.array([[256.0, 1.0]], ml_dtypes.bfloat16), PassMode(samples=np.arange(1)))[0]
     assert weights.dtype == np.float32
@@ -136,11 +137,18 @@ def test_expert_that_returns_another_width():
     [
         ({"choices": 0}, "choices to be at least 1, found 0"),
         ({"scores": "tanh"}, "scores to be softmax or sigmoid, found tanh"),
-        ({"capacity": 0.0}, "capacity to be a number above 0, found 0.0"),
+        ({"choices": 1}, r"choices to be at least 2, or weights unnormalized \(.*\), found 1"),
+        ({"capacity": 0.0}, "capacity to be a finite number above 0, found 0.0"),
+        ({"capacity": math.inf}, "capacity to be a finite number above 0, found inf"),
+        ({"priority": "score"}, "priority to be position without a capacity, found score"),
+        ({"scale": 0.0}, "scale to be a number above 0, found 0.0"),
+        ({"scale": math.inf}, "scale to be a number above 0, found inf"),
+        ({"groups": 0}, "chosen_groups to be 1 to 0 of 0"),
+        ({"groups": 2, "chosen_groups": 2}, "chosen_groups to be 1 to 1 of 2, found 2"),
         ({"jitter": 1.0}, "jitter"),
         ({"z_loss": -1.0}, "z_loss to be a number from 0"),
         ({"balance_loss": math.nan}, "balance_loss"),
-        ({"groups": 2, "chosen_groups": 3}, "chosen_groups to be 1 to 2, found 3"),
+        ({"groups": 2, "chosen_groups": 3}, "chosen_groups to be 1 to 1 of 2, found 3"),
         ({"groups": 4, "chosen_groups": 2, "choices": 3}, "a multiple of the 2 chosen groups"),
         ({"priority": "random"}, "position or score"),
     ],
