@@ -139,9 +139,10 @@ class Composition:
             own["cuts"] = self.cuts
         if self.overlap and Mesh.parse(mesh).expert_replicas > 1:
             replicas = Mesh.parse(mesh).replicas if layout.startswith("pp") else layout
-            own["overlap_expert_comm"] = not DATA_PARALLEL[replicas].sharded
+            several = layout.startswith("pp") or self.microbatches > Mesh.parse(mesh).without("tp", "cp").size
+            own["overlap_expert_comm"] = several and not DATA_PARALLEL[replicas].sharded
         if self.reproducible:
-            own |= {"tensor_shards": self.shards, "expert_shards": self.slices}
+            own |= {"tensor_shards": self.shards} | ({"expert_shards": self.slices} if self.experts else {})
             own |= {"sequence_parts": self.parts} if self.parts > 1 else {}
         return Settings(
             mesh=mesh,

@@ -14,7 +14,8 @@ from parallel.engine.settings import DEFAULTS, Settings
 from parallel.expert.dispatch import Dispatch
 from parallel.expert.divide_experts import divide_experts, holders_of
 from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
-from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
+from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, STAGES, Mesh
+from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, name_all
 from parallel.nn.placement import PlacementError
@@ -58,6 +59,9 @@ def _check_experts(settings: Settings, mesh: Mesh) -> None:
     for name in ("dispatch", "overlap_expert_comm"):
         if (found := getattr(settings, name)) != getattr(DEFAULTS, name) and mesh.expert_replicas == 1:
             raise ValueError(f"{name}: {found} is for replicas that share experts, by ep; found {mesh}")
+    rounds = settings.rounds(mesh.without(TENSOR, CONTEXT).size)
+    if settings.overlap_expert_comm and rounds == 1 and STAGES not in mesh.sizes:
+        raise ValueError("overlap_expert_comm: expected steps of several micro-batches (accumulate), found 1 a rank")
     if settings.reproducible and not dispatch.is_exact:
         raise ValueError(f"dispatch: reproducible training needs direct, found {settings.dispatch}")
 
@@ -183,7 +187,12 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
 
 
 def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDivision | None:
-    """Division of a model's experts on a mesh; None if every rank has all. ValueError if it cannot be divided."""
+    """Division of a model's experts on a mesh; None if every rank has all. ValueError if it cannot be divided.
+
+    Also if settings divide experts, and the model has none.
+    """
+    if settings.expert_shards is not None and not any(isinstance(one, ExpertGroup) for one in operators_in(model)):
+        raise ValueError(f"expert_shards: {settings.expert_shards} is for models with mixtures of experts; found none")
     if mesh.ep * mesh.etp == 1:
         return None
     share = mesh.expert_replicas

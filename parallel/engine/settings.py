@@ -198,6 +198,15 @@ class Settings:
         assert self.batch_tokens is not None
         return -(-self.batch_tokens // self._parts(ranks))
 
+    def rounds(self, ranks: int) -> int:
+        """Most micro-batches of one of `ranks` ranks, or pipelines, that share a step.
+
+        >>> Settings(batch=64).rounds(4), Settings(batch=64, micro_batch=4).rounds(4)
+        (1, 4)
+        """
+        parts = -(-self.batch // self.micro(ranks)) if self.batch_tokens is None else self._parts(ranks)
+        return -(-parts // ranks)
+
     def _parts(self, ranks: int, most: int = max(REPRODUCIBLE_MICROBATCHES)) -> int:
         """Number of micro-batches of a step; at most `most` where `reproducible` sets it."""
         each = self.accumulate if self.microbatches is None else self.microbatches

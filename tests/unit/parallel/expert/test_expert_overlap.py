@@ -62,7 +62,7 @@ def engine_of(comm, router, *others, **options):
 
 def trained(comm, router, samples, **options):
     """Reports, weights and exchanges of two steps, and the ledger."""
-    with engine_of(comm, router, batch=samples, **options) as engine:
+    with engine_of(comm, router, batch=10, **options) as engine:
         reports = [engine.step(*batch(step, samples)) for step in range(2)]
         communicators = [comm, *(axis.comm for axis in engine.inner._mesh._axes.values())]
         calls = [sorted(map(repr, one.calls)) for one in communicators]
@@ -301,6 +301,9 @@ def test_error_of_one_rank(sample, mesh, layout):
     ("changed", "message"),
     [
         ({"mesh": "dp=2"}, "overlap_expert_comm: True is for replicas that share experts, by ep; found dp=2"),
+        ({"batch": 2}, r"overlap_expert_comm: expected steps of several micro-batches \(accumulate\), found 1 a rank"),
+        ({"micro_batch": 4}, r"expected steps of several micro-batches \(accumulate\), found 1 a rank"),
+        ({"micro_batch": None}, r"expected steps of several micro-batches \(accumulate\), found 1 a rank"),
         ({"mesh": "tp=2,ep=2"}, "overlap_expert_comm: True is for replicas that share experts, by ep"),
         ({"layout": "zero3"}, "overlap_expert_comm: it belongs to dp-naive, dp-bucket, dp, zero1, zero2, pp, and"),
         ({"mesh": "pp=2", "layout": "pp:1f1b"}, "overlap_expert_comm: True is for replicas that share experts, by ep"),

@@ -423,6 +423,20 @@ def test_shards_of_a_model_without_experts(make, message, mesh):
     run_threads(2, main)
 
 
+@pytest.mark.parametrize("layout, mesh, shards", [("dp", "dp=2", 2), ("zero1", "tp=2", 1), ("pp:1f1b", "pp=2", 2)])
+def test_parts_of_experts_in_a_dense_model(layout, mesh, shards):
+    options = {"layout": layout, "mesh": mesh, "expert_shards": shards, "tensor_shards": 2}
+
+    def main(comm):
+        made = transformer(TOKENS, LENGTH, 1, 2, WIDTH)
+        with pytest.raises(
+            ValueError, match=f"expert_shards: {shards} is for models with mixtures of experts; found none"
+        ):
+            Engine(made, nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), **options)
+
+    run_threads(2, main)
+
+
 def test_fewer_experts_than_ranks():
     """Ranks without an expert of a mixture, along tp and among replicas."""
     changed = {"reproducible": False, "precision": "fp64", "mesh": "tp=2,dp=2,ep=4"}
