@@ -106,6 +106,11 @@ class HierarchicalRoute:
     local : MeshAxis, optional
         Ranks of the axis on this rank's node, in the same order: their exchange then has no messages to other nodes,
         as one along the whole axis has, of no rows.
+
+    Attributes
+    ----------
+    sends : list of int
+        Rows that this rank sends to each, itself included: to relays, and as a relay.
     """
 
     def __init__(
@@ -132,6 +137,8 @@ class HierarchicalRoute:
         self._sorted = np.argsort(experts, kind="stable")  # assignments that arrive, by expert
         at_relays = np.zeros_like(counts)
         np.add.at(at_relays, (self._relays[:, home][:, None], np.flatnonzero(here)), counts[:, here])
+        relayed = [int(some.sum()) for some in segments(at_relays[axis.rank], owners)]
+        self.sends: list[int] = [copies + rows for copies, rows in zip(self._copies[0], relayed)]
         self._local, self._owners, self._at_relays = axis, owners, at_relays
         if local is not None:
             ranks = [rank for rank, node in enumerate(nodes) if node == home]
@@ -148,11 +155,6 @@ class HierarchicalRoute:
         found = np.zeros(self._axis.size, np.int64)
         found[sources] = numbers[sources]
         return list(found.tolist())
-
-    @property
-    def sends(self) -> list[int]:
-        """Rows that this rank sends to each relay, itself included."""
-        return self._copies[0]
 
     @property
     def received(self) -> np.ndarray:

@@ -90,7 +90,7 @@ class PiecewiseRoute:
 
     @property
     def sends(self) -> list[int]:
-        """Rows that this rank sends to each relay, itself included."""
+        """Rows that this rank sends to each, itself included: to relays, and as a relay."""
         return [sum(counts) for counts in zip(*(route.sends for route in self._routes))]
 
     @property

@@ -96,9 +96,12 @@ def test_bytes_of_the_hierarchical_route():
     assert sent_by(nodes, RouterSettings(choices=EXPERTS), "hierarchical") == [expected] * 4
 
 
-@pytest.mark.parametrize("dispatch, between", [("direct", 40), ("hierarchical", 10)])
-def test_traffic(dispatch, between):
-    """Ten tokens of each of four ranks on two nodes, each to all experts; direct: also to the neighbour's two."""
+@pytest.mark.parametrize("dispatch, between, within", [("direct", 40, 20), ("hierarchical", 10, 40)])
+def test_traffic(dispatch, between, within):
+    """Ten tokens of each of four ranks on two nodes, each to all experts, of which the neighbour has two.
+
+    Within its node a rank sends its own tokens; hierarchical: also those that it relays.
+    """
 
     def one(axis):
         operator = divided(axis, RouterSettings(choices=EXPERTS), False, dispatch, (0, 0, 1, 1))
@@ -111,7 +114,7 @@ def test_traffic(dispatch, between):
         assert 0 < forward < run.seconds["experts"]
         return run.traffic["experts", "copies"], run.traffic["experts", "between nodes"]
 
-    assert thread_ranks.run(4, one, "ep") == [(between + 20 * (dispatch == "direct"), between)] * 4
+    assert thread_ranks.run(4, one, "ep") == [(between + within, between)] * 4
 
 
 @pytest.mark.parametrize("code", SPECS)
