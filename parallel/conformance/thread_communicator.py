@@ -135,16 +135,16 @@ class ThreadCommunicator(Communicator):
         every = self._arrays("allreduce", recv if send is MPI.IN_PLACE else send)
         recv[...] = combined(op, every, algorithm).reshape(recv.shape)
 
-    def Allreduce_init(self, send: Any, recv: np.ndarray) -> StartedCall:
+    def Allreduce_init(self, send: Any, recv: np.ndarray, algorithm: Any = None) -> StartedCall:
         def take(every: list[Any]) -> None:
-            recv[...] = combined(MPI.SUM, self._same(every)).reshape(recv.shape)
+            recv[...] = combined(MPI.SUM, self._same(every), algorithm).reshape(recv.shape)
 
         return StartedCall(
             self.meeting, self._rank, lambda: self._given("allreduce", recv if send is MPI.IN_PLACE else send), take
         )
 
-    def Iallreduce(self, send: Any, recv: np.ndarray) -> StartedCall:
-        return self.Allreduce_init(send, recv).Start()
+    def Iallreduce(self, send: Any, recv: np.ndarray, algorithm: Any = None) -> StartedCall:
+        return self.Allreduce_init(send, recv, algorithm).Start()
 
     def Allgather(self, send: np.ndarray, recv: np.ndarray) -> None:
         self.Allgatherv(send, [recv])

@@ -19,6 +19,7 @@ from parallel.expert.row_codec import RowCodec
 from parallel.expert.row_exchange import RowExchange, RowsByRank, segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
+from parallel.runtime.interleaving import give_way
 from quant.types import Array
 
 
@@ -114,6 +115,7 @@ class DirectRoute:
         Returns the results of this rank's own assignments, of each expert.
         """
         self.to_sources(results)
+        give_way()
         return self.add_results(y)
 
     def to_sources(self, rows: RowsByRank) -> None:
@@ -172,6 +174,7 @@ class DirectRoute:
     def combine_gradients(self, drows: RowsByRank, dx: Array) -> Array:
         """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""
         self.to_sources(drows)
+        give_way()
         return self.add_gradients(dx)
 
     def add_gradients(self, dx: Array) -> Array:

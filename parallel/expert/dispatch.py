@@ -18,7 +18,11 @@ ROUTES = ("direct", "hierarchical")
 
 
 class TokenRoute(Protocol):
-    """Interface of routes: `DirectRoute` describes it. Rows have the types that `receive` of the route returns."""
+    """Interface of routes: `DirectRoute` describes it. Rows have the types that `receive` of the route returns.
+
+    `combine` and `combine_gradients` give way once, whatever the route, and others never: ranks that share any
+    communicator must give way equally often (`parallel.runtime.interleaving`), and may have different routes.
+    """
 
     @property
     def sends(self) -> list[int]: ...

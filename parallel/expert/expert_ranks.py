@@ -15,6 +15,7 @@ from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
 from parallel.nn.placement import logical_name
+from parallel.runtime.interleaving import give_way
 from quant.types import Array
 
 
@@ -82,6 +83,7 @@ class ExpertRanks(ExpertGroup):
         traffic = ExchangeTraffic(run, logical_name(self.name))
         traffic.add_copies(sent.sends, self.axis)
         with traffic:
+            give_way()
             arrived = sent.receive()
         saved = []
 
@@ -105,6 +107,7 @@ class ExpertRanks(ExpertGroup):
         """Gradients of this rank's experts by the rows that arrive; exchange those of the rows, and add them to dx."""
         _, _, values, traffic = saved
         with traffic:
+            give_way()
             arrived = sent.receive()
         count = len(self.experts)
 

@@ -12,6 +12,7 @@ from parallel.expert.hierarchical_route import HierarchicalRoute, TokensByNode, 
 from parallel.expert.row_exchange import RowsByRank
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments
+from parallel.runtime.interleaving import give_way
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
 
@@ -52,6 +53,15 @@ def alternate(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
                 except StopIteration as end:
                     results[number] = end.value
     return [results[number] for number in range(len(steps))]
+
+
+def combined(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
+    """As `alternate`, of `combine` or its like; gives way once, while sums of results cross the network."""
+    for _ in range(2):  # rows within the node, sums
+        for one in steps:
+            next(one)
+    give_way()
+    return alternate(steps)
 
 
 class PiecewiseRoute:
@@ -109,7 +119,7 @@ class PiecewiseRoute:
 
     def combine(self, results: RowPieces, y: Array) -> list[list[Array]]:
         """Send results of the received rows back; add them, weighted, to y. Returns those that this rank relayed."""
-        return alternate([route.combine(some, y) for route, some in zip(self._routes, results.pieces)])
+        return combined([route.combine(some, y) for route, some in zip(self._routes, results.pieces)])
 
     def send_gradients(self, upper: Array, results: Sequence[list[Array]], dtype: np.dtype) -> None:
         """Start to send gradients of y, wide, to the experts, in their dtype; `results` are those of `combine`."""
@@ -119,7 +129,7 @@ class PiecewiseRoute:
 
     def combine_gradients(self, drows: RowPieces, dx: Array) -> Array:
         """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""
-        found = alternate([route.combine_gradients(some, dx) for route, some in zip(self._routes, drows.pieces)])
+        found = combined([route.combine_gradients(some, dx) for route, some in zip(self._routes, drows.pieces)])
         xp = kernels.array_namespace(dx)
         dweights = xp.empty(self._assigned, found[0].dtype)
         for places, some in zip(self._places, found):

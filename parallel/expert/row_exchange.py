@@ -11,7 +11,6 @@ import numpy as np
 
 from parallel.expert.row_codec import RowCodec
 from parallel.nn import kernels
-from parallel.runtime.interleaving import give_way
 from quant.types import Array
 
 
@@ -152,8 +151,7 @@ class RowExchange:
         return [[slice(*pair) for pair in pairwise(some)] for some in bounds]
 
     def finish(self) -> RowsByRank:
-        """Give way, wait, and return the rows, by sending rank."""
-        give_way()  # on all ranks, also those without others
+        """Wait, and return the rows, by sending rank."""
         if self._request is not None:
             self._request.Wait()
         return self._arrived

@@ -2,7 +2,7 @@
 
 Each has a thread, and only one of them runs at a time: until it calls `give_way`, between start and end of an exchange,
 or returns. So the order of all calls follows from the program alone and is that of every rank which makes the same
-ones: collectives need no further care, and operators need not know of each other.
+ones and gives way as often: collectives need no further care, and operators need not know of each other.
 """
 
 from __future__ import annotations

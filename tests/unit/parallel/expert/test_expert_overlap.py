@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from parallel import AdamW, Engine, nn
-from parallel.conformance.thread_communicator import run_threads
+from parallel.conformance import thread_meeting
+from parallel.conformance.thread_communicator import ThreadCommunicator, run_threads
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
+from parallel.expert import piecewise_route
 from parallel.mesh.mesh import Mesh
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.linear import Linear
@@ -115,6 +117,31 @@ def test_bits_and_exchanges_of_one_after_the_other(router, mesh, changed, sample
         assert more > 0 if several and rank == 0 else more >= 0
         for kind in ("parameters", "gradients", "optimizer", "buffers"):
             assert ledger.predicted[kind] == ledger.allocated[kind] == one.allocated[kind]
+
+
+def nodes_of(comm):
+    """Node of each rank, as of a `Communicator`: the first of all ranks has one of its own."""
+    nodes = [int(rank > 0) for rank in comm._members]
+    return tuple(nodes) if len(set(nodes)) > 1 else None
+
+
+def test_different_routes(monkeypatch):
+    """Tokens of ranks 0 and 2 cross the network, in two pieces but in the last turn; their partners' along tp do not.
+
+    That turn has a micro-batch on two ranks only.
+    """
+    monkeypatch.setattr(ThreadCommunicator, "nodes", property(nodes_of))
+    monkeypatch.setattr(piecewise_route, "LEAST", 12)  # of 16 assignments of a micro-batch
+    monkeypatch.setattr(thread_meeting, "PATIENCE", 60.0)
+    options = {"mesh": "dp=2,tp=2,ep=2,etp=2", "dispatch": "hierarchical"}
+
+    def run(overlap):
+        return run_threads(4, lambda comm: trained(comm, "dropless", 5, overlap_expert_comm=overlap, **options)[:3])
+
+    found = run(True)
+    assert found == run(False)
+    exchanges = [sum("alltoallv" in call for calls in every for call in calls) for _, _, every in found]
+    assert exchanges[0] == exchanges[2] == exchanges[1] * 5 / 3 and exchanges[1] == exchanges[3]
 
 
 PIPELINES = [  # mesh, schedule, settings
