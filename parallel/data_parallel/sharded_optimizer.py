@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
@@ -98,6 +99,8 @@ class ShardedOptimizer:
         self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
         self._arriving = context.memory.on_host("buffers", len(order), np.float64)
         self._held = numbers_of(piece.span for piece in self.pieces)
+        whole = len(self._held) * BLOCK == context.flat.length
+        self._whole = bool(context.comm.allreduce(whole, MPI.MIN))  # on all ranks
         place = {number: at for at, number in enumerate(self._held.tolist())}
         self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
 
@@ -175,7 +178,7 @@ class ShardedOptimizer:
             return np.full(sum(span.size for span in self._mine) // BLOCK, np.nan), error
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
-        if len(self._held) * BLOCK == self._context.flat.length:
+        if self._whole:
             return in_order(of_pieces, self._held)
         return self._allgather(of_pieces[self._chosen])
 

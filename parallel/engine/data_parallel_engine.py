@@ -102,7 +102,9 @@ class DataParallelEngine(TrainEngine):
         self._model = LengthModel(here.model, here.loss)
         self._in_flight = 1  # micro-batches of this rank at a time
         teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
-        spans = parts[0].spans if len(parts) == 1 else replicas.allgather([span for one in parts for span in one.mine])
+        spans = parts[0].spans
+        if self._groups.teams is not None:
+            spans = replicas.allgather([span for one in parts for span in one.mine])
         super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self._workers = self._plan.ranks
         self.ledger = MemoryLedger(self._memory.allocated)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parallel import SGD, AdamW, Engine, nn
+from parallel import LAMB, SGD, AdamW, Engine, nn
 from parallel.conformance.thread_communicator import run_threads
 from parallel.mesh.mesh import Mesh
 from parallel.nn.expert_layers import ExpertLayers
@@ -449,6 +449,24 @@ def test_fewer_experts_than_ranks():
 
     expected = run_threads(1, lambda comm: main(comm, precision="fp64"))[0]
     assert run_threads(4, lambda comm: main(comm, **changed)) == pytest.approx([expected] * 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, LAMB])
+@pytest.mark.parametrize(("mesh", "experts"), [("dp=4,ep=4", 3), ("dp=2,ep=2", 1)])
+def test_experts_as_the_last_parameters(mesh, experts, optimizer):
+    """Some ranks have no expert: the first parameters in one group, where others have two groups, or all."""
+
+    def main(comm, **options):
+        router = Router(WIDTH, experts, RouterSettings(choices=1))
+        mixture = MixtureOfExperts(router, [Linear(WIDTH, WIDTH) for _ in range(experts)])
+        made = nn.Sequential([Linear(WIDTH, WIDTH), mixture])
+        with Engine(made, nn.MSE(), comm, optimizer(lr=0.1), precision="fp64", batch=8, **options) as engine:
+            x = np.random.default_rng(0).standard_normal((2, 8, WIDTH))
+            return [engine.step(x[0], x[1]).norm for _ in range(2)]
+
+    expected = run_threads(1, main)[0]
+    for found in run_threads(Mesh.parse(mesh).size, lambda comm: main(comm, mesh=mesh)):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def shared_weight():
