@@ -207,7 +207,7 @@ class TrainEngine(BaseEngine):
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         self._ranges.end_step(self._runs, self._comm)
-        noted = self._records.end_step(self._runs if self._counts else [], self._comm, count, finite)
+        noted = self._records.end_step(self._runs, self._counts, self._comm, count, finite)
         step, self.steps = self.steps, self.steps + 1
         if (every := self.settings.check_every) and self.steps % every == 0:
             consistency_check.compare_copies(copies(self._parts, self._axis), step, self._comm)

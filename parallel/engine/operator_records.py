@@ -51,28 +51,30 @@ class OperatorRecords:
         known = {name: about for _, some in every for name, about in some.items()}
         self.biases = {name: ours.get(name) or SelectionBias(*about) for name, about in sorted(known.items())}
 
-    def end_step(self, runs: Sequence[PassMode], comm: Any, count: int, updated: bool) -> StepRecords:
+    def end_step(self, runs: Sequence[PassMode], counts: bool, comm: Any, count: int, updated: bool) -> StepRecords:
         """Combine the records of a step, and apply them to biases if weights were `updated`. Collective.
 
-        `runs` are the passes of this rank's micro-batches; of ranks with the same micro-batches only one has some.
-        `count` is the number of targets of the step.
+        `runs` are the passes of this rank's micro-batches. Ranks with shards of the same operators have the same terms
+        and counts, those of one, which `counts`, and traffic of their own. `count` is the number of targets of the
+        step.
         """
         if not self._exists:
             return StepRecords({}, {}, {})
-        every = comm.allgather(_RankRecords.of(runs))
+        mine = _RankRecords.of(runs)
+        every = comm.allgather(mine if counts else mine._replace(terms={}, counts={}))
         terms: dict[str, list[float]] = {}
         for rank in every:
             for name, values in rank.terms.items():
                 terms.setdefault(name, []).extend(values)
-        counts = _sums(rank.counts for rank in every)
+        sums = _sums(rank.counts for rank in every)
         for name, bias in self.biases.items():
-            if updated and f"{name} chosen" in counts:
-                bias.update(counts[f"{name} chosen"])
+            if updated and f"{name} chosen" in sums:
+                bias.update(sums[f"{name} chosen"])
         seconds = {f"{name} seconds": sum_ / len(every) for name, sum_ in _sums(rank.seconds for rank in every).items()}
         traffic = _sums(rank.traffic for rank in every) | seconds
         return StepRecords(
             {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())},
-            {name: numbers.tolist() for name, numbers in sorted(counts.items())},
+            {name: numbers.tolist() for name, numbers in sorted(sums.items())},
             dict(sorted(traffic.items())),
         )
 

@@ -469,6 +469,22 @@ def test_experts_as_the_last_parameters(mesh, experts, optimizer):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("mesh", "copies"), [("dp=2,ep=2", 2), ("dp=2,tp=2,ep=4", 2), ("dp=2,tp=2,ep=2,etp=2", 4)])
+def test_traffic_of_all_ranks(mesh, copies):
+    """Every token to two of four experts on the other replica; with parts of experts along tp, to both parts."""
+    layers = ExpertLayers(4, RouterSettings(choices=4), every=2)
+
+    def main(comm):
+        made = transformer(TOKENS, LENGTH, 2, 2, WIDTH, experts=layers)
+        with Engine(made, nn.SoftmaxCrossEntropy(), comm, SGD(lr=0.1), mesh=mesh, batch=6) as engine:
+            report = engine.step(*batch(0, 6))
+            tokens = 6 * LENGTH
+            assert report.traffic["2.1.inner.1.experts copies"] == copies * tokens
+            assert report.counts["2.1.inner.1.router chosen"] == [tokens] * 4
+
+    run_threads(Mesh.parse(mesh).size, main)
+
+
 def shared_weight():
     experts = [Linear(WIDTH, WIDTH) for _ in range(2)]
     experts[1].weight = experts[0].weight
