@@ -75,7 +75,7 @@ class ChosenTokens:
         y = xp.empty((self._sequences * self.division.size(self._axis.rank), width), x.dtype)
         for slots, part in zip(self._received, arrived):
             y[xp.asarray(slots)] = part
-        return y.reshape(self._sequences, -1, width)
+        return y.reshape(self._sequences, self.division.size(self._axis.rank), width)
 
     def collect(self, y: Array) -> Array:
         """Values of the tokens at `rows`, (number, width), from the parts y of all ranks."""
@@ -121,21 +121,20 @@ class DividedDepths(MixtureOfDepths):
         if not run.training:
             return self._used(x, run), ()
         gates = self._gates(x)
-        mask = kernels.top_k(gates, self.count(self.division.length))
+        count = self.count(self.division.length)
+        mask = kernels.top_k(gates, count)
         positions = kernels.array_namespace(x).asarray(self.division.positions(self.axis.rank))
         self._note(x, mask[:, positions], run)
-        return self._applied(x, gates, mask, self.block, run)
+        return self._applied(x, gates, _positions(mask, count), self.block, run)
 
     def _gates(self, x: Array) -> Array:
         """Gates of all tokens, (sequences, length)."""
         mine = (kernels.widen(x) @ kernels.widen(self.weight.data))[..., 0]
         return allgather_positions(self.axis, self.division, mine)
 
-    def _applied(self, x: Array, gates: Array, mask: Array, block: Operator, run: PassMode) -> tuple[Array, Any]:
-        """Result with the block applied at the mask, of equally many tokens of every sequence, and saved values."""
+    def _applied(self, x: Array, gates: Array, chosen: Array, block: Operator, run: PassMode) -> tuple[Array, Any]:
+        """Result with the block applied at `chosen`, positions (sequences, tokens), and saved values."""
         xp = kernels.array_namespace(x)
-        sequences, length = mask.shape
-        chosen = (xp.flatnonzero(mask) % max(length, 1)).reshape(sequences, -1 if sequences else 0)
         exchange = ChosenTokens(self.axis, self.division, to_host(chosen))
         tokens = exchange.spread(x)
         mine = chosen[:, xp.asarray(exchange.division.positions(self.axis.rank))]
@@ -150,11 +149,10 @@ class DividedDepths(MixtureOfDepths):
     def _used(self, x: Array, run: PassMode) -> Array:
         xp, gates, rows = kernels.array_namespace(x), self._gates(x), []
         wanted = allgather_positions(self.axis, self.division, (self._logits(x) > 0).astype(np.uint8)) > 0
-        for number in range(len(x)):
-            one = slice(number, number + 1)
-            alone = PassMode(False, run.seed, run.step, run.samples[one])
-            block = self._block_of(int(wanted[one].sum()))
-            rows.append(self._applied(x[one], gates[one], wanted[one], block, alone)[0])
+        for one, alone in self._alone(x, run):
+            count = int(wanted[one].sum())
+            chosen = _positions(wanted[one], count)
+            rows.append(self._applied(x[one], gates[one], chosen, self._block_of(count), alone)[0])
         return xp.concatenate([x[:0], *rows])
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
@@ -183,3 +181,9 @@ class DividedDepths(MixtureOfDepths):
         saved = x, ArraySpec((batch, count), np.dtype(np.int64)), tokens, gates, change, block.saved
         work = block.work + (elements(tokens) * 8 + elements(x) * 2) * wide.itemsize
         return OperatorOutline(ArraySpec(*x), saved, block.flops + 4 * elements(x), work, block.recomputed)
+
+
+def _positions(mask: Array, count: int) -> Array:
+    """Positions (sequences, count) where a mask (sequences, length) has `count` ones in every sequence."""
+    sequences, length = mask.shape
+    return (kernels.array_namespace(mask).flatnonzero(mask) % max(length, 1)).reshape(sequences, count)

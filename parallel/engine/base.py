@@ -116,6 +116,7 @@ class TrainEngine(BaseEngine):
         self._counts = on_mesh is None or on_mesh.counts
         self._errors = PassErrors() if on_mesh is None else on_mesh.errors
         self._axis = None if on_mesh is None else on_mesh.axis
+        self._shares_experts = on_mesh is not None and on_mesh.experts is not None
         self.shapes = None if on_mesh is None else on_mesh.shapes
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings, self._workers = settings, len(teams)
@@ -255,11 +256,15 @@ class TrainEngine(BaseEngine):
         return not known
 
     def _run(self, batch: Batch, training: bool) -> PassMode:
-        samples = np.asarray(batch.samples, np.int64)
-        run = PassMode(training, self.settings.seed, self.steps, samples, self.scaling.value)
+        run = self._mode(batch, training)
         if training:
             self._runs.append(run)
         return run
+
+    def _mode(self, batch: Batch, training: bool) -> PassMode:
+        passes = self._sync.largest if self._shares_experts and not training else 0
+        samples = np.asarray(batch.samples, np.int64)
+        return PassMode(training, self.settings.seed, self.steps, samples, self.scaling.value, passes)
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
         x, y = batch.x, batch.y

@@ -37,7 +37,7 @@ from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import EXPERT_REPLICAS
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import ArraySpec, Operator, PassMode
+from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime import consistency_check
 from parallel.runtime.interleaving import interleave
@@ -302,7 +302,7 @@ class DataParallelEngine(TrainEngine):
             return MicrobatchPass(*self._typed(batch), self._run(batch, training), here.loss)
         if self._groups.teams is None:
             return empty_pass()
-        run = PassMode(training, self.settings.seed, self.steps, self._no_samples.samples)
+        run = self._mode(self._no_samples, training)
         return MicrobatchPass(*self._typed(here.part(self._no_samples)), run, here.loss)
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:

@@ -62,7 +62,7 @@ class StepSync:
         self._context, self._comm = context, comm
         self._heads = [team[0] for team in teams]
         self._teams = [list(team) for team in teams if len(team) > 1]
-        self._header = np.empty((self._comm.Get_size(), 5), np.int64)
+        self._header = np.empty((self._comm.Get_size(), 6), np.int64)
 
     def begin(
         self, mine: Sequence[Batch], count: int, stop: bool, problem: Exception | None
@@ -82,9 +82,9 @@ class StepSync:
         """
         with self._context.recorder("communication", "meet"):
             numbers = tuple(batch.number for batch in mine)
-            header = np.array(
-                [len(mine), count, stop, problem is not None, consistency_check.index_hash(numbers)], np.int64
-            )
+            failed, hashed = problem is not None, consistency_check.index_hash(numbers)
+            largest = max((len(batch.x) for batch in mine), default=0)
+            header = np.array([len(mine), count, stop, failed, hashed, largest], np.int64)
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
                 consistency_check.raise_step_failed(self._comm, problem)
@@ -101,6 +101,11 @@ class StepSync:
                     wanted = f"each of the numbers 0 to {sum(lengths) - 1} on one rank"
                     raise ValueError(f"micro-batches: expected {wanted}, found {assignment}")
         return assignment, int(heads[:, 1].sum()), bool(self._header[:, 2].any())
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest micro-batch of all ranks, after `begin`."""
+        return int(self._header[:, 5].max())
 
     def _compare(self) -> None:
         for team in self._teams:

@@ -10,6 +10,7 @@ is used, a predictor of the choice replaces it. (Raposo et al., arXiv:2404.02258
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,12 +103,16 @@ class MixtureOfDepths(Operator):
         xp, rows = kernels.array_namespace(x), []
         gates = kernels.widen(x) @ kernels.widen(self.weight.data)
         wanted = self._logits(x) > 0
-        for number in range(len(x)):
-            one = slice(number, number + 1)
+        for one, alone in self._alone(x, run):
             chosen = xp.flatnonzero(wanted[one])[None]
-            alone = PassMode(False, run.seed, run.step, run.samples[one])
             rows.append(self._changed(x[one], chosen, gates[one].reshape(-1)[chosen][..., None], alone)[0])
         return xp.concatenate([x[:0], *rows])
+
+    def _alone(self, x: Array, run: PassMode) -> Iterator[tuple[slice, PassMode]]:
+        """Yield each sequence of an evaluation and the mode of its pass; empty slices up to `PassMode.passes`."""
+        for number in range(max(len(x), run.passes)):
+            one = slice(number, number + 1)
+            yield one, PassMode(False, run.seed, run.step, run.samples[one], passes=min(run.passes, 1))
 
     def _logits(self, x: Array) -> Array:
         weights = kernels.widen(self.predictor.data)

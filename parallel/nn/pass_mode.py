@@ -20,6 +20,9 @@ class PassMode:
     are worth reporting, in the same way. A forward pass that is repeated writes the same again. `ranges` has the least
     and the largest input of operators that train with rounded inputs, by operator name. `traffic` has numbers that
     depend on ranks: what operators exchange, in both passes, and `seconds` the time that they spend in exchanges.
+
+    Operators that evaluate sequences one by one make `passes` at least, perhaps without tokens: the ranks of replicas
+    that share experts then make equally many exchanges.
     """
 
     training: bool = True
@@ -27,6 +30,7 @@ class PassMode:
     step: int = 0
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     scale: float = 1.0
+    passes: int = 0
     terms: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
     records: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)

@@ -34,7 +34,7 @@ from parallel.engine.settings import Settings
 from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import ArraySpec, Operator, PassMode
+from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.pipeline import config
 from parallel.pipeline.param_division import SharedParamGroup, cuts_for
@@ -240,7 +240,7 @@ class Pipeline(TrainEngine):
         if self._portion.sharing is not None and rounds:
             lengths = [len(assignment[self._portion.replica(rank)]) for rank in range(self.context.plan.ranks)]
             batch = batch_without_samples(mine, lengths, self.context.comm, self.context.memory.xp)
-            run = PassMode(training, self.settings.seed, self.steps, batch.samples)
+            run = self._mode(batch, training)
             model = self._sequences.of_shape(batch.x.shape)
             empty = Microbatch(None, None, model, *self._typed(model.part(batch)), run, self._outputs(model, batch))
         return here + [empty] * (rounds - len(here)), line

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from parallel import AdamW, Engine, nn
+from parallel import LAMB, AdamW, Engine, nn
 from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers
+from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.models import transformer
-from parallel.nn.router import RouterSettings
+from parallel.nn.router import Router, RouterSettings
 from parallel.runtime.consistency_check import StepFailed
 
 TOKENS, LENGTH, WIDTH = 32, 16, 16
@@ -103,6 +104,35 @@ def test_experts_over_shards(comm, folds):
     shards = {"tensor_shards": size, "expert_shards": size if folds == "etp" else 1}
     found = trained(comm, "bias", mesh=f"tp={size},{folds}={size}", **shards)
     expect_same(found, trained(MPI.COMM_SELF, "bias", **shards))
+
+
+def test_evaluation_of_experts_in_depths(comm):
+    """Of fewer sequences on some ranks, and none: that of one rank."""
+    size = comm.Get_size()
+
+    def evaluated(comm, **options):
+        model, loss = experts("bias"), nn.SoftmaxCrossEntropy()
+        model.items[2] = MixtureOfDepths(model.items[2], WIDTH, 0.75)
+        with Engine(model, loss, comm, AdamW(lr=0.1), batch=12, micro_batch=2, **options) as engine:
+            engine.step(*batch(0))
+            return [engine.evaluate(*batch(1, samples)).loss for samples in (1, 3, 2 * size + 1)]
+
+    assert evaluated(comm, mesh=f"dp={size},ep={size}") == pytest.approx(evaluated(MPI.COMM_SELF), rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, LAMB])
+def test_fewer_experts_than_ranks(comm, optimizer):
+    """The last parameters are those of experts, which some ranks lack."""
+
+    def norms(comm, **options):
+        router = Router(WIDTH, 1, RouterSettings(choices=1))
+        model = nn.Sequential([nn.Linear(WIDTH, WIDTH), MixtureOfExperts(router, [nn.Linear(WIDTH, WIDTH)])])
+        with Engine(model, nn.MSE(), comm, optimizer(lr=0.1), batch=12, **options) as engine:
+            x = np.random.default_rng(0).standard_normal((2, 12, WIDTH))
+            return [engine.step(x[0], x[1]).norm for _ in range(2)]
+
+    size = comm.Get_size()
+    assert norms(comm, mesh=f"dp={size},ep={size}") == pytest.approx(norms(MPI.COMM_SELF), rel=1e-4)
 
 
 def test_loss_scale_of_fp16(comm):
