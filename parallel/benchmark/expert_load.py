@@ -70,7 +70,7 @@ class ExpertTraffic(NamedTuple):
         Name of the operator.
     steps : array of int64, of shape (n,)
     copies, between_nodes : arrays of float64, of shape (n,)
-        Copies of tokens to experts on other ranks; those of them that leave a node.
+        Copies of tokens to other ranks, relays too; those of them that leave a node.
     share : array of float64, of shape (n,)
         Part of the step's time in the exchange, the mean over ranks.
     """

@@ -77,7 +77,7 @@ class ExpertRanks(ExpertGroup):
     def forward_sent(self, sent: TokenRoute, y: Array, run: PassMode) -> Any:
         """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide.
 
-        Notes in `PassMode.traffic`: "copies" of tokens to experts on other ranks, and those "between nodes"; in
+        Notes in `PassMode.traffic`: "copies" of tokens to other ranks, and those "between nodes"; in
         `PassMode.seconds` those of waiting for exchanges and putting rows in place, in both passes.
         """
         traffic = ExchangeTraffic(run, logical_name(self.name))
