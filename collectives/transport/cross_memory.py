@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,6 +12,17 @@ class _Iovec(ctypes.Structure):
     """struct iovec of the kernel."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Iovecs(threading.local):
+    """Arguments of a copy, for each thread: memory of this process and of the other one, and their addresses."""
+
+    def __init__(self) -> None:
+        here, there = _Iovec(), _Iovec()
+        self.both = here, there, ctypes.addressof(here), ctypes.addressof(there)
+
+
+_iovecs = _Iovecs()
 
 
 def _system_call(name: str) -> Any:
@@ -30,8 +42,6 @@ class CrossMemoryAttach:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._readv, self._writev = _system_call("process_vm_readv"), _system_call("process_vm_writev")
-        self._here, self._there = _Iovec(), _Iovec()
-        self._addresses = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
     def read(self, into: int, origin: int, nbytes: int) -> None:
         """Copy `nbytes` from address `origin` of that process to address `into` of this one; OSError if refused."""
@@ -44,7 +54,7 @@ class CrossMemoryAttach:
     def _copy(self, call: Any, verb: str, ours: int, theirs: int, nbytes: int) -> None:
         if call is None:
             raise OSError(f"{verb} the memory of process {self.pid}: this system has no call for it")
-        here, there, (at_here, at_there) = self._here, self._there, self._addresses
+        here, there, at_here, at_there = _iovecs.both
         while nbytes > 0:  # the kernel copies at most 2 GiB at a time
             here.base, here.length = ours, nbytes
             there.base, there.length = theirs, nbytes
