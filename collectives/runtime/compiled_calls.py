@@ -103,12 +103,13 @@ class _Method:
         self._store([entry for entry in self.entries if entry.program.program is not program])
 
     def _store(self, entries: list[_Entry]) -> None:
+        self._words[table.ENTRY_COUNT] = 0  # until the words are those of `entries`: Ctrl-C may come before
+        self.entries = entries
         for index, entry in enumerate(entries):
             at = table.ENTRIES + table.ENTRY_WORDS * index
             checks = MPI.Get_address(entry.checks), len(entry.checks)
             self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(NO_ARRAY), entry.channel
         self._words[table.ENTRY_COUNT] = len(entries)
-        self.entries = entries
 
 
 class _Entry(NamedTuple):

@@ -278,7 +278,7 @@ class ProgramCache:
         self.broken = f"a {form} {name.lower()} was broken off on rank {self._rank}{cause}"
         self._orphans += program, *memory
         self._forget_calls()
-        self.compiled_calls.clear()
+        self.compiled_calls.run.clear()  # other threads may still look up a call that they have just started
 
     def check_in_step(self) -> None:
         if self.broken is not None:
