@@ -151,8 +151,10 @@ class Planner:
                 return UNCACHEABLE
         if result == DONE:
             return ended_request()
-        try:
-            request = new_request(name, program, self, (sendbuf, recvbuf))
+        try:  # in a list, the user may replace the array
+            sent = sendbuf[0] if type(sendbuf) is list else sendbuf
+            received = recvbuf[0] if type(recvbuf) is list else recvbuf
+            request = new_request(name, program, self, (sent, received))
             self._hold_channel(request, turn)
             request.resume(program)
         except BaseException as error:

@@ -269,14 +269,14 @@ class ProgramCache:
     ) -> None:
         """Make all later calls raise, as messages of an aborted one of method `name` may still arrive.
 
-        Its program and memory are kept, since these messages are read from it and written to it.
+        Its program and memory are kept, the arrays in lists too, as these messages are read from and written to them.
         """
         for bound in [bound for bound, entry in self.bound.items() if entry.program is program.program]:
             self.evict(bound)
         form = "blocking" if self._blocking else "non-blocking"
         cause = "" if error is None else f" by {type(error).__name__}: {error}".removesuffix(": ")
         self.broken = f"a {form} {name.lower()} was broken off on rank {self._rank}{cause}"
-        self._orphans += program, *memory
+        self._orphans += program, *(tuple(one) if type(one) is list else one for one in memory)
         self._forget_calls()
         self.compiled_calls.run.clear()  # other threads may still look up a call that they have just started
 

@@ -220,20 +220,20 @@ def test_ctrl_c_before_a_call_has_begun(own, monkeypatch):
 @CALLS_BEFORE
 def test_the_memory_of_an_aborted_call_is_kept(own, before):
     """Peers may still read it, and the MPI write to it."""
-    vector = np.zeros(5)
+    spec = [np.zeros(5), 5, MPI.DOUBLE]
     for _ in range(before):
-        own.Bcast(vector, 1, algorithm="linear")
+        own.Bcast(spec, 1, algorithm="linear")
     own.Barrier()
     if own.Get_rank() == 0:
         with ctrl_c(own):
-            own.Bcast(vector, 1, algorithm="linear")
-        remains = weakref.ref(vector)
-        del vector
+            own.Bcast(spec, 1, algorithm="linear")
+        remains = weakref.ref(spec[0])
+        spec[0] = None
         gc.collect()
         assert remains() is not None
     else:
         after_ctrl_c(own)
-        own.Bcast(vector, 1, algorithm="linear")
+        own.Bcast(spec, 1, algorithm="linear")
 
 
 @pytest.mark.parametrize("waits", ["Wait", "Test"])

@@ -18,6 +18,7 @@ from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.native_requests import EndedRequest
 from collectives.runtime.program_table import HAS_THREAD
 from collectives.runtime.progress import active_requests, progress_words
+from collectives.transport.mailbox import NONBLOCKING
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="all is left to Python then")
@@ -219,3 +220,23 @@ def test_an_ended_call_is_freed_once(quick):
         request.Free()
         with pytest.raises(InvalidArgument, match="freed"):
             request.Wait()
+
+
+@pytest.mark.parametrize("before", [0, 6], ids=["new", "compiled"])
+def test_an_array_replaced_in_its_list_is_kept(quick, before):
+    """The list is the user's; the array in it is memory that messages are written to."""
+    n, rank = 1000, quick.Get_rank()
+    spec = [np.zeros(n), n, MPI.DOUBLE]
+    for _ in range(before * NONBLOCKING):
+        quick.Ibcast(spec, 0).Wait()
+    if rank == 1:  # the root waits for this rank
+        request, replaced = quick.Ibcast(spec, 0), weakref.ref(spec[0])
+        spec[0] = np.zeros(n)
+        gc.collect()
+        assert request.active and replaced() is not None
+        quick.send(None, 0)
+        request.Wait()
+        return
+    if rank == 0:
+        quick.recv(source=1)
+    quick.Ibcast(spec, 0).Wait()
