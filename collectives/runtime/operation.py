@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from threading import current_thread
 from typing import Any, Protocol
 
 from collectives.buffers.device_memory import DeviceMemory
@@ -20,9 +19,6 @@ from collectives.runtime.progress import (
     progress_thread,
     progress_words,
 )
-
-acquire_progress, release_progress = progress_lock.acquire, progress_lock.release
-"""The lock, in half the time of a with statement."""
 
 
 def _open() -> bool:
@@ -48,7 +44,7 @@ class Operation:
     """The progress thread runs a portion of the program, which no other thread may use meanwhile."""
 
     error: BaseException | None = None
-    """Error that aborted the operation in the progress thread, to be raised by `Test` or `Wait`."""
+    """Error that aborted the operation, in any thread, to be raised by its `Test` or `Wait`."""
 
     on_end: Callable[[], object] | None = None
     """Called when the active operation ends."""
@@ -110,7 +106,6 @@ class Operation:
             self._gate = gate or _open  # should Ctrl-C come before the start, the next progress starts it
             self.activate()
             if gate is None:
-                self._gate = None
                 self._start_program()
 
     def activate(self) -> None:
@@ -135,22 +130,24 @@ class Operation:
     def _start_program(self) -> None:
         if self.tag is not None and isinstance(self.program, Program):
             self.program.wire.use_tag(self.tag)
-        if self._do(self.program.start):
+        if self._do(self._pass_gate):
             self._end()
+
+    def _pass_gate(self) -> bool:
+        self._gate = None
+        return self.program.start()
 
     def _advance(self) -> None:
         if not self._active:
             self._advance_compiled()
+        elif self.in_thread:
             return
-        if self.in_thread:
-            return
-        if self._gate is not None:
-            if not self._do(self._gate):
-                return
-            self._gate = None
-            self._start_program()
-            return
-        if self._do(self.program.advance):
+        elif self._broken or not self.holds_program:  # Ctrl-C has interrupted `_end`
+            self._end()
+        elif self._gate is not None:
+            if self._do(self._gate):
+                self._start_program()
+        elif self._do(self.program.advance):
             self._end()
 
     def _advance_compiled(self) -> None:
@@ -161,7 +158,7 @@ class Operation:
             self._complete_if_ended()
             raise
         if result == DONE and not self.persistent:
-            self._complete()
+            self._end()
         elif result > REFUSED:  # an error
             self.take_back()
             self._advance()
@@ -182,51 +179,53 @@ class Operation:
         """Take note of the result of a portion of `program`, which the progress thread has run."""
         self.in_thread = False
         self._do(partial(program.note, result))
-        if program.ended and mpi_is_thread_safe():
+        if self._active and program.ended and mpi_is_thread_safe():
             self._end()
 
     def _do(self, step: Callable[[], Any]) -> Any:
-        """Return `step()`, run in the request's device context; an error aborts the operation and is raised."""
+        """Return `step()`, run in the request's device context. An error aborts the operation, and is not raised here.
+
+        That is for `Test` or `Wait` of this request, as any call may progress it; Ctrl-C is raised.
+        """
         try:
             if self._context is None:
                 return step()
             with self._context():  # other threads have other current streams
                 return step()
         except BaseException as error:
-            if current_thread() is progress_thread.thread:
-                self.error = error
-            self._broken = True
             # No message leaves before the gate opens, but after Ctrl-C the call is left out on this rank only.
-            self.program.broken = step is not self._gate or not isinstance(error, Exception)
-            active_requests.remove(self)
-            if not self.persistent:
-                self.owner.release(self)
-            self._ended()
-            raise
+            self._break_off(error, step is not self._gate or not isinstance(error, Exception))
+            if not isinstance(error, Exception):
+                raise
+            return None
+
+    def _break_off(self, error: BaseException, in_program: bool = True) -> None:
+        """Mark the operation as aborted and end it; keep an error for `Test` or `Wait`."""
+        if isinstance(error, Exception):
+            self.error = error
+        self._broken = True
+        if in_program:
+            self.program.broken = True
+        self._end()
 
     def _complete_handle(self) -> None:
         """Complete `_handle`, which only a `NativeRequest` has."""
 
-    def _ended(self) -> None:
-        self._active = False  # last of all: a thread that waits for it continues
-        if self._handle is not None:
-            self._complete_handle()
-        if self.on_end is not None:
-            self.on_end()
-
     def _end(self) -> None:
-        active_requests.remove(self)
-        self._startable = self.persistent
-        self._complete()
-
-    def _complete(self) -> None:
-        """End the operation: release the program of a non-blocking call."""
+        """End the operation: release the program of a non-blocking call. After Ctrl-C it can be called again."""
+        if self.holds_program and not self.persistent:
+            self.owner.release(self)
+            self._memory = None
+        self._startable = self.persistent and not self._broken
         try:
-            if not self.persistent:
-                self.owner.release(self)
-                self._memory = None
+            if self._active:
+                self._active = False  # last of all: a thread that waits for it continues
+                active_requests.remove(self)
         finally:
-            self._ended()
+            if self._handle is not None:
+                self._complete_handle()
+            if self.on_end is not None:
+                self.on_end()
 
     def _complete_if_ended(self) -> None:
         """Complete a non-blocking operation that compiled code has ended.
@@ -236,7 +235,7 @@ class Operation:
         with progress_lock:
             ended = self.holds_program and not (self.persistent or self.active or self in lone_requests)
             if ended and isinstance(self.program, CompiledProgram):
-                self._complete()
+                self._end()
 
     def _hand_over(self) -> None:
         """Let compiled code manage a persistent request just started, if it can; the caller holds `progress_lock`."""
@@ -257,55 +256,48 @@ class Operation:
         """Poll for messages within the node; True if that, and no other thread, has ended the program."""
         if not self.program.needs_no_mpi:
             return False
-        acquire_progress()
-        try:
+        with progress_lock:
             if not self._active or self.in_thread or self._gate is not None or not self._do(self.program.poll):
                 return False
             self._ended_in_wait()
             self._end()
             return True
-        finally:
-            release_progress()
 
     def _ended_in_wait(self) -> None:
         """Note that `Wait` of this request itself has seen the end; nothing else has."""
 
-    def _deactivate_alone(self) -> bool:
-        """Make this request inactive if no other is active, so that no thread progresses it; True if that was done.
+    def _finish_alone(self) -> bool:
+        """Finish the program in this thread, if no other request is active; True if that was done.
 
-        Only requests of which `Wait` may block in MPI.
+        Only of requests of which `Wait` may block in MPI. No other thread progresses the request meanwhile.
         """
-        acquire_progress()
-        try:
-            alone = self._active and not self.in_thread and len(active_requests) == 1 and self._gate is None
-            alone = alone and (self.persistent or self.program.prefers_finish)
-            if alone:
-                active_requests.clear()
-                lone_requests.append(self)
-                self._active = False
-            return alone
-        finally:
-            release_progress()
-
-    def _finish_alone(self) -> None:
-        """Finish the program of a request that `_deactivate_alone` has made inactive."""
         program = self.program
         try:
+            with progress_lock:
+                alone = self._active and not self.in_thread and len(active_requests) == 1 and self._gate is None
+                if not (alone and (self.persistent or program.prefers_finish)):
+                    return False
+                lone_requests.append(self)
+                self._active = False
+                active_requests.clear()
             if self._context is None:
                 program.finish()
             else:
                 with self._context():  # this thread may have another current stream than the start had
                     program.finish()
             self._ended_in_wait()
-        except BaseException:
-            self._broken = program.broken = True
-            raise
-        finally:
-            with progress_lock:  # another thread may begin a call with the program that this one gives back
-                lone_requests.remove(self)
-                if not self.persistent:
-                    self._complete()
-                else:
-                    self._startable = not self._broken
-                    if self.on_end is not None:
-                        self.on_end()
+            self._leave_lone()
+        except BaseException as error:
+            self._leave_lone(error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def _leave_lone(self, error: BaseException | None = None) -> None:
+        """End a request that `_finish_alone` has finished, or broken off by an `error`; a no-op for others."""
+        with progress_lock:  # another thread may begin a call with the program that this one gives back
+            if self in lone_requests:
+                try:
+                    lone_requests.remove(self)
+                finally:
+                    self._end() if error is None else self._break_off(error)

@@ -42,6 +42,9 @@ IDLE_CHECKS = 20
 REST = 0.5
 """Seconds of rest after which the progress thread ends."""
 
+LONGEST_JOIN = 5
+"""Seconds that the program waits for the thread at its exit: an operation of the user's may never return."""
+
 YIELDS_OF_POLL = 10
 """Yields of the core, as `pause` counts them, that take about as long as one poll of active requests."""
 
@@ -68,11 +71,14 @@ def mpi_is_thread_safe() -> bool:
 
 
 def progress() -> None:
-    """Progress all active requests without blocking; an error in one of them is raised here."""
+    """Progress all active requests without blocking; an error is kept for those who wait for its request."""
     with progress_lock:
         progress_words[ATTEMPTS] += 1
         for request in tuple(active_requests):
-            request._advance()
+            try:
+                request._advance()
+            except Exception as error:
+                request.error = error
     if progress_thread.portion.locked():  # it needs the GIL at the end of its portion, which polling would keep
         time.sleep(NAP)
 
@@ -153,7 +159,7 @@ class ProgressThread:
         progress_words[HAS_THREAD] = 0
         self.wake()
         if thread is not None:
-            thread.join()
+            thread.join(LONGEST_JOIN)
 
     def _run(self) -> None:
         pause, idle, seen = LONGEST_SLEEP, 0, progress_words[ATTEMPTS]
@@ -206,8 +212,7 @@ def _has_moved(request: Operation, advance: Callable[[], object]) -> bool:
     try:
         advance()
     except BaseException as error:
-        if not request._broken:  # else it has kept the error itself
-            request.error = error
+        request.error = error
     return not request.active or request.program.position != before
 
 

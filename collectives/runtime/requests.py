@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.compiled_program import calls_before_compiling, compile_program
-from collectives.runtime.operation import Operation, acquire_progress, release_progress
+from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
@@ -93,29 +93,24 @@ class Request(Operation):
             progress_thread.ensure()
 
     def _start(self) -> None:
-        acquire_progress()
-        try:
+        with progress_lock:
             self.take_back()
             if not self._startable:
                 raise self.not_startable()
-            self._startable = False
-            if self.device is not None:
-                self._context = self.device.capture()
             try:
+                self._startable = False
+                if self.device is not None:
+                    self._context = self.device.capture()
                 self._count_start()
                 self._startable = self.program.start()
-            except Exception as error:  # of a message that has arrived already: `Test` and `Wait` raise it
-                self._broken = self.program.broken = True
-                self.error = error
+                if not self._startable:
+                    self.activate()
+            except BaseException as error:  # also of a message that has arrived already
+                self._break_off(error)
+                if not isinstance(error, Exception):
+                    raise
                 return
-            except BaseException:
-                self._broken = self.program.broken = True
-                raise
-            if not self._startable:
-                self.activate()
             self._hand_over()
-        finally:
-            release_progress()
 
     def _count_start(self) -> None:
         """Compile the program of a persistent request when it has proved to be one."""
@@ -191,9 +186,7 @@ class Request(Operation):
             self.take_back()
         if not self._active or (len(active_requests) == 1 and self._end_soon()):
             return
-        if len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
-            self._finish_alone()
-        else:
+        if not (len(active_requests) == 1 and self._finish_alone()):  # may block in MPI
             progress_until(lambda: not self._active)
 
     _report = staticmethod(clear_status)
@@ -231,7 +224,7 @@ class Request(Operation):
         if self.on_end is not None:
             with progress_lock:  # the thread that has ended it may still be in `on_end`
                 pass
-        if not (self._freed or self._broken):
+        if self.error is None and not (self._freed or self._broken):
             return
         if self._freed:
             raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}: the request was freed")

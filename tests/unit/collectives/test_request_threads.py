@@ -90,8 +90,8 @@ def test_a_program_that_a_thread_completes_by_itself_is_not_freed(monkeypatch):
 
 
 def test_a_request_that_breaks_off_in_another_thread_is_not_over():
-    """`Test` returns True only for what has ended well."""
-    ending = threading.Event()
+    """`Test` of the request raises the error, and no call of the other thread does."""
+    ending, moved = threading.Event(), []
 
     def breaks():
         if threading.current_thread() is not mover:
@@ -101,15 +101,40 @@ def test_a_request_that_breaks_off_in_another_thread_is_not_over():
         raise ArithmeticError("no such sum")
 
     def move():
-        with pytest.raises(ArithmeticError):
-            progress()
+        progress()
+        moved.append(True)
 
     mover = threading.Thread(target=move, daemon=True)
     broken = request(breaks)
     broken.begin(None)
     mover.start()
     ending.wait()
-    with pytest.raises(RanksDisagree, match="broken off"):
+    with pytest.raises(ArithmeticError, match="no such sum"):
         broken.Test()
     mover.join()
+    assert moved and not active_requests
+    for verb in (broken.Test, broken.Wait):
+        with pytest.raises(RanksDisagree, match="broken off"):
+            verb()
+
+
+@pytest.mark.parametrize("raising", ["program", "release"])
+def test_an_error_is_raised_by_its_own_request(raising):
+    """Another request completes beside it."""
+
+    def raises(*_):
+        broken.holds_program = False
+        raise ArithmeticError("no such sum")
+
+    goes_on = []
+    broken, other = request(lambda: goes_on and (raising == "release" or raises())), request(lambda: goes_on)
+    broken.owner = _Owner()
+    if raising == "release":
+        broken.owner.release = raises
+    broken.begin(None)
+    other.begin(None)
+    goes_on.append(True)
+    assert other.Wait() is True
+    with pytest.raises(ArithmeticError, match="no such sum"):
+        broken.Wait()
     assert not active_requests

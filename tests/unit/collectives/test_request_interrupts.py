@@ -1,0 +1,157 @@
+"""Ctrl-C at every point of the methods of requests at which the interpreter looks for signals."""
+
+import dis
+import sys
+import threading
+from itertools import count
+
+import pytest
+
+from collectives.errors import RanksDisagree
+from collectives.runtime import operation, progress, requests
+from collectives.runtime.program import Program
+from collectives.runtime.progress import active_requests, lone_requests, progress_lock
+from collectives.runtime.requests import Request
+from collectives.types import Wait
+
+FILES = {module.__file__ for module in (operation, progress, requests)}
+
+CHECKED_AFTER = ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+"""Instructions after which the interpreter looks for signals."""
+
+
+class Interrupt:
+    """Trace function that raises KeyboardInterrupt at the n-th such point."""
+
+    def __init__(self, n):
+        self.left, self.latest = n, {}
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "call":
+            frame.f_trace_opcodes, self.latest[frame] = True, "RESUME"
+        elif event == "opcode":
+            before = self.latest.get(frame)
+            self.latest[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self.left -= before in CHECKED_AFTER
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(call, n):
+    """Make the call, interrupted at the n-th point; True if it has so many."""
+    trace = Interrupt(n)
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+class _NoWire:
+    def free(self):
+        pass
+
+
+class Owner:
+    def __init__(self):
+        self.released = 0
+
+    def release(self, request):
+        request.holds_program, self.released = False, self.released + 1
+
+
+class Sum:
+    """A request of a program in two parts, which another rank delays by `waits` polls."""
+
+    def __init__(self, persistent, waits):
+        self.persistent, self.waits, self.result, self.owner = persistent, waits, [], Owner()
+        self.started = False
+        steps = [lambda: setattr(self, "left", waits), Wait(lambda: None, self.arrived), self.result.clear]
+        steps += [lambda: self.result.append("sum")]
+        self.program = Program(steps, _NoWire(), 0, None)
+        self.program.position = len(steps)
+        self.request = Request("sum", self.program, self.owner, object(), persistent)
+
+    def arrived(self):
+        self.left -= 1
+        return self.left < 0
+
+    def start(self):
+        if self.persistent:
+            self.request.Start()
+        else:
+            self.request.begin(None)
+        self.started = True
+
+    def is_lost(self):
+        """True if it was interrupted before it began."""
+        return not (self.started or self.request.active or self.request._broken or self.result)
+
+
+def lock_is_free():
+    taken = []
+
+    def take():
+        taken.append(progress_lock.acquire(timeout=10))
+        if taken[0]:
+            progress_lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """No progress thread, which would advance the requests, and no compiled programs."""
+    monkeypatch.setattr(progress.progress_thread, "ensure", lambda: None)
+    monkeypatch.setattr(progress.progress_thread, "wake", lambda: None)
+    monkeypatch.setattr(requests, "COMPILE_AFTER", 0)
+    yield
+    active_requests.clear()
+    lone_requests.clear()
+
+
+@pytest.mark.parametrize("verb", ["Wait", "Test"])
+@pytest.mark.parametrize("waits", [0, 3])
+@pytest.mark.parametrize("persistent", [False, True], ids=["non-blocking", "persistent"])
+def test_an_interrupted_request_completes_or_is_aborted(persistent, waits, verb):
+    """It never hangs, is never complete without its data, and gives its program back once."""
+    for n in count(1):
+        summed = Sum(persistent, waits)
+        request = summed.request
+
+        def complete(summed=summed, request=request):
+            summed.start()
+            while not getattr(request, verb)():
+                pass
+
+        was_interrupted = interrupted(complete, n)
+        assert lock_is_free(), f"point {n}"
+        if not summed.is_lost():
+            try:
+                for _ in range(20):
+                    if request.Test():
+                        break
+                else:
+                    pytest.fail(f"point {n}: it never completes")
+                request.Wait()
+                assert summed.result == ["sum"], f"point {n}: complete without its data"
+            except RanksDisagree:
+                assert was_interrupted and summed.program.broken
+        elif persistent:
+            request.Start()
+            request.Wait()
+        assert not request.active and not active_requests and not lone_requests, f"point {n}"
+        assert summed.owner.released == (not persistent and not summed.is_lost()), f"point {n}"
+        if not was_interrupted:
+            break
+    assert n > 10
