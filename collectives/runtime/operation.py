@@ -26,6 +26,10 @@ def _open() -> bool:
     return True
 
 
+orphans: list[object] = []
+"""Aborted requests and calls of all communicators: peers may still read and write their memory, up to the exit."""
+
+
 class ProgramOwner(Protocol):
     """Interface of what made an operation."""
 
@@ -200,12 +204,13 @@ class Operation:
             return None
 
     def _break_off(self, error: BaseException, in_program: bool = True) -> None:
-        """Mark the operation as aborted and end it; keep an error for `Test` or `Wait`."""
+        """Mark the operation as aborted and end it; keep an error for `Test` or `Wait`, and the memory in `orphans`."""
         if isinstance(error, Exception):
             self.error = error
         self._broken = True
         if in_program:
             self.program.broken = True
+            orphans.append(self)
         self._end()
 
     def _complete_handle(self) -> None:
@@ -215,12 +220,15 @@ class Operation:
         """End the operation: release the program of a non-blocking call. After Ctrl-C it can be called again."""
         if self.holds_program and not self.persistent:
             self.owner.release(self)
-            self._memory = None
+            if not self._broken:
+                self._memory = None
         self._startable = self.persistent and not self._broken
         try:
             if self._active:
                 self._active = False  # last of all: a thread that waits for it continues
                 active_requests.remove(self)
+            if self in lone_requests:
+                lone_requests.remove(self)
         finally:
             if self._handle is not None:
                 self._complete_handle()
@@ -297,7 +305,4 @@ class Operation:
         """End a request that `_finish_alone` has finished, or broken off by an `error`; a no-op for others."""
         with progress_lock:  # another thread may begin a call with the program that this one gives back
             if self in lone_requests:
-                try:
-                    lone_requests.remove(self)
-                finally:
-                    self._end() if error is None else self._break_off(error)
+                self._end() if error is None or not self.holds_program else self._break_off(error)

@@ -66,7 +66,7 @@ class Planner:
         builder = ProgramBuilder if transports.sharing.gpu is None else GpuProgramBuilder
         self._builder = builder(transports, async_progress)
         self.cache = ProgramCache(self.rank, self.size == 1)
-        self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
+        self._is_broken = False  # a persistent request was aborted
         self.nonblocking = ProgramCache(self.rank, self.size == 1, transports.nonblocking)
         self._turns = transports.nonblocking.data  # the same memory, which Python reads faster
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
@@ -258,10 +258,11 @@ class Planner:
             self._free_program(*self._finalized.popleft())
 
     def _free_program(self, program: Program | CompiledProgram, channel: int | None) -> None:
+        if program.broken:  # its messages may still be active
+            self._is_broken = True
+            return
         program.free()
-        if program.broken:
-            self._orphans.append(program)
-        elif channel is not None:
+        if channel is not None:
             self._channels.give_back(channel)
 
     def close(self, free: Callable[[], object]) -> None:
@@ -292,7 +293,7 @@ class Planner:
         self._persistent.clear()
         self.transports.free()
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
-        if not (self._orphans or self.cache.broken or self.nonblocking.broken):
+        if not (self._is_broken or self.cache.broken or self.nonblocking.broken):
             self.comm.Free()
 
     @property
@@ -332,7 +333,7 @@ class Planner:
             with progress_lock:
                 self._turns[HELD + request.channel] -= 1
         if program.broken:
-            self.nonblocking.poison(request.name, request.error, program, request)
+            self.nonblocking.poison(request.name, request.error, program)
         elif request.owns_program:
             program.free()
         elif self.nonblocking.has_surplus:

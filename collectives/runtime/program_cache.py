@@ -21,7 +21,7 @@ from collectives.runtime.binding import EagerBuffers, memories, separate_bytes
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
-from collectives.runtime.operation import Operation
+from collectives.runtime.operation import Operation, orphans
 from collectives.runtime.program import Program
 from collectives.runtime.progress import run_program
 
@@ -85,7 +85,6 @@ class ProgramCache:
         self._made: set[Hashable] = set()  # arguments of non-blocking calls that were not compiled
         self.nbytes = 0
         self.broken: str | None = None
-        self._orphans: list[object] = []
 
     # -------------------------------------------------------------------------------- lookup
 
@@ -276,7 +275,7 @@ class ProgramCache:
         form = "blocking" if self._blocking else "non-blocking"
         cause = "" if error is None else f" by {type(error).__name__}: {error}".removesuffix(": ")
         self.broken = f"a {form} {name.lower()} was broken off on rank {self._rank}{cause}"
-        self._orphans += program, *(tuple(one) if type(one) is list else one for one in memory)
+        orphans.extend((program, *(tuple(one) if type(one) is list else one for one in memory)))
         self._forget_calls()
         self.compiled_calls.run.clear()  # other threads may still look up a call that they have just started
 

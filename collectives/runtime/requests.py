@@ -211,7 +211,8 @@ class Request(Operation):
             if self._active:
                 raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
         self._freed, self._startable = True, False
-        self._memory = None
+        if not self._broken:
+            self._memory = None
         if self.finalizer is not None:
             self.finalizer.detach()
         if self.persistent and not self._lapsed:

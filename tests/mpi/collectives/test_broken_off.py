@@ -5,6 +5,7 @@ import signal
 import time
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from traceback import walk_stack
 
 import numpy as np
@@ -234,6 +235,38 @@ def test_the_memory_of_an_aborted_call_is_kept(own, before):
     else:
         after_ctrl_c(own)
         own.Bcast(spec, 1, algorithm="linear")
+
+
+@pytest.mark.parametrize("end", ["blocking, closed", "closed", "freed", "collected"])
+def test_the_memory_of_an_aborted_call_outlives_its_owner(own, end):
+    """The request, and the communicator once closed, may be gone while messages are still to arrive."""
+    comm, vector = Communicator(own), np.zeros(5)
+    request = comm.Bcast_init(vector, 1, algorithm="linear")
+
+    calls = [request.Start, request.Wait]
+    if end == "blocking, closed":
+        calls = [partial(comm.Bcast, vector, 1, algorithm="linear")]
+    if comm.Get_rank():
+        after_ctrl_c(comm)
+        for call in calls:
+            call()
+        comm.close()
+        return
+    with ctrl_c(comm):
+        for call in calls:
+            call()
+    program, remains = request.program, weakref.ref(vector)
+    if end == "freed":
+        request.Free()
+    elif "closed" in end:
+        comm.close()
+        del comm
+    del request, vector, calls, call
+    gc.collect()
+    assert remains() is not None
+    assert program.memories or end == "blocking, closed"
+    if "closed" not in end:
+        comm.close()
 
 
 @pytest.mark.parametrize("waits", ["Wait", "Test"])

@@ -77,6 +77,7 @@ class Sum:
         steps += [lambda: self.result.append("sum")]
         self.program = Program(steps, _NoWire(), 0, None)
         self.program.position = len(steps)
+        self.program.prefers_finish = waits > 0
         self.request = Request("sum", self.program, self.owner, object(), persistent)
 
     def arrived(self):
