@@ -148,6 +148,8 @@ class NativeRequest(Request, MPI.Request):
 
     def _ended_in_wait(self) -> None:
         """Write MPI.REQUEST_NULL into this object, as mpi4py has no setter, and keep the handle for a later request."""
+        if self._handle is None:  # Ctrl-C came between this and the end
+            return
         copy = self.program.copy if isinstance(self.program, CompiledProgram) else memmove
         copy(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
         handle, self._handle = self._handle, None

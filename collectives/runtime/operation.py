@@ -169,15 +169,19 @@ class Operation:
 
     def _advance_within_node(self) -> None:
         """Advance the program if that needs no call of the MPI; `_advance` then completes the request."""
-        if self._active and self._gate is None and self.on_end is None and self.program.needs_no_mpi:
+        if self._runs and self.on_end is None and self.program.needs_no_mpi:
             self._do(self.program.advance)
 
     @property
     def portioned(self) -> CompiledProgram | None:
         """The program if the progress thread can run it now without locks: a compiled one of long messages."""
         program = self.program
-        runs = self._active and self._gate is None and program.deferred
-        return program if runs and isinstance(program, CompiledProgram) else None
+        return program if self._runs and program.deferred and isinstance(program, CompiledProgram) else None
+
+    @property
+    def _runs(self) -> bool:
+        """True if any thread may run the program: it has begun, and `_end` has not."""
+        return self._active and self._gate is None and self.holds_program and not (self.in_thread or self._broken)
 
     def _note(self, program: CompiledProgram, result: int) -> None:
         """Take note of the result of a portion of `program`, which the progress thread has run."""
@@ -265,7 +269,7 @@ class Operation:
         if not self.program.needs_no_mpi:
             return False
         with progress_lock:
-            if not self._active or self.in_thread or self._gate is not None or not self._do(self.program.poll):
+            if not self._runs or not self._do(self.program.poll):
                 return False
             self._ended_in_wait()
             self._end()
@@ -282,7 +286,7 @@ class Operation:
         program = self.program
         try:
             with progress_lock:
-                alone = self._active and not self.in_thread and len(active_requests) == 1 and self._gate is None
+                alone = self._runs and len(active_requests) == 1
                 if not (alone and (self.persistent or program.prefers_finish)):
                     return False
                 lone_requests.append(self)
