@@ -125,7 +125,7 @@ def test_fewer_experts_than_ranks(comm, optimizer):
     """The last parameters are those of experts, which some ranks lack."""
 
     def norms(comm, **options):
-        router = Router(WIDTH, 1, RouterSettings(choices=1))
+        router = Router(WIDTH, 1, RouterSettings(choices=1, normalize=False))
         model = nn.Sequential([nn.Linear(WIDTH, WIDTH), MixtureOfExperts(router, [nn.Linear(WIDTH, WIDTH)])])
         with Engine(model, nn.MSE(), comm, optimizer(lr=0.1), batch=12, **options) as engine:
             x = np.random.default_rng(0).standard_normal((2, 12, WIDTH))

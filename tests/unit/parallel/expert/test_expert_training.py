@@ -457,7 +457,7 @@ def test_experts_as_the_last_parameters(mesh, experts, optimizer):
     """Some ranks have no expert: the first parameters in one group, where others have two groups, or all."""
 
     def main(comm, **options):
-        router = Router(WIDTH, experts, RouterSettings(choices=1))
+        router = Router(WIDTH, experts, RouterSettings(choices=1, normalize=False))
         mixture = MixtureOfExperts(router, [Linear(WIDTH, WIDTH) for _ in range(experts)])
         made = nn.Sequential([Linear(WIDTH, WIDTH), mixture])
         with Engine(made, nn.MSE(), comm, optimizer(lr=0.1), precision="fp64", batch=8, **options) as engine:
