@@ -291,7 +291,7 @@ class Operation:
                     return False
                 lone_requests.append(self)
                 self._active = False
-                active_requests.clear()
+                active_requests.remove(self)  # compiled code may have added others
             if self._context is None:
                 program.finish()
             else:
