@@ -97,6 +97,15 @@ def comm(world, request):
 
 
 @pytest.fixture
+def frequent_switches():
+    """Threads take turns after every few instructions, so that races show."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.fixture
 def gpu(monkeypatch):
     """A new GPU for the stand-in for CuPy, which takes CuPy's place."""
     from support.standin import cupy, recorder

@@ -1,6 +1,5 @@
 """Threads with a communicator each, under MPI.THREAD_MULTIPLE: whatever one does, the others' operations go on."""
 
-import sys
 import threading
 import time
 from itertools import combinations_with_replacement, pairwise
@@ -16,19 +15,11 @@ from collectives.transport.mailbox import NONBLOCKING
 
 pytestmark = [
     pytest.mark.timeout(120),
+    pytest.mark.usefixtures("frequent_switches"),
     pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="this MPI is not for several threads"),
 ]
 
 TURNS = 150
-
-
-@pytest.fixture(autouse=True)
-def _often():
-    """Threads take turns after every few instructions, so that races show."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(usual)
 
 
 def blocking(comm, size, dtype="f8"):

@@ -1,7 +1,6 @@
 """Copies between the memories of processes."""
 
 import os
-import sys
 import threading
 
 import numpy as np
@@ -12,15 +11,7 @@ from collectives.transport.cross_memory import CrossMemoryAttach, permitted
 TURNS = 3000
 
 
-@pytest.fixture(autouse=True)
-def _often():
-    """Threads take turns after every few instructions, so that races show."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(usual)
-
-
+@pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_threads_copy_at_the_same_time(verb):
     peer = CrossMemoryAttach(os.getpid())
