@@ -25,8 +25,8 @@ ALONE = 1024
 YIELDS = 16
 """Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 
-START_POLLS = 40
-"""Polls of the start of a non-blocking call: 1 to 2 us, less than a pending request costs."""
+START_POLLS = 100
+"""Polls of the start of a non-blocking call: about 5 us, as much as a pending request costs."""
 
 POLLED_BYTES = 1 << 9
 """Bytes of its longest message per further poll, up to `AWAITED_BYTES`: a peer copies about as many in that time."""

@@ -9,6 +9,7 @@ from collectives.runtime import cell_copy  # noqa: E402
 from collectives.runtime.kernel_memory import (  # noqa: E402
     BLOCK_BYTES,
     LONG_COPY,
+    STREAMED,
     _copy_blocks,
     copy_bytes,
     stream_bytes,
@@ -42,6 +43,14 @@ def test_copied_bytes_at_any_alignment(copy, nbytes):
             copy(target.ctypes.data + before, source.ctypes.data + skipped, nbytes)
             assert (target[before : before + nbytes] == source[skipped : skipped + nbytes]).all()
             assert (target[:before] == 255).all() and (target[before + nbytes :] == 255).all()
+
+
+@pytest.mark.parametrize("nbytes", [STREAMED - 1, STREAMED, STREAMED + 1])
+def test_copied_bytes_of_long_arrays(nbytes):
+    source = np.random.default_rng(0).integers(0, 256, nbytes + 1, np.uint8)
+    target = np.full(nbytes + 5, 255, np.uint8)
+    copy(target.ctypes.data + 3, source.ctypes.data + 1, nbytes)
+    assert (target[3:-2] == source[1:]).all() and (target[:3] == 255).all() and (target[-2:] == 255).all()
 
 
 @pytest.mark.parametrize("until_probe", [-1, 0, 5] if IS_X86 else [-1])
