@@ -184,31 +184,24 @@ STREAMED = 1 << 22
 """Bytes from which such a loop stores past the caches, which would hardly keep the data: 1.6 times as fast."""
 
 
-def _store_block(builder, args):
-    """Copy a block to an aligned address; the store."""
-    target, source = (builder.inttoptr(address, _BLOCK.as_pointer()) for address in args)
-    return builder.store(builder.load(source, align=1), target, align=BLOCK_BYTES)
+def _block_copy(past_caches):
+    """Compiled copy of a block to an aligned address; past the caches: by a store that leaves the data in none."""
+
+    @intrinsic
+    def copy(_, target, source):
+        def generate(context, builder, signature, args):
+            target, source = (builder.inttoptr(address, _BLOCK.as_pointer()) for address in args)
+            store = builder.store(builder.load(source, align=1), target, align=BLOCK_BYTES)
+            if past_caches:
+                store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    return copy
 
 
-@intrinsic
-def _copy_block(_, target, source):
-    def generate(context, builder, signature, args):
-        _store_block(builder, args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def _stream_block(_, target, source):
-    """Copy a block by a store that leaves the data in no cache."""
-
-    def generate(context, builder, signature, args):
-        past_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        _store_block(builder, args).set_metadata("nontemporal", past_caches)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+_copy_block, _stream_block = _block_copy(False), _block_copy(True)
 
 
 @_compile
