@@ -107,8 +107,25 @@ def check_no_overlap(call: Call) -> None:
     if source is None or target is None or source.device != target.device:
         return
     sent, received = separate_bytes(call) if source.contiguous and target.contiguous else (0, 0)
-    if sent and received and source.address < target.address + received and target.address < source.address + sent:
+    spans_meet = source.address < target.address + received and target.address < source.address + sent
+    if sent and received and spans_meet and _blocks_overlap(call, source.address, target.address):
         raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
+
+
+def _blocks_overlap(call: Call, source: int, target: int) -> bool:
+    """True if a block that is sent and one that is received have bytes in common; one may lie in gaps of the other."""
+    unit, ranges = call.unit.itemsize, []
+    for received, (address, starts) in enumerate([(source, call.send_blocks), (target, call.recv_blocks)]):
+        for block, start in starts.items():
+            if call.lengths[block]:
+                begin = address + start * unit
+                ranges.append((begin, begin + call.lengths[block] * unit, received))
+    ends = [0, 0]  # of the blocks before, sent and received
+    for begin, end, received in sorted(ranges):
+        if begin < ends[1 - received]:
+            return True
+        ends[received] = max(ends[received], end)
+    return False
 
 
 def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:

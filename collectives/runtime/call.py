@@ -163,6 +163,8 @@ def _known_lengths(length: int, rank: int, size: int, v_form: bool) -> tuple[int
 
 def _unit(buffer: Buffer) -> np.dtype[Any]:
     """Dtype of the elements to be reduced; a void dtype of the same size where only MPI knows their type."""
+    if not buffer.itemsize:
+        return BYTE
     return buffer.dtype if buffer.dtype is not None else np.dtype((np.void, buffer.itemsize))
 
 
@@ -189,6 +191,8 @@ def _identity(op: MPI.Op, buffer: Buffer) -> Hashable:
 
 
 def _with_op(call: Call, source: Buffer, op: MPI.Op) -> Call:
+    if not source.itemsize:  # of a datatype without data
+        call = call._replace(lengths=(0,) * len(call.lengths))
     kernel = combine(op, source.dtype, source.datatype)
     return call._replace(combine=kernel, op=_identity(op, source), operation=op)
 

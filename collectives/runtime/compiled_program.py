@@ -16,7 +16,7 @@ from collectives.runtime import program_table as table
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress_until, progress_words
 from collectives.runtime.table_layout import NotCompilableError, TableLayout, place_of
-from collectives.transport.mailbox import PID, RENDEZVOUS_BYTES, NodeMemory
+from collectives.transport.mailbox import PID, NodeMemory
 from collectives.transport.shm_messages import CHUNK
 
 ALONE = 1024
@@ -76,7 +76,7 @@ class CompiledProgram:
         layout = TableLayout(program.steps, program.wire)
         self.program, self.node, self._operations = program, node, layout.operations
         reduced = [one.nbytes for one in layout.operations if one.edge is not None and one.kernel]
-        self._spare = np.empty(min(CHUNK, max((n for n in reduced if n >= RENDEZVOUS_BYTES), default=0)), np.uint8)
+        self._spare = np.empty(min(CHUNK, max(reduced, default=0)), np.uint8)
         self._table = layout.numbers(program.memories, self._spare)
         self.needs_no_mpi, self._table[table.USES_MPI] = not layout.messages, bool(layout.messages)
         ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]

@@ -35,13 +35,16 @@ def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Statu
     return True
 
 
-def start_all(requests: Iterable[Request]) -> None:
-    """Start all persistent requests; if one is not idle or is there twice, raise InvalidArgument and start none."""
+def start_all(requests: Iterable[Request | MPI.Prequest]) -> None:
+    """Start all persistent requests, of Chorus or mpi4py.
+
+    If one of Chorus is not idle, or one is there twice, raise InvalidArgument and start none.
+    """
     several = list(requests)
     for request in several:
-        if not request.is_startable:
+        if not (isinstance(request, MPI.Prequest) or request.is_startable):
             raise request.not_startable()
-    if len(set(several)) < len(several):
+    if len({id(request) for request in several}) < len(several):
         raise InvalidArgument(MPI.ERR_REQUEST, "requests: expected each of them once, found one of them twice")
     for request in several:
         request.Start()

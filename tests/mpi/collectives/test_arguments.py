@@ -263,6 +263,17 @@ def test_a_reduction_of_structures_by_an_operation_of_one_s_own(comm, made):
     op.Free()
 
 
+def test_reductions_of_a_datatype_without_data(comm, made):
+    op = MPI.Op.Create(lambda left, inout, datatype: None, commute=True)
+    nothing = made(MPI.INT.Create_contiguous(0))
+    mine, total = np.zeros(3, "i4"), np.ones(3, "i4")
+    comm.Allreduce([mine, 3, nothing], [total, 3, nothing], op)
+    comm.Ireduce([mine, 3, nothing], [total, 3, nothing], op).Wait()
+    comm.Scan([mine, 3, nothing], [total, 3, nothing], op)
+    assert (total == 1).all()
+    op.Free()
+
+
 def test_blocks_of_derived_datatypes_with_displacements(comm, made):
     """Every other number of a vector, gathered to every third place of another."""
     rank, size = comm.Get_rank(), comm.Get_size()

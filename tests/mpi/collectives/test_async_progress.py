@@ -11,9 +11,10 @@ from support.exchange_cases import TABLE, Question
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument
-from collectives.runtime import compiled_program
+from collectives.runtime import compiled_program, requests
 from collectives.runtime.program_builder import DEFERRED_BYTES
 from collectives.runtime.progress import progress_lock, progress_thread
+from collectives.transport import mailbox
 
 LONG = DEFERRED_BYTES // 8
 
@@ -46,6 +47,21 @@ def test_every_collective_in_both_forms(quick, method, n):
             request.Wait()
             case.check(number)
     bound.Free()
+
+
+def test_reduced_messages_longer_than_the_short_cells_of_many_ranks(world, monkeypatch):
+    """They are sent by address, however short they are."""
+    monkeypatch.setattr(mailbox, "OTHER_BUDGET", 0)
+    rank, size = world.Get_rank(), world.Get_size()
+    with Communicator(world, async_progress=True) as comm:
+        mine, total = np.full(500, rank + 1.0), np.zeros(500)
+        bound = comm.Allreduce_init(mine, total, algorithm="ring")
+        for _ in range(requests.COMPILE_AFTER + 2):
+            total[:] = 0
+            bound.Start()
+            bound.Wait()
+            assert (total == size * (size + 1) // 2).all()
+        bound.Free()
 
 
 @pytest.mark.parametrize("form", ["Allreduce_init", "Iallreduce"])

@@ -414,6 +414,22 @@ def test_buffers_that_overlap_are_refused_whatever_went_before(comm):
     works(comm)
 
 
+@pytest.mark.parametrize("n", [2, 5000])
+def test_a_send_buffer_may_lie_in_a_gap_of_the_receive_buffer(comm, n):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    room = np.full(2 * size * n, -1.0)  # blocks with gaps as long after them
+    starts = list(range(0, len(room), 2 * n))
+    mine = room[starts[rank] + n : starts[rank] + 2 * n]
+    for turn in range(20):
+        mine[:] = rank + turn
+        comm.Allgatherv(mine, [room, ([n] * size, starts)])
+        assert room[starts].tolist() == [r + turn for r in range(size)]
+        assert (mine == rank + turn).all()
+    with pytest.raises(InvalidArgument, match="overlap"):
+        comm.Allgatherv(room[starts[rank] + n - 1 : starts[rank] + 2 * n - 1], [room, ([n] * size, starts)])
+    works(comm)
+
+
 def test_use_after_free(comm):
     mine, total = np.ones(4), np.zeros(4)
     gone = comm.Dup()

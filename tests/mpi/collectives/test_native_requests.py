@@ -209,6 +209,21 @@ def test_persistent_ones_have_functions_of_their_own(comm):
         request.Free()
 
 
+def test_start_of_a_list_with_requests_of_both(comm):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    sent, got, total = np.full(3, rank), np.zeros(3, int), np.zeros(3, int)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    bound = [comm.Recv_init(got, before), comm.Allreduce_init(sent, total), comm.Send_init(sent, after)]
+    for _ in range(3):
+        Request.Startall(bound)
+        Request.Waitall(bound)
+        assert (got == before).all() and (total == size * (size - 1) // 2).all()
+    with pytest.raises(InvalidArgument, match="twice"):
+        Request.Startall([bound[0], bound[0]])
+    for request in bound:
+        request.Free()
+
+
 def test_in_debug_mode(world):
     with Communicator(world, debug=True) as comm:
         total = np.zeros(3)
