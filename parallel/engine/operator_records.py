@@ -83,11 +83,7 @@ class OperatorRecords:
 
     def checked(self, state: Any) -> Mapping[str, list[float]]:
         """Biases from a checkpoint; ValueError if they are not those of this model."""
-        if not isinstance(state, Mapping) or set(state) != set(self.biases):
-            raise ValueError(f"biases: expected those of {', '.join(self.biases) or 'no operator'}, found {state!r}")
-        for name, bias in self.biases.items():
-            SelectionBias(len(bias.values), 0.0).load(state[name])
-        return state
+        return _checked(self.biases, state)
 
     def load(self, state: Mapping[str, list[float]]) -> None:
         """Restore biases that were `checked`."""
@@ -98,6 +94,21 @@ class OperatorRecords:
 def biases_of(operators: Iterable[Operator]) -> dict[str, SelectionBias]:
     """Biases of the routers among some operators, by the routers' names."""
     return {one.name: one.bias for one in operators if isinstance(one, Router) and one.bias is not None}
+
+
+def load_biases(model: Operator, state: Any) -> None:
+    """Restore the biases of a whole model's routers; ValueError, with nothing changed, if they are not of this model."""
+    biases = biases_of(operators_in(model))
+    for name, values in _checked(biases, state).items():
+        biases[name].load(values)
+
+
+def _checked(biases: Mapping[str, SelectionBias], state: Any) -> Mapping[str, list[float]]:
+    if not isinstance(state, Mapping) or set(state) != set(biases):
+        raise ValueError(f"biases: expected those of {', '.join(biases) or 'no operator'}, found {state!r}")
+    for name, bias in biases.items():
+        SelectionBias(len(bias.values), 0.0).load(state[name])
+    return state
 
 
 def refuse_biases(model: Operator, layout: str) -> None:

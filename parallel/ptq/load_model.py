@@ -10,9 +10,11 @@ import numpy as np
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
 from parallel.checkpoint.step_folders import NAME
 from parallel.data.datasets import LearningTask
-from parallel.engine.settings import DEFAULTS, TRANSFORM_FIELDS, Settings, complete
+from parallel.engine.operator_records import biases_of, load_biases
+from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, TRANSFORM_FIELDS, Settings, complete
 from parallel.grad_compression import NONE
 from parallel.nn.operator import Operator, name_all
+from parallel.nn.rewrite import operators_in
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_mapping
@@ -63,7 +65,10 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
         shapes = f"shape {stored.get(wrong[0])} in it, and {expected.get(wrong[0])} in {settings.model} for {task.name}"
         raise CheckpointError(f"{newest} is of another model: {wrong[0]} has {shapes}")
 
+    state = found.facts.get("engine")
+
     def read() -> None:
+        load_biases(model, expect_mapping(state, "engine").get("biases", {}))
         for name, parameter in parameters.items():
             parameter.data = found.tensor(name).astype(np.float32)
         prune(model, trained, steps_of(trained, task), found.step)
@@ -77,7 +82,7 @@ def _single_rank_settings(before: dict[str, Any]) -> Settings:
     """A checkpoint's settings, changed to one rank in fp32: no transforms, compression, recomputation or pool."""
     plain = {name: getattr(DEFAULTS, name) for name in TRANSFORM_FIELDS}
     changes = {"layout": "dp", "precision": "fp32", "compress": NONE, "recompute": False, "pool": False}
-    return complete(plain | changes, before)
+    return complete(plain | changes, {name: value for name, value in before.items() if name not in LAYOUT_FIELDS})
 
 
 def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
@@ -95,7 +100,10 @@ def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
 
 
 def save(path: Path, trained: TrainedModel, made: Operator) -> None:
-    """Write quantised model `made` to a safetensors file: codes, other parameters, and the settings of `trained`."""
+    """Write quantised model `made` to a safetensors file: codes, other parameters, and the settings of `trained`.
+
+    The file also has the selection biases of routers.
+    """
     arrays: dict[str, Any] = {parameter.name: parameter.data for parameter in made.parameters()}
     for name, weight in weights_of(made).items():
         arrays[name] = weight.quantized.codes
@@ -107,13 +115,16 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
             inputs[operator.name] = operator.spec.to_dict()
             given = {name: values for name, values in operator.given.items() if values is not None}
             arrays |= {f"{operator.name}/inputs.{name}": values for name, values in given.items()}
-    safetensors_file.save(path, arrays, {"format": FORMAT, "settings": asdict(trained.settings), "inputs": inputs})
+    about = {"format": FORMAT, "settings": asdict(trained.settings), "inputs": inputs}
+    biases = {name: bias.state() for name, bias in biases_of(operators_in(made)).items()}
+    safetensors_file.save(path, arrays, about | ({"biases": biases} if biases else {}))
 
 
 def load(path: Path) -> TrainedModel:
     """Read a model written by `save`; FileNotFoundError if there is none.
 
-    ValueError if it is another file, lacks an array, or has one of another shape, or quantised where it must not be.
+    ValueError if it is another file, lacks an array, or has one of another shape, or quantised where it must not be,
+    or lacks selection biases.
     """
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
@@ -124,6 +135,7 @@ def load(path: Path) -> TrainedModel:
     settings = complete({}, expect_mapping(about.get("settings"), "settings"))
     task, model, _ = prepare(settings, 1)
     parameters = name_all(model)
+    load_biases(model, about.get("biases", {}))
     matrices = {layer.name: layer.shape for layer in layers_of(model)}
     weights = {}
     for parameter in parameters:

@@ -7,10 +7,12 @@ pytest.importorskip("safetensors")
 
 from mpi4py import MPI
 
+from parallel.engine.operator_records import biases_of
 from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
+from parallel.nn.rewrite import operators_in
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt, observed
 from parallel.ptq.evaluation import compare, evaluate
@@ -134,6 +136,20 @@ def test_a_checkpoint_of_any_layout(comm, folder, layout):
         batches = dealt(job.task.test, 1000, 64, some.Get_rank(), some.Get_size())
         found = evaluate(job.model, job.loss, batches, some, job.measure)
         assert found.loss == pytest.approx(score.loss, rel=1e-5)
+
+
+def test_a_checkpoint_of_experts_on_a_mesh(comm, folder):
+    """Experts of all ranks, and the biases of their routers, on one rank."""
+    if comm.size % 2:
+        pytest.skip("two ranks share the experts")
+    said = {"data": "copy", "model": "gpt-moe:tiny", "length": 16, "batch": 8, "steps": 1, "experts": "4,bias=0.5"}
+    with Training(complete({**said, "mesh": f"dp={comm.size},ep=2", "dispatch": "direct:int8"}), comm) as training:
+        list(training.run())
+        training.save(folder)
+        biases = training.engine.state()["biases"]
+    job = load_model.from_checkpoint(SELF, folder)
+    assert {name: bias.state() for name, bias in biases_of(operators_in(job.model)).items()} == biases
+    assert all(any(values) for values in biases.values())
 
 
 def test_what_fails_on_one_rank_fails_on_all(comm):

@@ -1,0 +1,63 @@
+"""Mixtures of experts and Mixture-of-Depths in few bits: selection biases, settings, errors per layer."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.checkpoint.checkpoint_files import CheckpointError
+from parallel.engine.operator_records import biases_of
+from parallel.engine.settings import complete
+from parallel.nn.rewrite import operators_in
+from parallel.ptq import load_model
+from parallel.ptq.calibration import dealt
+from parallel.ptq.evaluation import evaluate
+from parallel.ptq.quantize_model import quantise
+from parallel.trainer.trainer import Training
+from quant import grouped
+from quant.io import safetensors_file
+
+SELF = MPI.COMM_SELF
+SAID = {"data": "copy", "model": "gpt-moe:tiny", "length": 16, "batch": 4, "steps": 3, "experts": "4,bias=0.5"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Checkpoint of a model whose biases outweigh the scores, with the biases and the evaluation of its training."""
+    folder = tmp_path_factory.mktemp("experts")
+    with Training(complete(SAID), Communicator(SELF)) as training:
+        list(training.run())
+        training.save(folder)
+        biases = biases_of(operators_in(training.model))
+        return folder, {name: bias.state() for name, bias in biases.items()}, training.score()
+
+
+def test_selection_biases_of_a_checkpoint(trained):
+    folder, biases, score = trained
+    job = load_model.from_checkpoint(SELF, folder)
+    assert {name: bias.state() for name, bias in biases_of(operators_in(job.model)).items()} == biases
+    assert len(biases) == 2 and all(any(values) for values in biases.values())
+    found = evaluate(job.model, job.loss, dealt(job.task.test, 1000, 64, 0, 1), SELF, job.measure)
+    assert found.loss == pytest.approx(score.loss, rel=1e-5)
+
+
+def test_selection_biases_of_a_file(trained, tmp_path):
+    folder, biases, _ = trained
+    job, path = load_model.from_checkpoint(SELF, folder), tmp_path / "m.safetensors"
+    load_model.save(path, job, quantise(job.model, grouped(4, 16), dealt(job.task.train, 8, 4, 0, 1), SELF))
+    back = load_model.load(path)
+    assert {name: bias.state() for name, bias in biases_of(operators_in(back.model)).items()} == biases
+    about = safetensors_file.about(path)
+    safetensors_file.save(path, safetensors_file.load(path), {k: v for k, v in about.items() if k != "biases"})
+    with pytest.raises(ValueError, match="biases: expected those of 1.1.inner.1"):
+        load_model.load(path)
+
+
+def test_settings_of_a_mesh_are_those_of_its_layout_only():
+    """The settings of a run on a mesh, with the layout that one rank has too."""
+    said = {"mesh": "dp=4,ep=2", "dispatch": "hierarchical", "overlap_expert_comm": True, "expert_shards": 2}
+    found = load_model._single_rank_settings({**SAID, **said, "layout": "dp", "accumulate": 2})
+    assert found == complete({**SAID, "accumulate": 2, "recompute": False})
