@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,8 +74,8 @@ class MixtureOfDepths(Operator):
         expect(fits, self, f"an array of shape (batch, length, {self.width})", x)
 
     def count(self, length: int) -> int:
-        """Number of tokens chosen of a sequence in training."""
-        return math.ceil(self.fraction * length)
+        """Number of tokens chosen of a sequence in training: `fraction`, the decimal number, of them, rounded up."""
+        return math.ceil(Fraction(str(self.fraction)) * length)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Apply the block to the chosen tokens; in evaluation, to those that the predictor chooses."""

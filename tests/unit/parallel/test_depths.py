@@ -31,6 +31,14 @@ def test_gradients(shape, fraction):
     gradcheck.check(MixtureOfDepths(block(), WIDTH, fraction, predictor_loss=0.0), tokens(*shape))
 
 
+def test_number_of_tokens():
+    """Fractions are decimal numbers: 0.07 of 100 tokens are 7."""
+    found = [
+        MixtureOfDepths(block(), WIDTH, fraction).count(100) for fraction in (0.07, 0.55, 0.071, np.float32(0.07), 1)
+    ]
+    assert found == [7, 55, 8, 7, 100]
+
+
 def test_loop_over_sequences():
     """The tokens with the highest gates, in their order, through the block; the others unchanged."""
     operator, x = MixtureOfDepths(block(), WIDTH, 0.4), tokens(3, 9)
