@@ -97,7 +97,7 @@ def biases_of(operators: Iterable[Operator]) -> dict[str, SelectionBias]:
 
 
 def load_biases(model: Operator, state: Any) -> None:
-    """Restore the biases of a whole model's routers; ValueError, with nothing changed, if they are not of this model."""
+    """Restore the biases of a whole model's routers; ValueError, with none changed, if they are of another."""
     biases = biases_of(operators_in(model))
     for name, values in _checked(biases, state).items():
         biases[name].load(values)

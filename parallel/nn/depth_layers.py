@@ -57,4 +57,14 @@ class DepthLayers:
             MixtureOfDepths(item, width, self.fraction) if number in numbers else item
             for number, item in enumerate(model.items)
         ]
-        return Sequential(items, cuts=model.cuts)
+        return Sequential(items, cuts={_within_block(pattern, numbers): style for pattern, style in model.cuts.items()})
+
+
+def _within_block(pattern: str, numbers: range) -> str:
+    """Pattern of operator names in a transformer whose blocks with these numbers are within a `MixtureOfDepths`.
+
+    >>> [_within_block(pattern, range(2, 5, 2)) for pattern in ("0.0", "2.1.inner.1", "3.1.inner.1", "*.0.inner.1")]
+    ['0.0', '2.block.1.inner.1', '3.1.inner.1', '*.0.inner.1']
+    """
+    number, _, rest = pattern.partition(".")
+    return f"{number}.block.{rest}" if number.isdecimal() and int(number) in numbers else pattern

@@ -1,12 +1,14 @@
 """Transformers with Mixture-of-Depths blocks: text, blocks, FLOPs, refusals."""
 
+from fnmatch import fnmatchcase
+
 import numpy as np
 import pytest
 
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.models import build
-from parallel.nn.operator import ArraySpec
+from parallel.nn.operator import ArraySpec, Operator, name_all
 
 X = ArraySpec((2, 16), np.dtype(np.int64))
 
@@ -45,6 +47,22 @@ def test_too_few_blocks():
 def test_blocks(model, text, blocks):
     found = build(model, (16,), 32, depths=text)
     assert [number for number, unit in enumerate(found.items) if isinstance(unit, MixtureOfDepths)] == blocks
+
+
+@pytest.mark.parametrize("experts", ["4", "4,every=2", "4,every=3"])
+@pytest.mark.parametrize("text", ["0.5", "0.5,every=1", "0.5,every=3"])
+def test_every_pattern_of_cuts_names_operators(text, experts):
+    found, dense = (build("gpt-moe:mini", (16,), 32, depths=some, experts=experts) for some in (text, None))
+    styles = styles_of(found)
+    assert {name.replace(".block", ""): style for name, style in styles.items()} == styles_of(dense)
+    assert all(any(fnmatchcase(name, pattern) for name in styles) for pattern in found.cuts)
+
+
+def styles_of(model):
+    """Styles of the operators of a model in its table, by name."""
+    name_all(model)
+    names = [one.name for _, one in model.walk() if isinstance(one, Operator)]
+    return {name: style for name in names for pattern, style in model.cuts.items() if fnmatchcase(name, pattern)}
 
 
 def test_flops():

@@ -1,6 +1,5 @@
 """Mixtures of experts and Mixture-of-Depths in few bits: selection biases, settings, errors per layer."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("safetensors")
@@ -8,7 +7,6 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.engine.operator_records import biases_of
 from parallel.engine.settings import complete
 from parallel.nn.rewrite import operators_in
@@ -52,7 +50,7 @@ def test_selection_biases_of_a_file(trained, tmp_path):
     assert {name: bias.state() for name, bias in biases_of(operators_in(back.model)).items()} == biases
     about = safetensors_file.about(path)
     safetensors_file.save(path, safetensors_file.load(path), {k: v for k, v in about.items() if k != "biases"})
-    with pytest.raises(ValueError, match="biases: expected those of 1.1.inner.1"):
+    with pytest.raises(ValueError, match="biases: expected those of 1"):
         load_model.load(path)
 
 

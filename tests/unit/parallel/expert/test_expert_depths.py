@@ -38,13 +38,27 @@ def batch(step, samples):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def scores(comm, samples, **options):
+def scores(comm, samples, model=model, **options):
     """Losses of two steps, then losses and shares of correct predictions of evaluations."""
     loss = nn.SoftmaxCrossEntropy()
     with Engine(model(), loss, comm, SGD(lr=0.1), precision="fp64", batch=8, micro_batch=2, **options) as engine:
         trained = [engine.step(*batch(step, samples)).loss for step in range(2)]
         found = [engine.evaluate(*batch(9, number), loss.correct) for number in (samples, 1, 5)]
         return [*trained, *(value for one in found for value in (one.loss, one.measure))]
+
+
+def every_second():
+    """Four blocks, of which every second one has experts, for some of the tokens."""
+    layers = ExpertLayers(4, RouterSettings(), every=2)
+    return DepthLayers(0.5).of(transformer(TOKENS, LENGTH, 4, 2, WIDTH, experts=layers), WIDTH)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,ep=2", "cp=2", "pp=2,tp=2"])
+def test_experts_in_every_second_block(mesh):
+    expected = run_threads(1, lambda comm: scores(comm, 4, every_second))[0]
+    options = {"mesh": mesh, "layout": "pp:1f1b" if "pp" in mesh else "dp"}
+    for found in run_threads(Mesh.parse(mesh).size, lambda comm: scores(comm, 4, every_second, **options)):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("samples", [2, 5])
