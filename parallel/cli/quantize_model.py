@@ -10,6 +10,7 @@ layout wrote it.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -127,9 +128,10 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
         "  error of: weights  outputs (alone)  (all)"
     )
     for row, spec in zip(rows, specs):
+        errors = ["-" if math.isnan(one) else f"{one:.2%}" for one in (row.weights, row.outputs, row.arriving)]
         say(
             f"{row.name:<{wide}}  {f'{row.shape[0]} x {row.shape[1]}':>11}  {spec:<{kind}}  {row.bits:>5.2f}"
-            f"  {row.nbytes:>9}  {row.before:>9}  {row.weights:>17.2%}  {row.outputs:>15.2%}  {row.arriving:>5.2%}"
+            f"  {row.nbytes:>9}  {row.before:>9}  {errors[0]:>17}  {errors[1]:>15}  {errors[2]:>5}"
         )
 
 

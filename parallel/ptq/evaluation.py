@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.data.sampler import Batch
+from parallel.nn.depths import MixtureOfDepths
+from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.rewrite import operators_in
 from parallel.ptq.calibration import UNFIT, forward, watch
 from parallel.ptq.packed_weights import weights_of
 from parallel.runtime.collective_errors import collective_call
@@ -52,8 +55,9 @@ class LayerErrorRow(NamedTuple):
     """Errors and size of a quantised layer; errors are relative to the norms of the exact values.
 
     `weights` is the error of its matrix, `outputs` that of its output with only this layer quantised, and `arriving`
-    with all; NaN without a product or samples. `nbytes` and `bits` per weight count scales and divisors; `before` are
-    the bytes as float32.
+    with all; NaN without a product or samples. `arriving` is also NaN in an `ExpertGroup` or `MixtureOfDepths`, to
+    which the quantised model may route other tokens. `nbytes` and `bits` per weight count scales and divisors; `before`
+    are the bytes as float32.
     """
 
     name: str
@@ -74,6 +78,8 @@ def compare(
     users = {user.name: layer.name for layer in layers for user in layer.users}
     rounded = {value.name: value for _, value in made.walk() if isinstance(value, Operator) and value.name in users}
     place = {layer.name: number for number, layer in enumerate(layers)}
+    groups = (one for one in operators_in(model) if isinstance(one, ExpertGroup | MixtureOfDepths))
+    routed = {one.name for group in groups for one in operators_in(group)} & set(users)
     sums, exact = np.zeros((len(layers), 3)), {}
 
     def before(operator: Operator, x: Array, y: Array) -> None:
@@ -84,8 +90,9 @@ def compare(
     def after(operator: Operator, x: Array, y: Array) -> None:
         sums[place[users[operator.name]], 2] += _square(y - exact[operator.name])
 
-    first, second = watch(model, set(users), before), watch(made, set(users), after)
+    first, second = watch(model, set(users), before), watch(made, set(users) - routed, after)
     collective_call(comm, lambda: [(forward(first, batch), forward(second, batch)) for batch in batches], UNFIT)
+    sums[[place[users[name]] for name in routed], 2] = math.nan
     total = np.empty_like(sums)
     comm.Allreduce(sums, total)
     rows = []

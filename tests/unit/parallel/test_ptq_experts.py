@@ -1,5 +1,9 @@
 """Mixtures of experts and Mixture-of-Depths in few bits: selection biases, settings, errors per layer."""
 
+import math
+import re
+
+import numpy as np
 import pytest
 
 pytest.importorskip("safetensors")
@@ -7,14 +11,19 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
+from parallel.cli.quantize_model import print_layers
+from parallel.data.sampler import Batch
 from parallel.engine.operator_records import biases_of
 from parallel.engine.settings import complete
+from parallel.nn.models import build
+from parallel.nn.operator import name_all
 from parallel.nn.rewrite import operators_in
 from parallel.ptq import load_model
 from parallel.ptq.calibration import dealt
-from parallel.ptq.evaluation import evaluate
+from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.quantize_model import quantise
 from parallel.trainer.trainer import Training
+from parallel.transforms.quantizable_layers import layers_of
 from quant import grouped
 from quant.io import safetensors_file
 
@@ -59,3 +68,20 @@ def test_settings_of_a_mesh_are_those_of_its_layout_only():
     said = {"mesh": "dp=4,ep=2", "dispatch": "hierarchical", "overlap_expert_comm": True, "expert_shards": 2}
     found = load_model._single_rank_settings({**SAID, **said, "layout": "dp", "accumulate": 2})
     assert found == complete({**SAID, "accumulate": 2, "recompute": False})
+
+
+def test_errors_where_tokens_are_routed(capsys):
+    """Quantised routers and predictors choose other tokens: rows differ, or their number does."""
+    model, random = build("gpt-moe:tiny", (16,), 40, experts="4,shared", depths="0.5"), np.random.default_rng(0)
+    for parameter in name_all(model):
+        parameter.data = random.normal(0, 0.3, parameter.shape).astype(np.float32)
+    x = random.integers(0, 40, (4, 16))
+    batches = [Batch(0, x, x, np.arange(4))]
+    layers = layers_of(model)
+    rows = compare(model, quantise(model, grouped(3, 16), batches, SELF), layers, batches, SELF)
+    routed = [row.name for row in rows if row.name.startswith("2.block.") or ".experts." in row.name]
+    assert [row.name for row in rows if math.isnan(row.arriving)] == routed and len(routed) == 2 * 8 + 2 + 2
+    assert any(row.name.startswith("1.1.inner.1.shared.") for row in rows)
+    print_layers(rows, ["int3_g16"] * len(rows))
+    table = capsys.readouterr().out
+    assert len(re.findall(r" -$", table, re.MULTILINE)) == len(routed) and "nan" not in table
