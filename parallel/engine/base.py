@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ from parallel.engine.step_sync import CheckedBatches, Losses, StepSync, checked,
 from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.kernels.deferred import deferred
 from parallel.nn.operator import PassMode
+from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock
@@ -50,6 +52,7 @@ class PassResult(NamedTuple):
 class BaseEngine:
     """Base class of all training engines: the interface that a training loop uses; `remarks` are lines for the log."""
 
+    selection_biases: Mapping[str, SelectionBias] = MappingProxyType({})  # of all ranks' routers, by operator name
     settings: Settings
     remarks: Sequence[str] = ()
     shapes: dict[str, tuple[int, ...]] | None = None  # of all logical tensors, if ranks have different ones
@@ -129,6 +132,7 @@ class TrainEngine(BaseEngine):
         self._known_kinds: set[tuple[Any, ...]] = set()
         self._ranges = MovingRanges(context.plan.units)
         self._records = OperatorRecords(context.plan.units, self._comm)
+        self.selection_biases = self._records.biases
         self._runs: list[PassMode] = []  # of this step's micro-batches
         self._pool = PoolLimit(self._comm, context.memory.xp)
         if context.memory.xp is not np and self._comm.Get_size() > 1:

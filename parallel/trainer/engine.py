@@ -236,7 +236,8 @@ class Engine:
     def state_dict(self, *, ema: bool = False) -> dict[str, np.ndarray]:
         """Weights, or with `ema` their moving average, as whole tensors by parameter name, on all ranks.
 
-        New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks.
+        New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks. Selection
+        biases of routers (`SelectionBias`), as ``"1.1.inner.1.router.bias"``, are the last.
         """
         self._expect_open("state_dict")
         with self._average(ema):
@@ -245,8 +246,8 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Set the weights to whole tensors by parameter name, the same on all ranks; optimizer state is unchanged.
 
-        With `strict`, ValueError unless these are all parameters; else some may be missing, or unknown. Arrays of
-        another shape are always a ValueError. Nothing is changed then.
+        With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
+        Arrays of another shape are always a ValueError. Nothing is changed then.
         """
         self._expect_open("load_state_dict")
         engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)

@@ -13,6 +13,7 @@ from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
 from parallel.nn.placement import logical_name
+from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_integer, expect_mapping
@@ -76,25 +77,34 @@ def restore_engine(found: Checkpoint, engine: TrainableEngine, sampler: Callable
 
 
 def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.ndarray]:
-    """Whole tensors of the weights or their average by parameter name, the same on all ranks. Collective."""
+    """Whole tensors of the weights or their average, and selection biases, by name, equal on all ranks. Collective."""
 
     def gather(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> dict[str, np.ndarray]:
         return whole_tensors(comm, [piece for piece in slices if piece.name.startswith(family)])
 
     found: Any = engine.save(gather)
-    return {name.removeprefix(family): found[name] for name in (family + one for one in _shapes(engine))}
+    weights = {name.removeprefix(family): found[name] for name in (family + one for one in _shapes(engine))}
+    return weights | {name: bias.values.copy() for name, bias in _biases(engine).items()}
 
 
 def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping[str, Any], strict: bool) -> None:
-    """Set weights to whole tensors, equal on all ranks; ValueError, with nothing changed, if they do not fit."""
+    """Set weights and selection biases, equal on all ranks; ValueError, with nothing changed, if they do not fit."""
     engine.quiesce()
-    shapes = _shapes(engine)
+    biases = _biases(engine)
+    shapes = _shapes(engine) | {name: bias.values.shape for name, bias in biases.items()}
     given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
     for piece in engine.tensor_slices():
         name = within_family(piece.name)
         if piece.name.startswith(WEIGHTS) and name in given and len(piece.array):
             piece.array[...] = array_namespace(piece.array).asarray(piece.elements_of(given[name]))
+    for name in biases.keys() & given.keys():
+        biases[name].values = given[name].astype(np.float32)
     engine.refresh()
+
+
+def _biases(engine: TrainableEngine) -> dict[str, SelectionBias]:
+    """Selection biases of all routers by the names that they have among the weights."""
+    return {f"{name}.bias": bias for name, bias in engine.selection_biases.items()}
 
 
 def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
@@ -106,7 +116,7 @@ def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
 
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:
-    """Arrays of the parameters in `state`; ValueError for other shapes, and if `strict` for other names."""
+    """Arrays in `state` with the names of `shapes`; ValueError for other shapes, and if `strict` for other names."""
     if not isinstance(state, Mapping):
         raise ValueError(f"expected a mapping from names to arrays, found a {type(state).__name__}")
     found = {name: np.asarray(values) for name, values in state.items() if name in shapes}

@@ -507,3 +507,33 @@ def test_refused_models(message):
             Engine(REFUSED_MODELS[message](), nn.MSE(), comm, SGD(lr=0.1), mesh="dp=2,ep=2")
 
     run_threads(2, main)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "dp=1,tp=2", "pp=2"])
+def test_selection_biases_are_in_a_dictionary_of_weights(mesh):
+    """Required with the weights, and set with them: another engine evaluates the same."""
+
+    def main(comm):
+        options = {"mesh": mesh, "layout": "pp:1f1b" if "pp" in mesh else "dp", "precision": "fp64"}
+        loss, settings = nn.SoftmaxCrossEntropy(), RouterSettings(scores="sigmoid", bias_rate=0.5)
+
+        def engine():
+            made = transformer(TOKENS, LENGTH, 2, 2, WIDTH, experts=ExpertLayers(4, settings))
+            return Engine(made, loss, comm, SGD(lr=0.1), batch=7, micro_batch=2, **options)
+
+        with engine() as one, engine() as other:
+            one.step(*batch(0))
+            found, names = one.state_dict(), ["1.1.inner.1.router.bias", "2.1.inner.1.router.bias"]
+            assert list(found)[-2:] == names and all(found[name].any() for name in names)
+            with pytest.raises(ValueError, match="missing are .*router"):
+                other.load_state_dict({name: values for name, values in found.items() if name not in names})
+            with pytest.raises(ValueError, match=r"router\.bias: expected an array of shape"):
+                other.load_state_dict({**found, names[0]: np.zeros(3)})
+            assert not any(other.state_dict()[name].any() for name in names)
+            other.load_state_dict(found)
+            again = other.state_dict()
+            assert list(again) == list(found) and all((again[name] == found[name]).all() for name in found)
+            found[names[0]][:] = 9  # a copy
+            assert other.evaluate(*batch(1)).loss == one.evaluate(*batch(1)).loss
+
+    run_threads(2, main)
