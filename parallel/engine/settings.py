@@ -272,10 +272,10 @@ DEFAULTS = Settings()
 def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
     """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
-    `RUN_FIELDS`, and for another layout `LAYOUT_FIELDS`, are not taken from `previous`, nor are names that are no
-    fields (of another version). A given mesh with an axis ``pp`` implies the layout pp. Raises ValueError if a given
-    name is no field, or if a value is out of range or given without use: `momentum` without sgd, `length` without a
-    text.
+    `RUN_FIELDS`, for another layout `LAYOUT_FIELDS`, and for another mesh the exchange between experts, are not taken
+    from `previous`, nor are names that are no fields (of another version). A given mesh with an axis ``pp`` implies the
+    layout pp. Raises ValueError if a given name is no field, or if a value is out of range or given without use:
+    `momentum` without sgd, `length` without a text.
 
     >>> complete({"data": "pydoc", "steps": None}).model
     'gpt:mini'
@@ -285,6 +285,8 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     1
     >>> complete({"layout": "dp"}, previous={"layout": "local", "tau": 4}).tau is None
     True
+    >>> complete({"mesh": "dp=4"}, previous={"mesh": "dp=4,ep=2", "dispatch": "hierarchical"}).dispatch
+    'direct'
     >>> complete({"mesh": "pp=2,tp=2"}).layout
     'pp'
     """
@@ -293,8 +295,7 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     explicit = set(values)
     axes = [axis.partition("=")[0].strip() for axis in values.get("mesh", "").split(",")]
     values = ({"layout": "pp"} if "pp" in axes else {}) | values
-    other_layout = values.get("layout", previous.get("layout")) != previous.get("layout")
-    dropped = (*RUN_FIELDS, *LAYOUT_FIELDS) if other_layout else RUN_FIELDS
+    dropped = _not_taken(values, previous)
     values = _over(values, {name: value for name, value in previous.items() if name not in dropped})
     values = _over(values, {"data": Settings.data})
     values = _over(values, {"model": "gpt" if _is_text(values["data"]) else Settings.model})
@@ -308,6 +309,17 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     settings = Settings(**{name: value for name, value in values.items() if name in NAMES})
     _refuse_unused(settings, explicit)
     return settings
+
+
+def _not_taken(values: Mapping[str, Any], previous: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of fields that given `values` drop from a checkpoint; `expert_shards` stay if bits depend on them."""
+    now = {**previous, **values}
+    if now.get("layout") != previous.get("layout"):
+        return (*RUN_FIELDS, *LAYOUT_FIELDS)
+    if now.get("mesh") == previous.get("mesh"):
+        return RUN_FIELDS
+    parts = () if now.get("reproducible") else ("expert_shards",)
+    return (*RUN_FIELDS, "dispatch", "overlap_expert_comm", *parts)
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

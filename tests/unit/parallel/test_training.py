@@ -48,6 +48,23 @@ def test_batches_of_tokens():
             Training(complete({"data": "teacher_classes", "batch_tokens": 100}), comm)
 
 
+def test_another_mesh_drops_the_exchange_between_experts():
+    """Parts of experts too, unless bits depend on them; given values, and those of the same mesh, stay."""
+    before = {"layout": "dp", "mesh": "dp=4,ep=2", "dispatch": "hierarchical", "overlap_expert_comm": True}
+    before |= {"accumulate": 2, "expert_shards": 2, "tensor_shards": 4}
+
+    def found(given, **more):
+        chosen = complete(given, before | more)
+        assert (chosen.accumulate, chosen.tensor_shards) == (2, 4)
+        return chosen.dispatch, chosen.overlap_expert_comm, chosen.expert_shards
+
+    for same in ({}, {"mesh": "dp=4,ep=2"}, {"layout": "dp", "seed": 1}):
+        assert found(same) == ("hierarchical", True, 2)
+    assert found({"mesh": "dp=4"}) == ("direct", False, None)
+    assert found({"mesh": "dp=4"}, reproducible=True) == ("direct", False, 2)
+    assert found({"mesh": "dp=2,ep=2", "dispatch": "direct:int8"}) == ("direct:int8", False, None)
+
+
 def test_bytes_stay_integers():
     task, *_ = prepare(complete({"data": "copy", "length": 8}), 1)
     assert task.train.take(np.arange(2))[0].dtype == np.int64

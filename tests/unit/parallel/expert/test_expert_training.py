@@ -525,7 +525,7 @@ def test_selection_biases_are_in_a_dictionary_of_weights(mesh):
             one.step(*batch(0))
             found, names = one.state_dict(), ["1.1.inner.1.router.bias", "2.1.inner.1.router.bias"]
             assert list(found)[-2:] == names and all(found[name].any() for name in names)
-            with pytest.raises(ValueError, match="missing are .*router"):
+            with pytest.raises(ValueError, match="missing are"):
                 other.load_state_dict({name: values for name, values in found.items() if name not in names})
             with pytest.raises(ValueError, match=r"router\.bias: expected an array of shape"):
                 other.load_state_dict({**found, names[0]: np.zeros(3)})
