@@ -237,7 +237,7 @@ class Checkpoint:
     def fit(self, slices: Iterable[TensorSlice]) -> None:
         """Check that all ranks' slices have exactly the checkpoint's names, shapes and dtypes, else CheckpointError.
 
-        Collective. Tensors of the family `OPTIONAL` may be missing on either side.
+        Collective. Tensors of the family `OPTIONAL` may be missing on either side, or have other shapes.
         """
         wanted: dict[str, ArraySpec] = {}
         for piece in slices:
@@ -248,7 +248,7 @@ class Checkpoint:
         differences = []
         for name in sorted(wanted.keys() | self.entries.keys(), key=natural_key):
             here, there = wanted.get(name), self.entries.get(name)
-            if here != there and not (name.startswith(OPTIONAL) and None in (here, there)):
+            if here != there and not name.startswith(OPTIONAL):
                 differences.append(f"{name} is {_described(there)} in the checkpoint and {_described(here)} here")
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -257,8 +257,8 @@ class Checkpoint:
     def restore(self, slices: Iterable[TensorSlice]) -> None:
         """Load the checkpoint's values into the arrays of the slices, after checking with `fit`. Collective.
 
-        Slices of the family `OPTIONAL` that it does not hold are unchanged. Their owner may have to be notified, as by
-        `parallel.engine.base.TrainEngine.refresh`.
+        Slices of the family `OPTIONAL` that it does not hold in this shape are unchanged. Their owner may have to be
+        notified, as by `parallel.engine.base.TrainEngine.refresh`.
         """
         slices = list(slices)
         self.fit(slices)
@@ -272,7 +272,7 @@ class Checkpoint:
         readers: dict[str, SafetensorsReader] = {}
         for piece in slices:
             size = len(piece.array)
-            if size and piece.name in self._file_of:
+            if size and self.entries.get(piece.name) == ArraySpec(tuple(piece.shape), np.dtype(piece.array.dtype)):
                 file = self._file_of[piece.name]
                 reader = readers.get(file) or readers.setdefault(file, SafetensorsReader(self.path / file))
                 name = within_family(piece.name)

@@ -65,12 +65,17 @@ EDGES = (
         **{"mesh": "pp=2,tp=2", "layout": "pp:zb-v", "next_mesh": "pp=1,cp=4", "next_layout": "pp:1f1b", "layers": 2},
         **{"shards": 2, "parts": 4, "heads": 2, "length": 8, "sequence": True, "reproducible": True, "clip": True},
     ),
+    Composition(
+        **{"mesh": "tp=4", "next_mesh": "dp=2,tp=2", "shards": 4, "heads": 3, "head_width": 3, "length": 12},
+        **{"precision": "fp32", "compress": "powersgd:1", "microbatches": 5, "layout": "dp-bucket", "samples": 3},
+    ),
     Composition(mesh="pp=2", layout="pp:zb-v", cuts="0,1,2,3,4", layers=2, next_mesh="pp=2", next_layout="pp:gpipe"),
     Composition(
         mesh="pp=2,dp=2,ep=2", layout="pp:dualpipe", layers=4, experts=3, choices=2, microbatches=6, overlap=True
     ),
 )
-"""Fewer tokens, heads or classes than ranks; chosen tokens; slices; pairs; cuts that the second layout cannot have."""
+"""Fewer tokens, heads or classes than ranks; chosen tokens; slices; pairs; factors of other shards, and cuts, that the
+second layout cannot have."""
 
 
 @pytest.mark.parametrize("composition", EDGES, ids=str)
