@@ -162,7 +162,10 @@ def _known_lengths(length: int, rank: int, size: int, v_form: bool) -> tuple[int
 
 
 def _unit(buffer: Buffer) -> np.dtype[Any]:
-    """Dtype of the elements to be reduced; a void dtype of the same size where only MPI knows their type."""
+    """Dtype of the elements to be reduced; a void dtype of the same size where only MPI knows their type.
+
+    Bytes for a datatype without data.
+    """
     if not buffer.itemsize:
         return BYTE
     return buffer.dtype if buffer.dtype is not None else np.dtype((np.void, buffer.itemsize))

@@ -259,7 +259,7 @@ def cycles():
 
 @_compile
 def stream_bytes(target, source, nbytes):
-    """Copy memory past the caches, to be read on another core: no line has to be taken from that core's cache first."""
+    """Copy memory past the caches: no line of the target is read, or taken from another core's cache, first."""
     if not IS_X86:
         _copy_bytes(target, source, nbytes)
         return
