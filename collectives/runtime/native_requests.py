@@ -1,8 +1,8 @@
 """Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests accept them.
 
 `MPI.Request.Waitall` and similar functions are C: they pass the handles of a list to the MPI. A `NativeRequest` has the
-handle of a generalized request, which is completed at the end of the collective, by the progress thread if all others
-wait inside the MPI.
+handle of a generalized request or of a receive, which is completed at the end of the collective, by the progress thread
+if all others wait inside the MPI.
 
 Making, completing and freeing such a handle takes longer than a short collective, so it is avoided where possible. A
 compiled collective that is complete when its start returns uses the handle of a send to `MPI.PROC_NULL`, which is
@@ -95,31 +95,32 @@ def _query(status: MPI.Status, failures: list[bool]) -> None:
 
 
 class SelfMessageHandle:
-    """Receive that this process completes by a message to itself; replaces the generalized request on Intel MPI.
+    """Receive that this process completes by a message to itself; replaces the generalized request except on Open MPI.
 
-    Intel MPI holds a lock while it calls `_query`, which needs the interpreter's lock (GIL). A thread that holds the
-    GIL and needs MPI's lock, as in `MPI.Datatype.Free`, would deadlock. Open MPI cannot use this class: it reports no
-    error for a message longer than the receive to a thread that already waits for the receive.
+    MPICH and Intel MPI hold a lock while they call `_query`, which needs the interpreter's lock (GIL). A thread that
+    holds the GIL and needs MPI's lock would deadlock: in `MPI.Datatype.Free`, or in the first `allreduce` of mpi4py on
+    a communicator. Open MPI cannot use this class: it reports no error for a message longer than the receive to a
+    thread that already waits for the receive.
     """
 
-    _comm: MPI.Intracomm | None = None
+    _own: MPI.Intracomm | None = None
     _tags = count()
     _free_tags: ClassVar[list[int]] = []
-    _sent, _received = np.zeros(64, np.uint8), np.zeros(1, np.uint8)
+    _received = bytearray(1), MPI.BYTE
+    _fitting, _longer = (bytearray(0), MPI.BYTE), (bytearray(64), MPI.BYTE)
 
     def __init__(self) -> None:
-        if SelfMessageHandle._comm is None:
-            SelfMessageHandle._comm = MPI.COMM_SELF.Dup()
+        self._comm = SelfMessageHandle._own or MPI.COMM_SELF.Dup()
+        SelfMessageHandle._own = self._comm
         try:
             self._tag = self._free_tags.pop()  # of no pending receive
         except IndexError:
             self._tag = next(self._tags)
-        self.request = SelfMessageHandle._comm.Irecv([self._received, 1, MPI.BYTE], 0, self._tag)
+        self.request = self._comm.Irecv(self._received, 0, self._tag)
 
     def complete(self, failed: bool) -> None:
         """Complete the request by a message; if `failed`, one longer than the receive, so that waits raise an error."""
-        assert self._comm is not None, "made with the receive"
-        self._comm.Send([self._sent, len(self._sent) if failed else 0, MPI.BYTE], 0, self._tag)
+        self._comm.Send(self._longer if failed else self._fitting, 0, self._tag)
         self._free_tags.append(self._tag)  # the receive was posted before, and has matched
 
 
@@ -130,7 +131,7 @@ _isend, PROC_NULL = MPI.COMM_SELF.Isend, MPI.PROC_NULL
 _new, _wait = MPI.Request.__new__, MPI.Request.Wait
 _HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
 
-PendingHandle = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
+PendingHandle = GeneralizedHandle if MPI.Get_library_version().startswith("Open MPI") else SelfMessageHandle
 
 
 class NativeRequest(Request, MPI.Request):

@@ -1,5 +1,6 @@
 """Requests of collectives in mpi4py's own functions on requests, in lists with mpi4py's own."""
 
+import queue
 import random
 import threading
 import time
@@ -102,6 +103,36 @@ def test_waiting_for_the_other_one(comm):
             plain.Send(np.ones(1), 1, 6)
             plain.Recv(box, 1, 6)
         comm.Ibarrier().Wait()
+
+
+@pytest.mark.timeout(120)
+def test_beside_calls_that_hold_the_interpreter_s_lock(comm):
+    """mpi4py's first `allreduce` on a communicator waits for other ranks without releasing the GIL."""
+    plain, handles, ends = MPI.Intracomm(comm).Dup(), queue.Queue(), []
+
+    def wait_inside_mpi():
+        while not ends:
+            handle = PendingHandle()
+            handles.put(handle)
+            MPI.Request.Waitall([handle.request])
+        handles.put(None)
+
+    def complete():
+        while handle := handles.get():
+            handle.complete(failed=False)
+
+    threads = [threading.Thread(target=wait_inside_mpi), threading.Thread(target=complete)]
+    for thread in threads:
+        thread.start()
+    for _ in range(1600 // plain.Get_size() ** 2):
+        MPI.FLOAT.Create_contiguous(3).Free()
+        other = plain.Dup()
+        assert other.allreduce(1) == plain.Get_size()
+        other.Free()
+    ends.append(True)
+    for thread in threads:
+        thread.join()
+    plain.Free()
 
 
 @pytest.mark.timeout(120)
