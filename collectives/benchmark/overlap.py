@@ -10,6 +10,9 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
+from collectives.benchmark.measure import enter
+from collectives.benchmark.timing import MODES
+from collectives.selection.timing_table import NATIVE
 
 TURNS = 15
 LENGTH = 256
@@ -44,12 +47,19 @@ def hidden_share(alone: float, work: float, both: float) -> float:
 
 
 def overlap_lines(plain: MPI.Intracomm, collective: str, nbytes: int, dtype: str, milliseconds: float) -> Iterator[str]:
-    """Yield a line for each communicator and kind of work: medians in ms, and `hidden_share`. Collective."""
+    """Yield a line for each communicator and kind of work: medians in ms, and `hidden_share`. Collective.
+
+    A communicator that refuses the call has a line with the reason.
+    """
     case, kind = CASES[collective], DTYPES[dtype]
     ours = {"Chorus": False, "async_progress": True}
     comms: dict[str, Any] = {name: Communicator(plain, async_progress=value) for name, value in ours.items()}
     for name, comm in {"MPI": plain, **comms}.items():
         buffers = CaseBuffers(case, comm, elements(case, nbytes, kind.itemsize, plain.Get_size()), kind)
+        entry = enter(plain, comm, NATIVE if comm is plain else name, {}, buffers, MODES[1])
+        if isinstance(entry, str):
+            yield f"{name:>14} refused: {entry}"
+            continue
         start = partial(getattr(comm, f"I{case.method.lower()}"), *buffers.args)
         for label, work in works(plain, milliseconds).items():
 

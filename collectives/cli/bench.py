@@ -73,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --algorithm: {error}")
     try:
         args.merge = args.merge and merge([json.loads(path.read_text()) for path in args.merge])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"argument --merge: {error}")
     fault = None
     if MPI.COMM_WORLD.Get_rank() == 0:
@@ -93,7 +93,10 @@ def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
     for name in wanted:
         if name not in ("all", *known):
             raise ValueError(f"{collective} has no algorithm {name!r}; known: {', '.join(known)}")
-    return list(dict.fromkeys(name for word in wanted for name in (known if word == "all" else [word])))
+    names = list(dict.fromkeys(name for word in wanted for name in (known if word == "all" else [word])))
+    if not names:
+        raise ValueError(f"expected a name, found none; known: {', '.join(known)}")
+    return names
 
 
 def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, int]]:

@@ -149,7 +149,7 @@ def parse() -> argparse.Namespace:
     if root >= size:
         parser.error(f"--root must be a rank from 0 to {size - 1}, found {root}")
     names = regular(size, arguments.per_node or size)
-    if arguments.nodes and len(names := arguments.nodes.split(",")) != size:
+    if arguments.nodes is not None and len(names := arguments.nodes.split(",")) != size:
         parser.error(f"--nodes must name the node of each of {size} ranks, found {len(names)} names")
     arguments.nodes = numbered(names)
     return arguments

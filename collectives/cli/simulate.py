@@ -52,13 +52,23 @@ def timing_table(path: str) -> TimingTable:
     try:
         return read(path)
     except (OSError, TableError) as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def own_table() -> TimingTable:
+    """The user's tuned table, or an empty one; a file that cannot be used is reported."""
+    try:
+        return read(default_path())
+    except FileNotFoundError:
+        return TimingTable()
+    except (OSError, TableError) as error:
+        print(f"chorus simulate: continuing without a tuned table: {error}", file=sys.stderr)
+        return TimingTable()
 
 
 def cost_model(arguments: argparse.Namespace) -> CostPrediction:
     """Cost parameters from the options; missing ones come from the tuned table, else from the defaults."""
-    path = default_path()
-    known = (arguments.table or (read(path) if path.exists() else TimingTable())).costs
+    known = (arguments.table or own_table()).costs
     given = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
     default = *known.shared[:2], *known.network[:2], known.shared.gamma
     node_alpha, node_beta, alpha, beta, gamma = (d if g is None else g for g, d in zip(given, default, strict=True))

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.benchmark.cases import CASES, DTYPES
+from collectives.benchmark.reports import check_writable
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, fastest, measure_costs
@@ -47,17 +48,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def known(path: Path) -> tuple[TimingTable | None, str | None]:
+def known(path: Path, reads_only: bool) -> tuple[TimingTable | None, str | None]:
     """Read the timing table at `path`, an empty one if missing or damaged; return it and a remark or None.
 
-    The table is None if the file must not be changed: it is of a newer version, or of another machine.
+    The table is None if the file cannot be written, or must not be changed: it is of a newer version, or of another
+    machine.
     """
     try:
+        if not reads_only:
+            check_writable(path)
         return timing_file.read(path), None
     except FileNotFoundError:
         return TimingTable(), None
     except DamagedTable as error:
-        return TimingTable(), f"{error}; it is begun anew"
+        return TimingTable(), str(error) if reads_only else f"{error}; it is begun anew"
     except (OSError, TableError) as error:
         return None, f"{error}; move it away, or choose another with --table"
 
@@ -123,7 +127,7 @@ def main() -> int:
     """Measure, or show the table; return 1 if a result was wrong or the table could not be used, else 0."""
     args = parse()
     plain = MPI.COMM_WORLD
-    table, message = plain.bcast(known(args.table) if plain.Get_rank() == 0 else None)
+    table, message = plain.bcast(known(args.table, args.show) if plain.Get_rank() == 0 else None)
     if message:
         launcher.say(f"# {message}")
     if table is None:

@@ -63,5 +63,6 @@ class SharedScale(BoundCollective):
             self._codes[...] = codes
             if lost is not None:
                 xp.subtract(x, codes * steps, out=lost)
-            yield [self.comm.Iallreduce(MPI.IN_PLACE, self._codes, MPI.SUM)]
+        yield [self.comm.Iallreduce(MPI.IN_PLACE, self._codes, MPI.SUM)]  # the caller's error state is its own
+        with np.errstate(invalid="ignore"):
             xp.multiply(self._codes, steps, out=out)

@@ -30,6 +30,11 @@ class Costs(NamedTuple):
     shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9, overhead=MESSAGE)
     network: UniformNetwork = UniformNetwork(2e-5, beta=1 / 1.25e9, gamma=1 / 20e9, overhead=2e-5 * NETWORK_OVERHEAD)
 
+    def completed(self, others: Costs) -> Costs:
+        """These costs with `others` for wires that were not measured, which are as built in."""
+        wires = zip(self, BUILT_IN, others, strict=True)
+        return Costs(*(other if wire == built_in else wire for wire, built_in, other in wires))
+
     def with_shared_buffers(self, in_place: bool) -> Costs:
         """Costs adjusted for a call whose buffers are in shared memory and, if `in_place`, used in place.
 

@@ -91,7 +91,10 @@ class Selector:
 
         self.cores = cores if size <= SIMULATED_RANKS and self._mixed is None else None
         self.shares_link = shares_link and size <= SIMULATED_RANKS
-        self.costs = costs if table is None else table.costs
+        self.costs = costs if table is None else table.costs.completed(costs)
+        self._reproducible = BUILT_IN if table is None else table.costs
+        """Costs that are the same in every launch."""
+
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
         self._most_segments = 1 if self.shares_link or (self.cores and nodes is None) else MOST_SEGMENTS
         self._decided: dict[CallTraits, Selection] = {}
@@ -119,9 +122,8 @@ class Selector:
 
         These are the reductions of three ranks and more: a sum of two has the same bits in either order.
         """
-        if self.table is None and self.size > 2 and MEANINGS[traits.collective].reduces:
-            return BUILT_IN
-        return self.costs
+        reorders = self.size > 2 and MEANINGS[traits.collective].reduces
+        return self._reproducible if reorders else self.costs
 
     def _from_table(self, traits: CallTraits) -> Selection | None:
         """Fastest suitable algorithm in the best rows of the timing table that have one; None if none has."""

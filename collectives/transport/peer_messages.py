@@ -114,10 +114,15 @@ class PeerLinks:
             raise RuntimeError(f"{nbytes} bytes at {address:#x} are not memory that the rank with place {place} shares")
         return self.exported.open(block.handle) + address - block.address
 
-    def replace(self, freed: Sequence[bytes], new: Mapping[int, PeerBlock]) -> None:
-        """Note that blocks of `comm.empty`, by their handles, were freed, and others allocated, by place."""
+    def forget(self, freed: Sequence[bytes]) -> None:
+        """Note that blocks of `comm.empty`, by their handles, were freed."""
+        for blocks in self.shared:
+            blocks[:] = [block for block in blocks if block.handle not in freed]
+
+    def note(self, new: Mapping[int, PeerBlock]) -> None:
+        """Note new blocks of `comm.empty`, by place."""
         for place, blocks in enumerate(self.shared):
-            blocks[:] = [block for block in blocks if block.handle not in freed] + [new[place]]
+            blocks.append(new[place])
 
     def new_word(self) -> np.ndarray:
         """Word of host memory that kernels write."""

@@ -92,6 +92,8 @@ class SharedGpu:
         if refusal:
             raise RuntimeError(f"cannot close the memory of other ranks: {refusal}")
         self.exported.release(unused)
+        if self.links is not None:
+            self.links.forget(handles)
         block = None
         try:
             block = self.exported.allocate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
@@ -103,7 +105,7 @@ class SharedGpu:
             if found:
                 raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have memory of shape {shape}, {dtype}: {found}")
         if self.links is not None:
-            self.links.replace(handles, {self.node_memory.places[rank]: one for rank, (_, one) in enumerate(everyone)})
+            self.links.note({self.node_memory.places[rank]: one for rank, (_, one) in enumerate(everyone)})
         return array
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ anonymous file vanishes with the last process that maps it, however that ends. W
 may not map each other's, the heap returns ordinary memory: everything works, with one more copy.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -36,6 +37,8 @@ AHEAD = 1 << 28
 
 F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 SEALS = 1 | 2 | 4
+REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EINVAL)
+"""Errors of kernels and sandboxes that allow no memory of this kind; others may be gone later."""
 """Linux's F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the length of a segment."""
 
 POPULATE = 23
@@ -225,9 +228,14 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
 
 def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
     """Create memory that other processes can map: (file descriptor, memory); (-1, private memory) if not supported."""
-    if not hasattr(os, "memfd_create"):
+    try:
+        descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except AttributeError:
         return -1, mmap.mmap(-1, nbytes)
-    descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return -1, mmap.mmap(-1, nbytes)
     try:
         os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which checks the mode
         os.ftruncate(descriptor, nbytes)

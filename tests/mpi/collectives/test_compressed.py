@@ -20,6 +20,7 @@ from collectives.compressed import (
     VectorPartition,
     run,
 )
+from collectives.compressed.bound_collective import staggered
 from quant import INT8, PerChannel, QuantSpec, grouped, parse
 
 COUNTS = (0, 1, 2, 5, 16, 17, 1000, 4099)
@@ -136,6 +137,16 @@ def test_a_group_that_is_not_finite_is_so_on_all_ranks_and_no_other_is(comm):
             run(made.allreduce(x, out))
         assert not np.isfinite(out[16:32]).any()
         np.testing.assert_array_equal(np.delete(out, slice(16, 32)), comm.size)
+
+
+def test_numpy_s_error_state_stays_the_caller_s_between_parts(comm):
+    x, out, before = np.ones((2, 20), np.float32), np.empty((2, 20), np.float32), np.geterr()
+    with SharedScale(comm, 20) as one, SharedScale(comm, 20) as other:
+        for requests in staggered([one.allreduce(x[0], out[0]), other.allreduce(x[1], out[1])]):
+            assert np.geterr() == before
+            for request in requests:
+                request.Wait()
+    assert np.geterr() == before and (out == comm.size).all()
 
 
 @pytest.mark.parametrize("wrong", [{"bits": 1}, {"bits": 17}, {"group": 0}])

@@ -1,5 +1,6 @@
 """Arrays that neighbours see: they are ordinary arrays, come and go, and mix with all others."""
 
+import errno
 import gc
 import os
 import stat
@@ -297,12 +298,19 @@ def no_memfd(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
 
 
+def refused_memfd(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "vm.memfd_noexec is 2")
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+
+
 def an_old_kernel(monkeypatch):
     """One that does not know how to populate memory."""
     monkeypatch.setattr(shared_heap, "POPULATE", 9999)
 
 
-POORER = [nothing_maps, one_rank_cannot_map, somebody_else_s, no_memfd, an_old_kernel]
+POORER = [nothing_maps, one_rank_cannot_map, somebody_else_s, no_memfd, refused_memfd, an_old_kernel]
 
 
 @pytest.mark.parametrize("poorer", POORER, ids=lambda poorer: poorer.__name__)

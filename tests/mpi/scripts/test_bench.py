@@ -49,6 +49,16 @@ def test_the_share_that_is_hidden(world):
     assert hidden_share(0, 1, 1) == 0
 
 
+def test_overlap_of_a_call_that_one_refuses(world):
+    class Refuses(MPI.Intracomm):
+        def Iallreduce(self, *_):
+            raise BufferError("no such dtype")
+
+    lines = [line.split() for line in overlap_lines(Refuses(world), "allreduce", 1000, "float32", 1)]
+    assert lines[0] == ["MPI", "refused:", "BufferError:", "no", "such", "dtype"]
+    assert [line[0] for line in lines[1:]] == ["Chorus"] * 2 + ["async_progress"] * 2
+
+
 def test_several_modes_make_one_race(world, comm):
     modes = ["blocking", "nonblocking"]
     options = RaceOptions(modes=modes, limits=FEW)

@@ -264,8 +264,22 @@ def test_measured_costs_decide_only_where_bits_cannot_differ():
     pair = [Selector(2, costs=costs).decide(CallTraits("allreduce", 8)).seconds for costs in (BUILT_IN, cheap)]
     assert pair[1] < pair[0]
     call = CallTraits("broadcast", 1 << 20)
-    known = Selector(16, None, TimingTable(BUILT_IN), costs=cheap)
-    assert known.decide(call).choice == Selector(16).decide(call).choice
+    tuned = Costs(shared=BUILT_IN.shared._replace(beta=1e-10))
+    known = Selector(16, None, TimingTable(tuned), costs=cheap)
+    assert known.decide(call) == Selector(16, None, TimingTable(tuned)).decide(call)
+
+
+def test_a_table_without_a_wire_leaves_its_measured_costs():
+    tuned = TimingTable(Costs(shared=BUILT_IN.shared._replace(beta=1e-10)))
+    slow = Costs(network=UniformNetwork(1e-3, 1e-7, BUILT_IN.network.gamma))
+    for costs in (BUILT_IN, slow):
+        between = Selector(4, range(4), tuned, costs=costs)
+        assert between.costs == (tuned.costs.shared, costs.network)
+        alone, built_in = Selector(4, range(4), costs=costs), Selector(4, range(4))
+        for nbytes in (8, 1 << 16, 1 << 20):
+            moved, summed = CallTraits("broadcast", nbytes), CallTraits("allreduce", nbytes)
+            assert between.decide(moved).choice == alone.decide(moved).choice
+            assert between.decide(summed).choice == built_in.decide(summed).choice, "equal bits in every launch"
 
 
 def test_a_choice_that_was_made_is_looked_up():

@@ -12,6 +12,7 @@ from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
 from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing, verdict
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
 from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, exact_pattern
+from collectives.cli import bench
 from collectives.schedule.chunks import even
 
 SIZES = (1, 2, 3, 5, 8)
@@ -286,6 +287,11 @@ def test_merge_takes_medians_over_launches():
     (row,) = merged["rows"]
     assert (row["ours_us"], row["ratio"], row["ratio_min"], row["ratio_max"]) == (20.0, 0.5, 0.25, 2.25)
     assert (row["launches"], row["iterations"], row["wrong"], merged["launches"]) == (3, 9, 0, 3)
+
+
+def test_lists_without_a_name_are_refused():
+    with pytest.raises(ValueError, match="expected a name, found none; known: auto, "):
+        bench.resolve("allreduce", [])
 
 
 def test_merge_keeps_different_measurements_apart_and_refuses_different_machines():

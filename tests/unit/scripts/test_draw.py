@@ -78,6 +78,7 @@ def test_pictures_of_nodes(tmp_path, nodes, name):
     [
         ("--collective allreduce --algorithm ring --per-node 0", "--per-node: expected a whole number from 1 on"),
         ("--collective allreduce --algorithm ring --ranks 3 --nodes a,b", "each of 3 ranks, found 2 names"),
+        ("--collective allreduce --algorithm ring --ranks 3 --nodes=", "each of 3 ranks, found 1 names"),
         ("--collective allreduce --algorithm ring --ranks 2 --nodes a,b --per-node 1", "not allowed with"),
         ("--collective allreduce --algorithm rink", "known: linear, mst, ring"),
         ("--collective allreduces --algorithm ring", "invalid choice: 'allreduces'"),

@@ -7,6 +7,7 @@ from collectives.analysis.cost_functions import LinearCost
 from collectives.benchmark import predictions
 from collectives.benchmark.predictions import CostPrediction, by_formula, row, simulated_seconds
 from collectives.cli import simulate
+from collectives.selection.timing_file import default_path
 
 PLAIN = CostPrediction(1, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
 NODES = CostPrediction(4, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
@@ -96,3 +97,15 @@ def test_errors(arguments, told, capsys):
         simulate.main(arguments.split())
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", "[]", None])
+def test_own_table_that_cannot_be_used(monkeypatch, tmp_path, capsys, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = default_path()
+    path.parent.mkdir()
+    path.mkdir() if content is None else path.write_text(content)
+    simulate.main(["--ranks", "2", "--algorithm", "ring"])
+    printed = capsys.readouterr()
+    assert "ring" in printed.out
+    assert printed.err.count(str(path)) == 1 and "continuing without a tuned table" in printed.err

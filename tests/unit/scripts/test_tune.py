@@ -52,17 +52,21 @@ def test_two_dtypes_do_not_fit_one_table(capsys):
 
 def test_a_damaged_table_is_begun_anew_but_no_other_is_touched(tmp_path):
     path = tmp_path / "table.json"
-    assert tune.known(path) == (TimingTable(), None)
+    assert tune.known(path, False) == (TimingTable(), None)
     write(path, TABLE)
-    assert tune.known(path) == (TABLE, None)
+    assert tune.known(path, False) == (TABLE, None)
     path.write_text("{")
-    table, message = tune.known(path)
-    assert table == TimingTable()
-    assert "it is begun anew" in message
+    for reads_only in (False, True):
+        table, message = tune.known(path, reads_only)
+        assert table == TimingTable()
+        assert "is damaged" in message and ("it is begun anew" in message) != reads_only
     for strange in ({"version": 2}, {"mpi": "LAM"}, {"format": "wisdom"}):
         path.write_text(json.dumps(to_json(TABLE) | strange))
-        table, message = tune.known(path)
+        table, message = tune.known(path, False)
         assert table is None and "move it away" in message
+    assert tune.known(path / "beneath a file", False)[0] is None
+    table, message = tune.known(tmp_path, False)
+    assert table is None and f"{tmp_path} is no plain file; move it away" in message
 
 
 def test_the_table_is_shown(monkeypatch, tmp_path, capsys):
