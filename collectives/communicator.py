@@ -251,6 +251,7 @@ class Communicator(CollectiveMethods):
             planner.transports.consume_tag()
             exchange = Call("reduce_scatter", (0,), BYTE)
             progress_until(self._checker.check("asking for recvcounts", exchange, AlgorithmChoice("auto"), last=False))
+            self._checker.start_native()
         return self._accompany(partial(planner.comm.allgather, count))
 
     @property
@@ -346,6 +347,8 @@ class Communicator(CollectiveMethods):
             lengths, element = shape_and_dtype(shape, dtype)
         except InvalidInput as invalid:
             error = invalid
+        if self._checker is not None:
+            self._checker.start_native()
         progress_until(planner.comm.Ibarrier().Test)  # peers may first need the active operations of this rank
         if like is not None and not on_gpu(like) and error is None:
             error = InvalidType(MPI.ERR_ARG, f"like: expected cupy, or one of its arrays, found {like!r}")
@@ -396,6 +399,10 @@ class Communicator(CollectiveMethods):
     def Idup(self, info: MPI.Info | None = None) -> Any:
         """Non-blocking Dup: return a plain mpi4py communicator, usable once the request completes, and the request."""
         return MPI.Intracomm(self).Idup(info)
+
+    def Idup_with_info(self, info: MPI.Info) -> Any:
+        """Like `Idup`."""
+        return MPI.Intracomm(self).Idup_with_info(info)
 
     Clone, Dup, Dup_with_info, Split, Split_type, Create = map(
         _adopting, ("Clone", "Dup", "Dup_with_info", "Split", "Split_type", "Create")

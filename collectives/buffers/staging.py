@@ -46,11 +46,26 @@ class Staging:
         The steps of `load` and `store`; empty if the collective only writes, or only reads, the argument.
     """
 
-    __slots__ = ("host", "loading", "storing")
+    __slots__ = ("_loads", "_stores", "host")
 
     host: np.ndarray
-    loading: Calls
-    storing: Calls
+
+    def __init__(self, buffer: Buffer, load: bool, store: bool) -> None:
+        self._loads, self._stores = load and buffer.nbytes > 0, store and buffer.nbytes > 0
+
+    @property
+    def loading(self) -> Calls:
+        return self._load_steps() if self._loads else []
+
+    @property
+    def storing(self) -> Calls:
+        return self._store_steps() if self._stores else []
+
+    def _load_steps(self) -> Calls:
+        raise NotImplementedError
+
+    def _store_steps(self) -> Calls:
+        raise NotImplementedError
 
     def load(self) -> None:
         """Copy the user's memory to `host`, on a device in stream order; no-op if the collective only writes to it."""
@@ -90,10 +105,8 @@ class PackedStaging(Staging):
     __slots__ = ("_at", "_keep", "_whole")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool, host: np.ndarray | None = None) -> None:
+        super().__init__(buffer, load, store)
         self.host = np.empty(buffer.nbytes, np.uint8) if host is None else host
-        busy = buffer.nbytes > 0
-        self.loading = [self._pack] if load and busy else []
-        self.storing = [self._unpack] if store and busy else []
         self._keep = buffer.owner, np.zeros(1, np.uint8)
         at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute displacements from any address
         self._at = MPI.buffer.fromaddress(at, 1)
@@ -105,6 +118,12 @@ class PackedStaging(Staging):
         blocks = datatype.Create_hindexed(list(counts), places)
         self._whole = OwnedDatatype(blocks.Create_resized(0, 1).Commit())
         blocks.Free()
+
+    def _load_steps(self) -> Calls:
+        return [self._pack]
+
+    def _store_steps(self) -> Calls:
+        return [self._unpack]
 
     def _pack(self) -> None:
         self._whole.Pack(self._at, self.host, 0, MPI.COMM_SELF)
@@ -138,10 +157,11 @@ class DeviceStaging(Staging):
     storing them fetches the span again, so that the gaps come back unchanged. Pinned memory is freed with this object.
     """
 
-    __slots__ = ("_address", "_device", "_mirror", "_packed", "_runs")
+    __slots__ = ("_address", "_device", "_mirror", "_owner", "_packed", "_runs")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool) -> None:
-        self._device = DeviceMemory(buffer.owner)
+        super().__init__(buffer, load, store)
+        self._owner, self._device = buffer.owner, DeviceMemory(buffer.owner)
         self._packed: PackedStaging | None = None
         if buffer.contiguous:
             self._address = buffer.address
@@ -155,12 +175,17 @@ class DeviceStaging(Staging):
             mirrored = replace(buffer, address=MPI.Get_address(self._mirror) - low, owner=self._mirror)
             self._packed = PackedStaging(mirrored, load, store)
             self.host = self._packed.host
-        inner, busy = self._packed, buffer.nbytes > 0
-        follow, ended = partial(self._device.follow, buffer.owner), self._device.ended
-        fetch: Calls = [follow, self._fetch, ended]
-        self.loading = [*fetch, *(inner.loading if inner else ())] if load and busy else []
-        before: Calls = [follow] if inner is None else [*fetch, *inner.storing]
-        self.storing = [*before, self._send_back, ended] if store and busy else []
+
+    def _fetch_steps(self) -> list[Callable[[], object] | Wait]:
+        return [partial(self._device.follow, self._owner), self._fetch, self._device.ended]
+
+    def _load_steps(self) -> Calls:
+        return [*self._fetch_steps(), *(self._packed.loading if self._packed else ())]
+
+    def _store_steps(self) -> Calls:
+        fetch = self._fetch_steps()
+        before = fetch[:1] if self._packed is None else [*fetch, *self._packed.storing]
+        return [*before, self._send_back, self._device.ended]
 
     def free(self) -> None:
         if self._packed is not None:

@@ -102,20 +102,27 @@ def separate_bytes(call: Call) -> tuple[int, int]:
     return sent * call.unit.itemsize, received * call.unit.itemsize
 
 
-def check_no_overlap(call: Call) -> None:
+def spans_meet(call: Call) -> bool:
+    """True if the spans of a send and a receive buffer without gaps have bytes in common, if not their blocks."""
     source, target = call.source, call.target
     if source is None or target is None or source.device != target.device:
-        return
+        return False
     sent, received = separate_bytes(call) if source.contiguous and target.contiguous else (0, 0)
-    spans_meet = source.address < target.address + received and target.address < source.address + sent
-    if sent and received and spans_meet and _blocks_overlap(call, source.address, target.address):
+    meet = source.address < target.address + received and target.address < source.address + sent
+    return bool(sent and received) and meet
+
+
+def check_no_overlap(call: Call) -> None:
+    if spans_meet(call) and _blocks_overlap(call):
         raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
 
 
-def _blocks_overlap(call: Call, source: int, target: int) -> bool:
+def _blocks_overlap(call: Call) -> bool:
     """True if a block that is sent and one that is received have bytes in common; one may lie in gaps of the other."""
+    assert call.source is not None and call.target is not None, "their spans meet"
     unit, ranges = call.unit.itemsize, []
-    for received, (address, starts) in enumerate([(source, call.send_blocks), (target, call.recv_blocks)]):
+    sides = (call.source.address, call.send_blocks), (call.target.address, call.recv_blocks)
+    for received, (address, starts) in enumerate(sides):
         for block, start in starts.items():
             if call.lengths[block]:
                 begin = address + start * unit

@@ -18,7 +18,9 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.agreement import gather_or_raise, without_attributes
 from collectives.runtime.binding import check_no_overlap
 from collectives.runtime.call import Call
+from collectives.runtime.operation import Operation
 from collectives.runtime.ops import OP_NAMES
+from collectives.runtime.progress import progress_until
 from collectives.selection.timing_table import AlgorithmChoice
 from collectives.transport.wire import pause
 
@@ -79,6 +81,7 @@ class DesyncChecker:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = without_attributes(comm)
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._native: Operation | None = None  # the last non-blocking one
         self._refusals: list[Callable[[], bool]] = []
         self.reported = False
 
@@ -101,6 +104,19 @@ class DesyncChecker:
             return True
 
         return agreed
+
+    def in_order(self, call: Operation, gate: Callable[[], bool] | None) -> Callable[[], bool]:
+        """Gate of a native non-blocking call: opens once those before have begun and `gate`, if any, is open.
+
+        The MPI matches the collectives of a communicator by their order.
+        """
+        before, self._native = self._native, call
+        return lambda: (before is None or before.has_begun()) and (gate is None or gate())
+
+    def start_native(self) -> None:
+        """Wait until native non-blocking calls have begun, since another collective on their communicator follows."""
+        if self._native is not None:
+            progress_until(self._native.has_begun)
 
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
         """Send `error` to all ranks as this one's record; returns a test that is True once all have sent one."""

@@ -97,6 +97,10 @@ class Operation:
         """True between start and completion."""
         return self._active or self.program.runs_for(self)
 
+    def has_begun(self) -> bool:
+        """True once the gate of `begin` has opened, or the operation was aborted."""
+        return self._gate is None or not self._active
+
     @property
     def is_startable(self) -> bool:
         """True for an idle persistent request."""

@@ -88,6 +88,7 @@ class Planner:
             agreed = self._checker.check(form, call, choice)
             self.transports.consume_tag()
             progress_until(agreed)
+            self._checker.start_native()
 
     def run(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> None:
         """Run a blocking call and cache its program, unless data is staged; later calls can find it by `cache_key`."""
@@ -179,10 +180,10 @@ class Planner:
         mode until all ranks have made it, before its first message leaves.
         """
         choice = self.chooser.choose(call, algorithm, segments, "nonblocking")
-        gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
         with progress_lock:  # a thread that progresses active requests may change programs at any moment
             self._free_finalized()
-            self.nonblocking.check_in_step()
+            self.nonblocking.check_in_step()  # before the other ranks are told of this call
+            gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
             turn = self._turn
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
             reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
@@ -209,6 +210,8 @@ class Planner:
                     self._hold_channel(request, turn)
                     if before is not None and before.holds_program:
                         gate = _after(before, gate)
+                if self._checker is not None and choice.algorithm == NATIVE:
+                    gate = self._checker.in_order(request, gate)
                 request.tag = self.transports.consume_tag()  # after validation: tags are numbered alike on all ranks
                 request.begin(gate)
             except BaseException as error:
@@ -273,23 +276,24 @@ class Planner:
                 free()
 
         with progress_lock:
+            self._lapse_idle()
             for request in self._active():
                 request.take_back()
                 request.on_end = ended
             ended()
 
+    def _lapse_idle(self) -> None:
+        for request in [request for request in self._persistent if not request.active]:
+            request.lapse()
+
     def free(self) -> None:
         """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank."""
         self.cache.free()
         self.nonblocking.free()
-        for exchange in self._count_exchanges.values():
-            exchange.program.free()
-        with progress_lock:
-            idle = [request for request in self._persistent if not request.active]
-        for request in idle:
-            request.lapse()
+        while self._count_exchanges:
+            self._count_exchanges.popitem()[1].program.free()
+        self._lapse_idle()
         self._free_finalized()
-        self._count_exchanges.clear()
         self._persistent.clear()
         self.transports.free()
         # MPI may reuse a freed context id: the next owner would match orphaned messages.

@@ -17,7 +17,7 @@ from collectives.errors import RanksDisagree
 from collectives.runtime import compiled_program
 from collectives.runtime import program_table as table
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, key_fields, with_addresses
-from collectives.runtime.binding import EagerBuffers, memories, separate_bytes
+from collectives.runtime.binding import EagerBuffers, memories, separate_bytes, spans_meet
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
@@ -172,6 +172,8 @@ class ProgramCache:
 
     def _compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
         """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
+        if spans_meet(call):  # blocks of one array: their addresses do not tell which buffer they are in
+            return None
         compiled = compile_program(program, self._blocking) if self._calls_are_frequent else None
         if compiled is not None:
             compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))

@@ -92,9 +92,7 @@ class Selector:
         self.cores = cores if size <= SIMULATED_RANKS and self._mixed is None else None
         self.shares_link = shares_link and size <= SIMULATED_RANKS
         self.costs = costs if table is None else table.costs.completed(costs)
-        self._reproducible = BUILT_IN if table is None else table.costs
-        """Costs that are the same in every launch."""
-
+        self._reproducible = BUILT_IN if table is None else table.costs  # the same in every launch
         self.call = CALL if table is None and size > 1 else 0.0  # costs fitted to calls include it
         self._most_segments = 1 if self.shares_link or (self.cores and nodes is None) else MOST_SEGMENTS
         self._decided: dict[CallTraits, Selection] = {}

@@ -11,7 +11,7 @@ memory, as in `device_messages`; the data take one of three ways:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from types import ModuleType
@@ -118,11 +118,6 @@ class PeerLinks:
         """Note that blocks of `comm.empty`, by their handles, were freed."""
         for blocks in self.shared:
             blocks[:] = [block for block in blocks if block.handle not in freed]
-
-    def note(self, new: Mapping[int, PeerBlock]) -> None:
-        """Note new blocks of `comm.empty`, by place."""
-        for place, blocks in enumerate(self.shared):
-            blocks.append(new[place])
 
     def new_word(self) -> np.ndarray:
         """Word of host memory that kernels write."""

@@ -105,7 +105,8 @@ class SharedGpu:
             if found:
                 raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have memory of shape {shape}, {dtype}: {found}")
         if self.links is not None:
-            self.links.note({self.node_memory.places[rank]: one for rank, (_, one) in enumerate(everyone)})
+            for rank, (_, one) in enumerate(everyone):
+                self.links.shared[self.node_memory.places[rank]].append(one)
         return array
 
     def close(self) -> None:

@@ -248,6 +248,28 @@ def test_blocks_of_one_array(quick):
         assert second[:size].tolist() == [float(other + turn) for other in range(size)]
 
 
+@pytest.mark.parametrize("form", ["Alltoallv", "Ialltoallv", "Scatterv"])
+def test_blocks_of_one_array_and_then_of_two(quick, form):
+    """The span of the send buffer begins with the receive buffer."""
+    rank, size, n = quick.Get_rank(), quick.Get_size(), 1000
+    counts, early, late = [n] * size, [n * i for i in range(size)], [n * (size + i) for i in range(size)]
+    for turn in range(12):
+        source = np.repeat(np.arange(2.0 * size) + turn, n)
+        target = source if turn < 8 else np.zeros(2 * size * n)
+        before = source.copy()
+        if form == "Scatterv":
+            quick.Scatterv([source, (counts, late)] if rank == 0 else None, target[:n], algorithm="linear")
+            wanted = [size + rank + turn]
+        else:
+            request = getattr(quick, form)([source, (counts, late)], [target, (counts, early)], algorithm="pairwise")
+            if request is not None:
+                request.Wait()
+            wanted = [size + rank + turn] * size
+        assert (target[: n * len(wanted)].reshape(-1, n) == np.array(wanted)[:, None]).all(), turn
+        if target is not source:
+            assert (source == before).all()
+
+
 def test_products_of_complex_numbers(quick, slow):
     chance = np.random.default_rng(quick.Get_rank())
     for dtype in "FD":

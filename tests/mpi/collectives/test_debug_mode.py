@@ -1,6 +1,7 @@
 """With debug=True or CHORUS_DEBUG=1 ranks that do not agree all get an error that names two calls and their lines."""
 
 import inspect
+import time
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from mpi4py import MPI
 from support.exchange_cases import FORMS, TABLE, Question, perform
 
 from collectives import Communicator, wait_all
-from collectives.errors import InvalidArgument, InvalidType
+from collectives.errors import InvalidArgument, InvalidType, RanksDisagree
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +178,32 @@ def test_a_disagreement_among_non_blocking_ones(checked):
         bad.Wait()
     good.Wait()
     assert (total == checked.Get_size()).all()
+
+
+def test_native_ones_begin_in_the_order_of_the_calls(checked):
+    """Also before collectives of the library itself, which use the same communicator."""
+    rank, size, mine, totals = checked.Get_rank(), checked.Get_size(), numbers(3) + 1, np.zeros((3, 3))
+    for late in range(min(size, 2)):
+        for other in (lambda: checked.empty(3), lambda: checked.Allreduce_init(numbers(), numbers()).Free()):
+            totals[:] = 0
+            requests = [checked.Iallreduce(mine, total, algorithm="native") for total in totals]
+            if rank == late:
+                time.sleep(0.05)
+            other()
+            for request in requests:
+                request.Wait()
+            assert (totals == size).all()
+
+
+def test_a_non_blocking_call_after_one_that_was_broken_off_on_one_rank(world):
+    with Communicator(world, debug=True) as comm:
+        rank, whole = comm.Get_rank(), comm._planner.nonblocking
+        whole.broken = "a non-blocking allreduce was broken off" if rank == 0 else None
+        with pytest.raises((RanksDisagree, InvalidArgument), match="a non-blocking allreduce was broken off"):
+            comm.Iallreduce(np.ones(2), numbers(2)).Wait()
+        whole.broken = None
+        comm.Iallreduce(np.ones(2), total := numbers(2)).Wait()
+        assert (total == comm.Get_size()).all()
 
 
 def test_debug_mode_is_passed_on(checked):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.buffers.staging import PackedStaging
 from collectives.errors import InvalidArgument, NotCopied
 from collectives.runtime.program_end import open_communicators
 from collectives.transport import mailbox
@@ -140,6 +142,45 @@ def test_what_is_under_way_comes_to_its_end(world, settings, way):
             with pytest.raises(InvalidArgument, match="Start of <persistent request of allreduce, of a freed comm"):
                 request.Start()
             request.Free()
+
+
+def test_an_idle_request_cannot_start_once_its_communicator_is_closed(world):
+    comm, total = Communicator(world), np.zeros(5)
+    idle, bound = (comm.Allreduce_init(np.ones(5), total) for _ in range(2))
+    if world.Get_rank() == 0:
+        time.sleep(0.05)  # all others close while one is active
+    bound.Start()
+    comm.close()
+    with pytest.raises(InvalidArgument, match="of a freed comm"):
+        idle.Start()
+    bound.Wait()
+    assert (total == world.Get_size()).all() and comm._number not in open_communicators
+
+
+def test_memory_of_packed_copies_does_not_wait_for_the_garbage_collector(world):
+    with Communicator(world) as comm:
+        column, size = MPI.DOUBLE.Create_vector(50, 1, 2).Commit(), comm.Get_size()
+        x, y = np.ones(100), np.zeros(100 * size)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                comm.Allgather([x, 1, column], [y, 1, column])
+                comm.Iallgather([x, 1, column], [y, 1, column]).Wait()
+            assert not any(isinstance(one, PackedStaging) for one in gc.get_objects())
+        finally:
+            gc.enable()
+        column.Free()
+
+
+def test_the_mpi_s_own_duplicates(world):
+    with Communicator(world) as comm:
+        for start in (comm.Idup, lambda: comm.Idup_with_info(MPI.INFO_NULL)):
+            other, request = start()
+            request.Wait()
+            other.Allreduce(np.ones(2), total := np.zeros(2))
+            assert (total == world.Get_size()).all()
+            other.Free()
 
 
 def test_a_persistent_one_alone_under_way(world):
