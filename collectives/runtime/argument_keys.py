@@ -26,6 +26,11 @@ _CONSTANTS = {id(value): value for value in vars(MPI).values() if isinstance(val
 """MPI's predefined operations and datatypes by id. Held here, so that no other object gets their ids."""
 
 
+def is_constant(value: Any) -> bool:
+    """True for items of lists that always mean the same: strings, None, NumPy's and other integers, MPI's constants."""
+    return type(value) in (int, bool, str, type(None)) or isinstance(value, np.integer) or id(value) in _CONSTANTS
+
+
 def is_cupy(array: Any) -> bool:
     """True for CuPy's own arrays."""
     cupy = sys.modules.get("cupy")
@@ -108,11 +113,21 @@ class CallKey(NamedTuple):
     def identifies(self, memories: tuple[int | None, int | None]) -> bool:
         """True if calls with this key are like the one with these memories, which has an operation of MPI's own.
 
-        They are not if memory begins before the arrays: other arrays may have none there. Operations of users are
+        They are not if memory begins outside of the arrays: other arrays may have none there. Operations of users are
         freed, and their ids reused.
         """
         ends = zip(memories, (self.sendbuf, self.recvbuf))
-        return self.arguments[1] in _CONSTANTS and all(at is None or at >= place_of(array)[0] for at, array in ends)
+        inside = all(at is None or 0 <= at - place_of(array)[0] <= array.nbytes for at, array in ends)
+        return inside and self.arguments[1] in _CONSTANTS
+
+    @property
+    def is_current(self) -> bool:
+        """False if lists among the arguments have changed since: another thread may do that while the call runs."""
+        try:
+            arguments, s, r = key_fields(self.arguments[0], *self.given)
+        except TypeError:
+            return False
+        return arguments == self.arguments and s is self.sendbuf and r is self.recvbuf
 
     @property
     def has_addresses(self) -> bool:

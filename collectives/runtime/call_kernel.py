@@ -21,10 +21,11 @@ from collectives.runtime.kernel_memory import (
     FLAGS,
     HANDLE,
     ITEM_TYPE,
-    ITEMS,
     LENGTHS,
+    LIST_ITEMS,
     NDIM,
     SIZE,
+    TUPLE_ITEMS,
     TYPE,
     bindable,
     copy_bytes,
@@ -103,7 +104,7 @@ def _argument(arguments, check):
     found = word_at(arguments, word_at(check, table.ARGUMENT))
     for level in range(word_at(check, table.DEPTH)):
         index, is_list = word_at(check, table.PATH + 2 * level), word_at(check, table.PATH + 2 * level + 1)
-        found = word_at(load_word(found + ITEMS) if is_list else found + ITEMS, index)
+        found = word_at(load_word(found + LIST_ITEMS) if is_list else found + TUPLE_ITEMS, index)
     return found
 
 

@@ -8,14 +8,14 @@ equal but newly made number among its counts, are looked up by key afterwards.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime import program_table as table
-from collectives.runtime.argument_keys import NO_ARRAY
+from collectives.runtime.argument_keys import NO_ARRAY, CallKey, is_constant
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.program import Program
 
@@ -59,11 +59,12 @@ class CompiledCallTable:
         held = self._channels[table.HELD :]
         return [entry.program for entry in entries if entry.program.is_called and not held[entry.channel]]
 
-    def add(self, name: str, program: CompiledProgram, arguments: Sequence[Any], channel: int) -> None:
-        """Let calls on a channel with these arguments run a program."""
+    def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
+        """Let calls on a channel with the arguments of `key` run a program."""
+        name = key.arguments[0]
         if name not in self._methods:
             self._methods[name] = _Method(self._channels)
-        self._methods[name].add(program, arguments, channel)
+        self._methods[name].add(program, key, channel)
         self.run[name] = self._methods[name].run
 
     def discard(self, program: Program) -> None:
@@ -88,10 +89,10 @@ class _Method:
         self.entries: list[_Entry] = []
         self.run: Callable[..., int] = call_kernel.functions().call(self._words)
 
-    def add(self, program: CompiledProgram, arguments: Sequence[Any], channel: int) -> None:
-        """Add a program for these arguments; beyond `MAX_ENTRIES` of a channel forget the oldest one."""
-        checks = [check for number, value in enumerate(arguments) for check in _checks(value, number)]
-        if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks):
+    def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
+        """Add a program for the arguments of a key; beyond `MAX_ENTRIES` of a channel forget the oldest one."""
+        checks = [check for number, value in enumerate(key.given) for check in _checks(value, number)]
+        if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks) or not key.is_current:
             return
         in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
         words = np.array([check.words(3 if in_place else 1 << check.argument) for check in checks], np.int64)
@@ -132,7 +133,9 @@ class _Check(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """False for items too deep, and for arrays of counts."""
+        """False for items too deep, for arrays of counts, and for objects among them that may change their value."""
+        if self.kind == table.IS_OBJECT and self.path and not is_constant(self.value):
+            return False
         is_buffer = self.argument < 2 and not any(index for index, _ in self.path[:1]) and len(self.path) < 2
         return len(self.path) <= table.MAX_DEPTH and (self.array is None or is_buffer)
 

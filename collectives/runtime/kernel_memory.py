@@ -20,9 +20,9 @@ _compile = compiler()
 
 WORD = ir.IntType(64)
 
-TYPE, SIZE, ITEMS = 8, 16, 24
-"""Offsets in Python's objects: the type; in lists and tuples the length, and the items, or in a list the pointer to
-them."""
+TYPE, SIZE, LIST_ITEMS, TUPLE_ITEMS = 8, 16, 24, tuple.__basicsize__
+"""Offsets in Python's objects: the type; in lists and tuples the length; in a list the pointer to the items, in a tuple
+the items."""
 
 DATA, NDIM, LENGTHS, ITEM_TYPE, FLAGS = 16, 24, 32, 56, 64
 """Offsets in NumPy's array object (PyArrayObject): the pointer to the data, the number of dimensions, the pointer to

@@ -106,6 +106,8 @@ class ProgramCache:
         `found` is the result of ``compiled_calls.run[name]`` for this call.
         """
         if found != table.REFUSED:
+            s, r = arguments[:2]
+            _kept = type(s) is list and s[0], type(r) is list and r[0]  # another thread may replace the arrays in lists
             self.compiled_calls.started(name, found)[0].go_on()
             return ()
         cached = self.find(0, name, *arguments)
@@ -139,7 +141,7 @@ class ProgramCache:
         if compiled is not None:
             run: Run = compiled.on_arrays if self._blocking else compiled.start_on
             calls[key.arguments] = CachedCall(run, compiled)
-            self.compiled_calls.add(key.arguments[0], compiled, key.given, channel)
+            self.compiled_calls.add(compiled, key, channel)
         elif self._blocking:
             known, run = self._uncompiled(key, entry, call)
             calls[known] = CachedCall(run, program)

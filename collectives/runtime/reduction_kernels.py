@@ -102,17 +102,18 @@ _BITWISE = {np.bitwise_and: _bitwise_and, np.bitwise_or: _bitwise_or, np.bitwise
 _LOGICAL = {np.logical_and: _logical_and, np.logical_or: _logical_or, np.logical_xor: _logical_xor}
 _ARITHMETIC = {np.add: _add, np.multiply: _multiply, np.maximum: _maximum, np.minimum: _minimum}
 _ON_BOOLS = {
-    np.bitwise_or: (np.add, np.maximum, np.logical_or, np.bitwise_or),
-    np.bitwise_and: (np.multiply, np.minimum, np.logical_and, np.bitwise_and),
-    np.bitwise_xor: (np.logical_xor, np.bitwise_xor),
+    _logical_or: (np.add, np.maximum, np.logical_or, np.bitwise_or),
+    _logical_and: (np.multiply, np.minimum, np.logical_and, np.bitwise_and),
+    _logical_xor: (np.logical_xor, np.bitwise_xor),
 }
+"""As NumPy's: all bytes but 0 are true, and results 0 or 1."""
 
 _KERNELS = {
     "f": _ARITHMETIC,
     "c": {np.add: _add},
     "i": _ARITHMETIC | _LOGICAL | _BITWISE,
     "u": _ARITHMETIC | _LOGICAL | _BITWISE,
-    "b": {ufunc: _BITWISE[bits] for bits, ufuncs in _ON_BOOLS.items() for ufunc in ufuncs},
+    "b": {ufunc: kernel for kernel, ufuncs in _ON_BOOLS.items() for ufunc in ufuncs},
 }
 """Kernels by the kind of a dtype and NumPy's ufunc; none for products of complex numbers, where NumPy uses fused
 operations or not, depending on the processor and the position in the array."""
@@ -123,7 +124,7 @@ _compiling = Lock()
 
 def find_kernel(ufunc: np.ufunc, dtype: np.dtype) -> Any:
     """Kernel of an operation, to be compiled for the dtype; None if there is none."""
-    if not dtype.isnative or dtype.char in "egG" or dtype.itemsize > 16:  # half, long double
+    if dtype.isbuiltin != 1 or dtype.char in "egG" or dtype.itemsize > 16:  # of other packages; half, long double
         return None
     return _KERNELS.get(dtype.kind, {}).get(ufunc)
 

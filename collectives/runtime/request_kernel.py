@@ -15,7 +15,7 @@ from collectives.runtime import kernel_memory, table_kernel
 from collectives.runtime import program_table as table
 from collectives.runtime.kernel_memory import (
     DATA,
-    ITEMS,
+    LIST_ITEMS,
     SIZE,
     copy_bytes,
     load_word,
@@ -65,7 +65,7 @@ def _deactivate(t):
     requests, request = _active_requests(t), word_at(t, table.REQUEST)
     set_word_at(t, table.REQUEST, 0)
     for index in range(load_word(requests + SIZE)):
-        if word_at(load_word(requests + ITEMS), index) == request:
+        if word_at(load_word(requests + LIST_ITEMS), index) == request:
             _set_slice(requests, index, index + 1, 0)
             break
 

@@ -118,7 +118,7 @@ SELECTION = {"MAX": "{a} >= {b} || {a} != {a} ? a : b", "MIN": "{a} <= {b} || {a
 LOGIC = {"LAND": "a && b", "LOR": "a || b", "LXOR": "!a != !b", "BAND": "a & b", "BOR": "a | b", "BXOR": "a ^ b"}
 """C expressions of the operations on elements a and b with the values {a} and {b}. MAX and MIN of a NaN are a NaN."""
 
-OF_BOOLS = {"SUM": "LOR", "MAX": "LOR", "PROD": "LAND", "MIN": "LAND"}
+OF_BOOLS = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
 
 _SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
 _UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}

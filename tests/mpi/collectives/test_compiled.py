@@ -1,7 +1,9 @@
 """Programs in Python and compiled: the same bits, the same errors, in any mixture."""
 
+import threading
 import time
 import warnings
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -268,6 +270,55 @@ def test_blocks_of_one_array_and_then_of_two(quick, form):
         assert (target[: n * len(wanted)].reshape(-1, n) == np.array(wanted)[:, None]).all(), turn
         if target is not source:
             assert (source == before).all()
+
+
+@pytest.mark.parametrize("form", ["Allreduce", "Iallreduce", "Allreduce_init", "Reduce"])
+def test_small_floats_of_other_packages(quick, form):
+    mine, total = np.ones(8, ml_dtypes.float8_e5m2), np.zeros(8, ml_dtypes.float8_e5m2)
+    bound = quick.Allreduce_init(mine, total) if form.endswith("init") else None
+    for _ in range(15):
+        if bound is not None:
+            bound.Start(), bound.Wait()
+        elif (request := getattr(quick, form)(mine, total)) is not None:
+            request.Wait()
+        if form != "Reduce" or quick.Get_rank() == 0:
+            assert (total.astype(float) == quick.Get_size()).all()
+
+
+def test_bytes_that_are_true(quick, slow):
+    rank = quick.Get_rank()
+    mine = np.array([2, 1, 255, 0] if rank % 2 else [1, 2, 1, 1], np.uint8).view(bool)
+    for op in (MPI.LXOR, MPI.LAND, MPI.LOR, MPI.BAND, MPI.SUM, MPI.PROD, MPI.MIN):
+        totals = np.zeros((2, 4), bool)
+        for _ in range(8):
+            for comm, total in zip((slow, quick), totals):
+                comm.Allreduce(mine, total, op)
+            assert totals[0].tobytes() == totals[1].tobytes()
+
+
+def test_an_array_that_another_thread_takes_out_of_a_list_during_the_call(quick):
+    rank, size, mine = quick.Get_rank(), quick.Get_size(), np.ones(50_000)
+    message = [np.zeros(50_000), 50_000]
+    for _ in range(8):
+        quick.Allreduce([mine, 50_000], message)
+    if size == 1:
+        return
+    gone, kept = weakref.ref(message[0]), []
+
+    def replace():
+        time.sleep(0.1)
+        message[0] = np.zeros(50_000)
+        kept.append(gone() is not None)
+
+    thread = threading.Thread(target=replace)
+    if rank == 0:
+        thread.start()
+    else:
+        time.sleep(0.3)
+    quick.Allreduce([mine, 50_000], message)
+    if rank == 0:
+        thread.join()
+        assert kept == [True], "freed while peers read and write it"
 
 
 def test_products_of_complex_numbers(quick, slow):

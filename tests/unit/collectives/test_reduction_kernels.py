@@ -1,5 +1,6 @@
 """Compiled reduction kernels have NumPy's bits, for every operation and dtype they exist for."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,7 +25,7 @@ def samples(dtype):
     """Zeros of both signs, infinities, NaN and the ends of the range; parts of complex numbers too."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
-        return np.array([False, True])
+        return np.array([0, 1, 2, 255], np.uint8).view(bool)
     if dtype.kind in "iu":
         ends = np.iinfo(dtype)
         return np.array([0, 1, 2, 3, ends.max, ends.min, ends.max - 1, ends.max // 2 + 1], dtype)
@@ -73,3 +74,5 @@ def test_there_is_none_where_numba_would_round_differently():
     for dtype in ("e", "g", "G", ">f4"):
         assert reduction_kernels.kernel_address(np.add, np.dtype(dtype)) == 0
     assert reduction_kernels.kernel_address(np.maximum, np.dtype("F")) == 0
+    for name in ("float8_e5m2", "float8_e4m3fn", "bfloat16"):
+        assert reduction_kernels.kernel_address(np.add, np.dtype(getattr(ml_dtypes, name))) == 0
