@@ -93,11 +93,17 @@ class LossScale:
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore fields that `state` returned; ValueError, with nothing changed, if they are invalid."""
+        """Restore fields that `state` returned; ValueError, with nothing changed, if they are invalid.
+
+        Nothing changes either if only one of the two scales is fixed at 1, as in precisions without loss scaling: a
+        checkpoint of such a training may be loaded in fp16, and one of fp16 in another precision.
+        """
         kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
         if set(expect_mapping(state, "loss scale")) != set(kinds):
             raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")
         for name, value in state.items():
             if not isinstance(value, kinds[name]) or isinstance(value, bool):
                 raise ValueError(f"{name}: expected a number, found {value!r}")
-        self.__dict__.update(asdict(LossScale(**state)))
+        found = LossScale(**state)
+        if (found.ceiling > found.floor) == (self.ceiling > self.floor):
+            self.__dict__.update(asdict(found))

@@ -59,6 +59,15 @@ def test_a_life_goes_on_where_it_was_saved():
     assert one == other
 
 
+@pytest.mark.parametrize("before, now", [("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "fp32"), ("fp16", "bf16")])
+def test_a_precision_without_scaling_leaves_the_scale_of_one_with_it(before, now):
+    saved, scale = PRECISIONS[before].loss_scale(), PRECISIONS[now].loss_scale()
+    scale.load(saved.state())
+    assert scale == PRECISIONS[now].loss_scale()
+    with pytest.raises(ValueError, match="growth: expected"):
+        scale.load(saved.state() | {"growth": 0.5})
+
+
 @pytest.mark.parametrize("state", [{}, {"value": 2.0}, LossScale().state() | {"more": 1}])
 def test_a_foreign_state(state):
     scale = LossScale()
