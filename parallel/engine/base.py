@@ -153,8 +153,8 @@ class TrainEngine(BaseEngine):
 
     @property
     def _clock(self) -> int:
-        """Step count used by the learning-rate schedule: number of updates made."""
-        return self.updates
+        """Step count used by the learning-rate schedule: steps with an update; asynchronous ones before had several."""
+        return min(self.steps, self.updates)
 
     # ------------------------------------------------------------------------------------------ training
 

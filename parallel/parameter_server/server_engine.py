@@ -170,7 +170,7 @@ class ParameterServer(BaseEngine):
         with self._shared_errors(), self._recorder("communication", "quiesce"):
             self._role.quiesce(self.steps)
             self._bus.flush()
-        self._is_quiescent, self._skipped = True, self.steps - self.updates
+        self._is_quiescent, self._skipped = True, max(0, self.steps - self.updates)
         self._order.flush()
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
@@ -242,7 +242,7 @@ class ParameterServer(BaseEngine):
         return {"steps": self.steps, "updates": self.updates, "scaling": PRECISIONS["fp32"].loss_scale().state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.steps, self._skipped = state["steps"], state["steps"] - state["updates"]
+        self.steps, self._skipped = state["steps"], max(0, state["steps"] - state["updates"])
         self._role.load(state["steps"], state["updates"])
 
     def close(self) -> None:

@@ -161,8 +161,8 @@ class SyncStore(ShardStore):
             if np.isfinite(norm):
                 pieces = [self.key_states[number].prepare(total) for number, total in self._totals.items()]
                 blocks = numbers_of(piece.span for piece in pieces)
-                whole = partial(in_order, numbers=blocks)
-                self._optimizer.update(pieces, self.updates, 1 / count * factor, whole)
+                whole, clock = partial(in_order, numbers=blocks), RateClock(min(self.applied, self.updates))
+                self._optimizer.update(pieces, self.updates, 1 / count * factor, whole, clock)
                 self.updates += 1
         for number, numbers in self._numbers.items():
             numbers.clear()

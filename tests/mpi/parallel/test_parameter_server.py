@@ -18,7 +18,7 @@ from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, PassMode, constant
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.optimizers import LAMB, AdamW
+from parallel.optim.optimizers import LAMB, SGD, AdamW
 from parallel.parameter_server import naive_bsp
 from parallel.parameter_server.messages import MessageKind
 from parallel.parameter_server.server_engine import ParameterServer
@@ -184,6 +184,14 @@ def test_a_checkpoint_goes_from_data_parallelism_to_servers_and_back(comm, tmp_p
         assert same(whole(comm, third), want)
         assert third.state().items() >= {"steps": 4, "updates": 4}.items()
         assert third.state().keys() == first.state().keys()
+
+
+def test_after_asynchronous_steps_rates_are_those_of_steps(comm):
+    with served(comm, "bsp", optimizer=SGD(rate=lambda step: 1 / (1 + step))) as made:
+        made.load(made.state() | {"steps": 3, "updates": 12})
+        for step in (3, 4):
+            assert made.step(tiny_models.batches(range(4), step)).rate == 1 / (1 + step)
+            made.quiesce()
 
 
 # ---------------------------------------------------------------------------------------------- clocks and work

@@ -265,6 +265,20 @@ def test_together_nothing_depends_on_the_order_and_nothing_counts_twice():
     assert all(norm == results[0][0] and (weights == results[0][1]).all() for norm, weights in results)
 
 
+def test_after_asynchronous_steps_rates_are_those_of_steps():
+    optimizer = SGD(rate=lambda step: 1 / (1 + step))
+    after = []
+    for updates in (3, 12):  # the optimizer has no state that counts updates
+        cells, flat = cells_of(tiny_models.model(), optimizer)
+        store = SyncStore(cells, optimizer, None, True)
+        store.applied, store.updates = 3, updates
+        for cell in cells:
+            pushed(store, cell.key, 0, gradients(flat.length, 1)[0], clock=3)
+        store.finish(store.squares())
+        after.append(np.concatenate([cell.visible for cell in cells]))
+    assert (after[0] == after[1]).all()
+
+
 def test_apart_each_counts_once_and_a_step_goes_as_far_as_one_update():
     optimizer = SGD(rate=0.5)
     cells, flat = cells_of(tiny_models.model(), optimizer)

@@ -18,6 +18,7 @@ from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import Batch
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import complete
+from parallel.optim.lr_schedules import rate_at
 from parallel.runtime import resources
 from parallel.trainer import trainer as training
 from parallel.trainer.task_setup import prepare
@@ -63,6 +64,15 @@ def test_another_mesh_drops_the_exchange_between_experts():
     assert found({"mesh": "dp=4"}) == ("direct", False, None)
     assert found({"mesh": "dp=4"}, reproducible=True) == ("direct", False, 2)
     assert found({"mesh": "dp=2,ep=2", "dispatch": "direct:int8"}) == ("direct:int8", False, None)
+
+
+def test_after_asynchronous_steps_rates_are_those_of_steps():
+    """A checkpoint of asynchronous training has several updates of each step, and one of fp16 may have fewer."""
+    given = {"data": "copy", "model": "gpt:tiny", "length": 8, "steps": 20, "batch": 2, "warm_up": 10, "rate": 0.01}
+    with Communicator(MPI.COMM_SELF) as comm, Training(complete(given), comm) as made:
+        for updates, clock in ((12, 3), (2, 2)):
+            made.engine.load(made.engine.state() | {"steps": 3, "updates": updates})
+            assert next(made.run()).report.rate == rate_at(made._job.optimizer.rate, clock)
 
 
 def test_bytes_stay_integers():
