@@ -76,6 +76,9 @@ class Hogwild(AveragingStyle):
 
     def begin(self) -> None:
         self.comm.Barrier()
+        if self.rank == 0 and self._count(MPI.MAX, 0) < ENDS:  # steps may be fewer now; a request to end stays
+            self._count(MPI.REPLACE, 0)
+        self.comm.Barrier()
 
     def finish(self) -> None:
         super().finish()

@@ -53,7 +53,7 @@ class ServerLoop:
         self.clocks = [GONE if worker in self._gone else steps for worker in self._workers]
         self.work = WorkAssignment(len(self._workers), steps)  # used on the first server only
         self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
-        self.store.applied = steps
+        self.store.begin(steps)
         self._last = -1  # number of steps after which the training ends
         self._parts: dict[int, int] = {}  # number of parts of the steps to be applied, with synchronous updates
         self._squares: dict[int, dict[int, Sequence[Any]]] = {}

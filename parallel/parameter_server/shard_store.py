@@ -78,6 +78,10 @@ class ShardStore:
             for number, key_state in self.key_states.items()
         }
 
+    def begin(self, steps: int) -> None:
+        """Continue as after `steps` steps, at a quiescent point; weights, optimizer state and `updates` stay."""
+        self.applied = steps
+
     def gradient_buffer(self, key: int) -> Array:
         return self._pools[key].take()
 
@@ -93,6 +97,10 @@ class AsyncStore(ShardStore):
         super().__init__(key_states, *options)
         self._applied_parts: dict[int, set[tuple[int, int]]] = {number: set() for number in self.key_states}
         self._quiesced_at = 0
+
+    def begin(self, steps: int) -> None:
+        super().begin(steps)
+        self._quiesced_at = steps
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
         key, part, applied = message.key, (message.clock, message.number), self._applied_parts[message.key]

@@ -194,6 +194,23 @@ def test_after_asynchronous_steps_rates_are_those_of_steps(comm):
             made.quiesce()
 
 
+@rules
+def test_after_a_return_to_earlier_steps_gradients_count_again(comm, rule):
+    with served(comm, rule) as made:
+        made.step(tiny_models.batches(range(4), 0))
+        early = made.state()
+        for step in (1, 2, 3):
+            made.step(tiny_models.batches(range(4), step))
+        made.quiesce()
+        made.load(early)
+        made.refresh()
+        before = whole(comm, made)
+        made.step(tiny_models.batches(range(4), 1))
+        made.quiesce()
+        assert made.updates - early["updates"] == (1 if rule in ("bsp", "ssp:0") else 4)
+        assert not same(whole(comm, made), before)
+
+
 # ---------------------------------------------------------------------------------------------- clocks and work
 
 

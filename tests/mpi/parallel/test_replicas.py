@@ -1,6 +1,7 @@
 """Replicas that meet in one style or another: what is conserved, what they agree on, what they learn, how they end."""
 
 import math
+import time
 from itertools import product
 from types import SimpleNamespace
 
@@ -247,6 +248,21 @@ def test_ranks_without_work(comm, style):
 
 
 # ------------------------------------------------------------------------------------------ who waits for whom
+
+
+def test_hogwild_ends_after_a_return_to_earlier_steps(comm):
+    """Soon after the request: the largest number of steps of any rank is lower now."""
+    with replicas(comm, "hogwild") as made:
+        early = made.state()
+        for step in range(40):
+            made.step(tiny_models.batches([0], step))
+        made.load(early)
+        made.refresh()
+        while not made.step(tiny_models.batches([0], made.steps), stop=comm.rank == comm.size - 1).stop:
+            time.sleep(0.02)
+        assert len(set(comm.allgather(made.steps))) == 1
+        assert made.steps < 40
+        made.quiesce()
 
 
 @pytest.mark.parametrize(

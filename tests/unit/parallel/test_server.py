@@ -299,6 +299,19 @@ def test_apart_each_counts_once_and_a_step_goes_as_far_as_one_update():
     assert np.allclose((before - after)[used], 0.5 * mean[used], atol=1e-5)
 
 
+def test_after_a_return_to_earlier_steps_gradients_count_again():
+    optimizer = SGD(rate=0.5)
+    cells, flat = cells_of(tiny_models.model(), optimizer)
+    store, made = AsyncStore(cells, optimizer, None, False), gradients(flat.length, 1)
+    server = ServerLoop(Post(), store, rule_of("async"), [1], [0], 0, EventOrder())
+    store.applied = 5
+    store.quiesce()
+    assert not any(pushed(store, cell.key, 0, made[0], clock=2) for cell in cells)
+    server.begin(2)
+    assert not any(pushed(store, cell.key, 0, made[0], clock=1) for cell in cells)
+    assert all(pushed(store, cell.key, 0, made[0], clock=2) for cell in cells)
+
+
 def _used(flat, span):
     """Where there is a tensor, not the filling behind it."""
     used = np.zeros(flat.length, bool)
