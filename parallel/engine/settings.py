@@ -272,8 +272,8 @@ DEFAULTS = Settings()
 def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
     """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
-    `RUN_FIELDS`, for another layout `LAYOUT_FIELDS`, and for another mesh the exchange between experts, are not taken
-    from `previous`, nor are names that are no fields (of another version). A given mesh with an axis ``pp`` implies the
+    `RUN_FIELDS`, for another layout `LAYOUT_FIELDS`, and for another mesh `context` and the exchange between experts,
+    are not taken from `previous`, nor are names that are no fields (of another version). A given mesh with an axis ``pp`` implies the
     layout pp. Raises ValueError if a given name is no field, or if a value is out of range or given without use:
     `momentum` without sgd, `length` without a text.
 
@@ -319,7 +319,7 @@ def _not_taken(values: Mapping[str, Any], previous: Mapping[str, Any]) -> tuple[
     if now.get("mesh") == previous.get("mesh"):
         return RUN_FIELDS
     parts = () if now.get("reproducible") else ("expert_shards",)
-    return (*RUN_FIELDS, "dispatch", "overlap_expert_comm", *parts)
+    return (*RUN_FIELDS, "context", "dispatch", "overlap_expert_comm", *parts)
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

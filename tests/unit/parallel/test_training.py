@@ -66,6 +66,13 @@ def test_another_mesh_drops_the_exchange_between_experts():
     assert found({"mesh": "dp=2,ep=2", "dispatch": "direct:int8"}) == ("direct:int8", False, None)
 
 
+def test_another_mesh_drops_the_attention_of_divided_sequences():
+    before = {"data": "copy", "layout": "dp", "mesh": "cp=2", "context": "ulysses"}
+    assert complete({"mesh": "cp=2"}, before).context == complete({"seed": 1}, before).context == "ulysses"
+    assert complete({"mesh": "dp=2"}, before).context == complete({"mesh": "dp=2,cp=2"}, before).context == "auto"
+    assert complete({"mesh": "dp=2,cp=2", "context": "ring"}, before).context == "ring"
+
+
 def test_after_asynchronous_steps_rates_are_those_of_steps():
     """A checkpoint of asynchronous training has several updates of each step, and one of fp16 may have fewer."""
     given = {"data": "copy", "model": "gpt:tiny", "length": 8, "steps": 20, "batch": 2, "warm_up": 10, "rate": 0.01}
