@@ -54,22 +54,26 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
 
 
 class CheckpointWriter:
-    """Writer of a training run's checkpoints; after a failed write, training continues.
+    """Writer of a training run's checkpoints; after a failed write, training continues. Construction is collective.
 
     Attributes
     ----------
     step : int
-        Step of the newest checkpoint; the first step of this run if there is none.
+        Step of the newest checkpoint in --checkpoint; 0 if there is none, as after a resume from another folder.
     tried : int
         Step of the last attempt.
     problem : CheckpointError or None
         Error of the last attempt.
     """
 
-    def __init__(self, args: argparse.Namespace, training: Training):
+    def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training):
         self._folder, self._keep, self._training = args.checkpoint, args.keep, training
-        self.step = self.tried = training.done
+        self.step = self.tried = collective_call(comm, self._resumed_step, "--checkpoint", CheckpointError, root=0)
         self.problem: CheckpointError | None = None
+
+    def _resumed_step(self) -> int:
+        done = self._training.done
+        return done if self._folder and (self._folder / name_of(done)).is_dir() else 0
 
     def save(self) -> None:
         """Write a checkpoint of this step; after an error, print a warning and keep it in `problem`. Collective."""
@@ -119,7 +123,7 @@ class TrainingRun:
         self._comm = comm
         path = args.json if self._reporter else None
         self._metrics = collective_call(comm, lambda: Metrics(path, training.done), "--json", OutputError)
-        self._checkpoints = CheckpointWriter(args, training)
+        self._checkpoints = CheckpointWriter(comm, args, training)
         self._events: list[ProfilerEvent] = []
         self._test_text = ""
 

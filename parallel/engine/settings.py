@@ -273,9 +273,9 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
     `RUN_FIELDS`, for another layout `LAYOUT_FIELDS`, and for another mesh `context` and the exchange between experts,
-    are not taken from `previous`, nor are names that are no fields (of another version). A given mesh with an axis ``pp`` implies the
-    layout pp. Raises ValueError if a given name is no field, or if a value is out of range or given without use:
-    `momentum` without sgd, `length` without a text.
+    are not taken from `previous`, nor are names that are no fields (of another version). A given mesh with an axis
+    ``pp`` implies the layout pp. Raises ValueError if a given name is no field, or if a value is out of range or given
+    without use: `momentum` without sgd, `length` without a text.
 
     >>> complete({"data": "pydoc", "steps": None}).model
     'gpt:mini'

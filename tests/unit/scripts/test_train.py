@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
@@ -20,7 +21,8 @@ from support.tiers import default
 
 from collectives.conformance.launches import ROOT
 from parallel.benchmark.training_output import format_speed
-from parallel.checkpoint.checkpoint_files import all_in, tensors_in
+from parallel.checkpoint.checkpoint_files import all_in, name_of, tensors_in
+from parallel.cli.train_run import CheckpointWriter
 from parallel.runtime.throughput import Throughput
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(240)]
@@ -201,6 +203,29 @@ def test_the_newest_sound_checkpoint_is_told_where_the_newest_is_damaged(whole, 
     newest, *_, sound = all_in(folder)[::-1]
     assert output.count(f"error: {newest} cannot be used: model.safetensors.index.json has") == 1, output
     assert f"; the newest sound one is {sound}: with what is newer moved away" in output
+
+
+def test_a_checkpoint_of_another_folder_is_not_named(tmp_path):
+    """A resume from one folder that keeps its checkpoints in another: until it has one, none is there."""
+    saved = []
+    training = SimpleNamespace(done=4, save=lambda folder, keep: saved.append(folder))
+    args = SimpleNamespace(checkpoint=tmp_path / "b", keep=3)
+    writer = CheckpointWriter(MPI.COMM_SELF, args, training)
+    assert (writer.step, writer.tried) == (0, 0)
+    assert writer.killed_text().endswith("was: no checkpoint keeps it")
+    writer.save()
+    assert saved == [args.checkpoint] and f"b/{name_of(4)};" in writer.killed_text()
+    (args.checkpoint / name_of(4)).mkdir(parents=True)
+    assert CheckpointWriter(MPI.COMM_SELF, args, training).step == 4
+    args.checkpoint = None
+    assert CheckpointWriter(MPI.COMM_SELF, args, training).step == 0
+
+
+def test_a_training_that_is_over_is_kept_in_another_folder(whole, tmp_path):
+    newest = all_in(whole[0] / "c")[-1]
+    output = run("--resume", newest, "--checkpoint", tmp_path / "b")
+    assert f"checkpoints are in {tmp_path / 'b'}" in output
+    assert same(tmp_path / "b" / newest.name, newest)
 
 
 @pytest.mark.full
