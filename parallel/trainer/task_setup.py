@@ -19,6 +19,7 @@ from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
+from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import strategy_of
 from parallel.transforms.apply import transformed
 
@@ -31,8 +32,12 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     for name, table in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
         if getattr(settings, name) not in table:
             raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(settings, name)!r}")
-    strategy_of(settings).check(settings, ranks)
+    strategy = strategy_of(settings)
+    if settings.batch_tokens is None:
+        strategy.check(settings, ranks)
     task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
+    if settings.batch_tokens is not None:  # the batch depends on the data
+        strategy.check(sized(settings, task.train), ranks)
     family = settings.model.partition(":")[0]
     if family in MODELS and task.is_text != MODELS[family].is_text:
         fits = ", ".join(name for name, other in MODELS.items() if other.is_text == task.is_text)

@@ -49,6 +49,14 @@ def test_batches_of_tokens():
             Training(complete({"data": "teacher_classes", "batch_tokens": 100}), comm)
 
 
+def test_batches_of_tokens_in_pipelines():
+    """Checked with the number of samples that these tokens are: here 6."""
+    given = {"data": "copy", "model": "gpt:tiny", "length": 16, "layout": "pp", "batch_tokens": 100}
+    assert prepare(complete({**given, "microbatches": 6}), 2)[0].name == "copy"
+    with pytest.raises(ValueError, match="microbatches: a batch of 6 samples does not divide into 4 micro-batches"):
+        prepare(complete({**given, "microbatches": 4}), 2)
+
+
 def test_another_mesh_drops_the_exchange_between_experts():
     """Parts of experts too, unless bits depend on them; given values, and those of the same mesh, stay."""
     before = {"layout": "dp", "mesh": "dp=4,ep=2", "dispatch": "hierarchical", "overlap_expert_comm": True}
