@@ -157,7 +157,11 @@ class WorkerTrainer:
         """Sum of losses, targets and measure of each micro-batch, without training; and the first error, if any."""
         found, problem = [], None
         self._context.flat.bind(self.client.copy())
-        for batch in (batch_of(some, at) for at, some in enumerate(batches)):
+        try:
+            mine = [batch_of(some, at) for at, some in enumerate(batches)]
+        except Exception as error:
+            return [], error
+        for batch in mine:
             passing = self._pass(batch, step, training=False)
             for unit in self._context.plan.units:
                 passing.forward(unit)

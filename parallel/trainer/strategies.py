@@ -1,6 +1,6 @@
 """Table of training strategies: for each layout, the engine class, checks of settings and automatic choices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -136,8 +136,13 @@ def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, d
     """
     if strategy.pulls_work:
         return OnDemandSampler(step, data)
+    return loaded(step, data, engine.train_share(len(step.parts)))
+
+
+def loaded(step: StepBatches, data: Dataset, numbers: Iterable[int]) -> Sequence[Batch]:
+    """Micro-batches of a step or evaluation by number; an error of the loading is raised where they are used."""
     try:
-        return list(step.batches(data, engine.train_share(len(step.parts))))
+        return list(step.batches(data, numbers))
     except Exception as error:
         return FailedBatches(error)
 

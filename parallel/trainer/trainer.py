@@ -31,7 +31,7 @@ from parallel.runtime.validation import expect_mapping
 from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
 from parallel.trainer.samplers import sized
-from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
+from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, loaded, strategy_of
 from parallel.trainer.task_setup import flops, loss_of, measure_of, prepare, sampler_of, specs, steps_of
 
 PARTS_PER_EVALUATION = 16
@@ -184,7 +184,7 @@ class Training(TrainingPlan):
         found: list[Evaluation] = []
         for start in range(0, max(1, len(parts)), each):
             some = StepBatches(0, 0, tuple(parts[start : start + each]))
-            mine = list(some.batches(subset, self.engine.share(len(some.parts))))
+            mine = loaded(some, subset, self.engine.share(len(some.parts)))
             found.append(self.engine.evaluate(mine, measure_of(self.task)))
             tell(sum(map(len, parts[: start + each])), count)
         return EvalScore.of(combine_evaluations(found), self.task)
