@@ -4,6 +4,7 @@ Targets of padding are -1, which losses do not count: the mean over a step's tar
 micro-batches and ranks they are on.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -52,12 +53,13 @@ class TokenSampler(Sampler):
 
     A step has as many samples, in the order of the epoch, as fit. It is sorted by length, longest first, so that
     micro-batches need little padding, which counts in theirs: samples times the longest one. A sample that is longer
-    than a limit is alone.
+    than a limit is alone. A step with more than `most` micro-batches is cut by a larger limit, the smallest that suffices.
 
     Parameters
     ----------
     lengths : tokens of each sample
     global_tokens, micro_tokens : of a step over all ranks, and of a pass through the model; default: the step's
+    most : number of micro-batches of a step, at least 1, as pipelines plan it; default: any number
     seed, shuffle, window : as of `Sampler`
 
     Examples
@@ -74,11 +76,12 @@ class TokenSampler(Sampler):
         micro_tokens: int | None = None,
         seed: int = 0,
         *,
+        most: int | None = None,
         shuffle: bool = True,
         window: int | None = None,
     ):
         super().__init__(len(lengths), global_tokens, micro_tokens, seed, shuffle=shuffle, window=window)
-        self._lengths = np.asarray(lengths, np.int64)
+        self._lengths, self._most = np.asarray(lengths, np.int64), most
         self._starts = lru_cache(2)(self._starts_of)
 
     def steps_in(self, epoch: int) -> int:
@@ -104,9 +107,19 @@ class TokenSampler(Sampler):
         return start, stop
 
     def _cut(self, chosen: np.ndarray) -> Iterator[np.ndarray]:
-        lengths = self._lengths[chosen]
-        longest_first = np.argsort(-lengths, kind="stable")
-        while len(longest_first):
-            count = max(1, self.micro_batch // max(1, int(lengths[longest_first[0]])))
-            yield chosen[longest_first[:count]]
-            longest_first = longest_first[count:]
+        chosen = chosen[np.argsort(-self._lengths[chosen], kind="stable")]
+        lengths, limit = self._lengths[chosen], self.micro_batch
+        if (most := self._most) is not None:
+            larger = range(limit, len(lengths) * int(lengths[0]))  # beyond, the step is one micro-batch
+            limit += bisect_left(larger, True, key=lambda tokens: len(_cuts(lengths, tokens)) <= most)
+        return (chosen[part] for part in _cuts(lengths, limit))
+
+
+def _cuts(lengths: np.ndarray, limit: int) -> list[slice]:
+    """Parts of sequences, longest first, of at most `limit` tokens with padding, or of one sequence."""
+    found, start = list[slice](), 0
+    while start < len(lengths):
+        stop = start + max(1, limit // max(1, int(lengths[start])))
+        found.append(slice(start, stop))
+        start = stop
+    return found

@@ -26,7 +26,17 @@ def batch_sampler(
         return Sampler(len(data), settings.batch, settings.micro(workers), **options)
     if settings.micro_batch is not None:
         raise ValueError(f"micro_batch: it counts samples, batch_tokens tokens; found {settings.micro_batch}")
+    options["most"] = _most_parts(settings, workers)
     return TokenSampler(data.lengths, settings.batch_tokens, settings.micro_tokens(workers), **options)
+
+
+def _most_parts(settings: Settings, workers: int) -> int | None:
+    """Most micro-batches of a step, as pipelines plan them; in reproducible training the same in all layouts."""
+    if not (settings.reproducible or settings.layout.startswith("pp")):
+        return None
+    if settings.microbatches is not None:
+        return settings.microbatches * workers
+    return -(-settings.batch // settings.micro(workers))
 
 
 def sized(settings: Settings, data: Dataset) -> Settings:

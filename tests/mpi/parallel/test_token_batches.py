@@ -59,6 +59,23 @@ def test_an_engine_cuts_sequences_by_tokens(comm):
         engine.batches(data)
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_pipeline_gets_as_many_micro_batches_as_it_plans(comm, reproducible):
+    """Sequences of five targets, of which one fits into the eighth part of 64 tokens: not twelve micro-batches."""
+    if comm.size > 4:
+        pytest.skip("more stages than units")
+    data = PaddedSequences([np.arange(6)] * 24)
+    losses = {}
+    for layout in ("pp:1f1b", "dp"):
+        options = {"layout": layout, "batch_tokens": 64, "reproducible": reproducible}
+        model, optimizer = transformer(20, 16, 2, 2, 8), AdamW(lr=0.01)
+        with Engine(model, SoftmaxCrossEntropy(), comm, optimizer, **options) as engine:
+            reports = [engine.step(batches) for batches in engine.batches(data)]
+        assert [report.count for report in reports] == [60, 60]
+        losses[layout] = [report.loss for report in reports]
+    assert losses["dp"] == (losses["pp:1f1b"] if reproducible else pytest.approx(losses["pp:1f1b"]))
+
+
 def test_replicas_train_on_overlapping_shares(comm):
     """Of six micro-batches each of three ranks has two, and one of the next; a test takes every sample once."""
     with ReplicaEngine(

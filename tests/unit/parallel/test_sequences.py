@@ -48,6 +48,22 @@ def test_steps_hold_what_fits(lengths, global_tokens, micro_tokens, epoch, shuff
     assert at == len(lengths) and len(steps) == sampler.steps_in(epoch)
 
 
+@given(LENGTHS, st.integers(1, 100), st.integers(1, 60), st.integers(1, 5))
+@settings(deadline=None)
+def test_no_step_has_more_micro_batches_than_planned(lengths, global_tokens, micro_tokens, most):
+    """With the smallest limit that suffices; steps that have no more are as without."""
+    plain = TokenSampler(lengths, global_tokens, micro_tokens)
+    sampler = TokenSampler(lengths, global_tokens, micro_tokens, most=most)
+    for one, step in zip(plain.steps(0), sampler.steps(0), strict=True):
+        if len(one.parts) <= most:
+            assert [list(part) for part in one.parts] == [list(part) for part in step.parts]
+            continue
+        assert len(step.parts) <= most and list(np.concatenate(step.parts)) == list(np.concatenate(one.parts))
+        limit = max(len(part) * lengths[part].max() for part in step.parts)
+        below = TokenSampler(lengths, global_tokens, int(limit) - 1).at(0, step.number)
+        assert len(below.parts) > most
+
+
 def test_a_position_goes_on_where_epochs_have_different_numbers_of_steps():
     lengths = np.random.default_rng(0).integers(1, 30, 50)
     sampler = TokenSampler(lengths, 60, seed=1)
