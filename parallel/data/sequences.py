@@ -53,7 +53,7 @@ class TokenSampler(Sampler):
 
     A step has as many samples, in the order of the epoch, as fit. It is sorted by length, longest first, so that
     micro-batches need little padding, which counts in theirs: samples times the longest one. A sample that is longer
-    than a limit is alone. A step with more than `most` micro-batches is cut by a larger limit, the smallest that suffices.
+    than a limit is alone. A step of more than `most` micro-batches is cut by the smallest larger limit that suffices.
 
     Parameters
     ----------
