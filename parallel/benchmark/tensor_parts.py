@@ -11,7 +11,7 @@ from parallel.engine.model_on_mesh import expert_cut, expert_division, forecast_
 from parallel.engine.settings import Settings
 from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, SEQUENCES, SHARDS, STAGES, Mesh
 from parallel.nn.operator import Operator, name_all
-from parallel.nn.placement import Ranges, TensorCut, logical_name
+from parallel.nn.placement import Ranges, TensorCut
 from parallel.pipeline.param_division import cuts_for
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.stage_params import replicas_of
@@ -70,7 +70,7 @@ def holdings(model: Operator, loss: Any, mesh: Mesh, schedule: str = "1f1b") -> 
         found: dict[str, list[TensorCut | None]] = {}
         for parameter in ours.parameters():
             if experts is None or experts.holders.get(id(parameter), member) == member:
-                found.setdefault(logical_name(parameter.name), []).append(parameter.cut)
+                found.setdefault(parameter.name, []).append(parameter.cut)
         return {name: _joined(cuts) for name, cuts in found.items()}
 
     every = []

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from parallel.checkpoint.step_folders import FAMILIES, CheckpointError
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec, Parameter
-from parallel.nn.placement import TensorCut, logical_name
+from parallel.nn.placement import TensorCut
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -64,9 +64,9 @@ def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iter
 
 def slice_of(parameter: Parameter, kind: str, start: int, array: Array, mine: bool) -> TensorSlice:
     """Slice of values like a parameter's, from its element `start` on, with the name of its logical tensor."""
-    name, cut = f"{kind}/{logical_name(parameter.name)}", parameter.cut
-    shape, at = (parameter.shape, start) if cut is None else (cut.shape, start + cut.offset)
-    return TensorSlice(name, shape, at, array, mine, cut)
+    cut = parameter.cut
+    at = start if cut is None else start + cut.offset
+    return TensorSlice(f"{kind}/{parameter.name}", parameter.logical.shape, at, array, mine, cut)
 
 
 def taken_once(slices: Iterable[TensorSlice], axis: Any) -> Iterator[TensorSlice]:

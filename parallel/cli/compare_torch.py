@@ -29,7 +29,6 @@ from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
-from parallel.nn.placement import logical_name
 from parallel.optim.optimizers import SGD, AdamW
 
 RTOL, ATOL = 1e-5, 4e-5  # largest difference of a gradient element: ATOL + RTOL of its size
@@ -87,7 +86,7 @@ def chorus_gradients(
         if cut is None:
             whole[name] = values
         else:
-            cut.put(values, whole.setdefault(logical_name(name), np.zeros(cut.shape, np.float32)))
+            cut.put(values, whole.setdefault(name, np.zeros(cut.shape, np.float32)))
     return whole
 
 

@@ -5,11 +5,31 @@ all shards, every shard and every other tensor occurs once, so that norms count 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK, FlatParams
+from parallel.nn.operator import Parameter
+from parallel.nn.placement import Ranges
+
+
+class HeldTensor(NamedTuple):
+    """Tensor, or part of one, of a parameter vector.
+
+    Attributes
+    ----------
+    name : str
+        Of the logical parameter.
+    ranges : Ranges or None
+        Of a part: indices along the dimension in which the tensor is cut.
+    length : int
+        Number of elements, with padding.
+    """
+
+    name: str
+    ranges: Ranges | None
+    length: int
 
 
 class LogicalBlocks:
@@ -19,9 +39,9 @@ class LogicalBlocks:
     ----------
     axis : MeshAxis
         Ranks with different shards.
-    whole : sequence of (str, int)
-        Name and length of every parameter of the logical vector, with padding, in order.
-    held : sequence of sequences of (str, int)
+    whole : sequence of HeldTensor
+        Every parameter of the logical vector, in order.
+    held : sequence of sequences of HeldTensor
         The same, of each rank's vector.
 
     Attributes
@@ -29,14 +49,14 @@ class LogicalBlocks:
     whole
     """
 
-    def __init__(self, axis: Any, whole: Sequence[tuple[str, int]], held: Sequence[Sequence[tuple[str, int]]]):
+    def __init__(self, axis: Any, whole: Sequence[HeldTensor], held: Sequence[Sequence[HeldTensor]]):
         self._axis = axis
         starts, at = {}, 0
-        for name, length in whole:
-            starts[name] = at
-            at += length // BLOCK
+        for tensor in whole:
+            starts[tensor] = at
+            at += tensor.length // BLOCK
         self.whole, self._size = whole, at
-        ranges = [[np.arange(starts[name], starts[name] + length // BLOCK) for name, length in one] for one in held]
+        ranges = [[np.arange(starts[one], starts[one] + one.length // BLOCK) for one in some] for some in held]
         self._numbers = [np.concatenate([np.zeros(0, np.int64), *one]) for one in ranges]
 
     def gather(self, sums: np.ndarray) -> np.ndarray:
@@ -51,6 +71,12 @@ class LogicalBlocks:
         return whole
 
 
-def lengths_of(flat: FlatParams) -> list[tuple[str, int]]:
-    """Name and length, with padding, of every parameter of a vector."""
-    return [(place.parameter.name, place.span.size) for place in flat.places]
+def tensors_of(flat: FlatParams) -> list[HeldTensor]:
+    """Tensors and parts of tensors of a vector, in order."""
+    return [HeldTensor(one.name, _ranges_of(one), span.size) for one, span in flat.places]
+
+
+def _ranges_of(parameter: Parameter) -> Ranges | None:
+    """`HeldTensor.ranges` of a parameter; None also of a shard with the whole tensor."""
+    cut = parameter.cut
+    return None if cut is None or cut.local_shape == cut.shape else cut.ranges

@@ -94,7 +94,7 @@ class ShardedParams:
         """Unbind the current unit's parameters until `unshard`; gathered weights stay in a buffer until its reuse."""
         for number in self._needs(self._at):
             for place in self._buckets[number].places:
-                place.parameter.data = None
+                place.parameter.bind(None)
 
     def allgather_updates(self) -> None:
         """Invalidate gathered weights after an update, so that they are gathered again before use."""

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data_parallel.layouts import DataParallelLayout
-from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
+from parallel.data_parallel.logical_blocks import LogicalBlocks, tensors_of
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
@@ -59,7 +59,7 @@ class ParamShard(NamedTuple):
         self.gradients.close()
         self.weights.close()
         for place in self.context.flat.places:
-            place.parameter.data = None
+            place.parameter.release()
 
 
 def copies(parts: Sequence[ParamShard], axis: Any) -> list[tuple[Communicator, list[ParamSpan]]]:
@@ -142,10 +142,10 @@ class ShardedOptimizer:
         if not finite:
             raise_step_failed(everyone, problem)
         if not finite and not self._scaled:
-            lengths = lengths_of(self._context.flat) if self._blocks is None else self._blocks.whole
-            ends = list(accumulate(length // BLOCK for _, length in lengths))
-            parts = zip(lengths, np.split(squares, ends[:-1]))
-            odd = ", ".join(name for (name, _), part in parts if not np.isfinite(part).all())
+            tensors = tensors_of(self._context.flat) if self._blocks is None else self._blocks.whole
+            ends = list(accumulate(tensor.length // BLOCK for tensor in tensors))
+            parts = zip(tensors, np.split(squares, ends[:-1]))
+            odd = ", ".join(dict.fromkeys(tensor.name for tensor, part in parts if not np.isfinite(part).all()))
             what = f"the gradient of {odd} is" if odd else "the norm of the gradient is"
             raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
         try:

@@ -77,6 +77,7 @@ class ReplicaEngine(BaseEngine):
             model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory
         )
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
+        self.parameters = self._engine.parameters
         check_equal(comm, facts_of(self.flat, optimizer))
         self._recorder = self._engine.context.recorder
         vector = self._stash = memory.private("parameters", 0, self._engine.context.wide)

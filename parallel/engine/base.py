@@ -26,7 +26,7 @@ from parallel.engine.settings import Settings
 from parallel.engine.step_sync import CheckedBatches, Losses, StepSync, checked, read_losses
 from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.kernels.deferred import deferred
-from parallel.nn.operator import PassMode
+from parallel.nn.operator import Parameter, PassMode
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
@@ -55,7 +55,7 @@ class BaseEngine:
     selection_biases: Mapping[str, SelectionBias] = MappingProxyType({})  # of all ranks' routers, by operator name
     settings: Settings
     remarks: Sequence[str] = ()
-    shapes: dict[str, tuple[int, ...]] | None = None  # of all logical tensors, if ranks have different ones
+    parameters: Sequence[Parameter]  # logical ones of the whole model, also those that this rank has no part of
     _comm: Communicator
     _recorder: Profiler
 
@@ -120,7 +120,7 @@ class TrainEngine(BaseEngine):
         self._errors = PassErrors() if on_mesh is None else on_mesh.errors
         self._axis = None if on_mesh is None else on_mesh.axis
         self._shares_experts = on_mesh is not None and on_mesh.experts is not None
-        self.shapes = None if on_mesh is None else on_mesh.shapes
+        self.parameters = [one.parameter for one in context.flat.places] if on_mesh is None else on_mesh.parameters
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings, self._workers = settings, len(teams)
         self._sync = StepSync(context, self._comm, teams)

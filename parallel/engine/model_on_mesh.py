@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from collectives import Communicator
 from parallel.data_parallel.expert_shards import ExpertDivision, ExpertTeams
 from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.logical_blocks import LogicalBlocks, lengths_of
+from parallel.data_parallel.logical_blocks import LogicalBlocks, tensors_of
 from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
@@ -17,7 +17,7 @@ from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
 from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, STAGES, Mesh
 from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import Operator, name_all
+from parallel.nn.operator import Operator, Parameter, name_all
 from parallel.nn.placement import PlacementError
 from parallel.nn.rewrite import operators_in
 from parallel.runtime.collective_errors import collective_call
@@ -129,8 +129,8 @@ class ModelOnMesh(NamedTuple):
         Ranks that share the operators.
     blocks : LogicalBlocks or None
         None if the model is whole.
-    shapes : dict of str to tuple of int
-        Shapes of all logical tensors, in the order of the model.
+    parameters : tuple of Parameter
+        Logical parameters of the whole model, in its order.
     """
 
     model: Operator
@@ -143,7 +143,7 @@ class ModelOnMesh(NamedTuple):
     replicas: Communicator
     axis: Any
     blocks: LogicalBlocks | None
-    shapes: dict[str, tuple[int, ...]]
+    parameters: tuple[Parameter, ...]
 
     @property
     def counts(self) -> bool:
@@ -167,7 +167,7 @@ def with_own_experts(model: Operator, experts: ExpertDivision | None, mesh: Mesh
 def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings) -> ModelOnMesh:
     """Cut a model for this rank of a mesh, along all axes. Collective."""
     axis, errors = mesh.axis(TENSOR), PassErrors()
-    shapes = {parameter.name: parameter.shape for parameter in name_all(model)}
+    parameters = tuple(name_all(model))
     replicas = mesh.comm if axis.size == 1 else mesh.axis(*mesh.mesh.without(TENSOR).sizes).comm
     one, shards = axis._replace(rank=0, size=1), shards_of(settings, axis)
     every, _ = (model, None) if shards == 1 else cut(model, loss, one, shards, experts=expert_cut(settings, mesh.mesh))
@@ -183,7 +183,7 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     sequences = collective_call(  # shards differ in their heads
         mesh.comm, lambda: sequence_models(model, loss, context, settings, *finish), "mesh", PlacementError
     )
-    return ModelOnMesh(model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks, shapes)
+    return ModelOnMesh(model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks, parameters)
 
 
 def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDivision | None:
@@ -206,5 +206,4 @@ def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDi
 
 def _logical_blocks(whole: Operator, model: Operator, axis: MeshAxis) -> LogicalBlocks:
     """Blocks of the vector of a model with all shards, `whole`; a rank has those of its `model`. Collective."""
-    lengths = lengths_of(FlatParams(whole))
-    return LogicalBlocks(axis, lengths, axis.comm.allgather(lengths_of(FlatParams(model))))
+    return LogicalBlocks(axis, tensors_of(FlatParams(whole)), axis.comm.allgather(tensors_of(FlatParams(model))))

@@ -203,7 +203,7 @@ class _TrialPass:
 
     def close(self) -> None:
         for place in self._flat.places:
-            place.parameter.data = None
+            place.parameter.release()
 
 
 def _median_seconds(run: Callable[[], object], before: Callable[[], object] = bool) -> float:

@@ -94,7 +94,7 @@ class FlatParams:
         """Set `data` of parameters (default: all) to views of `vector`, the flat vector's elements from `start` on."""
         start = self.span.start if start is None else start
         for parameter, span in self.places if places is None else places:
-            parameter.data = self.view(vector, parameter, span.start - start)
+            parameter.bind(self.view(vector, parameter, span.start - start))
 
     @staticmethod
     def view(vector: Any, parameter: Parameter, start: int) -> Any:

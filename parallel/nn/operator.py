@@ -12,156 +12,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self, cast
-from zlib import crc32
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
+from parallel.nn.parameter import Init as Init
+from parallel.nn.parameter import Parameter as Parameter
+from parallel.nn.parameter import ParameterNotGathered as ParameterNotGathered
+from parallel.nn.parameter import constant as constant
+from parallel.nn.parameter import normal as normal
 from parallel.nn.pass_mode import PassMode as PassMode
-from parallel.nn.placement import Partial, Placement, PlacementError, Replicate, Shard, TensorCut, logical_name
+from parallel.nn.placement import Partial, Placement, PlacementError, Replicate, Shard
 from quant.types import Array
-
-Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-"""Initial values of a parameter of this shape."""
-
-
-GradientHook = Callable[[Array], Any]
-"""Function of a gradient that may change it in place or return another one (else None)."""
-
-
-class HookHandle:
-    """Result of `Parameter.register_hook`, by which the hook is removed."""
-
-    def __init__(self, hooks: list[GradientHook], hook: GradientHook):
-        self._hooks: list[GradientHook] | None = hooks
-        self._hook = hook
-
-    def remove(self) -> None:
-        """End the calls of the hook, registered once; no-op if they have ended."""
-        hooks, self._hooks = self._hooks, None
-        places = [place for place, each in enumerate(hooks or ()) if each is self._hook]
-        if hooks and places:
-            del hooks[places[0]]
-
-
-class ParameterNotGathered(RuntimeError):
-    """Raised when a parameter is used whose values are not in this rank's memory."""
-
-
-@dataclass(eq=False)
-class Parameter:
-    """Trainable tensor: shape, initialiser, and values (`data`), which sharded layouts keep only while in use.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    init : callable (random generator, shape) -> array
-        Initial values. The generator is seeded with the parameter's name: they do not depend on layout or model.
-    decay : bool
-        True if weight decay applies; usually False for biases and gains.
-    requires_grad : bool
-        False for a frozen parameter: engines compute no gradient and do not update it. May be changed between steps, on
-        all ranks alike; so memory of its gradient and optimizer state stays allocated, and checkpoints have the state.
-
-    Attributes
-    ----------
-    name : str
-        Set by `name_all`: path of attributes and numbers from the model, such as ``"3.mlp.0.weight"``.
-    uses : int
-        Occurrences in the model's tree, normally gradients per backward pass; 2 for tied embeddings.
-    terms : int
-        Gradients per use in a backward pass: with more than one, those of the parts of a sequence are handed in apart.
-    cut : TensorCut or None
-        If this is a part of a logical tensor (`parallel.tensor`): which.
-    dtype : dtype
-        Storage dtype of the current or last values; before the first, float32 or as an engine has set it.
-    hooks : list of callable
-        As of `register_hook`, called in this order.
-    """
-
-    shape: tuple[int, ...]
-    init: Init
-    decay: bool = True
-    requires_grad: bool = True
-    name: str = field(default="", init=False)
-    uses: int = field(default=0, init=False)
-    terms: int = field(default=1, init=False)
-    cut: TensorCut | None = field(default=None, init=False)
-    dtype: np.dtype = field(default=np.dtype(np.float32), init=False)
-    hooks: list[GradientHook] = field(default_factory=list, init=False, repr=False)
-    _data: Array = field(default=None, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        shape, init = cast(Any, self.shape), cast(Any, self.init)
-        if not isinstance(shape, tuple | list):
-            raise TypeError(f"shape: expected a tuple of int, found {shape!r}")
-        if not callable(init):
-            found = type(init).__name__
-            raise TypeError(
-                f"init: expected a function of (random generator, shape), as nn.constant(1.0); found {found}"
-            )
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def placement(self) -> Placement:
-        """Along the axis of its cut: `Replicate()`, `Shard(dim)`, or `Copies(dim, ranks)`."""
-        return Replicate() if self.cut is None else self.cut.placement
-
-    @property
-    def data(self) -> Array:
-        """Values, an array of `shape`; ParameterNotGathered if they are not in memory."""
-        if self._data is None:
-            if not self.name:
-                raise ParameterNotGathered(
-                    f"a parameter of shape {self.shape} has no values, and no name: expected it, or the operator that "
-                    "holds it, as an attribute of an operator of the model, or in a list or tuple that is one"
-                )
-            raise ParameterNotGathered(
-                f"parameter {self.name} of shape {self.shape} has no values here: an engine gives it some, in zero3 "
-                "only while its unit is in use; without an engine, "
-                "`parallel.nn.flat_params.FlatParams(model).bind(vector)` does"
-            )
-        return self._data
-
-    @data.setter
-    def data(self, values: Array) -> None:
-        if values is not None and values.shape != self.shape:
-            raise ValueError(f"parameter {self.name}: expected an array of shape {self.shape}, found {values.shape}")
-        self._data = values
-        self.dtype = self.dtype if values is None else values.dtype
-
-    def register_hook(self, hook: GradientHook) -> HookHandle:
-        """Call ``hook(gradient)`` with each gradient of the parameter, before gradients are added.
-
-        The array has the parameter's shape: the gradient of one use in one micro-batch, of the sum of losses times the
-        loss scale. The hook may change it in place, or return another of the same shape. `remove` of the result ends
-        the calls. TypeError if the hook is no function.
-        """
-        if not callable(hook):
-            raise TypeError(f"hook: expected a function of a gradient, found {type(hook).__name__}")
-        self.hooks.append(hook)
-        return HookHandle(self.hooks, hook)
-
-    def first(self, seed: int) -> np.ndarray:
-        """Initial values, float64 of `shape`; they depend only on `seed` and the logical tensor's name and shape."""
-        shape = self.shape if self.cut is None else self.cut.shape
-        values = self.init(np.random.default_rng([seed, crc32(logical_name(self.name).encode())]), shape)
-        values = np.asarray(values, np.float64).reshape(shape)
-        return values if self.cut is None else self.cut.take(values)
-
-
-def normal(deviation: float) -> Init:
-    """Initialiser: normal distribution with mean 0 and this standard deviation."""
-    return lambda random, shape: random.normal(0.0, deviation, shape)
-
-
-def constant(value: float) -> Init:
-    """Initialiser: all elements equal to `value`."""
-    return lambda random, shape: np.full(shape, value)
 
 
 class GradientSink(Protocol):
@@ -282,6 +144,7 @@ class Operator:
         """Yield (name, value) of parameters and operators in attributes, and in lists, tuples and dicts (`items.0`).
 
         In the order of attributes and items; containers may be nested (`DEPTH`). All ranks must have the same order.
+        Members of an operator with an empty name have paths as if they were this one's.
         """
         for name, value in vars(self).items():
             if isinstance(value, _SEARCHED):
@@ -290,7 +153,7 @@ class Operator:
     def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
         """Yield (path, value) of all parameters and operators below this one, at any depth; shared ones repeatedly."""
         for name, value in self.members():
-            here = f"{path}.{name}" if path else name
+            here = f"{path}.{name}" if path and name else path or name
             yield here, value
             if isinstance(value, Operator):
                 yield from value.walk(here)
@@ -343,7 +206,7 @@ def set_names(model: Operator) -> list[Parameter]:
     for path, value in reversed(first.values()):  # wrappers of one operator name that too: the first comes last
         value.name = path
     parameters = [value for _, value in first.values() if isinstance(value, Parameter)]
-    names = Counter(parameter.name for parameter in parameters)
+    names = Counter(parameter.name for parameter in {parameter.logical for parameter in parameters})
     if double := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"parameters: expected different names, found two that are {double[0]}")
     return parameters

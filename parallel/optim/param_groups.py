@@ -124,7 +124,8 @@ class ParamGroup(metaclass=TorchNames):
     def has(self, parameter: Parameter) -> bool:
         """True if the parameter belongs to the group; it must have its name."""
         return any(
-            fnmatchcase(parameter.name, one) if isinstance(one, str) else one is parameter for one in self.params
+            fnmatchcase(parameter.name, one) if isinstance(one, str) else one is parameter.logical
+            for one in self.params
         )
 
     def describe(self) -> dict[str, Any]:

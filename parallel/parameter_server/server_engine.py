@@ -83,7 +83,7 @@ class ParameterServer(BaseEngine):
         refuse_biases(model, settings.layout)
         self.settings, self._comm = settings, comm
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
-        self.flat = plan.flat
+        self.flat, self.parameters = plan.flat, [place.parameter for place in plan.flat.places]
         consistency_check.check_equal(comm, facts_of(self.flat, optimizer))
         buckets = buckets_of(plan)
         self.keys = keys_of(plan, buckets, settings.servers)
@@ -260,7 +260,7 @@ class ParameterServer(BaseEngine):
         elif self._is_quiescent or self._failed:
             self._bus.close()
         for place in self.flat.places:
-            place.parameter.data = None
+            place.parameter.release()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._failed:

@@ -28,11 +28,11 @@ def measure(
     x, y, layers = xp.asarray(x), xp.asarray(y), []
     for unit in units:
         for parameter in unit.parameters():
-            parameter.data = xp.asarray(parameter.first(0)).astype(recipe.storage)
+            parameter.bind(xp.asarray(parameter.first(0)).astype(recipe.storage))
         x, layer = _layer(unit, x, loss if unit is units[-1] else None, y, recipe, states, device)
         layers.append(layer)
         for parameter in unit.parameters():
-            parameter.data = None
+            parameter.release()
     return layers
 
 

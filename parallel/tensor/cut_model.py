@@ -23,6 +23,7 @@ from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import Operator, Parameter, name_all
+from parallel.nn.parameter import ParameterShard
 from parallel.nn.placement import (
     Features,
     Partial,
@@ -122,7 +123,7 @@ class Cutter:
         self.numbers = range(axis.rank * self.each, (axis.rank + 1) * self.each)
         self.used: set[str] = set()
         self.whole: dict[int, Parameter] = {}
-        self._parts: dict[tuple[int, int], Parameter] = {}
+        self._parts: dict[tuple[int, int], ParameterShard] = {}
 
     def replacement(self, operator: Operator, table: Mapping[str, str]) -> Operator | None:
         """Shards of an operator that the table names; of another its form on a part of the sequence; None: itself."""
@@ -174,15 +175,19 @@ class Cutter:
         features: Features,
         units: tuple[int, int],
         sharers: range | None = None,
-    ) -> Parameter:
-        """Logical shard of a parameter: these units of the features along one dimension, which some shards share."""
+        among: range | None = None,
+    ) -> ParameterShard:
+        """Logical shard of a parameter: these units of the features along one dimension.
+
+        `sharers` are shards that share the part, by default this one alone; the tensor is cut `among` these, by default
+        all.
+        """
         key = id(parameter), number
         if key not in self._parts:
             ranks = holders(sharers or range(number, number + 1), self.each)
             part = TensorCut(parameter.shape, dim, features.ranges(*units), features.before(units[0]), ranks)
-            ours = Parameter(part.local_shape, parameter.init, parameter.decay, parameter.requires_grad)
-            ours.cut, ours.dtype, ours.hooks = part, parameter.dtype, parameter.hooks
-            self._parts[key] = ours
+            everyone = holders(among or range(self.shards), self.each)
+            self._parts[key] = ParameterShard(parameter, part, self.axis, everyone)
             self.whole[id(parameter)] = parameter
         return self._parts[key]
 

@@ -75,13 +75,13 @@ class GroupedShards(Shards):
         super().__init__(axis, operators, Replicate(partial=True), gives)
         self.sums = sums
         self._sharers = [sharers[number] for number in shared]
-        self.shared_numbers, self.shared = tuple(shared), tuple(shared.values())
+        self.shared = tuple(shared.values())
         self._of = [next((k for k, some in enumerate(self._sharers) if n in some), None) for n in self.numbers]
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield ("@number", operator) of each shard and each shared part."""
+        """Yield each shard and each shared part, which stand for the operator that was cut."""
         yield from super().members()
-        yield from ((f"@{number}", operator) for number, operator in zip(self.shared_numbers, self.shared))
+        yield from (("", operator) for operator in self.shared)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         own = [operator.forward(x, run) for operator in self.operators]

@@ -77,8 +77,8 @@ class GroupShards(Operator):
         return self._experts
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield ("@number", group) of each shard."""
-        yield from ((f"@{number}", group) for number, group in zip(self.numbers, self.groups))
+        """Yield each shard, which stands for the group of experts that was cut."""
+        yield from (("", group) for group in self.groups)
 
     def send(self, tokens: Array, chosen: Assignments) -> Any:
         """As `ExpertGroup.send`, of each shard."""
@@ -135,10 +135,11 @@ def cut_experts(group: ExpertGroup, cutter: Any, how: ExpertCut) -> GroupShards:
     firsts = [0, *accumulate(counts)]
     shards = {}
     for number in numbers:
-        place, piece = divmod(number, how.slices)
+        place = number // how.slices
         experts = group.experts[firsts[place] : firsts[place + 1]]
         if how.slices > 1:
-            experts = [_slice(expert, cutter, number, piece, how.slices) for expert in experts]
+            slices = range(place * how.slices, (place + 1) * how.slices)
+            experts = [_slice(expert, cutter, number, slices) for expert in experts]
         elif how.spread and cutter.axis.size > 1:
             experts = [_own(expert, cutter, number) for expert in experts]
         shards[number] = ExpertGroup(experts, firsts[place])
@@ -164,8 +165,8 @@ def _owned(value: Any, cutter: Any, number: int) -> Any:
     return type(value)(_owned(one, cutter, number) for one in value) if type(value) in (list, tuple) else value
 
 
-def _slice(expert: Operator, cutter: Any, number: int, piece: int, slices: int) -> Operator:
-    """Slice of an expert: some hidden features; the bias after them is added by the first slice."""
+def _slice(expert: Operator, cutter: Any, number: int, slices: range) -> Operator:
+    """Slice of an expert, one of the shards `slices`: some hidden features; the first adds the bias after them."""
     items = expert.items if isinstance(expert, Sequential) else []
     linear = [item for item in items if type(item) is Linear]
     inner = [item for item in items if type(item) is not Linear]
@@ -174,13 +175,13 @@ def _slice(expert: Operator, cutter: Any, number: int, piece: int, slices: int) 
     if any(item.mixes != () or item.parameters() for item in inner):
         raise PlacementError(f"etp: expected elementwise operators between an expert's layers, found {label(expert)}")
     first, last = (copy.copy(one) for one in linear)
-    units = unit_bounds(linear[0].outputs, slices)[piece]
+    units = unit_bounds(linear[0].outputs, len(slices))[number - slices[0]]
     hidden = linear[0].columns
-    first.weight = cutter.part(first.weight, number, 1, hidden, units)
-    first.bias = None if first.bias is None else cutter.part(first.bias, number, 0, hidden, units)
-    last.weight = cutter.part(last.weight, number, 0, hidden, units)
+    first.weight = cutter.part(first.weight, number, 1, hidden, units, among=slices)
+    first.bias = None if first.bias is None else cutter.part(first.bias, number, 0, hidden, units, among=slices)
+    last.weight = cutter.part(last.weight, number, 0, hidden, units, among=slices)
     first.outputs = last.inputs = units[1] - units[0]
     if last.bias is not None:
         width = last.outputs
-        last.bias = cutter.part(last.bias, number, 0, Features(width), (0, width)) if piece == 0 else None
+        last.bias = cutter.part(last.bias, number, 0, Features(width), (0, width)) if number == slices[0] else None
     return Sequential([first, *inner, last])

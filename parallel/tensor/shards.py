@@ -47,8 +47,8 @@ class Shards(Operator):
         self.numbers, self.operators = tuple(operators), tuple(operators.values())
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield ("@number", operator) of each shard."""
-        yield from ((f"@{number}", operator) for number, operator in zip(self.numbers, self.operators))
+        """Yield each shard, which stands for the operator that was cut."""
+        yield from (("", operator) for operator in self.operators)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         parts = self._split(x, self.takes)
@@ -108,7 +108,7 @@ class Shards(Operator):
 
 
 class CutOperator(Operator):
-    """Operators that together replace one that was cut; parameters keep its name: ``"1.0.@3.weight"`` of shard 3."""
+    """Operators that together replace one that was cut, under its name."""
 
     def __init__(self, items: Sequence[Operator]):
         self.inner = Sequential(items)

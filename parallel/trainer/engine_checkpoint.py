@@ -12,7 +12,6 @@ from mpi4py import MPI
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
-from parallel.nn.placement import logical_name
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
@@ -108,11 +107,8 @@ def _biases(engine: TrainableEngine) -> dict[str, SelectionBias]:
 
 
 def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
-    """Shapes of the logical tensors of the model by name, in its order."""
-    if engine.shapes is not None:
-        return engine.shapes
-    held = [place.parameter for place in engine.flat.places]
-    return {logical_name(one.name): one.shape if one.cut is None else one.cut.shape for one in held}
+    """Shapes of the logical parameters of the model by name, in its order."""
+    return {one.name: one.shape for one in engine.parameters}
 
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:

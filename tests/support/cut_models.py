@@ -11,7 +11,6 @@ from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
-from parallel.nn.placement import logical_name
 
 TOKENS, CONTEXT, HEADS = 37, 7, 9
 
@@ -76,8 +75,13 @@ CASES = {
 }
 
 
+def key_of(parameter):
+    """Name of a parameter, or, if it is a shard, name and indices."""
+    return parameter.name if parameter.cut is None else (parameter.name, parameter.cut.ranges)
+
+
 class PassResult(NamedTuple):
-    """Loss, gradients by name of the parameter, scores."""
+    """Loss, gradients by `key_of` the parameter, scores."""
 
     loss: float
     gradients: dict
@@ -98,7 +102,7 @@ def one_pass(case, model, loss, dtype="f8"):
     def sink(parameter, compute):
         out = np.full(parameter.shape, np.nan, dtype)
         compute(out)
-        key = parameter.name
+        key = key_of(parameter)
         gradients[key] = gradients[key] + out if key in gradients else out
 
     scores, saved = model.forward(x, PassMode(samples=np.arange(len(x))))
@@ -115,9 +119,9 @@ def expect_close(found, model, whole, tolerance):
     assert found.loss == pytest.approx(whole.loss, rel=tolerance)
     names = set()
     for parameter in model.parameters():
-        expected = whole.gradients[name := logical_name(parameter.name)]
+        expected = whole.gradients[parameter.name]
         expected = expected if parameter.cut is None else parameter.cut.take(expected)
-        error = np.abs(found.gradients[parameter.name] - expected).max(initial=0)
+        error = np.abs(found.gradients[key_of(parameter)] - expected).max(initial=0)
         assert error <= tolerance * max(1.0, np.abs(expected).max(initial=0)), (parameter.name, error)
-        names.add(name)
+        names.add(parameter.name)
     assert names == set(whole.gradients)
