@@ -189,6 +189,7 @@ class TrainEngine(BaseEngine):
         ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result).
         """
         updates = self.updates
+        self._expect_same_hooks()
         try:
             return self._stepped(run)
         except consistency_check.StepFailed:
@@ -199,6 +200,12 @@ class TrainEngine(BaseEngine):
             if self.updates == updates:
                 for reducer in self._compressed():
                     reducer.undo()
+
+    def _expect_same_hooks(self) -> None:
+        """Raise RankMismatch on all ranks if they have other hooks, for which ranks exchange gradients."""
+        if self._axis is not None and self._axis.size > 1:
+            hooks = [f"{one.name}: {len(one.hooks)}" for one in self.parameters if one.hooks]
+            consistency_check.check_equal(self._comm, [("numbers of gradient hooks", hooks)])
 
     def _stepped(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]

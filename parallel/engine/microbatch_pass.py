@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from parallel.data.sampler import Batch
+from parallel.engine.gradient_hooks import HookedGradients
 from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
 from quant.types import Array
@@ -138,7 +139,9 @@ class MicrobatchPass:
 
     @guarded
     def _backward(self, unit: Operator, grads: GradientSink) -> None:
-        dx = unit.backward(self._dy, self.saved.pop(), checked(unit, hooked(grads)))
+        gradients = HookedGradients(grads)
+        dx = unit.backward(self._dy, self.saved.pop(), checked(unit, gradients))
+        gradients.finish()
         shape, self._passed = self._shapes.pop(), unit
         if dx is not None:
             expect_type(unit, "gradient", dx, self._dy.dtype)
@@ -161,25 +164,6 @@ class MicrobatchPass:
         self.problem = named(error, self._loss)
         self.saved.clear()
         self._x = self._dy = self._saved_loss = None
-
-
-def hooked(sink: GradientSink) -> GradientSink:
-    """Wrap a gradient sink: skip the gradients of frozen parameters, and call the hooks of others."""
-
-    def take(parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        if not parameter.requires_grad:
-            return
-
-        def write(out: Array) -> object:
-            returned = compute(out)
-            for hook in (*parameter.hooks,):  # a hook may remove itself
-                if (changed := hook(out)) is not None:
-                    out[...] = changed
-            return returned
-
-        sink(parameter, write if parameter.hooks else compute)
-
-    return take
 
 
 def empty_pass() -> MicrobatchPass:

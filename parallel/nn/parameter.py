@@ -143,12 +143,17 @@ class Parameter:
         else:
             self.data[...] = values
 
+    @property
+    def has_values(self) -> bool:
+        """True if the values are in memory."""
+        return self._data is not None
+
     def bind(self, values: Array) -> None:
         """Set an engine's array, of `shape`, as the values, or None while they are not in this rank's memory.
 
         Values that are then assigned to `data` are written into the array, so that the engine has them.
         """
-        self.is_held = True
+        self.is_held, self.was_read = True, False
         self._set(values)
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.operator_cases import CASES, inputs, play
 
-from parallel.engine.microbatch_pass import hooked
+from parallel.engine.gradient_hooks import HookedGradients
 from parallel.nn import gradcheck, kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
@@ -131,7 +131,7 @@ def test_hooks_are_removed():
     first, second = (parameter.register_hook(lambda gradient: calls.append("each")) for _ in range(2))
     third = parameter.register_hook(calls.append)
     third.remove()
-    take = hooked(lambda parameter, compute: compute(np.zeros(2)))
+    take = HookedGradients(lambda parameter, compute: compute(np.zeros(2)))
     for _ in range(2):
         take(parameter, lambda out: None)
     assert calls == ["once", "each", "each", "each", "each"]

@@ -1,0 +1,93 @@
+"""Properties of parameters in every layout that cuts tensors: those of one rank with whole tensors. Ranks are threads."""
+
+import numpy as np
+import pytest
+from support.property_cases import CASES, batch, chosen, expect_equal, model, trained
+
+from parallel import SGD, Engine
+from parallel.conformance.thread_communicator import run_threads
+from parallel.mesh.device_mesh import MeshAxis
+from parallel.mesh.mesh import Mesh
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import mlp
+from parallel.nn.operator import name_all
+from parallel.nn.parameter import ParameterShard
+from parallel.runtime.consistency_check import RankMismatch
+from parallel.tensor.cut_model import cut
+
+SLOW = pytest.mark.full
+LAYOUTS = {
+    "tensor_shards=2": {"tensor_shards": 2},
+    "expert_shards=2": {"tensor_shards": 2, "expert_shards": 2},
+    "tp=2": {"mesh": "tp=2"},
+    "tp=2 of 4 shards": {"mesh": "tp=2", "tensor_shards": 4},
+    "tp=2 by sequence": {"mesh": "tp=2", "sequence_parallel": True},
+    "tp=2,zero3": {"mesh": "tp=2", "layout": "zero3", "micro_batch": 4},
+    "tp=4": {"mesh": "tp=4"},
+    "dp=2,ep=2": {"mesh": "dp=2,ep=2"},
+    "tp=2,etp=2": {"mesh": "tp=2,etp=2"},
+    "tp=4,ep=4": {"mesh": "tp=4,ep=4"},
+    "tp=4,ep=2,etp=2": {"mesh": "tp=4,ep=2,etp=2"},
+    "pp=2,tp=2": {"mesh": "pp=2,tp=2", "layout": "pp:1f1b", "microbatches": 1},
+    "pp=2,tp=2 zb-h1": {"mesh": "pp=2,tp=2", "layout": "pp:zb-h1", "microbatches": 1},
+    "dp=2,tp=2,zero1": {"mesh": "dp=2,tp=2", "layout": "zero1", "micro_batch": 4},
+}
+DEFAULT = ("tensor_shards=2", "tp=2", "tp=4,ep=2,etp=2", "pp=2,tp=2")
+ALONE = {}
+
+
+def ranks_of(settings):
+    return Mesh.parse(settings["mesh"]).size if "mesh" in settings else 1
+
+
+@pytest.mark.parametrize("layout", [pytest.param(one, marks=() if one in DEFAULT else SLOW) for one in LAYOUTS])
+@pytest.mark.parametrize("case", CASES)
+def test_properties_are_those_of_one_rank(case, layout):
+    if case not in ALONE:
+        ALONE[case] = run_threads(1, lambda comm: trained(comm, case))[0]
+    settings = LAYOUTS[layout]
+    expect_equal(run_threads(ranks_of(settings), lambda comm: trained(comm, case, **settings)), ALONE[case])
+
+
+def test_a_shard_has_no_properties_of_its_own():
+    whole = mlp([4, 6, 5])
+    ours, _ = cut(whole, SoftmaxCrossEntropy(), MeshAxis("tp", 0, 1, None), 2)
+    shards = [one for one in ours.parameters() if isinstance(one, ParameterShard)]
+    assert len(shards) == 6 and {one.logical for one in shards} < set(whole.parameters())
+    for shard in shards:
+        shard.requires_grad, shard.decay = False, not shard.decay
+        assert not shard.logical.requires_grad and shard.logical.decay == shard.decay
+        assert shard.hooks is shard.logical.hooks and shard.name == shard.logical.name
+        assert np.array_equal(shard.first(3), shard.cut.take(shard.logical.first(3)))
+        shard.decay = not shard.decay
+
+
+@pytest.mark.parametrize("settings", [{"tensor_shards": 2}, {"tensor_shards": 2, "expert_shards": 2}])
+def test_names_are_those_of_the_model(settings):
+    whole = model()
+    expected = [one.name for one in name_all(model())]
+
+    def rank_main(comm):
+        with Engine(whole, SoftmaxCrossEntropy(), comm, SGD(lr=0.1), **settings) as engine:
+            return [*engine.state_dict()], [one.name for one in whole.parameters()]
+
+    assert run_threads(1, rank_main) == [(expected, expected)]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_hooks_of_one_rank_are_refused(mesh):
+    """Ranks that share a tensor exchange its gradient for the hooks, and none waits for the others."""
+    layout = {"layout": "pp:1f1b", "microbatches": 1} if "pp" in mesh else {}
+
+    def rank_main(comm):
+        whole = model()
+        with Engine(whole, SoftmaxCrossEntropy(), comm, SGD(lr=0.1), mesh=mesh, batch=4, **layout) as engine:
+            handle = chosen(whole)[0].register_hook(np.negative) if comm.Get_rank() == 1 else None
+            with pytest.raises(RankMismatch, match=r"gradient hooks: \[\]; rank 1 .*'0.0.weight: 1'"):
+                engine.step(*batch(0))
+            if handle:
+                handle.remove()
+            assert np.isfinite(engine.step(*batch(0)).loss)
+
+    run_threads(Mesh.parse(mesh).size, rank_main)
+
