@@ -25,7 +25,7 @@ from parallel.nn.placement import Shard
 from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.param_groups import RateClock
+from parallel.optim.param_groups import MissedUpdates, RateClock
 from parallel.runtime.consistency_check import NOTHING, StepFailed, raise_step_failed
 from quant.types import Array
 
@@ -75,7 +75,8 @@ class ShardedOptimizer:
     """Optimizer for this rank's shards: gradient norm over all ranks, clipping, loss scaling, update.
 
     `spans` are those of every rank; together they make up the vector. `seed` is that of initial values, `clip` the
-    limit of the gradient norm. `blocks` orders the blocks of all shards of a model that is cut.
+    limit of the gradient norm. `blocks` orders the blocks of all shards of a model that is cut. `missed` are counted by
+    the engine.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ShardedOptimizer:
         clip: float | None,
         blocks: LogicalBlocks | None = None,
     ):
-        self._blocks = blocks
+        self._blocks, self.missed = blocks, MissedUpdates()
         self._context, self._parts, self._optimizer, self._clip = context, parts, optimizer, clip
         recipe = context.plan.precision
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
@@ -120,7 +121,8 @@ class ShardedOptimizer:
             if first is not weights:
                 weights[...] = memory.xp.asarray(first)
             state = {name: vector[here] for name, vector in vectors.items()}
-            yield OptimizerSpan(span, weights, gradient, state, flat.places, None if master is None else stored)
+            narrow_weights = None if master is None else stored
+            yield OptimizerSpan(span, weights, gradient, state, flat.places, narrow_weights, self.missed)
 
     def norm(self, count: int, step: int, everyone: Communicator) -> tuple[float, float, bool]:
         """Adapt the loss scale; return (global gradient norm, factor for `update`, True if finite). Collective.

@@ -31,6 +31,7 @@ class ClientEngine(DataParallelEngine):
     def begin(self, round_: int) -> None:
         """Begin the training of a client: its weights are in place, its optimizer state is 0."""
         self.round, self.updates = round_, 0
+        self._sharded.missed.clear()
         for piece in self.pieces:
             for vector in piece.state.values():
                 vector[...] = 0

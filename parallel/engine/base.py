@@ -30,7 +30,7 @@ from parallel.nn.operator import Parameter, PassMode
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
-from parallel.optim.param_groups import RateClock
+from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.device_memory import PoolLimit
@@ -231,8 +231,12 @@ class TrainEngine(BaseEngine):
         norm, factor, finite = self._sharded.norm(count, self.steps, self._comm)
         if finite:
             self._sharded.update(self.updates, factor, RateClock(self._clock))
-            self.updates += 1
+            self._count_updates(1)
         return norm, finite
+
+    def _count_updates(self, updates: int) -> None:
+        self.updates += updates
+        self._sharded.missed.count(frozen_of(self.parameters), updates)
 
     def evaluate(self, batches: Sequence[Batch], measure: Measure | None = None) -> Evaluation:
         """Evaluate without training: mean over all ranks' targets of loss and `measure(scores, targets)`. Collective.
@@ -314,11 +318,13 @@ class TrainEngine(BaseEngine):
     def state(self) -> dict[str, Any]:
         """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale, moving ranges.
 
-        With compressed gradients also the number of ranks (or pipelines) over which residuals were averaged.
+        With compressed gradients also the number of ranks (or pipelines) over which residuals were averaged; if
+        parameters were frozen, the updates that they have missed.
         """
         state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
         state |= {"ranges": self._ranges.state()} if self._ranges else {}
         state |= {"biases": self._records.state()} if self._records.biases else {}
+        state |= {"missed": self._sharded.missed.state()} if self._sharded.missed else {}
         return state | ({} if self.context.plan.compress is None else {"ranks": self._workers})
 
     def load(self, state: dict[str, Any]) -> None:
@@ -327,10 +333,12 @@ class TrainEngine(BaseEngine):
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
         workers = expect_integer(values, "ranks") if "ranks" in values else None
         ranges, biases = checked_ranges(values.get("ranges", {})), self._records.checked(values.get("biases", {}))
+        missed = checked_missed(values.get("missed", {}), self.parameters, updates)
         self.scaling.load(values.get("scaling", {}))
         self._records.load(biases)
         self.steps, self.updates, self._saved_workers = steps, updates, workers
         self._ranges.load(ranges)
+        self._sharded.missed.load(missed, self.parameters)
 
     def close(self) -> None:
         """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""
@@ -365,7 +373,7 @@ def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
     parameters = [place.parameter for place in flat.places]
     optimizer.check(parameters)
     tensors = [(f"parameter {one.name}", one.shape) for one in parameters]
-    frozen = ("frozen parameters", [one.name for one in parameters if not one.requires_grad])
+    frozen = ("frozen parameters", [one.name for one in frozen_of(parameters)])
     return [*tensors, frozen, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 
 

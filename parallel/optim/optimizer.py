@@ -61,6 +61,8 @@ def _is_rate(value: object) -> bool:
 class Optimizer(metaclass=TorchNames):
     """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
 
+    Bias corrections count the updates of each parameter, without those in which it was frozen (`OptimizerSpan.missed`).
+
     Parameters
     ----------
     rate, lr : float, or function of the number of earlier updates
@@ -167,7 +169,7 @@ class Optimizer(metaclass=TorchNames):
         for piece in pieces:
             runs = self._runs(piece)
             scalars = {
-                tuning: self._scalars(step, scale, rates[tuning.number], tuning.decay)
+                tuning: self._scalars(step, scale, rates[tuning.number], tuning)
                 for tuning in {tuning for tuning, _ in runs}
             }
             self._update_runs(piece, step, [scalars[tuning] for tuning, _ in runs])
@@ -200,16 +202,20 @@ class Optimizer(metaclass=TorchNames):
 
     def _runs(self, piece: OptimizerSpan) -> Runs:
         """Runs of neighbouring tensors of a span with the same hyperparameters, in order; cached while these hold."""
-        key = self.decay, *[run.place.parameter.requires_grad for run in piece.tensors]
+        logical = [run.place.parameter.logical for run in piece.tensors]
+        key = self.decay, *[one.requires_grad and (one.decay, piece.missed.get(one, 0)) for one in logical]
         if self._known_runs.get(piece, (None, ()))[0] != key:
             self._known_runs[piece] = key, tuple(self._joined(piece))
             self._known_numbers.pop(piece, None)
         return self._known_runs[piece][1]
 
     def _joined(self, piece: OptimizerSpan) -> Iterator[tuple[Tuning, ElementRun]]:
-        groups = groupby(piece.tensors, lambda run: self._table.tuning(run.place.parameter, self.decay))
+        groups = groupby(piece.tensors, lambda run: self._tuning(piece, run))
         joined = ((tuning, list(tensors)) for tuning, tensors in groups)
         return ((tuning, some[0]._replace(stop=some[-1].stop)) for tuning, some in joined)
+
+    def _tuning(self, piece: OptimizerSpan, run: ElementRun) -> Tuning:
+        return self._table.tuning(run.place.parameter, self.decay, piece.missed)
 
     def _numbers(self, piece: OptimizerSpan) -> Array:
         """Number of the run of each block of a span, on its device."""
@@ -232,12 +238,15 @@ class Optimizer(metaclass=TorchNames):
         """Update weights and state of the elements `part` of a span, a portion that fits the cache."""
         raise NotImplementedError
 
-    def _scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
+    def _scalars(self, step: int, scale: float, rate: float, tuning: Tuning) -> Scalars:
         """Scalar arguments of the update kernels for a run of elements; all floats, so that numba compiles once."""
-        return tuple(map(float, (scale, rate, decay, *self._hyperparameters(step))))
+        return tuple(map(float, (scale, rate, tuning.decay, *self._hyperparameters(step - tuning.missed))))
 
     def _hyperparameters(self, step: int) -> Scalars:
-        """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2."""
+        """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2.
+
+        `step` is the number of earlier updates of the parameters.
+        """
         return ()
 
     def reserve(self, pieces: Sequence[OptimizerSpan]) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
+from parallel.optim.param_groups import MissedUpdates
 from quant.types import Array
 
 
@@ -35,6 +36,8 @@ class OptimizerSpan:
         At least those that the span touches.
     stored : array, shape (span.size,), of a half type, optional
         The weights as operators use them; written along with the master.
+    missed : MissedUpdates
+        Earlier updates of the span that were none of a logical parameter, as it was frozen.
     """
 
     span: Span
@@ -43,6 +46,7 @@ class OptimizerSpan:
     state: dict[str, Array]
     places: Iterable[ParamSpan]
     stored: Array | None = None
+    missed: MissedUpdates = field(default_factory=MissedUpdates, repr=False)
     tensors: tuple[ElementRun, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ class LAMB(Adam):
             spare = self._workspace(piece.weights)
             weights.append(block_squares(piece.weights))
             runs = self._runs(piece)
-            scalars = [self._scalars(step, scale, rates[tuning.number], tuning.decay) for tuning, _ in runs]
+            scalars = [self._scalars(step, scale, rates[tuning.number], tuning) for tuning, _ in runs]
             for part, some, trains in self._parts(piece, scalars):
                 if not trains:
                     directions.append(np.zeros((part.stop - part.start) // BLOCK))
@@ -132,14 +132,14 @@ class LAMB(Adam):
         for piece in pieces:
             trusts = [_trust(run.place, of_weights, of_directions) for _, run in self._runs(piece)]
             with_trust = [
-                self._scalars(step, scale, rates[tuning.number] * trust, tuning.decay)
+                self._scalars(step, scale, rates[tuning.number] * trust, tuning)
                 for (tuning, _), trust in zip(self._runs(piece), trusts)
             ]
             self._update_runs(piece, step, with_trust)
 
     def _joined(self, piece: OptimizerSpan) -> Iterator[tuple[Tuning, ElementRun]]:
         """Each tensor by itself, as the rate contains its trust ratio."""
-        return ((self._table.tuning(run.place.parameter, self.decay), run) for run in piece.tensors)
+        return ((self._tuning(piece, run), run) for run in piece.tensors)
 
     def _portion(self, piece, part, spare, scalars):
         kernels(piece.weights).lamb(piece.weights[part], piece.state["m"][part], piece.state["v"][part], spare, scalars)

@@ -142,11 +142,68 @@ class RateClock(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """Hyperparameters of a parameter in an update: number of its learning rate, weight decay, False if frozen."""
+    """Hyperparameters of a parameter in an update.
+
+    Attributes
+    ----------
+    number : int
+        Of its learning rate in `GroupTable.rates`.
+    decay : float
+        Weight decay.
+    trains : bool
+        False if it is frozen.
+    missed : int
+        Earlier updates of the engine that were none of the parameter, as it was frozen.
+    """
 
     number: int
     decay: float
     trains: bool
+    missed: int = 0
+
+
+def frozen_of(parameters: Iterable[Parameter]) -> list[Parameter]:
+    return [parameter for parameter in parameters if not parameter.requires_grad]
+
+
+class MissedUpdates(dict[Parameter, int]):
+    """Number of an engine's updates that each parameter has missed, as it was frozen; others have missed none.
+
+    By logical parameter. The engine's updates less these are the parameter's own, which bias corrections count.
+    """
+
+    def count(self, frozen: Iterable[Parameter], updates: int) -> None:
+        """Count updates of the engine during which these parameters were frozen."""
+        for parameter in frozen if updates else ():
+            self[parameter] = self.get(parameter, 0) + updates
+
+    def state(self) -> dict[str, int]:
+        """Numbers by name, for a checkpoint."""
+        return {parameter.name: missed for parameter, missed in self.items()}
+
+    def load(self, state: Mapping[str, int], parameters: Iterable[Parameter]) -> None:
+        """Restore numbers that `state` returned, as checked by `checked_missed`."""
+        self.clear()
+        self.update((parameter, state[parameter.name]) for parameter in parameters if parameter.name in state)
+
+
+def merged_missed(states: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """State of `MissedUpdates` from those of parts of the parameter vector, which may share parameters."""
+    merged: dict[str, int] = {}
+    for state in states:
+        merged |= {name: max(missed, merged.get(name, 0)) for name, missed in state.items()}
+    return merged
+
+
+def checked_missed(state: Any, parameters: Iterable[Parameter], updates: int) -> Mapping[str, int]:
+    """A state of `MissedUpdates` after some updates; ValueError if it is none, or of other parameters."""
+    names = {parameter.name for parameter in parameters}
+    if not isinstance(state, Mapping) or not names.issuperset(state):
+        raise ValueError(f"missed: expected numbers by name of a parameter, found {state!r}")
+    for name, missed in state.items():
+        if type(missed) is not int or not 0 <= missed <= updates:
+            raise ValueError(f"missed: expected 0 to {updates} updates of {name}, found {missed!r}")
+    return state
 
 
 class GroupTable:
@@ -156,16 +213,17 @@ class GroupTable:
         self.groups = groups
         self._numbers: dict[Parameter, int] = {}
 
-    def tuning(self, parameter: Parameter, decay: float) -> Tuning:
+    def tuning(self, parameter: Parameter, decay: float, missed: Mapping[Parameter, int]) -> Tuning:
         """Hyperparameters of a parameter, where `decay` is the optimizer's; rate 0 is the optimizer's own."""
-        if not self.groups:
-            return Tuning(0, decay if parameter.decay else 0.0, parameter.requires_grad)
-        number = self._numbers.get(parameter)
-        if number is None:
-            has = (number for number, group in enumerate(self.groups, 1) if group.has(parameter))
-            number = self._numbers[parameter] = next(has, 0)
+        number, logical = 0, parameter.logical
+        if self.groups:
+            if logical not in self._numbers:
+                has = (number for number, group in enumerate(self.groups, 1) if group.has(logical))
+                self._numbers[logical] = next(has, 0)
+            number = self._numbers[logical]
         own = self.groups[number - 1].decay if number else None
-        return Tuning(number, own if own is not None else decay if parameter.decay else 0.0, parameter.requires_grad)
+        decay = own if own is not None else decay if logical.decay else 0.0
+        return Tuning(number, decay, logical.requires_grad, missed.get(logical, 0) if logical.requires_grad else 0)
 
     def rates(self, rate: Rate, clock: RateClock) -> list[float]:
         """Learning rates at `clock`, by the number in `Tuning`: the optimizer's `rate`, then those of the groups."""

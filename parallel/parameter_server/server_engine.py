@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import LAMB
+from parallel.optim.param_groups import checked_missed, frozen_of, merged_missed
 from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import GONE, rule_of
 from parallel.parameter_server.key_assignment import buckets_of, keys_of
@@ -93,6 +94,8 @@ class ParameterServer(BaseEngine):
         self.steps = self._skipped = 0  # `_skipped` were no updates, as of the last quiescent point
         self._failed = self._is_closed = False
         self._is_quiescent = True
+        self._frozen = frozen_of(self.parameters)
+        self._loaded: tuple[int, Mapping[str, int]] = 0, {}  # updates, and those that parameters had missed
         self._order = collective_call(comm, partial(open_order, context), "order of messages")
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
@@ -154,6 +157,7 @@ class ParameterServer(BaseEngine):
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         self._is_quiescent = False
         with self._shared_errors():
+            self._expect_flags()
             loss, count, norm, last = self._role.step(self.steps, batches, stop)
         clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
         rate = rate_at(self._context.optimizer.rate, clock)
@@ -162,6 +166,11 @@ class ParameterServer(BaseEngine):
             self.quiesce()
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
         return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication)
+
+    def _expect_flags(self) -> None:
+        """Raise ValueError if a fault-tolerant training freezes or releases parameters: servers that count may die."""
+        if self.settings.fault_tolerant and self._frozen != frozen_of(self.parameters):
+            raise ValueError("requires_grad: fault_tolerant needs flags that stay as they were when the engine was made")
 
     def quiesce(self) -> None:
         """Wait until all living ranks call this, after the same step, and nothing is in flight. Raises `StepFailed`."""
@@ -239,11 +248,23 @@ class ParameterServer(BaseEngine):
 
     def state(self) -> dict[str, Any]:
         self.quiesce()
-        return {"steps": self.steps, "updates": self.updates, "scaling": PRECISIONS["fp32"].loss_scale().state()}
+        missed = self._missed()
+        state = {"steps": self.steps, "updates": self.updates, "scaling": PRECISIONS["fp32"].loss_scale().state()}
+        return state | ({"missed": missed} if missed else {})
+
+    def _missed(self) -> Mapping[str, int]:
+        """Updates that frozen parameters have missed, by name: as servers have counted them, if all live."""
+        if not self.settings.fault_tolerant:
+            return merged_missed(self._comm.allgather(self._role.missed()))
+        updates, missed = self._loaded
+        since = self.updates - updates
+        return {**missed, **{one.name: missed.get(one.name, 0) + since for one in self._frozen if since}}
 
     def load(self, state: dict[str, Any]) -> None:
+        missed = checked_missed(state.get("missed", {}), self.parameters, state["updates"])
         self.steps, self._skipped = state["steps"], max(0, state["steps"] - state["updates"])
-        self._role.load(state["steps"], state["updates"])
+        self._loaded = state["updates"], missed
+        self._role.load(state["steps"], state["updates"], missed)
 
     def close(self) -> None:
         """Free all resources, parameter values too; the bus not if messages may be in flight, nor if fault-tolerant.

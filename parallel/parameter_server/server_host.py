@@ -1,12 +1,13 @@
 """Servers that run on one rank: the one of its own shard, and replicas of other ranks' servers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from parallel.data.sampler import Batch
 from parallel.engine.memory_ledger import MemoryLedger
 from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.param_groups import merged_missed
 from parallel.parameter_server.event_order import EventOrder, create, read
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.messages import Mail
@@ -88,10 +89,16 @@ class ServerHost:
         for loop in self.loops.values():
             yield from loop.store.key_states.values()
 
-    def load(self, steps: int, updates: int) -> None:
+    def missed(self) -> dict[str, int]:
+        """Updates that frozen parameters have missed, by name."""
+        return merged_missed(key_state.piece.missed.state() for key_state in self.key_states())
+
+    def load(self, steps: int, updates: int, missed: Mapping[str, int]) -> None:
         for loop in self.loops.values():
             loop.begin(steps)
             loop.store.updates = updates
+        for key_state in self.key_states():
+            key_state.piece.missed.load(missed, (place.parameter for place in key_state.piece.places))
 
     def refresh(self) -> None:
         for key_state in self.key_states():

@@ -15,7 +15,7 @@ from parallel.nn.kernels.storage import narrow
 from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.param_groups import RateClock
+from parallel.optim.param_groups import RateClock, frozen_of
 from parallel.parameter_server.key_assignment import ServerKey
 from parallel.parameter_server.messages import MessageHandle, ServerMessage
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
@@ -47,6 +47,10 @@ class ShardState:
                 piece.stored = piece.stored.copy()
         self._readers, piece.gradient = [], gradient
         return piece
+
+    def count_missed(self) -> None:
+        """Count an update that was made as missed by parameters that are frozen."""
+        self.piece.missed.count(frozen_of(place.parameter for place in self.piece.places), 1)
 
     def refresh(self) -> None:
         """Recompute the weights in storage precision, if kept apart, after an assignment to the weights."""
@@ -108,6 +112,7 @@ class AsyncStore(ShardStore):
         if new:
             piece, clock = self.key_states[key].prepare(gradient), RateClock(message.clock, message.parts)
             self._optimizer.update([piece], self.updates + len(applied), message.factor, clock=clock)
+            self.key_states[key].count_missed()
             applied.add(part)
         self._pools[key].give(gradient)
         return new
@@ -171,6 +176,8 @@ class SyncStore(ShardStore):
                 blocks = numbers_of(piece.span for piece in pieces)
                 whole, clock = partial(in_order, numbers=blocks), RateClock(min(self.applied, self.updates))
                 self._optimizer.update(pieces, self.updates, 1 / count * factor, whole, clock)
+                for number in self._totals:
+                    self.key_states[number].count_missed()
                 self.updates += 1
         for number, numbers in self._numbers.items():
             numbers.clear()

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -178,7 +178,11 @@ class WorkerTrainer:
         gradient = np.zeros_like(weights)
         return OptimizerSpan(Span(0, flat.length), weights, gradient, dict(zip(names, states)), flat.places)
 
-    def load(self, steps: int, updates: int) -> None:
+    def missed(self) -> dict[str, int]:
+        """Nothing: servers count the updates that frozen parameters miss."""
+        return {}
+
+    def load(self, steps: int, updates: int, missed: Mapping[str, int]) -> None:
         self.client.updates = updates
 
     def refresh(self) -> None:

@@ -190,7 +190,7 @@ class AsynchronousPipeline(Pipeline):
         for part in self._parts:
             part.context.flat.bind(part.weights.vector)
         # On all ranks, also where something has failed.
-        self.updates = before + sum(bound.action.kind == "U" for bound in line)
+        self._count_updates(sum(bound.action.kind == "U" for bound in line))
         return PassResult(work.losses, work.problem)
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW
-from parallel.optim.param_groups import ParamGroup, RateClock
+from parallel.optim.param_groups import MissedUpdates, ParamGroup, RateClock, checked_missed, frozen_of
 
 NAMES = ("0.weight", "0.bias", "1.weight")
 OPTIMIZERS = [(SGD, {}), (SGD, {"momentum": 0.9}), (Adam, {}), (AdamW, {}), (LAMB, {})]
@@ -132,3 +132,45 @@ def test_updates_may_share_the_rate_of_a_step():
     optimizer.update([piece], 0, 1.0, clock=RateClock(6, 2))
     np.testing.assert_array_equal(tensors(piece)[0], 1 - 0.75 * tensors(piece, piece.gradient)[0])
     np.testing.assert_array_equal(tensors(piece)[2], 1 - 1.5 * tensors(piece, piece.gradient)[2])
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
+def test_decay_is_read_in_every_update(kind, options):
+    """A tensor whose flag changes before the second update moves on like one whose flag was so from the start."""
+    optimizer = kind(lr=0.5, weight_decay=0.25, **options)
+    changed, other = span(optimizer), span(optimizer)
+    for piece in (changed, other):
+        optimizer.update([piece], 0, 0.5, lambda sums: sums)
+    changed.places[1].parameter.decay = True
+    other.weights[:], other.places[1].parameter.decay = changed.weights, True
+    fresh = OptimizerSpan(other.span, other.weights, other.gradient, other.state, other.places)
+    for piece in (changed, fresh):
+        optimizer.update([piece], 1, 0.5, lambda sums: sums)
+    np.testing.assert_array_equal(changed.weights, fresh.weights)
+    undecayed = after(kind(lr=0.5, weight_decay=0.25, **options), steps=2)
+    assert not np.array_equal(tensors(changed)[1], tensors(undecayed)[1])
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
+def test_bias_corrections_count_the_updates_of_a_parameter(kind, options):
+    """A tensor that was frozen for 300 updates then moves, to the bit, as from the start; the others as ever."""
+    optimizer, missed = kind(lr=0.5, weight_decay=0.25, **options), MissedUpdates()
+    piece = span(optimizer, frozen=NAMES[:1])
+    piece.missed = missed
+    free = after(kind(lr=0.5, weight_decay=0.25, **options), steps=305)
+    for step in range(305):
+        piece.places[0].parameter.requires_grad = step >= 300
+        optimizer.update([piece], step, 0.5, lambda sums: sums)
+        missed.count(frozen_of(place.parameter for place in piece.places), 1)
+    assert missed.state() == {"0.weight": 300}
+    np.testing.assert_array_equal(tensors(piece)[0], tensors(after(optimizer, steps=5))[0])
+    for number in (1, 2):
+        np.testing.assert_array_equal(tensors(piece)[number], tensors(free)[number])
+
+
+@pytest.mark.parametrize("state", [3, {"a": 1}, {"0.weight": -1}, {"0.weight": 8}, {"0.weight": 1.0}])
+def test_invalid_numbers_of_missed_updates(state):
+    parameters = [place.parameter for place in span(SGD(lr=1.0)).places]
+    assert checked_missed({"0.weight": 7}, parameters, 7) == {"0.weight": 7}
+    with pytest.raises(ValueError, match="missed: expected"):
+        checked_missed(state, parameters, 7)
