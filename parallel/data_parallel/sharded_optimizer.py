@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from parallel.data_parallel.logical_blocks import LogicalBlocks, tensors_of
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
-from parallel.nn.kernels.storage import narrow
+from parallel.nn.kernels.storage import movable, narrow, widen
+from parallel.nn.operator import Parameter
 from parallel.nn.placement import Shard
 from parallel.optim.grad_norm import block_squares, clip_factor
 from parallel.optim.optimizer import Optimizer
@@ -90,6 +92,7 @@ class ShardedOptimizer:
         blocks: LogicalBlocks | None = None,
     ):
         self._blocks, self.missed = blocks, MissedUpdates()
+        self._in_users_hands: set[Parameter] = set()
         self._context, self._parts, self._optimizer, self._clip = context, parts, optimizer, clip
         recipe = context.plan.precision
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
@@ -192,7 +195,34 @@ class ShardedOptimizer:
             self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
         return in_order(self._arriving, self._order)
 
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Context of passes, in which operators read weights. Changes of weights before it are the user's."""
+        self.take_changes()
+        try:
+            yield
+        finally:
+            for parameter in self._narrow_parameters():
+                parameter.was_read = False
+
+    def take_changes(self) -> None:
+        """Set master weights to the weights that a user has changed since the last update.
+
+        A user who has read `Parameter.data` once may change its elements at any time later.
+        """
+        self._in_users_hands |= {parameter for parameter in self._narrow_parameters() if parameter.was_read}
+        for piece in self.pieces if self._in_users_hands else ():
+            for run in piece.tensors:
+                if run.place.parameter in self._in_users_hands:
+                    here = slice(run.start, run.stop)
+                    _take_changed(piece.stored[here], piece.weights[here])
+
+    def _narrow_parameters(self) -> Iterator[Parameter]:
+        """Parameters that are stored apart from their master weights."""
+        return (run.place.parameter for piece in self.pieces if piece.stored is not None for run in piece.tensors)
+
     def tensor_slices(self) -> Iterator[TensorSlice]:
+        self.take_changes()
         yield from tensor_slices(self.pieces, self._mine)
 
     def gradient_slices(self) -> Iterator[TensorSlice]:
@@ -206,6 +236,13 @@ class ShardedOptimizer:
             if piece.stored is not None:
                 narrow(piece.weights, piece.stored.dtype, out=piece.stored)
         self.publish()
+
+
+def _take_changed(stored: Array, master: Array) -> None:
+    """Set the elements of `master` that are not rounded to those of `stored`, of a half type, to these."""
+    changed = movable(stored) != movable(narrow(master, stored.dtype))
+    if changed.any():
+        master[changed] = widen(stored[changed])
 
 
 def numbers_of(spans: Iterable[Span]) -> np.ndarray:

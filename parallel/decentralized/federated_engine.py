@@ -85,6 +85,7 @@ class FederatedEngine(ReplicaEngine):
     def _own(self, batches: Sequence[Batch]) -> StepReport:
         """Train this rank's clients of a round; the report has the mean loss and largest norm of their steps."""
         losses, norms, count = [0.0], list[float](), 0
+        self.style.begin()  # from weights that a user may have changed
         try:
             for client in (batch_of(some, at) for at, some in enumerate(batches)):
                 if len(client.samples) and self._problem is None:

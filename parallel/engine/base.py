@@ -127,6 +127,7 @@ class TrainEngine(BaseEngine):
         blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
+        self._hold_parameters()
         self.steps = self.updates = 0
         self._saved_workers: int | None = None
         self._known_kinds: set[tuple[Any, ...]] = set()
@@ -137,6 +138,13 @@ class TrainEngine(BaseEngine):
         self._pool = PoolLimit(self._comm, context.memory.xp)
         if context.memory.xp is not np and self._comm.Get_size() > 1:
             load_compiler()  # now, not in a later step, in which the GPU would be idle
+
+    def _hold_parameters(self) -> None:
+        """Take the values of all logical parameters and shards; those that are not in memory have none."""
+        bound = {place.parameter for part in self._parts for place in part.copied}
+        held = {place.parameter for part in self._parts for place in part.context.flat.places}
+        for parameter in {*self.parameters, *held} - bound:
+            parameter.bind(None)
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 
@@ -191,7 +199,8 @@ class TrainEngine(BaseEngine):
         updates = self.updates
         self._expect_same_hooks()
         try:
-            return self._stepped(run)
+            with self._sharded.passes():
+                return self._stepped(run)
         except consistency_check.StepFailed:
             self._pool.free_unused()  # perhaps another rank of the GPU had no memory
             raise
@@ -245,7 +254,7 @@ class TrainEngine(BaseEngine):
         """
         mine, targets, problem = self._checked(batches)
         assignment, count, _ = self._sync.begin(mine, targets, False, problem)
-        with deferred() as numbers:
+        with deferred() as numbers, self._sharded.passes():
             losses, problem, measured = self._scores(mine, assignment, measure)
         losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
         loss = self._sync.losses(losses, problem, self.steps)
@@ -344,6 +353,8 @@ class TrainEngine(BaseEngine):
         """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""
         for part in self._parts:
             part.close()
+        for parameter in self.parameters:
+            parameter.release()
         self._pool.remove()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -96,6 +96,11 @@ class FlatParams:
         for parameter, span in self.places if places is None else places:
             parameter.bind(self.view(vector, parameter, span.start - start))
 
+    def unbind(self) -> None:
+        """Bind no values: parameters are not in memory until the next `bind`."""
+        for parameter, _ in self.places:
+            parameter.bind(None)
+
     @staticmethod
     def view(vector: Any, parameter: Parameter, start: int) -> Any:
         """View of as many elements of `vector` as the parameter has, from index `start` on, in its shape."""

@@ -85,6 +85,8 @@ class ParameterServer(BaseEngine):
         self.settings, self._comm = settings, comm
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         self.flat, self.parameters = plan.flat, [place.parameter for place in plan.flat.places]
+        for parameter in self.parameters:
+            parameter.bind(None)
         consistency_check.check_equal(comm, facts_of(self.flat, optimizer))
         buckets = buckets_of(plan)
         self.keys = keys_of(plan, buckets, settings.servers)
@@ -280,8 +282,8 @@ class ParameterServer(BaseEngine):
             self._bus.leave()
         elif self._is_quiescent or self._failed:
             self._bus.close()
-        for place in self.flat.places:
-            place.parameter.release()
+        for parameter in self.parameters:
+            parameter.release()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._failed:

@@ -169,6 +169,7 @@ class WorkerTrainer:
             passing.score(measure)
             problem = problem or passing.problem
             found.append((passing.total, self._loss.count(batch.y), passing.measured))
+        self._context.flat.unbind()
         return found, problem
 
     def whole_state(self) -> OptimizerSpan:
@@ -238,6 +239,7 @@ class WorkerTrainer:
         computed = time.perf_counter() - began - (recorder.seconds["communication"] - waited)
         time.sleep((self._slow - 1) * computed + self._slow * self._delay)
         norm = self._gradients.end_backward()
+        self._context.flat.unbind()
         with recorder("communication", "push"):
             client.acknowledged()
         return PartResult(passing.total, count, norm, self._context.plan.rank - len(self._context.servers))
