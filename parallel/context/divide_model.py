@@ -18,7 +18,7 @@ from parallel.context.divided_router import DividedRouter
 from parallel.context.positions import DividedDropout, DividedPositionEmbedding, PartOfTokens
 from parallel.context.ring_attention import RingAttention
 from parallel.context.sequence_division import SequenceDivision
-from parallel.context.sequence_parts import SequenceParts, TiedTerms
+from parallel.context.sequence_parts import SequenceParts, TiedTerms, works_by_part
 from parallel.context.ulysses_attention import UlyssesAttention
 from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention
@@ -54,8 +54,9 @@ class ModelDivision(NamedTuple):
             for kind, make in REPLACEMENTS:
                 if isinstance(operator, kind):
                     return make(operator, self)
-            alone = type(operator).place is Operator.place and operator.mixes is not None
-            return SequenceParts(operator, places, self.tied) if self.division.parts and alone else None
+            if not self.division.parts or not works_by_part(operator):
+                return None
+            return SequenceParts(operator, places, self.tied)
 
         return replaced(model, replacement)
 

@@ -17,9 +17,13 @@ from itertools import islice
 from typing import Any
 
 from parallel.nn import kernels
+from parallel.nn.array_checks import label
 from parallel.nn.compose import Wrapper
+from parallel.nn.dropout import Dropout
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
-from parallel.nn.placement import Placement
+from parallel.nn.placement import Placement, PlacementError
+from parallel.nn.rewrite import operators_in
+from parallel.nn.router import Router
 from parallel.nn.trial_outline import loss_outline
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
 from quant.types import Array
@@ -175,6 +179,20 @@ class SequenceParts(Wrapper):
     @staticmethod
     def _joined(parts: Sequence[Array]) -> Array:
         return kernels.array_namespace(parts[0]).concatenate(parts, axis=1)
+
+
+def works_by_part(operator: Operator) -> bool:
+    """True if an operator may be applied to parts of a sequence, as its `mixes` says.
+
+    PlacementError if an operator in it has random numbers, which would be the same for all parts.
+    """
+    if type(operator).place is not Operator.place or operator.mixes is None:
+        return False
+    for one in operators_in(operator):
+        if isinstance(one, Dropout | Router):
+            expected = "one without an operator whose random numbers depend on the position"
+            raise PlacementError(f"{label(operator)}: expected {expected} to apply part by part, found {label(one)}")
+    return True
 
 
 def _tree_total(terms: Iterable[Array]) -> Array:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from parallel.data_parallel.partition_spec import units_of
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, PassMode
 from parallel.optim.optimizer import Optimizer
@@ -29,12 +30,18 @@ class NaiveDataParallel:
     def step(self, batches: Iterable[tuple[Array, Array, Array]]) -> float:
         """Make one update from this rank's micro-batches (x, y, sample indices); returns the mean loss of all ranks."""
         self.gradient[...] = 0
-        sums = np.zeros(2)  # losses, targets
+        sums, units = np.zeros(2), units_of(self.model)  # losses and targets
         for x, y, samples in batches:
-            scores, saved = self.model.forward(x, PassMode(True, self.seed, self.steps, samples))
-            total, saved_loss = self.loss.forward(scores, y)
+            run, saved = PassMode(True, self.seed, self.steps, samples), []
+            for number, unit in enumerate(units):
+                run.enter(units, number)
+                x, values = unit.forward(x, run)
+                saved.append(values)
+            total, saved_loss = self.loss.forward(x, y)
             sums += total, self.loss.count(y)
-            self.model.backward(self.loss.backward(1.0, saved_loss), saved, self._add)
+            dy = self.loss.backward(1.0, saved_loss)
+            for unit, values in zip(reversed(units), reversed(saved)):
+                dy = unit.backward(dy, values, self._add)
         self.comm.Allreduce(MPI.IN_PLACE, self.gradient)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
         self.optimizer.update([self._whole], self.steps, 1 / sums[1], gather=lambda sums_of_blocks: sums_of_blocks)

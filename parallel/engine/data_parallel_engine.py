@@ -275,9 +275,10 @@ class DataParallelEngine(TrainEngine):
         weights, passes = self._weights, turn.passes
         together = before is not None and self._is_new((turn.batch and turn.batch.x.shape, self._in_flight))
         with self._recorder("compute", "forward", turn=turn.number):
-            for unit in units_of(turn.here.model):
+            units = units_of(turn.here.model)
+            for number in range(len(units)):
                 weights.unshard()
-                passes.forward(unit)
+                passes.forward(units, number)
                 weights.reshard()
                 if before is not None and together:
                     self._memory.record_peak("activations", turn.nbytes + before.nbytes)
@@ -313,9 +314,10 @@ class DataParallelEngine(TrainEngine):
         for turn in range(turns):
             here, batch = self._part(mine, turn)
             pass_ = self._microbatch_pass(here, batch, training=False)
-            for unit in units_of(here.model):
+            units = units_of(here.model)
+            for number in range(len(units)):
                 self._weights.unshard()
-                pass_.forward(unit)
+                pass_.forward(units, number)
                 pass_.saved.clear()
                 self._weights.reshard()
             pass_.score(measure if batch is not None else None)

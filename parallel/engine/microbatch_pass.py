@@ -68,7 +68,10 @@ class MicrobatchPass:
         self.problem: Exception | None = None
 
     @guarded
-    def forward(self, unit: Operator) -> None:
+    def forward(self, units: Sequence[Operator], number: int) -> None:
+        """Forward pass of the unit `number` of the model's `units`."""
+        unit = units[number]
+        self._run.enter(units, number)
         y, saved = forward_of(unit, self._x, self._run)
         expect_type(unit, "result", y, type_after(unit, self._x))
         self._shapes.append(self._x.shape)

@@ -7,12 +7,13 @@ numbers, rounded once, so that they do not depend on the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.pass_mode import user_of
 from parallel.nn.rewrite import operators_in
 from parallel.nn.router import Router
 from parallel.nn.selection_bias import SelectionBias
@@ -129,17 +130,19 @@ class _RankRecords(NamedTuple):
     def of(cls, runs: Sequence[PassMode]) -> _RankRecords:
         terms: dict[str, list[float]] = {}
         for run in runs:
-            for name, values in _joined(run.terms).items():
-                terms.setdefault(name, []).extend(map(float, to_host(values)))
-        counts = ({name: to_host(numbers) for name, numbers in _joined(run.records).items()} for run in runs)
-        return cls(
-            terms, _sums(counts), _sums(_joined(run.traffic) for run in runs), _sums(run.seconds for run in runs)
-        )
+            for record in _of_uses(run.terms):
+                for name, values in record.items():
+                    terms.setdefault(name, []).extend(map(float, to_host(values)))
+        counts = (_sums(_of_uses(run.records, to_host)) for run in runs)
+        traffic = (_sums(_of_uses(run.traffic)) for run in runs)
+        return cls(terms, _sums(counts), _sums(traffic), _sums(run.seconds for run in runs))
 
 
-def _joined(records: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-    """Records by operator name and word in one text."""
-    return {" ".join(key): value for key, value in records.items()}
+def _of_uses(
+    records: Mapping[tuple[str, str], Any], read: Callable[[Any], Any] = lambda value: value
+) -> Iterator[dict[str, Any]]:
+    """Yield each record of a use by operator name and word in one text."""
+    return ({f"{user_of(use)} {word}": read(value)} for (use, word), value in records.items())
 
 
 def _sums(some: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -121,10 +121,14 @@ class Recompute(Wrapper):
     """Activation recomputation: saves the input only and runs the inner forward pass again in the backward pass."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        return self.inner.forward(x, run)[0], (x, run)
+        began = run.position()
+        return self.inner.forward(x, run)[0], (x, run, began)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return self.inner.backward(dy, self.inner.forward(*saved)[1], grads)
+        x, run, began = saved
+        with run.repeated(began):
+            values = self.inner.forward(x, run)[1]
+        return self.inner.backward(dy, values, grads)
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
         return self.inner.place(axis, x, partial)

@@ -28,7 +28,7 @@ from parallel.nn.operator import (
     constant,
     normal,
 )
-from parallel.nn.placement import Placement, logical_name
+from parallel.nn.placement import Placement
 from quant.types import Array
 
 
@@ -123,9 +123,9 @@ class MixtureOfDepths(Operator):
         """Add the predictor's loss of each sequence, and the number of its right guesses, to the pass."""
         logits = self._logits(x)
         losses = kernels.softplus(logits) - logits * mask
-        name = logical_name(self.name)
-        run.terms[name, "predictor"] = self.predictor_loss * losses.sum(axis=1)
-        run.records[name, "predicted"] = ((logits > 0) == mask).sum().reshape(1)
+        use = run.use(self.name)
+        run.terms[use, "predictor"] = self.predictor_loss * losses.sum(axis=1)
+        run.records[use, "predicted"] = ((logits > 0) == mask).sum().reshape(1)
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
         y = super().place(axis, x, partial)

@@ -1,4 +1,4 @@
-"""Dropout with masks that depend only on seed, step, layer and sample, not on ranks or batches."""
+"""Dropout with masks that depend only on seed, step, use of the layer and sample, not on ranks or batches."""
 
 import math
 from typing import Any
@@ -6,15 +6,14 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
-from parallel.nn.placement import logical_name
 from quant.types import Array
 
 
 class Dropout(Operator):
     """Dropout: in training, y is x / (1 - rate) with elements set to 0 with probability `rate`; otherwise y = x.
 
-    Counter-based random numbers: the mask depends only on the run's seed and step, the operator's name, the sample's
-    number and the element.
+    Counter-based random numbers: the mask depends only on the run's seed and step, the use of the operator in the pass
+    (`PassMode.use`), the sample's number and the element.
     """
 
     def __init__(self, rate: float):
@@ -29,7 +28,7 @@ class Dropout(Operator):
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
         expect(len(x) == len(run.samples), self, expected, x)
         samples = kernels.array_namespace(x).asarray(run.samples)
-        key = kernels.key_of(run.seed, run.step, logical_name(self.name))
+        key = kernels.key_of(run.seed, run.step, run.use(self.name))
         keep = self._mask(samples, x.shape, key)
         return kernels.masked(x, keep.reshape(x.shape), 1 / (1 - self.rate)), keep
 

@@ -50,16 +50,16 @@ def check(operator: Operator, x: np.ndarray) -> float:
     True
     """
     random, x = np.random.default_rng(0), np.array(x)
-    run = PassMode(samples=np.arange(len(x), dtype=np.int64))
     flat = FlatParams(operator)
     vector = np.zeros(flat.length)
     flat.initialise(vector, 0)
     for place in flat.places:
         vector[place.span.start : place.span.start + place.size] += 0.1 * random.standard_normal(place.size)
     flat.bind(vector)
-    dy, found = _contract(operator, x, run, random)
+    dy, found = _contract(operator, x, random)
 
     def value() -> float:
+        run = _run(x)
         y = operator.forward(x, run)[0]
         return float((y * dy).sum() + sum(term.sum() for term in run.terms.values()))
 
@@ -84,19 +84,24 @@ def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
     return _compare("y", y, dy, lambda: 0.5 * loss.forward(y, targets)[0], np.random.default_rng(0), y.size)
 
 
+def _run(x: np.ndarray) -> PassMode:
+    """Mode of a pass, in which random operators do the same as in all others."""
+    return PassMode(samples=np.arange(len(x), dtype=np.int64))
+
+
 def _contract(
-    operator: Operator, x: np.ndarray, run: PassMode, random: np.random.Generator
+    operator: Operator, x: np.ndarray, random: np.random.Generator
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Run forward and backward, check all but the gradients' values; return random dy and gradients by name."""
     given = _copies((x, [parameter.data for parameter in operator.parameters()]))
     outline = operator.outline(ArraySpec(x.shape, x.dtype))
-    y, saved = operator.forward(x, run)
+    y, saved = operator.forward(x, _run(x))
     if (y.shape, y.dtype) != outline.y:
         raise GradientMismatch(f"outline: expected a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
     _same_bytes(outline.saved, saved)
     if not np.may_share_memory(x, y):  # a view of x is new to the outline, and costs nothing
         _same_bytes((outline.saved, outline.y), (saved, y))
-    if not np.array_equal(y, operator.forward(x, run)[0]):
+    if not np.array_equal(y, operator.forward(x, _run(x))[0]):
         raise GradientMismatch("forward: the same input gave different results")
     dy = random.standard_normal(y.shape)
     gradients = {parameter.name: np.zeros(parameter.shape) for parameter in operator.parameters()}

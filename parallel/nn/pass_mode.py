@@ -1,21 +1,75 @@
 """Mode of a pass through a model: training or evaluation, keys of random numbers, and what operators record."""
 
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel.nn.placement import logical_name
 from quant.types import Array
+
+
+class PassPosition(NamedTuple):
+    """Position in a pass, from which a part of it can be repeated.
+
+    Attributes
+    ----------
+    units : sequence of Operator
+        Of the model; empty if the model is one unit.
+    number : int
+        Of the unit.
+    counts : Counter
+        Uses of each operator in the unit so far, by the operator's name.
+    """
+
+    units: Sequence[Any]
+    number: int
+    counts: Counter[str]
+
+    def use(self, name: str) -> str:
+        """Name of the next use of an operator: for the first one the operator's own, in the model that was cut."""
+        count, self.counts[name] = self.counts[name], self.counts[name] + 1
+        named_here = self._names(name)
+        if named_here and not count:
+            return logical_name(name)
+        return f"{logical_name(name)}{USE}{count}" + ("" if named_here else f" in {self.number}")
+
+    def _names(self, name: str) -> bool:
+        """True if the unit is the first that has the operator with a name, which begins with the unit's then."""
+        here = self.units[self.number].name if self.units else ""
+        is_first = all(unit.name != here for unit in self.units[: self.number])
+        return is_first and (here in ("", name) or name.startswith(f"{here}."))
+
+
+USE = " #"
+"""Separator of an operator's name and a later use of it."""
+
+
+def user_of(use: str) -> str:
+    """Name of the operator of a use.
+
+    >>> user_of("1.drop #1"), user_of("1.drop #0 in 3"), user_of("1.drop")
+    ('1.drop', '1.drop', '1.drop')
+    """
+    return use.partition(USE)[0]
 
 
 @dataclass(frozen=True)
 class PassMode:
-    """Mode of a forward pass: training or evaluation, and the keys of its random numbers.
+    """Mode of one forward pass: training or evaluation, and the keys of its random numbers.
 
-    `training` enables dropout. Random operators are keyed by `seed`, `step`, the operator's name and the sample's
-    number in the data set (`samples`, one per sample of the batch), so results do not depend on rank, micro-batch or
-    order.
+    `training` enables dropout. Random operators are keyed by `seed`, `step`, the *use* of the operator in the pass and
+    the sample's number in the data set (`samples`, one per sample of the batch), so results do not depend on rank,
+    micro-batch or order. An operator that is used several times, in one unit of the model or in several, has other
+    random numbers each time. Uses are counted by unit, so they do not depend on the division of units over ranks. The
+    object counts them: a second pass through the model needs another one, or `repeated`.
 
-    Operators may have loss terms of their own: they put their values by sequence into `terms`, by operator name and
+    Operators may have loss terms of their own: they put their values by sequence into `terms`, by use (`use`) and
     term, and add their gradients times `scale`, the loss scale, in the backward pass. `records` has other arrays that
     are worth reporting, in the same way. A forward pass that is repeated writes the same again. `ranges` has the least
     and the largest input of operators that train with rounded inputs, by operator name. `traffic` has numbers that
@@ -36,3 +90,31 @@ class PassMode:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
     traffic: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    _positions: list[PassPosition] = field(
+        default_factory=lambda: [PassPosition((), 0, Counter())], init=False, compare=False, repr=False
+    )
+
+    def enter(self, units: Sequence[Any], number: int) -> None:
+        """Begin the unit `number` of the model's units; without such calls the whole model is one."""
+        self._positions[-1] = PassPosition(units, number, Counter())
+
+    def use(self, name: str) -> str:
+        """Name of this use of the operator with a name, a key of random numbers, terms and records.
+
+        To be called once in each forward pass of the operator.
+        """
+        return self._positions[-1].use(name)
+
+    def position(self) -> PassPosition:
+        """Position before a part of the pass, from which `repeated` repeats it."""
+        now = self._positions[-1]
+        return now._replace(counts=now.counts.copy())
+
+    @contextmanager
+    def repeated(self, position: PassPosition) -> Iterator[None]:
+        """Context in which forward passes from this position on are repeated: they are the same uses as before."""
+        self._positions.append(position._replace(counts=position.counts.copy()))
+        try:
+            yield
+        finally:
+            self._positions.pop()

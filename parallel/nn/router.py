@@ -16,7 +16,6 @@ from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, expect_last
 from parallel.nn.expert_choice import best_in_groups, capacity_of, within_capacity
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, normal
-from parallel.nn.placement import logical_name
 from parallel.nn.selection_bias import SelectionBias
 from quant.types import Array
 
@@ -151,11 +150,11 @@ class Router(Operator):
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         expect_last(self, x, self.width)
-        tokens = kernels.widen(x).reshape(*_sequences(x), self.width)
-        jitter = self._jitter(x, run)
+        tokens, use = kernels.widen(x).reshape(*_sequences(x), self.width), run.use(self.name)
+        jitter = self._jitter(x, run, use)
         tokens = tokens if jitter is None else tokens * jitter
         logits = tokens @ kernels.widen(self.weight.data)
-        noise = self._noise(x, logits, run)
+        noise = self._noise(x, logits, run, use)
         if self.noise is not None:
             logits += noise * kernels.softplus(tokens @ kernels.widen(self.noise.data))
         scores = kernels.softmax(logits) if self.settings.scores == "softmax" else kernels.sigmoid(logits)
@@ -167,7 +166,7 @@ class Router(Operator):
         counts = self._counts(chosen) if run.training and s.balance_loss else None
         values = RouterValues(x, jitter, noise, logits, scores, chosen, kept, counts, run.scale)
         if run.training:
-            self._note(values, run)
+            self._note(values, run, use)
         weights = kernels.array_namespace(x).where(kept, self._weights(scores, chosen), 0)
         return weights.reshape(*x.shape[:-1], self.experts), values
 
@@ -196,28 +195,28 @@ class Router(Operator):
     def _chosen_sum(scores: Array, chosen: Array) -> Array:
         return (scores * chosen).sum(axis=-1, keepdims=True) + TINY
 
-    def _jitter(self, x: Array, run: PassMode) -> Array | None:
+    def _jitter(self, x: Array, run: PassMode, use: str) -> Array | None:
         """Factors of the inputs, of shape (sequences, tokens, width); None: 1."""
         if not (self.settings.jitter and run.training):
             return None
-        factors = 1 + self.settings.jitter * (2 * self._uniform(x, self.width, run, "jitter") - 1)
+        factors = 1 + self.settings.jitter * (2 * self._uniform(x, self.width, run, f"{use} jitter") - 1)
         return self._of_tokens(factors, x, self.width)
 
-    def _noise(self, x: Array, logits: Array, run: PassMode) -> Array | None:
+    def _noise(self, x: Array, logits: Array, run: PassMode, use: str) -> Array | None:
         """Normal random numbers like the logits, in evaluation 0; None if the router has no noise."""
         if self.noise is None:
             return None
         if not run.training:
             return kernels.array_namespace(x).zeros_like(logits)
-        normal = kernels.normal_from(self._uniform(x, 2 * self.experts, run, "noise"))
+        normal = kernels.normal_from(self._uniform(x, 2 * self.experts, run, f"{use} noise"))
         return self._of_tokens(normal, x, self.experts)
 
-    def _uniform(self, x: Array, each: int, run: PassMode, use: str) -> Array:
+    def _uniform(self, x: Array, each: int, run: PassMode, purpose: str) -> Array:
         """Uniform random numbers of every sample, `each` for each token of it."""
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
         expect(len(x) == len(run.samples), self, expected, x)
         samples = kernels.array_namespace(x).asarray(run.samples)
-        key = kernels.key_of(run.seed, run.step, f"{logical_name(self.name)} {use}")
+        key = kernels.key_of(run.seed, run.step, purpose)
         return kernels.uniform(samples, self._tokens(x) * each, key)
 
     def _tokens(self, x: Array) -> int:
@@ -230,16 +229,16 @@ class Router(Operator):
 
     # ------------------------------------------------------------------------------------------ loss terms
 
-    def _note(self, values: RouterValues, run: PassMode) -> None:
+    def _note(self, values: RouterValues, run: PassMode, use: str) -> None:
         """Add the loss terms of every sequence, and the choices of every expert, to the records of the pass."""
-        s, name = self.settings, logical_name(self.name)
-        run.records[name, "chosen"] = values.chosen.sum(axis=(0, 1))
-        run.records[name, "dropped"] = (values.chosen > values.kept).sum(axis=(0, 1))
+        s = self.settings
+        run.records[use, "chosen"] = values.chosen.sum(axis=(0, 1))
+        run.records[use, "dropped"] = (values.chosen > values.kept).sum(axis=(0, 1))
         if s.balance_loss:
             shares = (self._balance_slope(values) * self._normalized(values.scores)).sum(axis=-1)
-            run.terms[name, "balance"] = shares.sum(axis=-1)
+            run.terms[use, "balance"] = shares.sum(axis=-1)
         if s.z_loss:
-            run.terms[name, "z"] = s.z_loss * (kernels.log_sum_exp(values.logits)[..., 0] ** 2).sum(axis=-1)
+            run.terms[use, "z"] = s.z_loss * (kernels.log_sum_exp(values.logits)[..., 0] ** 2).sum(axis=-1)
 
     def _counts(self, chosen: Array) -> Array:
         """Choices of every expert in each whole sequence: (sequences, 1, experts)."""

@@ -163,8 +163,9 @@ class WorkerTrainer:
             return [], error
         for batch in mine:
             passing = self._pass(batch, step, training=False)
-            for unit in self._context.plan.units:
-                passing.forward(unit)
+            units = self._context.plan.units
+            for number in range(len(units)):
+                passing.forward(units, number)
                 passing.saved.clear()
             passing.score(measure)
             problem = problem or passing.problem
@@ -216,11 +217,11 @@ class WorkerTrainer:
         waited = recorder.seconds["communication"]
         self._context.flat.bind(client.read(part.clock, self._order, rows))
         units = self._context.plan.units
-        for number, unit in enumerate(units):
+        for number in range(len(units)):
             with recorder("communication", "pull"):
                 client.need(self._keys_of_unit[number])
             with recorder("compute", "forward", unit=number):
-                passing.forward(unit)
+                passing.forward(units, number)
             client.poll()
         passing.score()
         if passing.problem is None and not math.isfinite(passing.total):

@@ -220,9 +220,10 @@ class StageEvaluator:
         one = self._microbatches[microbatch]
         x, y = one.x if chunk.first else self._given(x, chunk.number - 1, one), one.y if chunk.last else None
         pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, one.model.loss)
+        units = one.units
         for number in chunk.units:
             chunk.unshard()
-            pass_.forward(one.units[number])
+            pass_.forward(units, number)
             chunk.reshard()
             if not keep:
                 pass_.saved.clear()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from parallel.context.sequence_parts import works_by_part
 from parallel.nn.array_checks import label
 from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention, Heads
@@ -147,9 +148,9 @@ class Cutter:
             return PositionsOfPart(operator, self.axis)
         if isinstance(operator, Dropout):
             return DropoutOfPart(operator.rate, self.axis)
-        alone = type(operator).place is Operator.place and operator.mixes is not None
         has_parameters = any(isinstance(value, Parameter) for _, value in operator.members())
-        return EqualParts(operator, self.each) if self.each > 1 and alone and has_parameters else None
+        divides = self.each > 1 and has_parameters and works_by_part(operator)
+        return EqualParts(operator, self.each) if divides else None
 
     def _cut(self, operator: Operator, style: str) -> Operator:
         if isinstance(operator, Recompute):

@@ -10,9 +10,10 @@ from support.training_states import differing, whole
 from collectives import Communicator
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
+from parallel.nn.dropout import Dropout
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, transformer
-from parallel.nn.operator import ArraySpec
+from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import AdamW
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.trainer.strategies import strategy_of
@@ -90,6 +91,45 @@ def test_the_same_bits_on_any_mesh(comm, alone, schedule, precision, sequence):
     expected, score, state = train(alone, made_of=made_of, **shared)
     for mesh in meshes(comm.Get_size(), (1, 2, 4)):
         found = train(comm, made_of=made_of, layout=f"pp:{schedule}", **mesh, **shared)
+        assert found[:2] == (expected, score), mesh
+        assert differing(found[2], state) == [], mesh
+
+
+class TwiceDropped(Operator):
+    """Mean of two dropouts of x by one operator."""
+
+    def __init__(self, drop):
+        self.drop = drop
+
+    def forward(self, x, run):
+        pairs = [self.drop.forward(x, run) for _ in range(2)]
+        return (pairs[0][0] + pairs[1][0]) * x.dtype.type(0.5), tuple(saved for _, saved in pairs)
+
+    def backward(self, dy, saved, grads):
+        return sum(self.drop.backward(dy * dy.dtype.type(0.5), one, grads) for one in saved)
+
+    def place(self, axis, x, partial):
+        return self.drop.place(axis, x, partial)
+
+
+def one_dropout(recompute):
+    """A transformer with one dropout for all its halves, which some use twice."""
+    model, drop = transformer(TOKENS, CONTEXT, 4, HEADS, 12, dropout=0.2, recompute=recompute), Dropout(0.2)
+    for number, unit in enumerate(model.items[1:-1]):
+        for half in (unit.inner if recompute else unit).items:
+            half.inner.items[-1] = TwiceDropped(drop) if number % 2 else drop
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_operators_with_several_uses_have_the_same_bits_on_any_mesh(comm, alone, recompute):
+    """Uses on several stages of a pipeline, with parts of sequences and of features on several ranks."""
+    shared = {"reproducible": True, "sequence_parts": 4, "tensor_shards": 2, "sequence_parallel": recompute}
+    made_of = partial(batches, lengths=(8,))
+    model = partial(one_dropout, recompute)
+    expected, score, state = train(alone, model, made_of=made_of, **shared)
+    for mesh in meshes(comm.Get_size(), (1, 2, 4)):
+        found = train(comm, model, made_of=made_of, layout="pp:1f1b", **mesh, **shared)
         assert found[:2] == (expected, score), mesh
         assert differing(found[2], state) == [], mesh
 
