@@ -16,6 +16,7 @@ folder that begins with a dot, which the next checkpoint removes (`parallel.chec
 import contextlib
 import json
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,13 @@ from parallel.checkpoint.safetensors_writer import SafetensorsReader, Safetensor
 from parallel.checkpoint.step_folders import (
     CheckpointError,
     NotRemoved,
+    Owner,
     all_in,
+    expect_place,
+    finish_replacements,
+    move_into_place,
     name_of,
+    next_origin,
     read_state,
     remove_old,
     sync_folder,
@@ -42,15 +48,22 @@ from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.vector_memory import to_host
 from quant.kernels import array_namespace
 
-__all__ = ["Checkpoint", "CheckpointError", "NotRemoved", "all_in", "latest", "name_of", "save", "tensors_in"]
+__all__ = ["Checkpoint", "CheckpointError", "NotRemoved", "Owner", "all_in", "latest", "name_of", "new_run"]
+__all__ += ["save", "tensors_in"]
 
 TAG = 1
+NO_RUN = Owner()
 
 
 def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
-    """Path of the checkpoint of the highest step in a directory, by names on rank 0, or None. Collective."""
+    """Path of the newest checkpoint in a directory, by branch and step on rank 0, or None. Collective."""
     found = collective_call(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
     return found[-1] if found else None
+
+
+def new_run(comm: MPI.Intracomm) -> str:
+    """Identifier of a new run, random and equal on all ranks. Collective."""
+    return str(comm.bcast(secrets.token_hex(8) if comm.Get_rank() == 0 else None))
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -64,8 +77,11 @@ def save(
     facts: Mapping[str, Any],
     *,
     keep: int = 3,
+    owner: Owner = NO_RUN,
 ) -> Path:
-    """Write a checkpoint atomically, remove others but the `keep` of the highest steps, return its path. Collective.
+    """Write a checkpoint atomically, remove the oldest others, return its path. Collective.
+
+    A checkpoint of the same run and step is replaced; there is a valid one at any moment.
 
     Parameters
     ----------
@@ -80,12 +96,15 @@ def save(
     facts : mapping
         Other state, equal on all ranks; becomes JSON.
     keep : int
-        Number of checkpoints to keep, those of the highest steps; others but the new one are removed afterwards.
+        Number of checkpoints to keep, the new one and the newest others; the rest is removed afterwards.
+    owner : Owner
+        Run that writes.
 
     Raises
     ------
     CheckpointError
-        On all ranks, if any of them fails; earlier checkpoints are unchanged. `NotRemoved` if the new one was written.
+        On all ranks, if any of them fails, or if the directory has checkpoints of another run; earlier checkpoints are
+        unchanged. `NotRemoved` if the new one was written.
     """
     if keep < 1:
         raise ValueError(f"keep: expected 1 or more, found {keep}")
@@ -93,6 +112,7 @@ def save(
     target = directory / name_of(step)
     trouble = f"checkpoint {target} was not written"
 
+    collective_call(comm, lambda: _expect_place(target, owner), trouble, CheckpointError, 0)
     with contextlib.ExitStack() as stack:
         folder = collective_call(comm, lambda: stack.enter_context(unfinished(target)), trouble, CheckpointError, 0)
         collective_call(comm, lambda: _expect_shared(folder), trouble, CheckpointError)
@@ -102,10 +122,26 @@ def save(
             mine, problem = _write(comm, folder, family, planned, held)
             raise_on_all(comm, problem, trouble, CheckpointError)
             files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
-        collective_call(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
+        fields = {"step": step, "facts": facts}
+
+        def finish() -> None:
+            _write_indices(folder, tensors, files)
+            expect_place(target, owner)  # another run may have begun meanwhile
+            origin = next_origin(directory, step, owner.run)._asdict()
+            write_state(folder, fields | origin | {"files": dict(sorted(files.items()))})
+            sync_folder(folder)
+            move_into_place(folder, target)
+
+        collective_call(comm, finish, trouble, CheckpointError, 0)
     trouble = f"{target} is there, but older ones cannot be removed"
-    collective_call(comm, lambda: remove_old(target, keep), trouble, NotRemoved, 0)
+    collective_call(comm, lambda: remove_old(target, keep, owner), trouble, NotRemoved, 0)
     return target
+
+
+def _expect_place(target: Path, owner: Owner) -> None:
+    if target.parent.is_dir():
+        finish_replacements(target.parent)
+        expect_place(target, owner)
 
 
 def _expect_shared(folder: Path) -> None:
@@ -171,15 +207,8 @@ def _gather(comm: MPI.Intracomm, tensor: PlannedTensor, mine: Mapping[tuple[str,
     return tensor.ordered(values)
 
 
-def _finish(
-    folder: Path,
-    target: Path,
-    step: int,
-    tensors: Mapping[str, Sequence[PlannedTensor]],
-    files: dict[str, list[Any]],
-    facts: Mapping[str, Any],
-) -> None:
-    """Write the index and state files, then rename `folder` to `target`, which makes the checkpoint valid."""
+def _write_indices(folder: Path, tensors: Mapping[str, Sequence[PlannedTensor]], files: dict[str, list[Any]]) -> None:
+    """Write the index file of each family, and add its size and checksum to `files`."""
     for family, some in tensors.items():
         names = _file_names(family, some)
         index = {
@@ -189,10 +218,6 @@ def _finish(
         name = f"{family}.safetensors.index.json"
         write_text(folder / name, json.dumps(index, indent=1))
         files[name] = [*digest_of(folder / name)]
-    write_state(folder, {"step": step, "facts": facts, "files": dict(sorted(files.items()))})
-    sync_folder(folder)
-    folder.rename(target)
-    sync_folder(target.parent)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -207,6 +232,8 @@ class Checkpoint:
     ----------
     step : int
         Steps done.
+    run : str
+        Identifier of the run; "" in checkpoints of versions without one.
     facts : dict
         As passed to `save`.
     entries : dict of str -> ArraySpec
@@ -218,6 +245,7 @@ class Checkpoint:
         trouble = f"{path} cannot be used"
         state = collective_call(comm, lambda: read_state(path), trouble, CheckpointError, 0)
         self.step: int = state["step"]
+        self.run: str = state.get("run", "")
         self.facts: dict[str, Any] = state["facts"]
         names = sorted(state["files"])
         mine = names[comm.Get_rank() :: comm.Get_size()]

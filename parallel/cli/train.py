@@ -26,7 +26,7 @@ from collectives.cli.launcher import say
 from collectives.errors import OutOfMemory
 from parallel.benchmark.training_output import OutputError, short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
-from parallel.checkpoint.step_folders import step_of
+from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
@@ -41,11 +41,15 @@ LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just endin
 
 
 def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
-    """Verified checkpoint to resume, or None; CheckpointError if damaged or if --checkpoint has newer. Collective."""
+    """Verified checkpoint to resume, or None; CheckpointError if damaged. Collective.
+
+    Without --overwrite also if --checkpoint has others that are newer, or of another run.
+    """
     present = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
     if args.resume is None:
-        if present:
-            raise CheckpointError(f"{args.checkpoint} has checkpoints already: --resume goes on from the newest")
+        if present and not args.overwrite:
+            advice = "--resume goes on from the newest, --overwrite replaces them"
+            raise CheckpointError(f"{args.checkpoint} has checkpoints already: {advice}")
         return None
     path = latest(comm, args.checkpoint) if args.resume is True else Path(args.resume)
     if path is None:
@@ -54,9 +58,19 @@ def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
         found = Checkpoint(comm, path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{intact_text(comm, present, path)}") from error
-    if present and step_of(present[-1]) > found.step:
-        raise CheckpointError(f"{present[-1]} is newer than {path}: a training from there needs another --checkpoint")
+    if present and not args.overwrite:
+        expect_newest(comm, found, present[-1])
     return found
+
+
+def expect_newest(comm: Communicator, found: Checkpoint, newest: Path) -> None:
+    """Raise CheckpointError if a training from `found` would replace the `newest` in --checkpoint. Collective."""
+    advice = "a training from there needs another --checkpoint, or --overwrite"
+    origin = collective_call(comm, lambda: origin_of(newest), "--checkpoint", root=0)
+    if origin is not None and origin.run != found.run:
+        raise CheckpointError(f"{newest} is of another run than {found.path}: {advice}")
+    if step_of(newest) > found.step:
+        raise CheckpointError(f"{newest} is newer than {found.path}: {advice}")
 
 
 def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:

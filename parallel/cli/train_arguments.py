@@ -151,6 +151,7 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints")
     add("--every", type=int, metavar="N", help="steps between checkpoints (default: ten in all)")
     add("--keep", type=int, default=3, metavar="K", help="number of checkpoints to keep (default 3)")
+    add("--overwrite", action="store_true", help="replace the checkpoints in --checkpoint, once a new one is complete")
     add("--resume", nargs="?", const=True, metavar="CHECKPOINT", help="continue from this checkpoint, or the newest")
     add("--test-every", type=int, metavar="N", help="steps between tests (default: an epoch, or ten in all)")
     add(

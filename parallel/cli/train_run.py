@@ -68,6 +68,7 @@ class CheckpointWriter:
 
     def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training):
         self._folder, self._keep, self._training = args.checkpoint, args.keep, training
+        self._overwrite = args.overwrite
         self.step = self.tried = collective_call(comm, self._resumed_step, "--checkpoint", CheckpointError, root=0)
         self.problem: CheckpointError | None = None
 
@@ -79,7 +80,7 @@ class CheckpointWriter:
         """Write a checkpoint of this step; after an error, print a warning and keep it in `problem`. Collective."""
         self.tried, self.problem = self._training.done, None
         try:
-            self._training.save(self._folder, keep=self._keep)
+            self._training.save(self._folder, keep=self._keep, overwrite=self._overwrite)
         except NotRemoved as error:
             say(f"warning: {error}")
         except CheckpointError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, latest, new_run
 from parallel.checkpoint.step_folders import NAME
 from parallel.data.sampler import Batch, Dataset, prefetch
 from parallel.data.work_queue import WorkQueue
@@ -104,6 +104,7 @@ class Engine:
         self.inner: TrainableEngine = strategy.engine_class(settings)(model, loss, self._comm, optimizer, settings)
         self.remarks = (*remarks, *self.inner.remarks)
         self._pool = WorkQueue(self._comm) if settings.pool else None
+        self._run_id = new_run(self._comm)
         self._workers = strategy.workers(settings, self._comm.Get_size())
         self._micro = settings.micro(self._workers)
         self._is_checked = self._is_closed = False
@@ -252,17 +253,21 @@ class Engine:
         self._expect_open("load_state_dict")
         engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
 
-    def save(self, directory: str | Path, *, keep: int = 3, **facts: Any) -> Path:
+    def save(self, directory: str | Path, *, keep: int = 3, overwrite: bool = False, **facts: Any) -> Path:
         """Write a checkpoint into a directory that all ranks see, keep the newest `keep`; returns its folder.
 
+        A directory belongs to one run, which goes on with the engines that `load` its checkpoints. CheckpointError if
+        it has checkpoints of another run, unless `overwrite`: these are removed after the new one is written. A
+        checkpoint of the same step is replaced. After `load` of an earlier step the new checkpoints are the newest.
+
         `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns; ValueError for
-        others. CheckpointError if it cannot be written.
+        others. CheckpointError if the checkpoint cannot be written.
         """
         self._expect_open("save")
         collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
         about |= {"ranks": self._comm.Get_size(), "user": facts}
-        return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep)
+        return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep, Owner(self._run_id, overwrite))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest in a directory, written in any layout; returns the facts given to `save`.
@@ -279,6 +284,7 @@ class Engine:
         self.inner.quiesce()
         engine_checkpoint.fit_engine(found, self.inner, self.optimizer)
         engine_checkpoint.restore_engine(found, self.inner)
+        self._run_id = found.run
         return dict(found.facts.get("user", {}))
 
     def _average(self, ema: bool) -> Any:

@@ -1,6 +1,7 @@
 """State of any training engine: checkpoints, whole tensors, and an exchange of weights and their moving average."""
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from mpi4py import MPI
 
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
+from parallel.checkpoint.step_folders import expect_shallow
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
@@ -23,12 +25,14 @@ WEIGHTS, AVERAGE = "model/", f"optimizer/{EMA}/"
 """Beginnings of the names of slices: weights, and their moving average."""
 
 
-def save_engine(engine: TrainableEngine, directory: Path, facts: Mapping[str, Any], keep: int) -> Path:
+def save_engine(
+    engine: TrainableEngine, directory: Path, facts: Mapping[str, Any], keep: int, owner: checkpoint_files.Owner
+) -> Path:
     """Write a checkpoint of an engine with `facts`, as `checkpoint_files.save`; returns its folder. Collective."""
     step, facts = engine.steps, {"engine": engine.state()} | dict(facts)
 
     def write(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> None:
-        checkpoint_files.save(comm, directory, step, slices, facts, keep=keep)
+        checkpoint_files.save(comm, directory, step, slices, facts, keep=keep, owner=owner)
 
     engine.save(write)
     return directory / checkpoint_files.name_of(step)
@@ -38,9 +42,10 @@ def expect_json(facts: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first of `facts` that JSON does not have, such as a number of NumPy."""
     for name, value in facts.items():
         try:
+            expect_shallow([value])
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: expected a value for JSON, found {value!r} ({error})") from None
+            raise ValueError(f"{name}: expected a value for JSON, found {reprlib.repr(value)} ({error})") from None
 
 
 def fit_engine(found: Checkpoint, engine: TrainableEngine, optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from collectives import Communicator
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, new_run
 from parallel.data.sampler import Batch, Dataset, Sampler, StepBatches, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.memory_ledger import MemoryLedger, Workload
@@ -117,7 +117,7 @@ class Training(TrainingPlan):
     """Training run with its engine: `run`, `score`, `save`, `resume`. Construction is collective.
 
     It raises ValueError as `TrainingPlan` does, and if the node or container has too little memory (on the CPU).
-    `engine` is that of the strategy that `Settings.layout` names.
+    `engine` is that of the strategy that `Settings.layout` names. `run_id` identifies the run in its checkpoints.
     """
 
     def __init__(self, settings: Settings, comm: Communicator):
@@ -127,6 +127,7 @@ class Training(TrainingPlan):
         self.engine: TrainableEngine = self._engine_class(*self._job, self.resolved)
         self.remarks = (*self.remarks, *self.engine.remarks)
         self._pool = WorkQueue(comm) if self.settings.pool else None
+        self.run_id = new_run(comm)  # now, while all ranks are alive
 
     @property
     def is_reporter(self) -> bool:
@@ -189,10 +190,11 @@ class Training(TrainingPlan):
             tell(sum(map(len, parts[: start + each])), count)
         return EvalScore.of(combine_evaluations(found), self.task)
 
-    def save(self, directory: Path, *, keep: int = 3) -> Path:
-        """Write a checkpoint of the current step, remove others but the `keep` of the highest steps. Collective.
+    def save(self, directory: Path, *, keep: int = 3, overwrite: bool = False) -> Path:
+        """Write a checkpoint of the current step, and keep the newest `keep` of this run. Collective.
 
-        Returns its folder. Raises CheckpointError.
+        Returns its folder. CheckpointError if it cannot be written, or if the directory has checkpoints of another run:
+        with `overwrite`, these are removed afterwards.
         """
         facts = {
             "settings": asdict(self.settings),
@@ -201,7 +203,7 @@ class Training(TrainingPlan):
             "optimizer": self._job.optimizer.describe(),
             "ranks": self._comm.Get_size(),
         }
-        return save_engine(self.engine, directory, facts, keep)
+        return save_engine(self.engine, directory, facts, keep, Owner(self.run_id, overwrite))
 
     def resume(self, found: Checkpoint) -> None:
         """Load a checkpoint, written with any number of ranks and layout, to continue from it. Collective.
@@ -225,6 +227,7 @@ class Training(TrainingPlan):
                 f"expected {found.step} or more, since steps and epochs count from the beginning"
             )
         restore_engine(found, self.engine, lambda: self.sampler.load(found.facts["sampler"]))
+        self.run_id = found.run
 
     def close(self) -> None:
         self.engine.close()

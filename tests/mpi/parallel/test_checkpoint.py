@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("safetensors")
 
+from parallel import AdamW, Engine, nn
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, tensors_in
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import complete
@@ -122,18 +123,89 @@ def test_another_model_is_told_on_all_ranks_and_nothing_has_changed(comm, folder
 
 def test_a_rank_that_cannot_write_fails_all(world, comm, folder, monkeypatch):
     trained(comm, 1, into=folder)
+    with Training(complete(SAID), comm) as training:
+        training.resume(Checkpoint(comm, latest(comm, folder)))
+        fail_on_last(world, monkeypatch)
+        training.engine.steps = 7
+        if world.Get_size() <= 4:  # there is a tensor for each rank
+            with pytest.raises(CheckpointError, match=r"step-000000007 was not written: .*No space left"):
+                training.save(folder)
+    assert [path.name for path in all_in(folder)] == ["step-000000001"]
+
+
+def fail_on_last(world, monkeypatch):
+    """Let the last rank find no space for its files."""
     if world.Get_rank() == world.Get_size() - 1:
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("parallel.checkpoint.checkpoint_files.SafetensorsWriter", full)
-    with Training(complete(SAID), comm) as training:
-        training.engine.steps = 7
-        if world.Get_size() <= 4:  # there is a tensor for each rank
-            with pytest.raises(CheckpointError, match=r"step-000000007 was not written: .*No space left"):
-                training.save(folder)
-    assert [path.name for path in all_in(folder)] == ["step-000000001"]
+
+
+def engine(comm, layout="dp"):
+    return Engine(nn.mlp([4, 6, 3]), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.1), layout=layout, micro_batch=1)
+
+
+def steps_of(engine, count, scale=1.0):
+    x = scale * np.random.default_rng(0).standard_normal((6, 4))
+    for _ in range(count):
+        engine.step(x, np.arange(6) % 3)
+
+
+def equal(one, other):
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_longer_older_run_is_not_mixed_with_a_new_one(world, comm, folder):
+    """Refused on all ranks before anything is written; or replaced, and `load` takes the new run."""
+    with engine(comm) as old:
+        for _ in range(5):
+            steps_of(old, 1)
+            old.save(folder)
+    with engine(comm, "zero1") as new:
+        steps_of(new, 1)
+        with pytest.raises(CheckpointError, match=r"of another run, step-000000005 and 2 more.* overwrite=True"):
+            new.save(folder)
+        assert [path.name for path in all_in(folder)] == [f"step-00000000{step}" for step in (3, 4, 5)]
+        world.Barrier()
+        assert new.save(folder, overwrite=True) == folder / "step-000000001"
+        weights = new.state_dict()
+        steps_of(new, 1)
+        new.save(folder)
+        assert [path.name for path in all_in(folder)] == ["step-000000001", "step-000000002"]
+        world.Barrier()
+    with engine(comm) as resumed:
+        resumed.load(folder / "step-000000001")
+        assert equal(resumed.state_dict(), weights)
+
+
+def test_twice_at_one_step_and_after_a_rollback(comm, folder):
+    with engine(comm) as one:
+        steps_of(one, 1)
+        one.save(folder, first=True)
+        one.save(folder, first=False)
+        assert one.load(folder) == {"first": False}
+        steps_of(one, 3)
+        one.save(folder, branch=0)
+        one.load(folder / "step-000000001")
+        steps_of(one, 2, scale=2.0)
+        one.save(folder, branch=1)
+        weights = one.state_dict()
+    with engine(comm, "zero2") as other:  # another process goes on with the run
+        assert other.load(folder) == {"branch": 1} and other.steps == 3
+        assert equal(other.state_dict(), weights)
+        steps_of(other, 1)
+        other.save(folder, keep=1)
+    assert [path.name for path in all_in(folder)] == ["step-000000004"]
+
+
+def test_facts_that_are_too_deep(comm, folder):
+    deep = []
+    for _ in range(500):
+        deep = [deep]
+    with engine(comm) as one, pytest.raises(ValueError, match="deep: expected a value for JSON"):
+        one.save(folder, deep=deep)
 
 
 @pytest.mark.parametrize("layout", ["dp-naive", "dp", "zero1"])

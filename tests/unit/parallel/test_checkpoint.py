@@ -17,7 +17,7 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
 from parallel.checkpoint import safetensors_writer, step_folders
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, name_of, save
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, all_in, latest, name_of, save
 
 SELF = MPI.COMM_SELF
 SHAPES = {"model/0.weight": (3, 5), "model/10.bias": (7,), "model/9.gain": (), "optimizer/m/0.weight": (3, 5)}
@@ -105,15 +105,97 @@ def test_the_new_one_stays_although_it_is_of_a_lower_step(tmp_path):
     for step in (10, 20, 30):
         save(SELF, tmp_path, step, whole(), {})
     assert equal(restored(save(SELF, tmp_path, 5, whole(1), {}, keep=2))[1], whole(1))
-    assert all_in(tmp_path) == [tmp_path / name_of(step) for step in (5, 20, 30)]
+    assert all_in(tmp_path) == [tmp_path / name_of(step) for step in (30, 5)]
 
 
-def test_a_checkpoint_is_never_overwritten(tmp_path):
-    save(SELF, tmp_path, 5, whole(), {})
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    for number in range(3):
+        assert save(SELF, tmp_path, 5, whole(number), {}, keep=1) == tmp_path / name_of(5)
+        assert equal(restored(tmp_path / name_of(5))[1], whole(number))
+        assert [path.name for path in tmp_path.iterdir()] == [name_of(5)]
+
+
+# ---------------------------------------------------------------------------------------------- runs and branches
+
+
+def test_the_newest_after_a_rollback_is_of_the_new_branch(tmp_path):
+    """The run goes on from step 2: its old steps 3 to 5 are older than the new ones, and go first."""
+    for step in (1, 2, 3, 4, 5):
+        save(SELF, tmp_path, step, whole(), {}, keep=5)
+    for step, left in ((3, [1, 2, 4, 5, 3]), (4, [1, 2, 5, 3, 4]), (6, [2, 5, 3, 4, 6]), (7, [5, 3, 4, 6, 7])):
+        save(SELF, tmp_path, step, whole(1), {}, keep=5)
+        assert all_in(tmp_path) == [tmp_path / name_of(one) for one in left]
+        assert equal(restored(latest(SELF, tmp_path))[1], whole(1))
+    save(SELF, tmp_path, 6, whole(2), {}, keep=2)
+    assert all_in(tmp_path) == [tmp_path / name_of(7), tmp_path / name_of(6)]
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_directory_of_another_run_is_refused_before_anything_is_written(tmp_path, step):
+    for old in (2, 3):
+        save(SELF, tmp_path, old, whole(), {}, owner=Owner("a"))
     before = everything(tmp_path)
-    with pytest.raises(CheckpointError, match="exists"):
-        save(SELF, tmp_path, 5, whole(1), {})
+    with pytest.raises(CheckpointError, match="has checkpoints of another run, step-000000003 and 1 more; expected"):
+        save(SELF, tmp_path, step, whole(1), {}, owner=Owner("b"))
     assert everything(tmp_path) == before
+    for expected in ([name_of(step)], sorted([name_of(step), name_of(6)])):
+        save(SELF, tmp_path, step if len(expected) == 1 else 6, whole(1), {}, owner=Owner("b", overwrite=True))
+        assert sorted(path.name for path in tmp_path.iterdir()) == expected
+    assert Checkpoint(SELF, latest(SELF, tmp_path)).run == "b"
+
+
+def test_checkpoints_without_a_run_are_gone_on_with(tmp_path):
+    path = save(SELF, tmp_path, 4, whole(), {})
+    state = json.loads((path / "state.json").read_text())
+    del state["run"], state["branch"]
+    (path / "state.json").write_text(json.dumps(state | {"sha256": step_folders.seal(state)}))
+    found = Checkpoint(SELF, path)
+    assert found.run == ""
+    save(SELF, tmp_path, 3, whole(1), {}, owner=Owner(found.run))
+    assert latest(SELF, tmp_path) == tmp_path / name_of(3)
+    with pytest.raises(CheckpointError, match="of another run"):
+        save(SELF, tmp_path, 5, whole(1), {}, owner=Owner("new"))
+
+
+def test_a_run_that_began_meanwhile_is_noticed(tmp_path, monkeypatch):
+    """Two trainings begin in an empty directory: the one that is later is refused, and leaves nothing."""
+    close, steps = safetensors_writer.SafetensorsWriter.close, [3]
+
+    def closing(writer, sync=True):
+        while steps:
+            save(SELF, tmp_path, steps.pop(), whole(3), {}, owner=Owner("b"))
+        return close(writer, sync=sync)
+
+    monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "close", closing)
+    with pytest.raises(CheckpointError, match="of another run"):
+        save(SELF, tmp_path, 2, whole(2), {}, owner=Owner("a"))
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(3)]
+
+
+def test_facts_that_are_too_deep_are_not_written(tmp_path):
+    deep = []
+    for _ in range(500):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="at most 100 nested"):
+        save(SELF, tmp_path, 2, whole(2), {"deep": deep})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replacement_that_was_not_finished_is(tmp_path):
+    """A process ended after the new checkpoint of a step was complete, before or after the old one was moved away."""
+    for has_old in (True, False):
+        folder = tmp_path / str(has_old)
+        new = save(SELF, folder / "other", 3, whole(1), {})
+        save(SELF, folder, 2, whole(), {})
+        if has_old:
+            save(SELF, folder, 3, whole(), {})
+        new.rename(folder / f"{name_of(3)}.new")
+        reseal(folder / f"{name_of(3)}.new", branch=1)
+        shutil.rmtree(folder / "other")
+        assert equal(restored(latest(SELF, folder))[1], whole(1))
+        save(SELF, folder, 4, whole(4), {})
+        assert all_in(folder) == [folder / name_of(step) for step in (2, 3, 4)] and len(list(folder.iterdir())) == 3
+        assert equal(restored(folder / name_of(3))[1], whole(1))
 
 
 @pytest.mark.parametrize(
@@ -244,9 +326,30 @@ def fuse():
     return Fuse()
 
 
+class Crashed(NamedTuple):
+    """Steps and run of the old checkpoints, step of the new one, and run of it, by whose owner it is written."""
+
+    old: tuple
+    run: str
+    new: int
+    owner: Owner = Owner("a")
+
+
+CRASHES = {
+    "next step": Crashed((1, 2), "a", 3),
+    "same step": Crashed((1, 2), "a", 2),
+    "only step": Crashed((2,), "a", 2),
+    "rollback": Crashed((1, 2, 3), "a", 1),
+    "overwrite": Crashed((2, 3), "b", 1, Owner("a", overwrite=True)),
+    "overwrite the step": Crashed((2, 3), "b", 3, Owner("a", overwrite=True)),
+}
+
+
+@pytest.mark.parametrize("crash", CRASHES)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files stay open, as in a crash
-def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
+def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse, crash):
     """Whatever is done to files, the process may end before it: the old checkpoint is there, or the new one."""
+    steps, run, new, owner = CRASHES[crash]
     written, fsync = safetensors_writer.SafetensorsWriter._write, step_folders.os.fsync
 
     def write(writer, data):
@@ -264,25 +367,26 @@ def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
     outcomes = []
     for moment in range(1000):
         folder = tmp_path / str(moment)
-        save(SELF, folder, 1, whole(1), {"old": True})
-        save(SELF, folder, 2, whole(2), {"old": True})
+        for step in steps:
+            save(SELF, folder, step, whole(step), {"new": False}, owner=Owner(run))
         fuse.left = moment
         with contextlib.suppress(Crash):
-            save(SELF, folder, 3, whole(3), {"new": True}, keep=1)
+            save(SELF, folder, new, whole(-new), {"new": True}, keep=1, owner=owner)
         crashed, fuse.left = fuse.left is None, None
-        newest = latest(SELF, folder)
-        found, target = restored(newest)
-        assert found.step in (2, 3) and equal(target, whole(found.step)), moment
+        found, target = restored(latest(SELF, folder))
+        is_new = found.facts["new"]
+        assert found.step == (new if is_new else steps[-1])
+        assert equal(target, whole(-new if is_new else steps[-1])), moment
         for path in all_in(folder):  # whatever has a checkpoint's name is one
             restored(path)
-        outcomes.append(found.step)
-        save(SELF, folder, 4, whole(4), {}, keep=1)  # life goes on, and what was left is cleared away
+        outcomes.append(is_new)
+        save(SELF, folder, 4, whole(4), {}, keep=1, owner=owner)  # life goes on, and what was left is cleared away
         assert [path.name for path in folder.iterdir()] == [name_of(4)]
         shutil.rmtree(folder)
         if not crashed:
             break
-    assert outcomes == sorted(outcomes) and outcomes[0] == 2 and outcomes[-1] == 3
-    assert outcomes.count(2) > 25 and outcomes.count(3) > 5
+    assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
+    assert outcomes.count(False) > 25 and outcomes.count(True) > 5
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch):
@@ -326,6 +430,19 @@ def reseal(path, **other):
     (path / "state.json").write_text(json.dumps(state | {"sha256": step_folders.seal(state)}))
 
 
+def deepen(path, levels):
+    """Facts of nested lists, with a checksum that is right."""
+    state = json.loads((path / "state.json").read_text()) | {"facts": {"deep": 0}, "sha256": ""}
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        for _ in range(levels):
+            state["facts"]["deep"] = [state["facts"]["deep"]]
+        (path / "state.json").write_text(json.dumps(state | {"sha256": step_folders.seal(state)}))
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def replace_by_a_foreign_file(path):
     file = path / "model-00001-of-00001.safetensors"
     size = file.stat().st_size
@@ -343,6 +460,9 @@ DAMAGES = {
     "another format": (lambda path: edit(path, "checkpoint 1", "checkpoint 9"), "its format is 'chorus checkpoint 9'"),
     "foreign state": (lambda path: (path / "state.json").write_text("[1]"), "not a checkpoint's"),
     "a deep state": (lambda path: (path / "state.json").write_text("[" * 100000), "state.json is damaged"),
+    "a sealed deep state": (lambda path: deepen(path, 500), "state.json is damaged|at most 100 nested"),
+    "a state of no run": (lambda path: reseal(path, run=3), "not a checkpoint's: run and branch are 3, 0"),
+    "a state of no branch": (lambda path: reseal(path, branch=-1), "not a checkpoint's: run and branch are '', -1"),
     "a state without facts": (lambda path: reseal(path, facts=None), "not a checkpoint's: facts is None"),
     "a state without a step": (lambda path: reseal(path, step="one"), "not a checkpoint's: step is 'one'"),
     "no folder": (shutil.rmtree, "no such folder"),

@@ -208,8 +208,8 @@ def test_the_newest_sound_checkpoint_is_told_where_the_newest_is_damaged(whole, 
 def test_a_checkpoint_of_another_folder_is_not_named(tmp_path):
     """A resume from one folder that keeps its checkpoints in another: until it has one, none is there."""
     saved = []
-    training = SimpleNamespace(done=4, save=lambda folder, keep: saved.append(folder))
-    args = SimpleNamespace(checkpoint=tmp_path / "b", keep=3)
+    training = SimpleNamespace(done=4, save=lambda folder, keep, overwrite: saved.append(folder))
+    args = SimpleNamespace(checkpoint=tmp_path / "b", keep=3, overwrite=False)
     writer = CheckpointWriter(MPI.COMM_SELF, args, training)
     assert (writer.step, writer.tried) == (0, 0)
     assert writer.killed_text().endswith("was: no checkpoint keeps it")
@@ -219,6 +219,26 @@ def test_a_checkpoint_of_another_folder_is_not_named(tmp_path):
     assert CheckpointWriter(MPI.COMM_SELF, args, training).step == 4
     args.checkpoint = None
     assert CheckpointWriter(MPI.COMM_SELF, args, training).step == 0
+
+
+def test_checkpoints_are_overwritten_if_that_is_asked_for(whole, tmp_path):
+    """Those of another run go; later ones of the own run, after a return to an earlier step, are not the newest."""
+    folder, other = tmp_path / "c", all_in(whole[0] / "c")[0]
+    shutil.copytree(whole[0] / "c", folder)
+
+    def trained(steps, *more, **options):
+        output = run(*TASK, "--checkpoint", folder, "--steps", steps, *more, **options)
+        return output, [path.name for path in all_in(folder)]
+
+    first, last = "step-000000005", "step-000000008"
+    assert trained(5, "--every", 5, "--overwrite")[1] == [first]
+    assert trained(8, "--every", 8, "--resume")[1] == [first, last]
+    output, names = trained(60, "--resume", other, status=2)
+    assert f"error: {folder / last} is of another run than {other}: a training from there needs" in output
+    assert names == [first, last] and "--overwrite" in output
+    assert trained(7, "--every", 7, "--resume", folder / first, "--overwrite")[1] == [first, last, "step-000000007"]
+    assert "step-000000007: 7 steps were made" in trained(9, "--every", 9, "--resume", "--keep", 1)[0]
+    assert [path.name for path in folder.iterdir()] == ["step-000000009"]
 
 
 def test_a_training_that_is_over_is_kept_in_another_folder(whole, tmp_path):
