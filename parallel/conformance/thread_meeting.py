@@ -122,6 +122,10 @@ class StartedCall:
         self._values: dict[int, Any] | None = None
         self._began = 0.0
 
+    @property
+    def active(self) -> bool:
+        return self._values is not None
+
     def Start(self) -> Self:
         self._began = time.monotonic()
         self._values = self._meeting.leave(self._rank, self._give())

@@ -101,8 +101,10 @@ class ShardedParams:
         self._held.clear()
 
     def close(self) -> None:
+        """Free the requests; one that is active, of a step that was broken off, is freed when it ends."""
         for request in self._requests:
-            request.Free()
+            if not request.active:
+                request.Free()
         self._requests = []
 
     def _needs(self, at: int) -> list[int]:

@@ -101,9 +101,10 @@ class PlainReducer:
         self._request.Wait()
 
     def close(self) -> None:
-        if self._request is not None:
+        """Free the request; one that is active, of a step that was broken off, is freed when it ends."""
+        if self._request is not None and not self._request.active:
             self._request.Free()
-            self._request = None
+        self._request = None
 
 
 class CanonicalReducer(PlainReducer):

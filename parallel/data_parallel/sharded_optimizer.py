@@ -58,6 +58,7 @@ class ParamShard(NamedTuple):
         return list(self.context.flat.places) if self.weights.replicated else []
 
     def close(self) -> None:
+        """Free requests; parameters lose their values."""
         self.gradients.close()
         self.weights.close()
         for place in self.context.flat.places:

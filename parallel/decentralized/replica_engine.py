@@ -19,16 +19,18 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of
 from parallel.decentralized.averaging_style import ReplicaSums
 from parallel.decentralized.styles import STYLES, refuse
-from parallel.engine.base import BaseEngine, check, facts_of
+from parallel.engine.base import BaseEngine, check, frees_on_error
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.model_ownership import expect_free
 from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import describe, raise_on_all
-from parallel.runtime.consistency_check import StepFailed, check_equal
+from parallel.runtime.consistency_check import StepFailed
 from parallel.runtime.step_report import Evaluation, StepReport
 from quant.types import Array
 
@@ -64,21 +66,26 @@ class ReplicaEngine(BaseEngine):
 
     _engine_class = DataParallelEngine
 
+    @frees_on_error
     def __init__(
         self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, settings: Settings
     ) -> None:
         check(comm, settings)
         refuse(settings, comm.Get_size())
         refuse_biases(model, settings.layout)
+        expect_free(comm, model)
+        self._fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
         self.settings, self._comm, entry = settings, comm, STYLES[settings.layout]
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
+        self.resources.callback(self._alone.close)
         memory = entry.memory(comm, settings.device)
         self._engine = self._engine_class(
             model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory
         )
+        self.resources.callback(self._engine.close)
+        self.remarks = self._engine.remarks
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
         self.parameters = self._engine.parameters
-        check_equal(comm, facts_of(self.flat, optimizer))
         self._recorder = self._engine.context.recorder
         vector = self._stash = memory.private("parameters", 0, self._engine.context.wide)
         for piece in self._engine.pieces:  # none if there are no parameters
@@ -208,12 +215,17 @@ class ReplicaEngine(BaseEngine):
         return self._engine.updates
 
     def close(self) -> None:
+        """Free all resources; the model keeps the mean of the replicas. After an exception free those of this rank."""
         if sys.exception() is None:
+            self.style.drain()
+            self.style.mean(self.style.vector)
+            self._engine.refresh()
+            self._engine.keep_values()
             self.style.close()
         else:  # a rank that failed does not wait for the others
+            self._engine.leaves_values = False
             self.style.abandon()
-        self._engine.close()
-        self._alone.close()
+        self.resources.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -230,6 +242,7 @@ class ReplicaEngine(BaseEngine):
     def _raise_failures(self) -> None:
         problem, self._problem = self._problem, None
         raise_on_all(self._comm, _cause(problem), "a rank has failed", StepFailed)
+        self._fingerprint.compare(self._comm)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:

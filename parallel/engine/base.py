@@ -3,6 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -19,20 +21,23 @@ from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer, copies
 from parallel.engine.exchange_guard import PassErrors
+from parallel.engine.fingerprint import Fingerprint
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_on_mesh import ModelOnMesh
+from parallel.engine.model_ownership import ModelOwnership
 from parallel.engine.operator_records import OperatorRecords
 from parallel.engine.settings import Settings
 from parallel.engine.step_sync import CheckedBatches, Losses, StepSync, checked, read_losses
-from parallel.nn.flat_params import FlatParams, Span
+from parallel.nn.flat_params import Span
 from parallel.nn.kernels.deferred import deferred
-from parallel.nn.operator import Parameter, PassMode
+from parallel.nn.operator import Operator, Parameter, PassMode
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
+from parallel.runtime.consistency_check import Facts
 from parallel.runtime.device_memory import PoolLimit
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
@@ -49,6 +54,20 @@ class PassResult(NamedTuple):
     measured: float = 0.0
 
 
+def frees_on_error(construct: Callable[..., None]) -> Callable[..., None]:
+    """Decorator of an engine's constructor: after an error, resources that it has are freed on this rank."""
+
+    @wraps(construct)
+    def constructor(self: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            construct(self, *arguments, **options)
+        except BaseException:
+            self.resources.close()
+            raise
+
+    return constructor
+
+
 class BaseEngine:
     """Base class of all training engines: the interface that a training loop uses; `remarks` are lines for the log."""
 
@@ -58,6 +77,11 @@ class BaseEngine:
     parameters: Sequence[Parameter]  # logical ones of the whole model, also those that this rank has no part of
     _comm: Communicator
     _recorder: Profiler
+
+    @cached_property
+    def resources(self) -> ExitStack:
+        """Functions that free resources of this rank, without a wait for others, in the order of the resources."""
+        return ExitStack()
 
     def share(self, micro_batches: int) -> Sequence[int]:
         """Numbers of the micro-batches of this rank, of `micro_batches` in a step over all ranks."""
@@ -101,6 +125,9 @@ class TrainEngine(BaseEngine):
     """
 
     _unchanged = consistency_check.NOTHING
+    _ownership: ModelOwnership
+    leaves_values = False
+    """True if `close` leaves the model its values."""
 
     def __init__(
         self,
@@ -110,6 +137,7 @@ class TrainEngine(BaseEngine):
         loss: Any,
         optimizer: Optimizer,
         settings: Settings,
+        fingerprint: Fingerprint,
         teams: Sequence[Sequence[int]] | None = None,
         on_mesh: ModelOnMesh | None = None,
     ):
@@ -121,9 +149,9 @@ class TrainEngine(BaseEngine):
         self._axis = None if on_mesh is None else on_mesh.axis
         self._shares_experts = on_mesh is not None and on_mesh.experts is not None
         self.parameters = [one.parameter for one in context.flat.places] if on_mesh is None else on_mesh.parameters
-        self._parts, self._loss, self._optimizer = parts, loss, optimizer
+        self._parts, self._loss, self._optimizer, self._fingerprint = parts, loss, optimizer, fingerprint
         self.settings, self._workers = settings, len(teams)
-        self._sync = StepSync(context, self._comm, teams)
+        self._sync = StepSync(context, self._comm, teams, fingerprint)
         blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
@@ -136,6 +164,7 @@ class TrainEngine(BaseEngine):
         self.selection_biases = self._records.biases
         self._runs: list[PassMode] = []  # of this step's micro-batches
         self._pool = PoolLimit(self._comm, context.memory.xp)
+        self.resources.callback(self._pool.remove)
         if context.memory.xp is not np and self._comm.Get_size() > 1:
             load_compiler()  # now, not in a later step, in which the GPU would be idle
 
@@ -187,9 +216,22 @@ class TrainEngine(BaseEngine):
 
     def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
         """Synchronise and run the passes of given micro-batches; return (number of targets, stop flag, result)."""
-        mine, targets, problem = self._checked(batches)
-        assignment, count, stop = self._sync.begin(mine, targets, stop, problem)
-        return count, stop, self._passes(mine, assignment, StepScale(self.steps, count, scale))
+        given = self._checked(batches)
+        assignment, count, stop = self._sync.begin(*self._timed(given), stop)
+        return count, stop, self._passes(given.mine, assignment, StepScale(self.steps, count, scale))
+
+    def _timed(self, given: CheckedBatches) -> tuple[CheckedBatches, Facts]:
+        """Micro-batches of a training step, and facts of its time that must be equal on all ranks."""
+        moment: list[tuple[str, Any]] = [("steps", self.steps), ("updates", self.updates)]
+        try:
+            moment.append(("learning rates", self._optimizer.rates(RateClock(self._clock))))
+        except Exception as error:  # of a schedule
+            given = given._replace(problem=given.problem or error)
+        if self._axis is not None and self._axis.size > 1:  # for hooks, ranks exchange gradients
+            moment.append(
+                ("numbers of gradient hooks", {one.name: len(one.hooks) for one in self.parameters if one.hooks})
+            )
+        return given, [*moment, ("loss scale", self.scaling.value)]
 
     def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         """Run one step; if it makes no update, restore the compression residuals from before it.
@@ -197,7 +239,6 @@ class TrainEngine(BaseEngine):
         ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result).
         """
         updates = self.updates
-        self._expect_same_hooks()
         try:
             with self._sharded.passes():
                 return self._stepped(run)
@@ -210,15 +251,9 @@ class TrainEngine(BaseEngine):
                 for reducer in self._compressed():
                     reducer.undo()
 
-    def _expect_same_hooks(self) -> None:
-        """Raise RankMismatch on all ranks if they have other hooks, for which ranks exchange gradients."""
-        if self._axis is not None and self._axis.size > 1:
-            hooks = [f"{one.name}: {len(one.hooks)}" for one in self.parameters if one.hooks]
-            consistency_check.check_equal(self._comm, [("numbers of gradient hooks", hooks)])
-
     def _stepped(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
-        scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
+        scale = self.scaling.value
         with np.errstate(over="ignore", invalid="ignore"), deferred() as numbers:  # found below, on all ranks together
             try:
                 count, stop, (losses, problem, _) = run(scale)
@@ -226,6 +261,7 @@ class TrainEngine(BaseEngine):
                 raise consistency_check.StepFailed(f"{consistency_check.NOTHING}; {error}") from error
         losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
+        rate = rate_at(self._optimizer.rate, self._clock)
         norm, finite = self._update(count) if count else (None, False)
         self._ranges.end_step(self._runs, self._comm)
         noted = self._records.end_step(self._runs, self._counts, self._comm, count, finite)
@@ -252,10 +288,10 @@ class TrainEngine(BaseEngine):
 
         `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
-        mine, targets, problem = self._checked(batches)
-        assignment, count, _ = self._sync.begin(mine, targets, False, problem)
+        given = self._checked(batches)
+        assignment, count, _ = self._sync.begin(given, [("steps", self.steps), ("updates", self.updates)])
         with deferred() as numbers, self._sharded.passes():
-            losses, problem, measured = self._scores(mine, assignment, measure)
+            losses, problem, measured = self._scores(given.mine, assignment, measure)
         losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
         loss = self._sync.losses(losses, problem, self.steps)
         if measure:
@@ -266,7 +302,7 @@ class TrainEngine(BaseEngine):
         return Evaluation(loss / count, measured / count if measure else None, count)
 
     def _checked(self, batches: Iterable[Batch]) -> CheckedBatches:
-        found = checked(batches, self.context.memory.xp, self._loss)
+        found = checked(batches, self.context.memory.xp, self._loss, self._sync.compares_batches)
         try:
             self._foresee(found.mine)
         except Exception as error:
@@ -349,17 +385,33 @@ class TrainEngine(BaseEngine):
         self._ranges.load(ranges)
         self._sharded.missed.load(missed, self.parameters)
 
-    def close(self) -> None:
-        """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""
-        for part in self._parts:
-            part.close()
-        for parameter in self.parameters:
-            parameter.release()
-        self._pool.remove()
+    def _own(self, comm: Communicator, model: Operator, settings: Settings) -> None:
+        """Take the parameters of a model, until the resources are freed. Collective."""
+        self._ownership = ModelOwnership(comm, model, settings.layout)
+        self.resources.callback(self._ownership.release)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if consistency_check.exits_on_all_ranks(kind):
-            self.close()
+    def _begin_ownership(self, comm: Communicator) -> None:
+        """Own the parameters, which have their values now, and leave them these if all ranks have them. Collective."""
+        self._ownership.begin()
+        self.leaves_values = self._ownership.is_whole(comm)
+
+    def close(self) -> None:
+        """Free the engine's MPI requests and memory; it cannot be used afterwards. Collective, but waits for no rank.
+
+        Parameters keep their values if all ranks have all of them: with replicated weights, and operators that are not
+        cut.
+        """
+        self.keep_values()
+        self.resources.close()
+
+    def keep_values(self) -> None:
+        """Copy the values that `close` is to leave the model, if it leaves any; once, as memory may be freed then."""
+        if self.leaves_values:
+            self._ownership.keep()
+            self.leaves_values = False
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def check(comm: Any, settings: Settings) -> None:
@@ -374,18 +426,6 @@ def check(comm: Any, settings: Settings) -> None:
     consistency_check.check_equal(comm, list(settings.shared().items()))
     if settings.precision not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {settings.precision!r}")
-
-
-def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
-    """Names and values that describe model and optimizer, to compare between ranks by `consistency_check`.
-
-    ValueError if a group of the optimizer has no parameter of the model.
-    """
-    parameters = [place.parameter for place in flat.places]
-    optimizer.check(parameters)
-    tensors = [(f"parameter {one.name}", one.shape) for one in parameters]
-    frozen = ("frozen parameters", [one.name for one in frozen_of(parameters)])
-    return [*tensors, frozen, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:

@@ -15,9 +15,10 @@ from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
+from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error, type_of
 from parallel.engine.compression import check_compression, compressor_of, resolve_compression
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
+from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, batch_without_samples, empty_pass
 from parallel.engine.microbatch_turn import MicrobatchTurn
@@ -32,14 +33,13 @@ from parallel.engine.model_on_mesh import (
     with_own_experts,
 )
 from parallel.engine.settings import DEFAULTS, Settings
-from parallel.engine.step_sync import Losses
+from parallel.engine.step_sync import CheckedBatches, Losses
 from parallel.mesh.device_mesh import DeviceMesh
 from parallel.mesh.mesh import EXPERT_REPLICAS
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizer import Optimizer
-from parallel.runtime import consistency_check
 from parallel.runtime.interleaving import interleave
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport
@@ -70,6 +70,7 @@ class DataParallelEngine(TrainEngine):
     All methods are collective, except `forecast`, `share`, `state`, `load`, and `tensor_slices` without compression.
     """
 
+    @frees_on_error
     def __init__(
         self,
         model: Operator,
@@ -84,12 +85,15 @@ class DataParallelEngine(TrainEngine):
         if settings.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
         check_settings(settings, comm.Get_size())
-        consistency_check.check_equal(comm, facts_of(FlatParams(model), optimizer))
+        self._own(comm, model, settings)
+        fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
+        self._ownership.start()
         self._mesh = DeviceMesh(comm, mesh_of(settings, comm.Get_size()))
+        self.resources.callback(self._mesh.close)
         here = place_model(model, loss, self._mesh, settings)
         self._layout, replicas = LAYOUTS[settings.layout], here.replicas
         settings, remarks = resolve_compression(settings, comm, self._mesh.mesh, FlatParams(model).length)
-        self.remarks = (*remarks, *self._mesh.remarks)
+        self.remarks = (*remarks, *self._mesh.remarks, *self._ownership.remarks)
         compress = compressor_of(settings.compress)
         self._plan = plan_of(here.whole, replicas.Get_size(), replicas.Get_rank(), settings, compress)
         self._units = self._plan.units
@@ -105,12 +109,13 @@ class DataParallelEngine(TrainEngine):
         spans = parts[0].spans
         if self._groups.teams is not None:
             spans = replicas.allgather([span for one in parts for span in one.mine])
-        super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
+        super().__init__(context, parts, spans, here.loss, optimizer, settings, fingerprint, teams, here)
         self._workers = self._plan.ranks
         self.ledger = MemoryLedger(self._memory.allocated)
         self._outlined = cache(lambda shape, dtype: Sequential(self._units).outline(ArraySpec(shape, dtype)))
         self._expect([()] * self._plan.ranks)
         self.refresh()
+        self._begin_ownership(comm)
 
     def _shards(self, context: RunContext) -> list[ParamShard]:
         """Shards of this rank's parameter groups; sets the gradient sink and the parameter store of all."""
@@ -118,6 +123,7 @@ class DataParallelEngine(TrainEngine):
         self._weights: Any
         if groups.teams is None:
             part = ParamShard.make(context, self._layout)
+            self.resources.callback(part.close)
             self._gradients, self._weights = part.gradients, part.weights
             return [part]
         comm = self._mesh.axis(EXPERT_REPLICAS).comm
@@ -126,12 +132,10 @@ class DataParallelEngine(TrainEngine):
             group.shard(context if group.unit is None else of_experts, self._layout, groups.teams)
             for group in groups.held
         ]
+        for part in parts:
+            self.resources.callback(part.close)
         self._gradients, self._weights = JoinedGradients(groups, parts), JoinedWeights(parts)
         return parts
-
-    def close(self) -> None:
-        super().close()
-        self._mesh.close()
 
     @classmethod
     def forecast(
@@ -238,11 +242,12 @@ class DataParallelEngine(TrainEngine):
         losses: Losses = []
         targets = 0
         while problem is None:
-            next_one, more, problem = self._checked(islice(source, 1))
-            if not next_one:
+            drawn = self._checked(islice(source, 1))
+            problem = drawn.problem
+            if not drawn.mine:
                 break
-            targets += more
-            (batch,) = next_one
+            targets += drawn.targets
+            (batch,) = drawn.mine
             here = self._sequences.of_shape(batch.x.shape)
             turn = MicrobatchTurn(len(mine), here, batch, self._microbatch_pass(here, batch, training=True))
             self._backward(self._forward(turn, scale))
@@ -250,7 +255,8 @@ class DataParallelEngine(TrainEngine):
             mine.append(batch)
             losses += turn.losses
             problem = turn.passes.problem
-        assignment, count, stop = self._sync.begin(mine, targets, stop, problem)
+        given = CheckedBatches(mine, targets, problem)
+        assignment, count, stop = self._sync.begin(*self._timed(given), stop)
         self._expect(assignment)
         gradients.assign(assignment, StepScale(self.steps, count, scale))
         gradients.finish()

@@ -12,37 +12,55 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.data.sampler import Batch, batch_of
 from parallel.data_parallel.run_context import RunContext
+from parallel.engine.fingerprint import Fingerprint, array_text
 from parallel.nn.kernels.deferred import DeferredNumbers
 from parallel.runtime import consistency_check
+from parallel.runtime.consistency_check import Facts, RankMismatch
 
 Losses = list[tuple[int, float]]
 """Numbers of micro-batches and terms of the sum of their losses."""
 
 
 class CheckedBatches(NamedTuple):
-    """Micro-batches on the device, sorted by number, and how many of their targets count; or none, and an error."""
+    """Micro-batches on the device, sorted by number, and how many of their targets count; or none, and an error.
+
+    `content` has digests of their arrays, if other ranks have the same.
+    """
 
     mine: list[Batch]
     targets: int
     problem: Exception | None
+    content: Facts = ()
 
 
-def checked(batches: Iterable[Any], xp: ModuleType, loss: Any) -> CheckedBatches:
-    """Convert and check micro-batches. Targets are counted where they are given: on the host, without a wait."""
+def checked(batches: Iterable[Any], xp: ModuleType, loss: Any, hashes: bool = False) -> CheckedBatches:
+    """Convert and check micro-batches; if `hashes`, make digests of their arrays.
+
+    Targets are counted, and arrays hashed, where they are given: on the host, without a wait.
+    """
     try:
-        mine, targets = list[Batch](), 0
+        mine, targets, content = list[Batch](), 0, list[tuple[str, Any]]()
         for at, some in enumerate(batches):
             batch = batch_of(some, at, xp)
             mine.append(batch)
-            targets += int(loss.count(batch.y if isinstance(some[2], type(batch.y)) else np.asarray(some[2])))
+            x, y = (_as_given(array, made) for array, made in zip(some[1:3], batch[1:3]))
+            targets += int(loss.count(y))
+            if hashes:
+                named = (("inputs", x), ("targets", y), ("sample numbers", np.asarray(batch.samples)))
+                content += ((f"{name} of micro-batch {batch.number}", array_text(array)) for name, array in named)
         for batch in mine:
             if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
                 lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
                 raise ValueError(f"micro-batch {batch.number} has {lengths}")
         mine.sort(key=lambda batch: batch.number)
-        return CheckedBatches(mine, targets, None)
+        return CheckedBatches(mine, targets, None, content)
     except Exception as error:
         return CheckedBatches([], 0, error)
+
+
+def _as_given(array: Any, made: Any) -> Any:
+    """Array of a micro-batch where it was given: on the device, as `made` of it, or on the host."""
+    return made if isinstance(array, type(made)) else np.asarray(array)
 
 
 def read_losses(numbers: DeferredNumbers, losses: Losses, problem: Exception | None) -> tuple[Losses, Exception | None]:
@@ -51,25 +69,35 @@ def read_losses(numbers: DeferredNumbers, losses: Losses, problem: Exception | N
     return [(number, value) for (number, _), value in zip(losses, values)], problem or late
 
 
+SAME_BATCHES = "micro-batches: ranks that run parts of one model and must have the same differ"
+
+
 class StepSync:
     """Communication between all ranks at the beginning and the end of a step.
 
-    `comm` has all of them. `teams` are the ranks that have the same micro-batches, in the order in which micro-batches
-    are assigned.
+    `comm` has all of them, which have equal fingerprints. `teams` are the ranks that have the same micro-batches, in
+    the order in which micro-batches are assigned.
     """
 
-    def __init__(self, context: RunContext, comm: Communicator, teams: Sequence[Sequence[int]]):
-        self._context, self._comm = context, comm
+    def __init__(
+        self, context: RunContext, comm: Communicator, teams: Sequence[Sequence[int]], fingerprint: Fingerprint
+    ):
+        self._context, self._comm, self._fingerprint = context, comm, fingerprint
         self._heads = [team[0] for team in teams]
         self._teams = [list(team) for team in teams if len(team) > 1]
-        self._header = np.empty((self._comm.Get_size(), 6), np.int64)
+        self._header = np.empty((self._comm.Get_size(), 8), np.int64)
+
+    @property
+    def compares_batches(self) -> bool:
+        """True if several ranks have the same micro-batches."""
+        return bool(self._teams)
 
     def begin(
-        self, mine: Sequence[Batch], count: int, stop: bool, problem: Exception | None
+        self, given: CheckedBatches, moment: Facts, stop: bool = False
     ) -> tuple[list[tuple[int, ...]], int, bool]:
         """Synchronise: (micro-batches per team of ranks, targets of all ranks, True if any set `stop`). Collective.
 
-        `count` is the number of targets of `mine`.
+        `moment` has facts that must be equal on all ranks, such as the number of the step.
 
         In reproducible training the micro-batches have their numbers; otherwise only how many they are is correct.
 
@@ -77,18 +105,24 @@ class StepSync:
         ------
         StepFailed
             On all ranks, if one of them has a problem.
+        RankMismatch
+            On all ranks, if their fingerprints or moments differ, or the micro-batches in a team.
         ValueError
-            On all ranks, if the numbers are not those from 0 on, each once, or not the same in a team.
+            On all ranks, if the numbers are not those from 0 on, each once.
         """
+        mine, count, problem, content = given
         with self._context.recorder("communication", "meet"):
             numbers = tuple(batch.number for batch in mine)
             failed, hashed = problem is not None, consistency_check.index_hash(numbers)
             largest = max((len(batch.x) for batch in mine), default=0)
-            header = np.array([len(mine), count, stop, failed, hashed, largest], np.int64)
+            digests = self._fingerprint.digest(moment), consistency_check.facts_digest(content)
+            header = np.array([len(mine), count, stop, failed, hashed, largest, *digests], np.int64)
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
                 consistency_check.raise_step_failed(self._comm, problem)
-            self._compare()
+            if (self._header[:, 6] != digests[0]).any():
+                self._fingerprint.raise_difference(self._comm, moment)
+            self._compare(content)
             heads = self._header[self._heads]
             lengths = heads[:, 0].tolist()
             assignment = [tuple(range(length)) for length in lengths]
@@ -107,13 +141,13 @@ class StepSync:
         """Samples of the largest micro-batch of all ranks, after `begin`."""
         return int(self._header[:, 5].max())
 
-    def _compare(self) -> None:
+    def _compare(self, content: Facts) -> None:
+        """Raise RankMismatch on all ranks if those of a team, which run parts of one model, have other batches."""
         for team in self._teams:
-            rows = self._header[team][:, [0, 1, 4]]
-            for rank, row in zip(team, rows):
-                if (row != rows[0]).any():
-                    pair = f"ranks {team[0]} and {rank}"
-                    raise ValueError(f"micro-batches: {pair} run parts of one model and must have the same")
+            rows = self._header[team][:, [0, 1, 4, 7]]
+            if (rows != rows[0]).any():
+                consistency_check.raise_difference(self._comm, content, self._teams, SAME_BATCHES)
+                raise RankMismatch(f"{SAME_BATCHES}: found others on ranks {', '.join(map(str, team))}")
 
     def losses(
         self, losses: Losses, problem: Exception | None, step: int, left: str = consistency_check.NOTHING

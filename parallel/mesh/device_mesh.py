@@ -91,7 +91,7 @@ class DeviceMesh:
         return () if self.comm.nodes is None else (self.mesh.spread(self.comm.nodes),)
 
     def close(self) -> None:
-        """Free the communicators. Collective."""
+        """Free the communicators. Collective, but waits for no rank."""
         for axis in self._axes.values():
             axis.comm.Free()
         self._axes = {}
@@ -99,6 +99,5 @@ class DeviceMesh:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is None:  # a rank that failed must not wait for the others
-            self.close()
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -127,6 +127,10 @@ class Optimizer(metaclass=TorchNames):
         """Initial state vectors by name: zeros like the weights."""
         return {name: np.zeros_like(weights) for name in self.states()}
 
+    def rates(self, clock: RateClock) -> list[float]:
+        """Learning rates at `clock`: the optimizer's own, then those of the groups."""
+        return self._table.rates(self.rate, clock)
+
     def describe(self) -> dict[str, Any]:
         """Optimizer name and hyperparameters, for a checkpoint."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -157,7 +161,7 @@ class Optimizer(metaclass=TorchNames):
         clock : RateClock
             Time for the learning rates, by default `step`.
         """
-        rates = self._table.rates(self.rate, clock or RateClock(step))
+        rates = self.rates(clock or RateClock(step))
         expect("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
         self._reserved = None  # back to the memory pool, which has room for the tables of scalars then
         with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find

@@ -128,10 +128,14 @@ class ParamGroup(metaclass=TorchNames):
             for one in self.params
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Names or patterns, rate and decay, for a checkpoint."""
+    def described(self) -> dict[str, Any]:
+        """Names or patterns, rate and decay."""
         names = [one if isinstance(one, str) else one.name for one in self.params]
-        return {"params": names, "rate": self.rate and describe(self.rate), "decay": self.decay}
+        return {"params": names, "rate": self.rate, "decay": self.decay}
+
+    def describe(self) -> dict[str, Any]:
+        """As `described`, for a checkpoint."""
+        return self.described() | {"rate": self.rate and describe(self.rate)}
 
 
 class RateClock(NamedTuple):

@@ -14,8 +14,10 @@ from parallel.checkpoint.step_folders import CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data.sampler import Batch, contiguous
 from parallel.data_parallel.partition_spec import plan_of
-from parallel.engine.base import BaseEngine, check, facts_of
+from parallel.engine.base import BaseEngine, check, frees_on_error
+from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
+from parallel.engine.model_ownership import ModelOwnership
 from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
@@ -76,6 +78,7 @@ class ParameterServer(BaseEngine):
         If a setting is invalid or contradicts another.
     """
 
+    @frees_on_error
     def __init__(
         self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, settings: Settings = SERVER_DEFAULTS
     ) -> None:
@@ -83,11 +86,15 @@ class ParameterServer(BaseEngine):
         refuse_servers(settings, comm.Get_size(), isinstance(optimizer, LAMB))
         refuse_biases(model, settings.layout)
         self.settings, self._comm = settings, comm
+        ownership = ModelOwnership(comm, model, settings.layout)
+        self.resources.callback(ownership.release)
+        self.remarks = ownership.remarks
+        self._fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
+        ownership.start()
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         self.flat, self.parameters = plan.flat, [place.parameter for place in plan.flat.places]
         for parameter in self.parameters:
             parameter.bind(None)
-        consistency_check.check_equal(comm, facts_of(self.flat, optimizer))
         buckets = buckets_of(plan)
         self.keys = keys_of(plan, buckets, settings.servers)
         memory, self._recorder = VectorAllocator(comm), Profiler(settings.trace)
@@ -99,6 +106,7 @@ class ParameterServer(BaseEngine):
         self._frozen = frozen_of(self.parameters)
         self._loaded: tuple[int, Mapping[str, int]] = 0, {}  # updates, and those that parameters had missed
         self._order = collective_call(comm, partial(open_order, context), "order of messages")
+        self.resources.callback(self._order.close)
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
         self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers))
@@ -108,6 +116,7 @@ class ParameterServer(BaseEngine):
             self._role = ServerHost(context, self._bus, self.ledger, self._order)
         else:
             self._role = WorkerTrainer(context, self._bus, loss, buckets, self.ledger)
+        ownership.begin()
         self.server = self._role.loop if isinstance(self._role, ServerHost) else None
         self.worker = self._role.client if isinstance(self._role, WorkerTrainer) else None
 
@@ -201,6 +210,7 @@ class ParameterServer(BaseEngine):
         self.quiesce()
         if not self.settings.fault_tolerant:
             raise_on_all(self._comm, problem, "evaluation", consistency_check.StepFailed)
+            self._fingerprint.compare(self._comm)
             sums = [entry for some in self._comm.allgather(sums) for entry in some]
         losses, counts, measured = zip(*sums) if sums else ((), (), ())
         divisor = sum(counts) or math.nan
@@ -277,13 +287,11 @@ class ParameterServer(BaseEngine):
             return
         self._is_closed = True
         self._role.leave(self._failed)
-        self._order.close()
         if self.settings.fault_tolerant:
             self._bus.leave()
         elif self._is_quiescent or self._failed:
             self._bus.close()
-        for parameter in self.parameters:
-            parameter.release()
+        self.resources.close()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._failed:
@@ -291,7 +299,7 @@ class ParameterServer(BaseEngine):
         if consistency_check.exits_on_all_ranks(kind) or self.settings.fault_tolerant:
             self.close()
         else:
-            self._order.close()
+            self.resources.close()
 
     @contextmanager
     def _shared_errors(self) -> Iterator[None]:

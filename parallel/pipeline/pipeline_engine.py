@@ -16,9 +16,10 @@ from parallel.data_parallel.partition_spec import plan_of, units_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
+from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error, type_of
 from parallel.engine.compression import check_compression, compressor_of, resolve_compression
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
+from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure, batch_without_samples
 from parallel.engine.model_on_mesh import (
@@ -46,7 +47,6 @@ from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build, forwar
 from parallel.pipeline.schedule.simulator import simulate
 from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer, empty_microbatch
 from parallel.pipeline.stage_params import AXIS, Portion, replicas_of
-from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import VectorAllocator
 
@@ -77,6 +77,7 @@ class Pipeline(TrainEngine):
         simulation; if models or settings differ between ranks.
     """
 
+    @frees_on_error
     def __init__(
         self,
         model: Operator,
@@ -97,14 +98,18 @@ class Pipeline(TrainEngine):
         facts = [("schedule", plan.name), ("placement", plan.placement.routes), ("number of units", len(units))]
         lines = enumerate(to_csv(plan.actions).splitlines())
         actions = [(f"the line of stage {stage}", line) for stage, line in lines]
-        consistency_check.check_equal(comm, [*facts, *actions, *facts_of(FlatParams(model), optimizer)])
+        self._own(comm, model, settings)
+        everyone = comm
+        fingerprint = agreed(comm, model, loss, optimizer, settings.seed, [*facts, *actions])
         if plan.stages != self.mesh.sizes[AXIS]:
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
+        self._ownership.start()
         settings, remarks = resolve_compression(settings, comm, self.mesh, FlatParams(model).length)
         plan = paired(plan) if settings.overlap_expert_comm else plan
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS, EXPERT_TENSOR))
-        self.remarks = (*remarks, *self._mesh.remarks, *unpaired(plan, settings))
+        self.resources.callback(self._mesh.close)
+        self.remarks = (*remarks, *self._mesh.remarks, *unpaired(plan, settings), *self._ownership.remarks)
         here = place_model(model, loss, self._mesh, settings)
         comm = here.replicas
         whole = plan_of(here.whole, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
@@ -116,7 +121,6 @@ class Pipeline(TrainEngine):
         if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
             raise ValueError(refusal)
         context = RunContext(whole, comm, VectorAllocator(comm, settings.device), Profiler(settings.trace))
-        self._group_comms: list[Communicator] = []
         self._shares = [(group, self._share(context, group, division)) for group, division in portion.held]
         self._chunks = {}
         for chunk, part in portion.parts.items():
@@ -124,16 +128,18 @@ class Pipeline(TrainEngine):
             self._chunks[chunk] = StageChunk(part, plan.placement.parts, range(*self.cuts[part : part + 2]), shares)
         plain: Any = MPI.Intracomm(comm) or comm  # threads as ranks have no MPI communicator
         self._line = plain.Split(portion.replica(), portion.stage())
+        self.resources.callback(self._line.Free)
         self._runner = ScheduleRunner(self._line, context.recorder, context.memory.xp)
         self.sent = self._runner.sent
         self._bound = cache(self._actions)
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
         teams = sorted(self.mesh.groups([AXIS, CONTEXT, TENSOR]))
-        super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
+        super().__init__(context, parts, spans, here.loss, optimizer, settings, fingerprint, teams, here)
         self.ledger = MemoryLedger(context.memory.allocated)
         portion.expect(self.ledger, len(optimizer.states()), [()] * portion.replicas)
         self.refresh()
+        self._begin_ownership(everyone)
 
     @classmethod
     def forecast(
@@ -182,13 +188,6 @@ class Pipeline(TrainEngine):
         teams = self._portion.teams
         return contiguous(micro_batches, teams.places[self._portion.replica()][0], teams.number)
 
-    def close(self) -> None:
-        super().close()
-        for comm in self._group_comms:
-            comm.Free()
-        self._line.Free()
-        self._mesh.close()
-
     def _share(self, context: RunContext, group: SharedParamGroup, division: Division) -> ParamShard:
         """Create this rank's shard of a parameter group. Collective over the ranks that hold the group.
 
@@ -196,10 +195,11 @@ class Pipeline(TrainEngine):
         """
         holders = context.comm.Get_group().Incl(self._portion.holders[group.number])
         comm = context.comm.Create_group(holders, tag=group.number)
-        self._group_comms.append(comm)
+        self.resources.callback(comm.Free)
         own = RunContext(division, comm, context.memory.with_comm(comm), context.recorder)
         held = HeldGroup(division, group.unit)
         share = held.shard(own, LAYOUTS[self._portion.layout_of(group)], self._portion.sharing)
+        self.resources.callback(share.close)
         share.gradients.bind()
         return share
 

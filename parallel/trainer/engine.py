@@ -1,7 +1,7 @@
 """Training engine for every strategy: the settings choose data parallelism, pipelines, servers or local replicas."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,10 +17,12 @@ from parallel.data.work_queue import WorkQueue
 from parallel.engine.base import check
 from parallel.engine.memory_ledger import MemoryLedger
 from parallel.engine.microbatch_pass import Measure
+from parallel.engine.model_ownership import expect_free
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import collective_call
+from parallel.runtime.consistency_check import call_together
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
@@ -86,28 +88,33 @@ class Engine:
         example: tuple[Array, Array] | None = None,
         **options: Any,
     ) -> None:
-        expect_parts(model, loss, optimizer)
-        settings = with_options(settings, options, optimizer)
         self._comm = comm if isinstance(comm, Communicator) else Communicator(comm)
-        self._is_owner = self._comm is not comm
-        check(self._comm, settings)
-        self.model, self.optimizer = model, optimizer
-        self._strategy = strategy = strategy_of(settings)
-        strategy.check(settings, self._comm.Get_size())
-        model, remarks = with_transforms(model, settings), tuple[str, ...]()
-        if not strategy.measures or example is not None:
-            job = TrainJob(model, loss, self._comm, optimizer)  # type: ignore[arg-type]
-            settings, remarks = strategy.resolve(job, settings, lambda count: _repeated(example, count))
-        elif settings.layout.endswith(":auto"):
-            raise ValueError(f"example: {settings.layout} measures the model, and needs (inputs, targets); found None")
-        self.settings = settings
-        self.inner: TrainableEngine = strategy.engine_class(settings)(model, loss, self._comm, optimizer, settings)
-        self.remarks = (*remarks, *self.inner.remarks)
-        self._pool = WorkQueue(self._comm) if settings.pool else None
-        self._run_id = new_run(self._comm)
-        self._workers = strategy.workers(settings, self._comm.Get_size())
-        self._micro = settings.micro(self._workers)
-        self._is_checked = self._is_closed = False
+        with ExitStack() as opened:  # freed again after an error
+            if self._comm is not comm:
+                opened.callback(self._comm.close)
+            settings = call_together(self._comm, lambda: _checked(model, loss, optimizer, settings, options))
+            check(self._comm, settings)
+            expect_free(self._comm, model)
+            self.model, self.optimizer = model, optimizer
+            self._strategy = strategy = strategy_of(settings)
+            strategy.check(settings, self._comm.Get_size())
+            model, remarks = call_together(self._comm, lambda: with_transforms(model, settings)), tuple[str, ...]()
+            if not strategy.measures or example is not None:
+                job = TrainJob(model, loss, self._comm, optimizer)  # type: ignore[arg-type]
+                settings, remarks = strategy.resolve(job, settings, lambda count: _repeated(example, count))
+            elif settings.layout.endswith(":auto"):
+                raise ValueError(
+                    f"example: {settings.layout} measures the model, and needs (inputs, targets); found None"
+                )
+            self.settings = settings
+            self.inner: TrainableEngine = strategy.engine_class(settings)(model, loss, self._comm, optimizer, settings)
+            self.remarks = (*remarks, *self.inner.remarks)
+            self._pool = WorkQueue(self._comm) if settings.pool else None
+            self._run_id = new_run(self._comm)
+            self._workers = strategy.workers(settings, self._comm.Get_size())
+            self._micro = settings.micro(self._workers)
+            self._is_checked = self._is_closed = False
+            self._opened = opened.pop_all()
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -295,18 +302,20 @@ class Engine:
         return engine_checkpoint.exchanged_average(self.inner)
 
     def close(self) -> None:
-        """Free memory and MPI requests, parameter values too; the engine cannot be used afterwards.
+        """Free memory and MPI requests; the engine cannot be used afterwards. No-op if it is closed.
 
-        No-op if it is closed.
+        The model keeps the trained values, in their storage precision, if the layout has them whole on every rank: in
+        dp, zero1, zero2, and decentralised layouts, whose ranks keep the mean. Another engine continues from them.
+
+        An exception in a ``with`` block frees what this rank can free alone; `close` on all ranks frees the rest.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.inner.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self.inner.close()
+            self._opened.close()
         if self._pool is not None:
             self._pool.close()
-        if self._is_owner:
-            self._comm.close()
+            self._pool = None
 
     def _expect_open(self, method: str) -> None:
         if self._is_closed:
@@ -323,13 +332,25 @@ class Engine:
             try:
                 self.inner.quiesce()
             except BaseException as error:  # as if the block had raised it
-                self._is_closed = True
-                self.inner.__exit__(type(error), error, error.__traceback__)
+                self._leave(type(error), error, error.__traceback__)
                 raise
             self.close()
         else:  # a rank that failed does not wait for the others
-            self._is_closed = True
+            self._leave(kind, *others)
+
+    def _leave(self, kind: type[BaseException], *others: Any) -> None:
+        """Free what this rank can free without the others, after an exception."""
+        self._is_closed = True
+        try:
             self.inner.__exit__(kind, *others)
+        finally:
+            self._opened.close()
+
+
+def _checked(model: Any, loss: Any, optimizer: Any, settings: Settings, options: Mapping[str, Any]) -> Settings:
+    """Settings of an engine, with its options; TypeError or ValueError if an argument is invalid."""
+    expect_parts(model, loss, optimizer)
+    return with_options(settings, options, optimizer)
 
 
 def _repeated(example: tuple[Array, Array] | None, count: int) -> tuple[Array, Array]:

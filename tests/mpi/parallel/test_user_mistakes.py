@@ -202,10 +202,10 @@ def test_ranks_with_own_batches(comm, train):
 class FailsOnOneRank(Scaled):
     """Raises on the rank that has set it so."""
 
-    fails = False
+    _fails = False
 
     def backward(self, dy, x, grads):
-        if self.fails:
+        if self._fails:
             raise KeyError("here")
         return super().backward(dy, x, grads)
 
@@ -214,7 +214,7 @@ class FailsOnOneRank(Scaled):
 def test_failure_of_a_replica_before_an_average(comm, layout):
     """The end of the block raises it on all ranks, where no exchange of weights has."""
     made = model(FailsOnOneRank)
-    made.items[1].fails = comm.rank == comm.size - 1
+    made.items[1]._fails = comm.rank == comm.size - 1
     options = {"layout": layout, "tau": 50}
     engine = Engine(made, nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), **options)
     with pytest.raises(StepFailed, match="here"), engine:

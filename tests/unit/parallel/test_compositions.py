@@ -87,9 +87,9 @@ def local_count(patch):
     """The mean loss of a step divides by the targets of this rank's micro-batches."""
     begin = StepSync.begin
 
-    def wrong(self, mine, count, stop, problem):
-        assignment, total, stop = begin(self, mine, count, stop, problem)
-        return assignment, max(1, count) if total else 0, stop
+    def wrong(self, given, *others):
+        assignment, total, stop = begin(self, given, *others)
+        return assignment, max(1, given.targets) if total else 0, stop
 
     patch.setattr(StepSync, "begin", wrong)
 
@@ -98,8 +98,8 @@ def count_of_all_copies(patch):
     """Targets are counted by every rank that shares their sequences or the operators."""
     begin = StepSync.begin
 
-    def wrong(self, mine, count, stop, problem):
-        assignment, count, stop = begin(self, mine, count, stop, problem)
+    def wrong(self, *given):
+        assignment, count, stop = begin(self, *given)
         return assignment, count * len(self._teams[0]) if self._teams else count, stop
 
     patch.setattr(StepSync, "begin", wrong)
