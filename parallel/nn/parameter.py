@@ -1,8 +1,8 @@
 """Parameters: the logical ones, which users hold, and the shards that are derived from them.
 
-A user sets properties of a logical parameter: `requires_grad`, `decay`, hooks, its group in an optimizer. Where a tensor
-is cut, ranks hold shards of it. A shard has values of its own and reads every property from its logical parameter at
-the time of use, so that properties hold in every layout and may change between steps.
+A user sets properties of a logical parameter: `requires_grad`, `decay`, hooks, its group in an optimizer. Where a
+tensor is cut, ranks hold shards of it. A shard has values of its own and reads every property from its logical
+parameter at the time of use, so that properties hold in every layout and may change between steps.
 """
 
 from __future__ import annotations
