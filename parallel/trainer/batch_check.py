@@ -1,24 +1,23 @@
 """Checks of what users give an engine: batches that are the same on all ranks, data sets, epochs."""
 
-from hashlib import blake2b
 from operator import index
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from parallel.engine.fingerprint import array_text
 from parallel.runtime.consistency_check import check_equal
-from parallel.runtime.vector_memory import to_host
 
 
-def expect_same(comm: MPI.Intracomm, x: Any, y: Any) -> None:
+def expect_same(comm: MPI.Intracomm, x: Any, y: Any, samples: Any = None) -> None:
     """Raise RankMismatch on all ranks if they have other batches, such as each a part of one. Collective.
 
     TypeError if they are no arrays of numbers with an axis of samples.
     """
     forms = [(name, array, *_form_of(array)) for name, array in (("x", x), ("y", y))]
-    facts = [(f"{name} of shape {shape}, hash", _digest(array, good)) for name, array, shape, good in forms]
-    check_equal(comm, facts)
+    facts = [(name, _text_of(array, shape, good)) for name, array, shape, good in forms]
+    check_equal(comm, [*facts, ("samples", None if samples is None else _text_of(samples, *_form_of(samples)))])
     for name, array, shape, good in forms:
         if not good or not shape:
             found = f"{getattr(array, 'dtype', type(array).__name__)} of shape {shape}"
@@ -50,9 +49,8 @@ def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:
         return (), False
 
 
-def _digest(array: Any, is_numbers: bool) -> str:
+def _text_of(array: Any, shape: tuple[int, ...], is_numbers: bool) -> str:
     if not is_numbers:
-        return ""
+        return f"{type(array).__name__} of shape {shape}"
     on_device = type(array).__module__.partition(".")[0] == "cupy"
-    values = np.ascontiguousarray(to_host(array) if on_device else array)
-    return blake2b(values.tobytes(), digest_size=8).hexdigest()
+    return array_text(array if on_device else np.asarray(array))

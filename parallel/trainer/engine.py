@@ -1,5 +1,6 @@
 """Training engine for every strategy: the settings choose data parallelism, pipelines, servers or local replicas."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.consistency_check import call_together
+from parallel.runtime.consistency_check import call_together, check_equal
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
@@ -135,7 +136,9 @@ class Engine:
         Raises
         ------
         RankMismatch
-            On all ranks in the first step, if they have other batches.
+            On all ranks, with nothing updated, if they have other batches in the first step, or in any step along axes
+            that share them (tp, cp, pp); or if a property was changed on some ranks only, such as ``optimizer.lr``.
+            Asynchronous layouts compare properties when they evaluate, and before checkpoints.
         StepFailed, ParameterMismatch
             As `parallel.engine.base.TrainEngine.step`.
         """
@@ -146,7 +149,7 @@ class Engine:
             raise ValueError(f"y: a step of {self.settings.layout} takes the samples of its clients, as from `batches`")
         else:
             if not self._is_checked:
-                expect_same(self._comm, x, y)
+                expect_same(self._comm, x, y, samples)
                 self._is_checked = True
             self._micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
             mine = self._cut(x, y, samples, training=True)
@@ -254,7 +257,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Set the weights to whole tensors by parameter name, the same on all ranks; optimizer state is unchanged.
 
-        With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
+        RankMismatch on all ranks if the arrays differ. With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
         Arrays of another shape are always a ValueError. Nothing is changed then.
         """
         self._expect_open("load_state_dict")
@@ -272,6 +275,7 @@ class Engine:
         """
         self._expect_open("save")
         collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
+        check_equal(self._comm, [("keep", keep), *((name, json.dumps(facts[name])) for name in sorted(facts))])
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
         about |= {"ranks": self._comm.Get_size(), "user": facts}
         return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep, Owner(self._run_id, overwrite))
@@ -283,6 +287,7 @@ class Engine:
         """
         self._expect_open("load")
         folder: Path | None = Path(path)
+        check_equal(self._comm, [("path", Path(path).name)])
         if not NAME.fullmatch(Path(path).name):
             folder = latest(self._comm, Path(path))
         if folder is None:

@@ -14,9 +14,11 @@ from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.step_folders import expect_shallow
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
+from parallel.engine.fingerprint import array_text
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
+from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.strategies import TrainableEngine
 from quant.kernels import array_namespace
@@ -92,11 +94,15 @@ def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.n
 
 
 def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping[str, Any], strict: bool) -> None:
-    """Set weights and selection biases, equal on all ranks; ValueError, with nothing changed, if they do not fit."""
+    """Set weights and selection biases; ValueError, with nothing changed, if they do not fit, or differ between ranks.
+
+    Collective.
+    """
     engine.quiesce()
     biases = _biases(engine)
     shapes = _shapes(engine) | {name: bias.values.shape for name, bias in biases.items()}
     given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
+    check_equal(comm, [(f"state of {name}", array_text(values)) for name, values in sorted(given.items())])
     for piece in engine.tensor_slices():
         name = within_family(piece.name)
         if piece.name.startswith(WEIGHTS) and name in given and len(piece.array):

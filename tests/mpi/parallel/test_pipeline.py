@@ -442,7 +442,7 @@ def test_models_that_differ(comm):
     model = tiny_models.model(depth=2 * comm.size)
     if comm.Get_rank() == 0:
         del model.items[1:]
-    with pytest.raises(RankMismatch, match="number of units: 1; (rank 1 has|ranks 1, .* have) number of units"):
+    with pytest.raises(RankMismatch, match=r"number of units: 1; (rank 1 has|ranks 1, .* have) number of units"):
         pipeline(comm, model=model)
 
 
