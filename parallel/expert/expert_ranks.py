@@ -14,7 +14,6 @@ from parallel.expert.row_exchange import segments
 from parallel.nn import kernels
 from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
-from parallel.nn.placement import logical_name
 from parallel.runtime.interleaving import give_way
 from quant.types import Array
 
@@ -80,7 +79,7 @@ class ExpertRanks(ExpertGroup):
         Notes in `PassMode.traffic`: "copies" of tokens to other ranks, and those "between nodes"; in
         `PassMode.seconds` those of waiting for exchanges and putting rows in place, in both passes.
         """
-        traffic = ExchangeTraffic(run, logical_name(self.name))
+        traffic = ExchangeTraffic(run, self.name)
         traffic.add_copies(sent.sends, self.axis)
         with traffic:
             give_way()

@@ -16,6 +16,9 @@ class Dropout(Operator):
     (`PassMode.use`), the sample's number and the element.
     """
 
+    part: Any = None
+    """Of a shard: its features."""
+
     def __init__(self, rate: float):
         if not 0 <= rate < 1:
             raise ValueError(f"Dropout: expected a rate from 0 to below 1, found {rate}")
@@ -28,7 +31,7 @@ class Dropout(Operator):
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
         expect(len(x) == len(run.samples), self, expected, x)
         samples = kernels.array_namespace(x).asarray(run.samples)
-        key = kernels.key_of(run.seed, run.step, run.use(self.name))
+        key = kernels.key_of(run.seed, run.step, run.use(self.name, self.part))
         keep = self._mask(samples, x.shape, key)
         return kernels.masked(x, keep.reshape(x.shape), 1 / (1 - self.rate)), keep
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.placement import logical_name
 from quant.types import Array
 
 
@@ -24,20 +23,20 @@ class PassPosition(NamedTuple):
     number : int
         Of the unit.
     counts : Counter
-        Uses of each operator in the unit so far, by the operator's name.
+        Uses of each operator in the unit so far, by the operator's name and its part of the features.
     """
 
     units: Sequence[Any]
     number: int
-    counts: Counter[str]
+    counts: Counter[tuple[str, Any]]
 
-    def use(self, name: str) -> str:
-        """Name of the next use of an operator: for the first one the operator's own, in the model that was cut."""
-        count, self.counts[name] = self.counts[name], self.counts[name] + 1
+    def use(self, name: str, part: Any) -> str:
+        """Name of the next use of an operator: for the first one the operator's own. Shards differ in their `part`."""
+        count, self.counts[name, part] = self.counts[name, part], self.counts[name, part] + 1
         named_here = self._names(name)
         if named_here and not count:
-            return logical_name(name)
-        return f"{logical_name(name)}{USE}{count}" + ("" if named_here else f" in {self.number}")
+            return name
+        return f"{name}{USE}{count}" + ("" if named_here else f" in {self.number}")
 
     def _names(self, name: str) -> bool:
         """True if the unit is the first that has the operator with a name, which begins with the unit's then."""
@@ -98,12 +97,13 @@ class PassMode:
         """Begin the unit `number` of the model's units; without such calls the whole model is one."""
         self._positions[-1] = PassPosition(units, number, Counter())
 
-    def use(self, name: str) -> str:
+    def use(self, name: str, part: Any = None) -> str:
         """Name of this use of the operator with a name, a key of random numbers, terms and records.
 
-        To be called once in each forward pass of the operator.
+        To be called once in each forward pass of the operator. A shard gives the `part` of the features that it has:
+        the shards of an operator have the same name, and are one use of it.
         """
-        return self._positions[-1].use(name)
+        return self._positions[-1].use(name, part)
 
     def position(self) -> PassPosition:
         """Position before a part of the pass, from which `repeated` repeats it."""

@@ -20,7 +20,6 @@ and raises `PlacementError` if it cannot take it. `parallel.tensor.check` walks 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -221,12 +220,3 @@ def unit_bounds(units: int, shards: int) -> list[tuple[int, int]]:
     [(0, 2), (2, 4), (4, 5)]
     """
     return list(pairwise(accumulate(even(units, shards), initial=0)))
-
-
-def logical_name(name: str) -> str:
-    """Name in the model that was cut: ``"1.0.@3.weight"``, of logical shard 3, without the shard.
-
-    >>> logical_name("1.0.@3.weight"), logical_name("1.0.weight")
-    ('1.0.weight', '1.0.weight')
-    """
-    return re.sub(r"\.?@\d+", "", name)

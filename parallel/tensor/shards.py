@@ -182,6 +182,7 @@ class DropoutShard(Dropout):
     def __init__(self, rate: float, width: int, start: int, stop: int):
         super().__init__(rate)
         self.width, self.start, self.stop = width, start, stop
+        self.part = start, stop
 
     def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int], position: int = 0) -> Array:
         whole = super()._mask(samples, (*shape[:-1], self.width), key, position)

@@ -257,8 +257,9 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Set the weights to whole tensors by parameter name, the same on all ranks; optimizer state is unchanged.
 
-        RankMismatch on all ranks if the arrays differ. With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
-        Arrays of another shape are always a ValueError. Nothing is changed then.
+        RankMismatch on all ranks if the arrays differ. With `strict`, ValueError unless these are all names of
+        `state_dict`; else some may be missing, or unknown. Arrays of another shape are always a ValueError. Nothing is
+        changed then.
         """
         self._expect_open("load_state_dict")
         engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)

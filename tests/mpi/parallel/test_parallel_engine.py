@@ -379,7 +379,7 @@ def test_models_that_differ(comm):
         pytest.skip("one rank agrees with itself")
     with pytest.raises(RankMismatch, match=r"rank 0 has parameter 0.weight: \(7, 20\); rank 1 has .*\(7, 21\)"):
         engine(comm, model=tiny_models.model(20 + comm.rank))
-    with pytest.raises(RankMismatch, match="rank 0 has layout: zero1; rank 1 has layout: zero2"):
+    with pytest.raises(RankMismatch, match=r"rank 0 has layout: zero1; ranks? 1\b.* ha(s|ve) layout: zero2"):
         engine(comm, "zero1" if comm.rank == 0 else "zero2")
     with pytest.raises(RankMismatch, match="rank 0 has layout: dp9; rank 1 has layout: dp"):
         engine(comm, "dp" if comm.rank else "dp9")
