@@ -416,8 +416,8 @@ class Communicator(CollectiveMethods):
     def close(self) -> None:
         """Release Chorus's resources once no operation is active; the MPI communicator remains usable. Collective.
 
-        Also the end of ``with Communicator(comm) as ours: ...``, except after an exception, which may have occurred on
-        this rank alone. Later collectives raise.
+        No rank waits for another. So it is also the end of ``with Communicator(comm) as ours: ...``, after an exception
+        on this rank alone too. Later collectives raise.
         """
         if self._planner is None:
             return
@@ -435,9 +435,8 @@ class Communicator(CollectiveMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # a rank that failed must not wait for the others
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def Free(self) -> None:
         """`close`, and free the MPI communicator; raise for predefined ones, such as ``MPI.COMM_WORLD``. Collective."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 from mpi4py import MPI
 
+from parallel.runtime.left_windows import SharedWindow
+
 COUNTERS = 2
 """Counters used in turn: the next round's counter is reset once all ranks have begun this round and left the last."""
 
@@ -32,9 +34,8 @@ class WorkQueue:
         self.comm = comm
         mine = COUNTERS if comm.Get_rank() == 0 else 0
         word = MPI.INT64_T.Get_size()
-        self._window = MPI.Win.Allocate(mine * word, word, comm=comm)
+        self._shared = SharedWindow(comm, MPI.Win.Allocate(mine * word, word, comm=comm))
         self._round = 0
-        self._window.Lock_all()
         if mine:
             for counter in range(COUNTERS):
                 self._add(0, counter, MPI.REPLACE)
@@ -67,23 +68,29 @@ class WorkQueue:
     def _add(self, value: int, counter: int, op: MPI.Op) -> int:
         """Apply `op` (sum or replace) with `value` to a shared counter atomically; returns its old value."""
         given, was = np.array([value], np.int64), np.empty(1, np.int64)
-        self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, counter, op)
-        self._window.Flush(0)
+        window = self._shared.window
+        assert window is not None
+        window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, counter, op)
+        window.Flush(0)
         return int(was[0])
 
     def _open(self) -> None:
-        if self._window == MPI.WIN_NULL:
+        if not self._shared.is_open:
             raise RuntimeError("pool: it has been closed")
 
     def close(self) -> None:
         """Free the shared counters. Collective."""
-        if self._window != MPI.WIN_NULL:
-            self._window.Unlock_all()
-            self._window.Free()
+        self._shared.free()
+
+    def leave(self) -> None:
+        """End the use of the queue on this rank, which does not wait for the others: they free the counters later."""
+        self._shared.leave()
 
     def __enter__(self) -> WorkQueue:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # a rank that failed does not wait for the others
+        if kind is None:
             self.close()
+        else:  # a rank that failed does not wait for the others
+            self.leave()

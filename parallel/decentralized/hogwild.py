@@ -13,6 +13,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.data_parallel.run_context import RunContext
 from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
+from parallel.runtime.left_windows import SharedWindow
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
@@ -20,7 +21,7 @@ LINE = 128  # bytes before the weights in the window: one counter, in separate c
 ENDS = 1 << 48  # added to the counter by a request to end; larger than any number of steps
 
 
-class SharedWindow(VectorAllocator):
+class WindowAllocator(VectorAllocator):
     """Allocator that places parameters in a window shared by all ranks; ValueError if they are not all on one node."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
@@ -31,14 +32,14 @@ class SharedWindow(VectorAllocator):
         if not comm.allreduce(shares, MPI.LAND):
             nodes = "several" if comm.nodes is None else len(set(comm.nodes))
             raise ValueError(f"hogwild: the ranks must share the memory of one node, and they are on {nodes}")
-        self.window: Any = None
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
         if kind != "parameters":
             return super().shared(kind, size, dtype)
         mine = LINE + size * np.dtype(dtype).itemsize if self.comm.Get_rank() == 0 else 0
-        self.window = MPI.Win.Allocate_shared(mine, 8, comm=self.comm)
-        memory, _ = self.window.Shared_query(0)
+        window = MPI.Win.Allocate_shared(mine, 8, comm=self.comm)
+        self.shared_window = SharedWindow(self.comm, window)
+        memory, _ = window.Shared_query(0)
         whole: np.ndarray = np.frombuffer(memory, np.uint8)
         if mine:
             whole[...] = 0
@@ -55,9 +56,8 @@ class Hogwild(AveragingStyle):
 
     def __init__(self, context: RunContext, vector: Array):
         super().__init__(context, vector)
-        assert isinstance(context.memory, SharedWindow)
-        self._window = context.memory.window
-        self._window.Lock_all()
+        assert isinstance(context.memory, WindowAllocator)
+        self._shared = context.memory.shared_window
 
     def request_stop(self, step: int) -> None:
         if self._count(MPI.MAX, step) < ENDS:
@@ -88,8 +88,10 @@ class Hogwild(AveragingStyle):
         self.comm.Barrier()
 
     def close(self) -> None:
-        self._window.Unlock_all()
-        self._window.Free()
+        self._shared.free()
+
+    def abandon(self) -> None:
+        self._shared.leave()
 
     def _publish(self, steps: int) -> None:
         """Publish this rank's number of steps in the shared counter, and check it for stop requests of other ranks."""
@@ -100,6 +102,8 @@ class Hogwild(AveragingStyle):
     def _count(self, op: MPI.Op, value: int) -> int:
         """Apply `op` with `value` to the shared counter atomically; returns its previous value."""
         operand, previous = np.array([value], np.int64), np.empty(1, np.int64)
-        self._window.Fetch_and_op([operand, MPI.INT64_T], [previous, MPI.INT64_T], 0, 0, op)
-        self._window.Flush(0)
+        window = self._shared.window
+        assert window is not None
+        window.Fetch_and_op([operand, MPI.INT64_T], [previous, MPI.INT64_T], 0, 0, op)
+        window.Flush(0)
         return int(previous[0])

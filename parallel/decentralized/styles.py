@@ -54,7 +54,7 @@ STYLES = {
     "hogwild": StyleEntry(
         lambda context, vector, settings: hogwild.Hogwild(context, vector),
         options=("overlap",),
-        memory=hogwild.SharedWindow,
+        memory=hogwild.WindowAllocator,
         precisions=("fp32", "fp64"),  # with half weights every rank would have its own master weights
         devices=("cpu",),
     ),

@@ -39,6 +39,7 @@ from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.consistency_check import Facts
 from parallel.runtime.device_memory import PoolLimit
+from parallel.runtime.left_windows import free_left
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
@@ -424,6 +425,7 @@ def check(comm: Any, settings: Settings) -> None:
     if not isinstance(settings, Settings):
         raise TypeError(f"settings: expected parallel.engine.settings.Settings, found {settings!r}")
     consistency_check.check_equal(comm, list(settings.shared().items()))
+    free_left(comm)
     if settings.precision not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {settings.precision!r}")
 

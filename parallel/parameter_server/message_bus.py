@@ -68,7 +68,7 @@ class MessageBus(Mail):
         self._arrived: deque[Envelope] = deque()
         self._sending: list[SentMessage] = []
         self._posted = list(range(len(self._peers)))
-        self._idle_turns = 0
+        self._idle_turns, self._is_open = 0, True
         self.lost: set[int] = set()  # dead peers
         self.traffic: Counter[tuple[str, MessageKind, int]] = Counter()  # bytes of vectors: direction, kind, peer
         MPI.Prequest.Startall(self._requests)
@@ -112,16 +112,28 @@ class MessageBus(Mail):
     def close(self) -> None:
         """Free requests and communicator. Collective; no message may be in flight."""
         self.flush()
+        self.withdraw()
+        self._comm.Free()
+
+    def withdraw(self) -> None:
+        """Cancel this rank's receives; no-op after `close` or `leave`. Not collective: the communicator is not freed.
+
+        MPI keeps the memory of messages that are being sent or received.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
         for at in self._posted:
             self._requests[at].Cancel()
             self._requests[at].Wait()
         for request in self._requests:
             request.Free()
-        self._comm.Free()
+        UNFINISHED.extend([*self._arriving.values(), *(sent for sent in self._sending if not sent.done())])
 
     def leave(self) -> None:
         """Complete this rank's sends and free nothing, instead of `close`. Not collective, as peers may be dead."""
         self.flush()
+        self._is_open = False
         UNFINISHED.append(self)
 
     def _progress(self) -> None:

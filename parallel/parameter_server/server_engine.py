@@ -110,6 +110,7 @@ class ParameterServer(BaseEngine):
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
         self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers))
+        self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
         if is_server:
@@ -299,6 +300,7 @@ class ParameterServer(BaseEngine):
         if consistency_check.exits_on_all_ranks(kind) or self.settings.fault_tolerant:
             self.close()
         else:
+            self._is_closed = True
             self.resources.close()
 
     @contextmanager

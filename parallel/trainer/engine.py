@@ -24,6 +24,7 @@ from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import call_together, check_equal
+from parallel.runtime.left_windows import free_left
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
@@ -114,7 +115,7 @@ class Engine:
             self._run_id = new_run(self._comm)
             self._workers = strategy.workers(settings, self._comm.Get_size())
             self._micro = settings.micro(self._workers)
-            self._is_checked = self._is_closed = False
+            self._is_checked = self._is_closed = self._is_left = False
             self._opened = opened.pop_all()
 
     # ------------------------------------------------------------------------------------------ training
@@ -257,9 +258,8 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Set the weights to whole tensors by parameter name, the same on all ranks; optimizer state is unchanged.
 
-        RankMismatch on all ranks if the arrays differ. With `strict`, ValueError unless these are all names of
-        `state_dict`; else some may be missing, or unknown. Arrays of another shape are always a ValueError. Nothing is
-        changed then.
+        With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
+        Arrays of another shape are always a ValueError, others on some ranks a RankMismatch. Nothing is changed then.
         """
         self._expect_open("load_state_dict")
         engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
@@ -318,10 +318,12 @@ class Engine:
         if not self._is_closed:
             self._is_closed = True
             self.inner.close()
+            if self._pool is not None:
+                self._pool.close()
             self._opened.close()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        elif self._is_left:
+            self._is_left = False
+            free_left(MPI.Intracomm(self._comm))
 
     def _expect_open(self, method: str) -> None:
         if self._is_closed:
@@ -346,7 +348,9 @@ class Engine:
 
     def _leave(self, kind: type[BaseException], *others: Any) -> None:
         """Free what this rank can free without the others, after an exception."""
-        self._is_closed = True
+        self._is_closed = self._is_left = True
+        if self._pool is not None:
+            self._pool.leave()
         try:
             self.inner.__exit__(kind, *others)
         finally:

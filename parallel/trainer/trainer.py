@@ -243,7 +243,8 @@ class Training(TrainingPlan):
         if kind is None:
             self.close()
         else:  # a rank that failed does not wait for the others
-            self._pool = None
+            if self._pool is not None:
+                self._pool.leave()
             self.engine.__exit__(kind, error, traceback)
 
 
