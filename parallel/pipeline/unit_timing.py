@@ -22,17 +22,19 @@ def measure(
     """Measure seconds and bytes of each unit for a micro-batch in training; those of the last include the loss.
 
     `x` and `y` are in the model's dtypes, `states` is the number of the optimizer's state vectors. The parameters must
-    be named, and lose their values: weights of one unit at a time are allocated.
+    be named, and keep the values that they have; weights of one unit at a time are allocated.
     """
     xp = namespace(device)
     x, y, layers = xp.asarray(x), xp.asarray(y), []
     for unit in units:
-        for parameter in unit.parameters():
+        before = {one: one.data if one.has_values else None for one in unit.parameters()}
+        for parameter in before:
             parameter.bind(xp.asarray(parameter.first(0)).astype(recipe.storage))
         x, layer = _layer(unit, x, loss if unit is units[-1] else None, y, recipe, states, device)
         layers.append(layer)
-        for parameter in unit.parameters():
+        for parameter, values in before.items():
             parameter.release()
+            parameter.data = values
     return layers
 
 
