@@ -116,3 +116,5 @@ class GroupAveraging(AveragingStyle):
         for members in self._groups_by_axis:
             members.Free()
         self._groups_by_axis = []
+
+    abandon = close  # no rank waits in it

@@ -28,10 +28,9 @@ def expect_free(comm: Communicator, model: Operator) -> None:
 
 
 def _problem(parameters: list[Parameter]) -> ValueError | None:
+    if _first_taken(parameters) is not None:  # perhaps of an engine that is not in use any more, in a circle
+        gc.collect()
     taken = _first_taken(parameters)
-    if taken is not None:
-        gc.collect()  # perhaps of an engine that is not in use any more, with references in a circle
-        taken = _first_taken(parameters)
     if taken is None:
         return None
     parameter, owner = taken

@@ -244,6 +244,7 @@ class ParameterServer(BaseEngine):
         """
         self.quiesce()
         if not self.settings.fault_tolerant:
+            self._fingerprint.compare(self._comm)
             return write(self._comm, self.tensor_slices())
         result, problem = None, None
         with self._shared_errors():
