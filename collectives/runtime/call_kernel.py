@@ -9,7 +9,7 @@ dictionaries.
 
 from collections.abc import Callable
 from functools import cache
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 from numba import types
@@ -82,7 +82,7 @@ def _run_on(s, r, t):
         return table.REFUSED  # they overlap, which the Python code reports as an error
     set_word_at(t, table.BASES + word_at(t, table.SEND_ARRAY + table.MEMORY), source)
     set_word_at(t, table.BASES + word_at(t, table.RECV_ARRAY + table.MEMORY), target)
-    set_word_at(t, table.CALLED, 1)
+    set_word_at(t, table.STARTED_RUN, 1)
     return table.WAITING if word_at(t, table.DEFERRED) else _advance(t, word_at(t, table.CALL_POLLS))
 
 
@@ -170,7 +170,7 @@ def _advance_patiently(t, spins, naps):
     return result
 
 
-_compiling = Lock()
+_compiling = RLock()
 """Held while functions are compiled: two threads would write the same files."""
 
 

@@ -57,7 +57,7 @@ class CompiledCallTable:
         """Programs of a method's calls that have not ended, and are not held by a request."""
         entries = [] if name not in self._methods else self._methods[name].entries
         held = self._channels[table.HELD :]
-        return [entry.program for entry in entries if entry.program.is_called and not held[entry.channel]]
+        return [entry.program for entry in entries if not entry.program.ended and not held[entry.channel]]
 
     def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
         """Let calls on a channel with the arguments of `key` run a program."""

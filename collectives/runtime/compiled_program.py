@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from threading import RLock
 
 import numpy as np
 from mpi4py import MPI
@@ -66,9 +67,8 @@ class CompiledProgram:
     """
 
     broken = False
-    prefers_finish = True
-    ended: bool
-    """True once the program has ended, until it is started again."""
+    prefers_finish = is_reentrant = True
+    is_waiting, polls = False, 1
 
     def __init__(self, program: Program, node: NodeMemory) -> None:
         from collectives.runtime import call_kernel  # needs numba, which takes a while to load
@@ -90,7 +90,6 @@ class CompiledProgram:
         self._table[table.POLLS] = self._table[table.CALL_POLLS] = self.spins
         self._table[table.PROGRESS] = MPI.Get_address(progress_words)
         self._words = self._table.data  # the same memory, which Python reads faster
-        self.ended = True
         self.address = MPI.Get_address(self._table)
         functions = call_kernel.functions()
         self._run, self._advance, self.copy = functions.run, functions.advance, functions.copy
@@ -118,9 +117,9 @@ class CompiledProgram:
         self._table[table.CALL_POLLS] = 0 if self.node.shares_cores else polls
 
     @property
-    def is_called(self) -> bool:
-        """True from the start of a call, by compiled code, to the end of the program."""
-        return self._words[table.CALLED] != 0
+    def ended(self) -> bool:
+        """True once the program has ended, until it is started again; compiled code notes the end."""
+        return self._words[table.STARTED_RUN] == 0
 
     @property
     def position(self) -> int:
@@ -166,15 +165,11 @@ class CompiledProgram:
 
     def take_back(self, request: object) -> int:
         """Leave a request that compiled code manages to Python; see `call_kernel.Functions`."""
-        result = self._take_back(request)
-        if result == table.WAITING:
-            self.ended = False
-        return result
+        return self._take_back(request)
 
     def note(self, result: int) -> None:
-        """Note by the result of a compiled function if the program has ended; raises if a message has failed."""
+        """Raise if a message has failed, by the result of a compiled function."""
         if result <= table.WAITING:
-            self.ended = result == table.DONE
             return
         operation = self._operations[self._table[table.FAILED]]
         if operation.message is not None:
@@ -186,13 +181,12 @@ class CompiledProgram:
 
     def start(self) -> bool:
         """Start the program on the memory it was bound to, and `advance` unless that is `deferred`."""
-        self.ended = False
+        self._words[table.STARTED_RUN] = 1
         return not self.deferred and self.advance()
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""
-        if not self.ended:
-            self.note(self._advance(self.address, 0))
+        self.note(self._advance(self.address, 0))
         return self.ended
 
     def advance_patiently(self, naps: int) -> int:
@@ -200,12 +194,11 @@ class CompiledProgram:
 
         It sleeps up to `naps` times while it waits for messages.
         """
-        return table.DONE if self.ended else self._advance_patiently(self.address, PATIENT_POLLS, naps)
+        return self._advance_patiently(self.address, PATIENT_POLLS, naps)
 
     def poll(self) -> bool:
         """`advance` after some polls for messages; True if the end is reached."""
-        if not self.ended:
-            self.note(self._advance(self.address, self.spins))
+        self.note(self._advance(self.address, self.spins))
         return self.ended
 
     def finish(self) -> None:
@@ -217,23 +210,35 @@ class CompiledProgram:
 
     def run(self) -> None:
         """Run the program on the memory it was bound to."""
-        self.ended = False
+        self._words[table.STARTED_RUN] = 1
         self.finish()
 
     def free(self) -> None:
         self.program.free()
 
 
+_compiling = RLock()
+_is_compiling = False
+
+
 def compile_program(program: Program, blocking: bool = False) -> CompiledProgram | None:
     """Compile a program, which must not be running; None if it has operations that tables do not have.
 
-    Messages over MPI are compiled in `blocking` calls only: others may progress in several threads.
+    Messages over MPI are compiled in `blocking` calls only: others may progress in several threads. None too in a
+    signal handler or finalizer that has interrupted the compiler.
     """
+    global _is_compiling
     node = program.wire.node
     if node is None or not available() or not (blocking or program.exchanges):
         return None
-    try:
-        compiled = CompiledProgram(program, node)
-    except NotCompilableError:
-        return None
+    with _compiling:
+        if _is_compiling:
+            return None
+        try:
+            _is_compiling = True
+            compiled = CompiledProgram(program, node)
+        except NotCompilableError:
+            return None
+        finally:
+            _is_compiling = False
     return compiled if blocking or compiled.needs_no_mpi else None

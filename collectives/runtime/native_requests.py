@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from collectives.runtime import program_table as table
 from collectives.runtime.compiled_program import CompiledProgram, available
-from collectives.runtime.progress import mpi_is_thread_safe
+from collectives.runtime.progress import mpi_is_thread_safe, progress_lock
 from collectives.runtime.requests import Request, clear_status
 
 
@@ -31,7 +31,10 @@ def new_request(*arguments: Any) -> Request:
     """Create the request of a non-blocking collective: a `NativeRequest` if MPI is thread-safe, else a `Request`."""
     if not mpi_is_thread_safe():
         return Request(*arguments)
-    handle = _unused.pop() if _unused else PendingHandle()
+    try:
+        handle = _unused.pop()
+    except IndexError:
+        handle = PendingHandle()
     request = _new(NativeRequest, handle.request)  # not by the class, which takes as long again
     request.__init__(*arguments)
     request._handle = handle
@@ -140,12 +143,17 @@ class NativeRequest(Request, MPI.Request):
     Its own `Wait` and `Test` progress it in this thread, which is faster.
     """
 
+    _handle_is_complete = _is_reported = False
+
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
 
     def _complete_handle(self) -> None:
         self._handle, handle = None, self._handle
         handle.complete(self._broken)
+        self._handle_is_complete = True
+        if self._is_reported:
+            MPI.Request.Wait(self)
 
     def _ended_in_wait(self) -> None:
         """Write MPI.REQUEST_NULL into this object, as mpi4py has no setter, and keep the handle for a later request."""
@@ -153,13 +161,19 @@ class NativeRequest(Request, MPI.Request):
             return
         copy = self.program.copy if isinstance(self.program, CompiledProgram) else memmove
         copy(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
-        handle, self._handle = self._handle, None
-        _unused.append(handle)
+        handle = self.__dict__.pop("_handle", None)
+        if handle is not None:
+            _unused.append(handle)
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Wait for the completed MPI request, if there is still one, which frees its handle; fill the status."""
-        if MPI.Request.__bool__(self):
-            MPI.Request.Wait(self)
+        """Free the handle of the completed MPI request, if there is still one; fill the status.
+
+        In a signal handler or finalizer that has interrupted `_end`, leave the handle to that.
+        """
+        with progress_lock:
+            self._is_reported = True
+            if self._handle_is_complete and MPI.Request.__bool__(self):
+                MPI.Request.Wait(self)
         if status is not None:
             super()._report(status)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.compiled_program import CompiledProgram
@@ -30,6 +32,16 @@ orphans: list[object] = []
 """Aborted requests and calls of all communicators: peers may still read and write their memory, up to the exit."""
 
 
+def interrupted() -> Operation | None:
+    """Operation of which this frame, of a signal handler or finalizer, has interrupted a step; None if there is none.
+
+    It stands still until the frame returns, and other ranks may wait for it. The caller holds `progress_lock`.
+    """
+    here = threading.get_ident()
+    alone = [one for one in lone_requests if one._lone_thread == here and not one.program.is_reentrant]
+    return alone[0] if alone else Operation.stepped
+
+
 class ProgramOwner(Protocol):
     """Interface of what made an operation."""
 
@@ -42,7 +54,23 @@ class Operation:
 
     Python code changes the state while holding `progress_lock`. The operations of compiled programs are managed by
     compiled code where possible (`request_kernel`), from a start until `take_back`.
+
+    A signal handler or a finalizer may interrupt a thread at any point, and wait for requests there. The lock does not
+    keep it out, as the thread has it. A frame that holds the lock and finds `_running` or `_ending` has interrupted the
+    frame that set it.
     """
+
+    stepped: ClassVar[Operation | None] = None
+    """The operation of which a step runs now."""
+
+    _running = False
+    """A step of the program runs that no frame may start again."""
+
+    _ending = False
+    """`_end` runs: the result is complete."""
+
+    _lone_thread: int | None = None
+    """Identifier of the thread that completes the operation by itself (`lone_requests`)."""
 
     in_thread = False
     """The progress thread runs a portion of the program, which no other thread may use meanwhile."""
@@ -97,6 +125,15 @@ class Operation:
         """True between start and completion."""
         return self._active or self.program.runs_for(self)
 
+    @property
+    def is_done(self) -> bool:
+        """True if nothing of the program is left to be run; `_end` may be under way."""
+        return self._ending or not (self.active or self._is_lone)
+
+    @property
+    def _is_lone(self) -> bool:
+        return _contains(lone_requests, self)
+
     def has_begun(self) -> bool:
         """True once the gate of `begin` has opened, or the operation was aborted."""
         return self._gate is None or not self._active
@@ -130,32 +167,57 @@ class Operation:
         result = program.activate_for(self) if mpi_is_thread_safe() and not program.deferred else REFUSED
         if result == REFUSED:
             with progress_lock:
-                program.ended = False
                 self.activate()
         elif result == WAITING:
             progress_thread.ensure()
 
     def _start_program(self) -> None:
-        if self.tag is not None and isinstance(self.program, Program):
-            self.program.wire.use_tag(self.tag)
-        if self._do(self._pass_gate):
+        if self._run_step(self._pass_gate):
             self._end()
 
     def _pass_gate(self) -> bool:
+        if self._gate is None:  # a frame that has interrupted this one has started the program
+            return False
         self._gate = None
+        if self.tag is not None and isinstance(self.program, Program):
+            self.program.wire.use_tag(self.tag)
         return self.program.start()
+
+    def _run_step(self, step: Callable[[], bool]) -> bool:
+        """Return the result of `_do`, of a step that no other frame may run meanwhile.
+
+        The collector pauses, as its finalizers may wait for this request.
+        """
+        collects, outer, ended = gc.isenabled(), Operation.stepped, False
+        try:
+            gc.disable()
+            self._running, Operation.stepped = True, self
+            if self._active and self.holds_program:
+                ended = self._do(step)
+        finally:
+            self._running, Operation.stepped = False, outer
+            if collects:
+                gc.enable()
+        return bool(ended)
+
+    def _go_on(self) -> bool:
+        """Advance the program; True if it has ended."""
+        program = self.program
+        if program.is_reentrant:
+            return bool(self._do(program.advance))
+        return not program.is_waiting and self._run_step(program.advance)
 
     def _advance(self) -> None:
         if not self._active:
             self._advance_compiled()
-        elif self.in_thread:
+        elif self._running or self._ending or (self.in_thread and not progress_thread.is_current):
             return
         elif self._broken or not self.holds_program:  # Ctrl-C has interrupted `_end`
             self._end()
         elif self._gate is not None:
             if self._do(self._gate):
                 self._start_program()
-        elif self._do(self.program.advance):
+        elif self._go_on():
             self._end()
 
     def _advance_compiled(self) -> None:
@@ -174,7 +236,7 @@ class Operation:
     def _advance_within_node(self) -> None:
         """Advance the program if that needs no call of the MPI; `_advance` then completes the request."""
         if self._runs and self.on_end is None and self.program.needs_no_mpi:
-            self._do(self.program.advance)
+            self._go_on()
 
     @property
     def portioned(self) -> CompiledProgram | None:
@@ -185,7 +247,8 @@ class Operation:
     @property
     def _runs(self) -> bool:
         """True if any thread may run the program: it has begun, and `_end` has not."""
-        return self._active and self._gate is None and self.holds_program and not (self.in_thread or self._broken)
+        begun = self._active and self._gate is None and self.holds_program
+        return begun and not (self.in_thread or self._broken or self._running or self._ending)
 
     def _note(self, program: CompiledProgram, result: int) -> None:
         """Take note of the result of a portion of `program`, which the progress thread has run."""
@@ -225,23 +288,44 @@ class Operation:
         """Complete `_handle`, which only a `NativeRequest` has."""
 
     def _end(self) -> None:
-        """End the operation: release the program of a non-blocking call. After Ctrl-C it can be called again."""
+        """End the operation: release the program of a non-blocking call. After Ctrl-C it can be called again.
+
+        The caller holds `progress_lock`. The memory goes last, as finalizers of the user's may run then.
+        """
+        if self._ending:
+            return
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            self._ending = True
+            self._release()
+        finally:
+            self._ending = False
+            if collects:
+                gc.enable()
+        if not (self.persistent or self._broken):
+            self._memory = None
+
+    def _release(self) -> None:
         if self.holds_program and not self.persistent:
             self.owner.release(self)
-            if not self._broken:
-                self._memory = None
         self._startable = self.persistent and not self._broken
         try:
             if self._active:
-                self._active = False  # last of all: a thread that waits for it continues
-                active_requests.remove(self)
-            if self in lone_requests:
-                lone_requests.remove(self)
+                self._deactivate()  # last of all: a thread that waits for it continues
+            _discard(lone_requests, self)
         finally:
             if self._handle is not None:
                 self._complete_handle()
             if self.on_end is not None:
                 self.on_end()
+
+    def _deactivate(self) -> None:
+        self._active = False
+        try:  # Ctrl-C cannot come in between
+            active_requests.remove(self)
+        except ValueError:
+            _discard(active_requests, self)
 
     def _complete_if_ended(self) -> None:
         """Complete a non-blocking operation that compiled code has ended.
@@ -249,7 +333,7 @@ class Operation:
         Ctrl-C may be noticed as compiled code returns, so that nobody gets its result.
         """
         with progress_lock:
-            ended = self.holds_program and not (self.persistent or self.active or self in lone_requests)
+            ended = self.holds_program and not (self.persistent or self.active or self._is_lone)
             if ended and isinstance(self.program, CompiledProgram):
                 self._end()
 
@@ -262,22 +346,29 @@ class Operation:
 
     def take_back(self) -> None:
         """Manage the request in Python from now on; the caller holds `progress_lock`."""
-        if self.program.runs_for(self) or self.program.is_startable:
+        if self.program.runs_for(self):
             self._active = True  # no thread may see it inactive in between
-            result = self.program.take_back(self)
-            self._active = result == WAITING
-            self._startable |= result == DONE
+        elif not self.program.is_startable:
+            return
+        if self.program.take_back(self) == DONE:
+            self._startable = True
+        if self._active and not _contains(active_requests, self):  # it has ended in between
+            self._active = False
 
     def _end_soon(self) -> bool:
         """Poll for messages within the node; True if that, and no other thread, has ended the program."""
         if not self.program.needs_no_mpi:
             return False
         with progress_lock:
-            if not self._runs or not self._do(self.program.poll):
+            if not any(self._runs and self._poll() for _ in range(self.program.polls)):
                 return False
             self._ended_in_wait()
             self._end()
             return True
+
+    def _poll(self) -> bool:
+        program = self.program
+        return bool(self._do(program.poll)) if isinstance(program, CompiledProgram) else self._go_on()
 
     def _ended_in_wait(self) -> None:
         """Note that `Wait` of this request itself has seen the end; nothing else has."""
@@ -285,23 +376,23 @@ class Operation:
     def _finish_alone(self) -> bool:
         """Finish the program in this thread, if no other request is active; True if that was done.
 
-        Only of requests of which `Wait` may block in MPI. No other thread progresses the request meanwhile.
+        Only if the program may block in MPI, or is faster then. No other thread progresses the request meanwhile.
         """
         program = self.program
         try:
             with progress_lock:
                 alone = self._runs and len(active_requests) == 1
-                if not (alone and (self.persistent or program.prefers_finish)):
+                may_block = self.persistent and not program.needs_no_mpi
+                if not (alone and (may_block or program.prefers_finish)):
                     return False
+                self._lone_thread = threading.get_ident()
                 lone_requests.append(self)
-                self._active = False
-                active_requests.remove(self)  # compiled code may have added others
+                self._deactivate()
             if self._context is None:
                 program.finish()
             else:
                 with self._context():  # this thread may have another current stream than the start had
                     program.finish()
-            self._ended_in_wait()
             self._leave_lone()
         except BaseException as error:
             self._leave_lone(error)
@@ -312,5 +403,23 @@ class Operation:
     def _leave_lone(self, error: BaseException | None = None) -> None:
         """End a request that `_finish_alone` has finished, or broken off by an `error`; a no-op for others."""
         with progress_lock:  # another thread may begin a call with the program that this one gives back
-            if self in lone_requests:
-                self._end() if error is None or not self.holds_program else self._break_off(error)
+            if not self._is_lone:
+                return
+            if error is not None and self.holds_program:
+                self._break_off(error)
+                return
+            if error is None:
+                self._ended_in_wait()
+            self._end()
+
+
+def _discard(requests: list[Operation], request: Operation) -> None:
+    """Remove a request from a list, which compiled code and interrupting frames may change during comparisons."""
+    while _contains(requests, request):
+        with suppress(ValueError):
+            requests.remove(request)
+
+
+def _contains(requests: list[Operation], request: Operation) -> bool:
+    """True if the request itself is in the list; without a call of Python code, so that nothing interrupts it."""
+    return id(request) in map(id, requests)

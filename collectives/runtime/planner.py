@@ -67,6 +67,7 @@ class Planner:
         self._builder = builder(transports, async_progress)
         self.cache = ProgramCache(self.rank, self.size == 1)
         self._is_broken = False  # a persistent request was aborted
+        self._begins = False
         self.nonblocking = ProgramCache(self.rank, self.size == 1, transports.nonblocking)
         self._turns = transports.nonblocking.data  # the same memory, which Python reads faster
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
@@ -134,34 +135,50 @@ class Planner:
 
         `found` is the result of ``nonblocking.compiled_calls.run[name]`` for this call.
         """
-        program: Program | CompiledProgram
-        turn = self._turn
         if found != REFUSED:
             program, turn, result = self.nonblocking.compiled_calls.started(name, found)
-        elif self._turns[HELD + turn]:
+            return ended_request() if result == DONE else self._request(name, program, turn, sendbuf, recvbuf)
+        with self._beginning():
+            return self._start_found(name, sendbuf, recvbuf, *others)
+
+    def _start_found(self, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
+        turn = self._turn
+        if self._turns[HELD + turn]:
             return UNCACHEABLE
-        else:
-            cached = self.nonblocking.find(turn, name, sendbuf, recvbuf, *others)
-            if isinstance(cached, CallKey):
-                return cached
-            self._turns[STARTED] += 1
-            with progress_lock:
-                program, result = cached[0].program, self.nonblocking.run(name, *cached)
-            if result == REFUSED:
-                self._turns[STARTED] -= 1
-                return UNCACHEABLE
-        if result == DONE:
-            return ended_request()
+        cached = self.nonblocking.find(turn, name, sendbuf, recvbuf, *others)
+        if isinstance(cached, CallKey):
+            return cached
+        self._turns[STARTED] += 1
+        with progress_lock:
+            program, result = cached[0].program, self.nonblocking.run(name, *cached)
+        if result == REFUSED:
+            self._turns[STARTED] -= 1
+            return UNCACHEABLE
+        return ended_request() if result == DONE else self._request(name, program, turn, sendbuf, recvbuf)
+
+    def _request(self, name: str, program: Program | CompiledProgram, turn: int, sendbuf: Any, recvbuf: Any) -> Request:
+        """Create the request of a call that has started."""
         try:  # in a list, the user may replace the array
             sent = sendbuf[0] if type(sendbuf) is list else sendbuf
             received = recvbuf[0] if type(recvbuf) is list else recvbuf
-            request = new_request(name, program, self, (sent, received))
-            self._hold_channel(request, turn)
-            request.resume(program)
+            with progress_lock, self._beginning():  # `_after` must not take it for one that has ended
+                request = new_request(name, program, self, (sent, received))
+                self._hold_channel(request, turn)
+                request.resume(program)
         except BaseException as error:
             self.nonblocking.poison(name, error, program, sendbuf, recvbuf)
             raise
         return request
+
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Let no frame that interrupts this block free programs, such as the one that is about to start."""
+        outer = self._begins
+        try:
+            self._begins = True
+            yield
+        finally:
+            self._begins = outer
 
     @property
     def _turn(self) -> int:
@@ -180,7 +197,7 @@ class Planner:
         mode until all ranks have made it, before its first message leaves.
         """
         choice = self.chooser.choose(call, algorithm, segments, "nonblocking")
-        with progress_lock:  # a thread that progresses active requests may change programs at any moment
+        with progress_lock, self._beginning():  # a thread that progresses active requests may change programs
             self._free_finalized()
             self.nonblocking.check_in_step()  # before the other ranks are told of this call
             gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
@@ -340,11 +357,16 @@ class Planner:
             self.nonblocking.poison(request.name, request.error, program)
         elif request.owns_program:
             program.free()
-        elif self.nonblocking.has_surplus:
+        elif self.nonblocking.has_surplus and not self._begins:
             with progress_lock:
                 self.nonblocking.free_surplus(self._active(), program)
 
 
 def _after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:
     """Gate that opens once a request has given back its program, and `gate`, if any, is open."""
-    return lambda: not before.holds_program and (gate is None or gate())
+
+    def is_open() -> bool:
+        before._complete_if_ended()  # compiled code may have, in a frame that this one has interrupted
+        return not before.holds_program and (gate is None or gate())
+
+    return is_open

@@ -116,7 +116,7 @@ class Program:
         Exchanges, if the program consists of these alone; else None.
     memories
         The memories that the program is bound to.
-    broken, ended
+    broken
         A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
@@ -124,11 +124,13 @@ class Program:
         `start` runs nothing: the progress thread begins the work, or the first `advance`.
     prefers_finish
         `finish` is faster than repeated `advance`, as for a collective of the MPI, which may need many polls.
+    is_reentrant
+        `advance` and `finish` may interrupt each other at any point, in signal handlers and finalizers.
     """
 
     on_arrays: Callable[[Any, Any], bool] | None = None
     exchanges: tuple[Exchange, ...] | None = None
-    broken = ended = waits_in_mpi = prefers_finish = deferred = is_startable = False
+    broken = waits_in_mpi = prefers_finish = deferred = is_startable = is_reentrant = False
     begins: tuple[tuple[int, int], ...] = ()
     position = 0
 
@@ -159,6 +161,18 @@ class Program:
         return self.exchanges is not None and not any(
             exchange.uses_network or exchange.node.fence is not None for exchange in self.exchanges
         )
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if `advance` would do nothing until a peer acts; changes nothing itself."""
+        left = self.exchanges is not None and self.exchanges[self.position : self.position + 1]
+        return bool(left) and left[0].is_waiting
+
+    @property
+    def polls(self) -> int:
+        """Polls for messages within the node before a wait looks at other requests."""
+        assert self.exchanges is not None, "it needs no MPI"
+        return 1 if any(exchange.node.shares_cores for exchange in self.exchanges[:1]) else POLLS
 
     def run(self) -> None:
         for call in self.calls:
@@ -193,13 +207,7 @@ class Program:
 
     def start_on(self, *_: Any) -> int:
         """Start a program that `needs_no_mpi`, and wait for a moment at most; the result is as in `program_table`."""
-        return DONE if self.start() or self.poll(START_POLLS) else WAITING
-
-    def poll(self, polls: int = POLLS) -> bool:
-        """`advance` with some polls for messages of a program that `needs_no_mpi`; True if the end is reached."""
-        assert self.exchanges is not None, "it needs no MPI"
-        polls = 1 if any(exchange.node.shares_cores for exchange in self.exchanges[:1]) else polls
-        return any(self.advance() for _ in range(polls))
+        return DONE if self.start() or any(self.advance() for _ in range(min(self.polls, START_POLLS))) else WAITING
 
     def runs_for(self, *_: object) -> bool:
         """False: compiled code does not manage a request of this program (see `call_kernel.Functions`)."""

@@ -225,8 +225,8 @@ class ProgramCache:
         if not self.has_surplus:
             return
         kept = {id(one.program.program) for one in in_use} | {id(one.program) for one in needed}
-        for old in [old for old, entry in self.bound.items() if id(entry.program) not in kept]:
-            if self.has_surplus:
+        for old in list(self.bound):
+            if self.has_surplus and old in self.bound and id(self.bound[old].program) not in kept:
                 self.evict(old).free()
 
     def is_busy(self, key: Hashable, active: Callable[[], Iterable[Operation]]) -> bool:

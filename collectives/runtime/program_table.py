@@ -33,11 +33,11 @@ SHARED_CORES, DEFERRED, POLLS, CALL_POLLS = range(RECV_ARRAY + ARRAY_WORDS, RECV
 """1 if the core is yielded between polls; 1 if a call only stores the addresses of its arrays; and the polls without
 progress after which a wait, and a call, returns."""
 
-STARTABLE, REQUEST, PROGRESS, CALLED, USES_MPI = range(CALL_POLLS + 1, CALL_POLLS + 6)
+STARTABLE, REQUEST, PROGRESS, STARTED_RUN, USES_MPI = range(CALL_POLLS + 1, CALL_POLLS + 6)
 HEADER_WORDS = USES_MPI + 1
 """1 if compiled code may start the program for its persistent request; the active request that compiled code advances
-and ends, as the address of the object, or 0; the address of the words of the process; 1 from the start of a call to the
-end of the program; and 1 if messages over MPI are in it. Then the length of the header."""
+and ends, as the address of the object, or 0; the address of the words of the process; 1 from a start of the program to
+its end; and 1 if messages over MPI are in it. Then the length of the header."""
 
 ACTIVE_REQUESTS, HAS_THREAD, ATTEMPTS, PROGRESS_WORDS = range(4)
 """Words of the process: the list of active requests, as the address of the object; 1 if the progress thread is awake;

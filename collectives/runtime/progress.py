@@ -135,6 +135,11 @@ class ProgressThread:
         self._alarm.acquire()
         self._ending = False
 
+    @property
+    def is_current(self) -> bool:
+        """True in the progress thread."""
+        return self.thread is threading.current_thread()
+
     def ensure(self) -> None:
         """Start the thread unless it exists, or end its rest."""
         with progress_lock:

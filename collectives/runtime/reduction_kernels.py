@@ -7,7 +7,7 @@ zeros), and the first NaN; integers wrap around; on bools sum and maximum are "o
 # mypy: ignore-errors
 # Types of compiled functions are not those of Python.
 
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ _KERNELS = {
 """Kernels by the kind of a dtype and NumPy's ufunc; none for products of complex numbers, where NumPy uses fused
 operations or not, depending on the processor and the position in the array."""
 
-_compiling = Lock()
+_compiling = RLock()
 """Held while kernels are compiled: two threads would write the same files."""
 
 

@@ -78,6 +78,7 @@ def _is_idle(t):
 def start(numbers, arguments, count):
     t, result = _address(numbers), table.REFUSED
     if _is_idle(t):
+        set_word_at(t, table.STARTED_RUN, 1)
         result = advance(t, 0)
         if result != table.DONE:
             result = _activate(t, load_word(arguments))

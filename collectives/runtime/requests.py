@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.compiled_program import calls_before_compiling, compile_program
-from collectives.runtime.operation import Operation
+from collectives.runtime.operation import Operation, interrupted
 from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
@@ -37,6 +37,9 @@ class Request(Operation):
     It has the methods of mpi4py's requests: `Start` (persistent requests only), `Test`, `Wait`, `Get_status`, `Free`,
     and their lower-case forms, of which `wait` returns None and `test` a pair; `Cancel` raises, as MPI has it for
     collectives. `wait_all` takes lists of requests, including mpi4py's own.
+
+    Signal handlers and finalizers may call these methods too, and those of `Communicator` on other communicators. There
+    `Wait` raises RanksDisagree if it has interrupted a step of a request, for which other ranks may wait.
 
     Requests of ``I...`` methods are `MPI.Request` too, and mpi4py's ``Waitall``, ``Waitany``, ``Testsome`` and so on
     take them in any list (if ``MPI.Query_thread()`` is ``THREAD_MULTIPLE``, which is mpi4py's default). Those of
@@ -149,7 +152,7 @@ class Request(Operation):
         if self.active:
             progress()
         self._check(verb)  # another thread may have aborted it
-        return not self.active
+        return self.is_done
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Wait until the operation is complete and return True. Raises as `Test` does."""
@@ -175,19 +178,24 @@ class Request(Operation):
 
     def _ended_by_compiled_code(self, status: MPI.Status | None) -> None:
         if not self.persistent:
-            self._ended_in_wait()
-            self.owner.release(self)
-            self._memory = None
+            with progress_lock:
+                self._ended_in_wait()
+                self._end()
         if status is not None:
             clear_status(status)
 
     def _wait(self) -> None:
         with progress_lock:
             self.take_back()
-        if not self._active or (len(active_requests) == 1 and self._end_soon()):
+            if not self.is_done and interrupted() is not None:
+                why = f"a signal handler or finalizer has interrupted a step of {interrupted()!r}"
+                raise RanksDisagree(MPI.ERR_PENDING, f"Wait of {self!r}: {why}; Test returns False until it has ended")
+        if self.is_done or (len(active_requests) == 1 and self._end_soon()):
             return
-        if not (len(active_requests) == 1 and self._finish_alone()):  # may block in MPI
-            progress_until(lambda: not self._active)
+        if self._is_lone and self.program.is_reentrant:
+            self.program.finish()
+        elif not (len(active_requests) == 1 and self._finish_alone()):  # may block in MPI
+            progress_until(lambda: self.is_done)
 
     _report = staticmethod(clear_status)
 

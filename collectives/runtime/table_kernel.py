@@ -312,6 +312,8 @@ def _pass(t, first, stop):
 @_compile
 def advance(t, spins):
     """Run a program from where it is; a result of `program_table`, after at most `spins` polls without progress."""
+    if word_at(t, table.STARTED_RUN) == 0:  # a frame that has interrupted the caller has run it to the end
+        return table.DONE
     rounds, at = word_at(t, table.ROUNDS), word_at(t, table.ROUND)
     while at < rounds:
         entry = word_at(t, table.ROUNDS_AT) + 8 * at
@@ -336,5 +338,5 @@ def advance(t, spins):
         at += 1
         set_word_at(t, table.ROUND, at)
     set_word_at(t, table.ROUND, 0)
-    set_word_at(t, table.CALLED, 0)
+    set_word_at(t, table.STARTED_RUN, 0)
     return table.DONE

@@ -1,8 +1,9 @@
 """Exchange: messages and local work of one round, as streams that progress independently.
 
 A stream is a list of operations that run in order. An operation is a function, or an object with a method `attempt`; it
-returns False while it must wait, for a message or for another stream, and is tried again later. A stream that waits
-does not hold up the others, so a rank never withholds a message that a peer needs in order to continue.
+returns False while it must wait, for a message or for another stream, and is tried again later. An object may have a
+method `is_waiting`, which is True while an attempt would return False, and changes nothing. A stream that waits does
+not hold up the others, so a rank never withholds a message that a peer needs in order to continue.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class After(NamedTuple):
     def attempt(self) -> bool:
         return self.stream.position >= self.number
 
+    def is_waiting(self) -> bool:
+        return not self.attempt()
+
 
 class Exchange:
     """One round of streams: `wait` blocks until all are done, `test` runs them as far as possible.
@@ -63,6 +67,15 @@ class Exchange:
     def prepend(self, stream: Stream) -> None:
         """Add a stream before the others, before the first run."""
         self.streams = self._pending = [stream, *self.streams]
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if all streams wait for a peer, so that `test` would do nothing; changes nothing itself."""
+        for stream in self._pending:
+            is_waiting = getattr(stream.operations[stream.position], "is_waiting", None)
+            if is_waiting is None or not is_waiting():
+                return False
+        return True
 
     def test(self) -> bool:
         """Run all streams as far as possible; True if all are done: the next call starts them anew."""

@@ -103,6 +103,11 @@ class MailboxSend:
         mine[at] = number * KIND + label
         return True
 
+    def is_waiting(self) -> bool:
+        """True if no slot is free."""
+        counts = self.edge.counts
+        return counts[SENT] + 1 - counts[ACKED] > SLOTS and not self.edge.has_room(SLOTS)
+
     def _write_addresses(self, at: int) -> None:
         """Write the addresses of the pieces behind the flag that is the word `at` of the mailboxes."""
         for target, source in self.packs:
@@ -128,6 +133,9 @@ class Acknowledgement(NamedTuple):
     def attempt(self) -> bool:
         return self.sent.attempt() and self.send.edge.is_acknowledged(self.send.number)
 
+    def is_waiting(self) -> bool:
+        return not self.attempt()
+
 
 class MailboxReceive:
     """Receive of an eager or a rendezvous message through a mailbox.
@@ -151,6 +159,11 @@ class MailboxReceive:
         self._flags = range(edge.inbox, edge.inbox + SLOTS * WORDS, WORDS)
         self._period = edge.incoming.period(self.nbytes)
         self._takes: dict[int, Sequence[Callable[[], object]]] = {}  # by place
+
+    def is_waiting(self) -> bool:
+        """True if no message has arrived."""
+        number = self.edge.counts[RECEIVED] + 1
+        return self.edge.theirs[self._flags[number & MASK]] < number * KIND
 
     def attempt(self) -> bool:
         """Receive the next message from the peer; False if it has not arrived.

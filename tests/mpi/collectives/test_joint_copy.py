@@ -7,7 +7,7 @@ from support.exchange_cases import FORMS
 
 from collectives import Communicator
 from collectives.errors import Mismatch
-from collectives.runtime import compiled_program, program_cache, requests
+from collectives.runtime import compiled_program, program_cache, program_table, requests
 from collectives.transport import mailbox
 
 joint_copy = pytest.importorskip("collectives.runtime.joint_copy", exc_type=ImportError)
@@ -84,7 +84,7 @@ def test_a_busy_rank_leaves_all_chunks_to_the_other(pair, busy):
     (call,) = pair._planner.cache.calls[0].values()
     program = call.program
     data[:] = 0 if receiver else 5
-    program.ended, is_busy = False, receiver == (busy == "receiver")
+    program._words[program_table.STARTED_RUN], is_busy = 1, receiver == (busy == "receiver")
     if is_busy:
         program.advance()  # makes the offer, or sends the address
     MPI.Intracomm(pair).Barrier()

@@ -1,6 +1,7 @@
-"""Ctrl-C at every point of the methods of requests at which the interpreter looks for signals."""
+"""Ctrl-C, and signal handlers that use requests, at every point where the interpreter looks for signals."""
 
 import dis
+import gc
 import sys
 import threading
 from itertools import count
@@ -8,26 +9,31 @@ from itertools import count
 import pytest
 
 from collectives.errors import RanksDisagree
-from collectives.runtime import operation, progress, requests
+from collectives.runtime import native_requests, operation, progress, requests
+from collectives.runtime.native_requests import new_request
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, lone_requests, progress_lock
 from collectives.runtime.requests import Request
 from collectives.types import Wait
 
-FILES = {module.__file__ for module in (operation, progress, requests)}
+FILES = {module.__file__ for module in (native_requests, operation, progress, requests)}
 
 CHECKED_AFTER = ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
 """Instructions after which the interpreter looks for signals."""
 
 
-class Interrupt:
-    """Trace function that raises KeyboardInterrupt at the n-th such point."""
+def press_ctrl_c():
+    raise KeyboardInterrupt
 
-    def __init__(self, n):
-        self.left, self.latest = n, {}
+
+class Interrupt:
+    """Trace function that calls a handler at the n-th such point."""
+
+    def __init__(self, n, handler=press_ctrl_c):
+        self.left, self.latest, self.handler = n, {}, handler
 
     def __call__(self, frame, event, argument):
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in FILES or self.left <= 0:
             return None
         if event == "call":
             frame.f_trace_opcodes, self.latest[frame] = True, "RESUME"
@@ -37,7 +43,7 @@ class Interrupt:
             self.left -= before in CHECKED_AFTER
             if self.left == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                self.handler()
         return self
 
 
@@ -70,7 +76,7 @@ class Owner:
 class Sum:
     """A request of a program in two parts, which another rank delays by `waits` polls."""
 
-    def __init__(self, persistent, waits):
+    def __init__(self, persistent, waits, make=Request):
         self.persistent, self.waits, self.result, self.owner = persistent, waits, [], Owner()
         self.started = False
         steps = [lambda: setattr(self, "left", waits), Wait(lambda: None, self.arrived), self.result.clear]
@@ -78,7 +84,7 @@ class Sum:
         self.program = Program(steps, _NoWire(), 0, None)
         self.program.position = len(steps)
         self.program.prefers_finish = waits > 0
-        self.request = Request("sum", self.program, self.owner, object(), persistent)
+        self.request = make("sum", self.program, self.owner, object(), *([True] if persistent else []))
 
     def arrived(self):
         self.left -= 1
@@ -156,3 +162,57 @@ def test_an_interrupted_request_completes_or_is_aborted(persistent, waits, verb)
         if not was_interrupted:
             break
     assert n > 10
+
+
+def handled(call, n, handler):
+    """Make the call, interrupted at the n-th point by a handler; True if it has so many."""
+    trace = Interrupt(n, handler)
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return trace.left <= 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nested", ["Wait", "Test", "another one"])
+@pytest.mark.parametrize("verb", ["Wait", "Test"])
+@pytest.mark.parametrize("waits", [0, 3])
+@pytest.mark.parametrize("kind", ["non-blocking", "native", "persistent"])
+def test_a_request_is_used_in_a_signal_handler(kind, waits, verb, nested):
+    """The handler is right or refused, never waits for what it has interrupted, and leaves the request as it was."""
+    refused = 0
+    for n in count(1):
+        summed = Sum(kind == "persistent", waits, new_request if kind == "native" else Request)
+        other = Sum(False, 2)
+        other.start()
+        request, seen = summed.request, []
+
+        def handler(summed=summed, other=other, request=summed.request, seen=seen):
+            used = other if nested == "another one" else summed
+            begun = used.request.active
+            try:
+                complete = used.request.Wait() if used is other else getattr(request, nested)()
+            except RanksDisagree as error:
+                assert "interrupted" in str(error) and nested != "Test"
+                seen.append("refused")
+            else:
+                seen.append(not (complete and begun) or used.result == ["sum"])
+
+        def complete(summed=summed, request=request):
+            summed.start()
+            while not getattr(request, verb)():
+                pass
+
+        was_interrupted = handled(complete, n, handler)
+        assert summed.result == ["sum"] and lock_is_free() and gc.isenabled(), f"point {n}"
+        assert all(seen) and len(seen) == was_interrupted, f"point {n}: complete without its data"
+        refused += seen == ["refused"]
+        assert request.Test() and request.Wait() and (kind != "native" or not request)
+        other.request.Wait()
+        assert not request.active and not active_requests and not lone_requests, f"point {n}"
+        assert summed.owner.released == (kind != "persistent"), f"point {n}"
+        if not was_interrupted:
+            break
+    assert n > 10 and refused < n
