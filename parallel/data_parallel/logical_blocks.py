@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK, FlatParams
-from parallel.nn.operator import Parameter
-from parallel.nn.placement import Ranges
 
 
 class HeldTensor(NamedTuple):
@@ -21,14 +19,14 @@ class HeldTensor(NamedTuple):
     ----------
     name : str
         Of the logical parameter.
-    ranges : Ranges or None
-        Of a part: indices along the dimension in which the tensor is cut.
+    label : str
+        `Parameter.label`.
     length : int
         Number of elements, with padding.
     """
 
     name: str
-    ranges: Ranges | None
+    label: str
     length: int
 
 
@@ -73,10 +71,4 @@ class LogicalBlocks:
 
 def tensors_of(flat: FlatParams) -> list[HeldTensor]:
     """Tensors and parts of tensors of a vector, in order."""
-    return [HeldTensor(one.name, _ranges_of(one), span.size) for one, span in flat.places]
-
-
-def _ranges_of(parameter: Parameter) -> Ranges | None:
-    """`HeldTensor.ranges` of a parameter; None also of a shard with the whole tensor."""
-    cut = parameter.cut
-    return None if cut is None or cut.local_shape == cut.shape else cut.ranges
+    return [HeldTensor(one.name, one.label, span.size) for one, span in flat.places]

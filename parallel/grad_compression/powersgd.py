@@ -86,7 +86,7 @@ class PowerSGD:
             columns = place.size // rows if rows else 0
             start = place.span.start - bucket.span.start
             if rank * (rows + columns) < place.size:
-                shapes.append((place.parameter.name, start, rows, columns))
+                shapes.append((place.parameter.label, start, rows, columns))
             else:
                 self._uncompressed.append((slice(start, start + place.size), slice(at, at + place.size)))
                 at += place.size

@@ -64,7 +64,7 @@ class DitheredQuantizer(CodecCompressor):
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
         self._codec = QuantCodec(spec, norms if euclidean else None, comm.Get_rank())
         super().__init__(comm, bucket.span.size, self._codec, feedback=False, like=like)
-        self._name, self._seed = f"{bucket.places[0].parameter.name} {comm.Get_rank()}", seed
+        self._name, self._seed = f"{bucket.places[0].parameter.label} {comm.Get_rank()}", seed
 
     def exchange(self, x: Array, out: Array, lost: Array | None, step: int) -> Motion:
         """As `Compressor.exchange`; random numbers of the rounding differ between steps, buckets and ranks."""

@@ -60,6 +60,7 @@ class FlatParams:
     span : Span
         All elements, padding included.
     by_name : dict of str to ParamSpan
+        By `Parameter.label`.
     """
 
     def __init__(self, model: Operator):
@@ -73,7 +74,7 @@ class FlatParams:
     def _hold(self, places: Iterable[ParamSpan]) -> None:
         self.places = tuple(places)
         self.span = Span(self.places[0].span.start, self.places[-1].span.stop) if self.places else Span(0, 0)
-        self.by_name = {place.parameter.name: place for place in self.places}
+        self.by_name = {place.parameter.label: place for place in self.places}
 
     @property
     def length(self) -> int:

@@ -112,6 +112,14 @@ class Parameter:
         return self
 
     @property
+    def label(self) -> str:
+        """Name, and of a shard the indices along the dimension that is cut: ``"1.0.weight[0:16,64:80]"``."""
+        cut = self.cut
+        if cut is None or cut.local_shape == cut.shape:
+            return self.name
+        return f"{self.name}[{','.join(f'{start}:{stop}' for start, stop in cut.ranges)}]"
+
+    @property
     def cut(self) -> TensorCut | None:
         """Of a shard: which part of the logical tensor it is."""
         return None

@@ -140,7 +140,7 @@ def compare_parameters(
 
     The message names the first. Ranks are numbered as in `whole`, by default as in `comm` itself.
     """
-    digests = {one.parameter.name: array_digest(one.parameter.data) for one in places}
+    digests = {one.parameter.label: array_digest(one.parameter.data) for one in places}
     if len(set(comm.allgather(digest(repr([*digests.values()]).encode())))) == 1:
         return
     every = comm.allgather(digests)

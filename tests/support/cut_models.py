@@ -75,13 +75,8 @@ CASES = {
 }
 
 
-def key_of(parameter):
-    """Name of a parameter, or, if it is a shard, name and indices."""
-    return parameter.name if parameter.cut is None else (parameter.name, parameter.cut.ranges)
-
-
 class PassResult(NamedTuple):
-    """Loss, gradients by `key_of` the parameter, scores."""
+    """Loss, gradients by label of the parameter, scores."""
 
     loss: float
     gradients: dict
@@ -102,7 +97,7 @@ def one_pass(case, model, loss, dtype="f8"):
     def sink(parameter, compute):
         out = np.full(parameter.shape, np.nan, dtype)
         compute(out)
-        key = key_of(parameter)
+        key = parameter.label
         gradients[key] = gradients[key] + out if key in gradients else out
 
     scores, saved = model.forward(x, PassMode(samples=np.arange(len(x))))
@@ -121,7 +116,7 @@ def expect_close(found, model, whole, tolerance):
     for parameter in model.parameters():
         expected = whole.gradients[parameter.name]
         expected = expected if parameter.cut is None else parameter.cut.take(expected)
-        error = np.abs(found.gradients[key_of(parameter)] - expected).max(initial=0)
+        error = np.abs(found.gradients[parameter.label] - expected).max(initial=0)
         assert error <= tolerance * max(1.0, np.abs(expected).max(initial=0)), (parameter.name, error)
         names.add(parameter.name)
     assert names == set(whole.gradients)

@@ -90,7 +90,9 @@ def trained(comm, case, steps=5, **settings):
     """State after some steps with the properties of a case, and what hooks saw by parameter."""
     whole = model()
     optimizer = AdamW(lr=0.01, weight_decay=0.2, groups=groups_of(whole, case))
-    about = {"precision": "fp64", "batch": 4, "check_every": 1} | ({"micro_batch": 4} if "layout" not in settings else {})
+    about = {"precision": "fp64", "batch": 4, "check_every": 1}
+    if "layout" not in settings:
+        about["micro_batch"] = 4
     hooks = Hooks()
     change = {"decay": decay, "frozen": freeze, "hooks": hooks.change}.get(case, lambda whole, step: None)
     with Engine(whole, nn.SoftmaxCrossEntropy(), comm, optimizer, **about, **settings) as engine:

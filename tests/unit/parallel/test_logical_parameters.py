@@ -1,4 +1,4 @@
-"""Properties of parameters in every layout that cuts tensors: those of one rank with whole tensors. Ranks are threads."""
+"""Properties of parameters in layouts that cut tensors: those of one rank with whole tensors. Ranks are threads."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,13 @@ from parallel import SGD, Engine
 from parallel.conformance.thread_communicator import run_threads
 from parallel.mesh.device_mesh import MeshAxis
 from parallel.mesh.mesh import Mesh
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
 from parallel.nn.operator import name_all
 from parallel.nn.parameter import ParameterShard
-from parallel.runtime.consistency_check import RankMismatch
+from parallel.runtime import consistency_check
+from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch
 from parallel.tensor.cut_model import cut
 
 SLOW = pytest.mark.full
@@ -91,3 +93,24 @@ def test_hooks_of_one_rank_are_refused(mesh):
 
     run_threads(Mesh.parse(mesh).size, rank_main)
 
+
+def test_shards_have_labels_of_their_own():
+    """By which norms, comparisons of copies and compressors tell them apart."""
+    ours, _ = cut(mlp([4, 6, 5]), SoftmaxCrossEntropy(), MeshAxis("tp", 0, 1, None), 2)
+    labels = [one.label for one in ours.parameters()]
+    assert labels[:4] == ["0.1.weight[0:3]", "0.1.bias[0:3]", "0.1.weight[3:6]", "0.1.bias[3:6]"]
+    assert len(set(labels)) == len(labels) == len(FlatParams(ours).by_name)
+
+
+def test_copies_of_every_shard_are_compared():
+    def rank_main(comm):
+        with Engine(model(), SoftmaxCrossEntropy(), comm, SGD(lr=0.1), tensor_shards=2, check_every=1) as engine:
+            engine.step(*batch(0))
+            shards = [one.parameter for one in engine.inner.flat.places if one.parameter.name == "1.0.inner.1.weight"]
+            assert len(shards) == 2
+            if comm.Get_rank() == 1:
+                shards[0].data[1] += 0.5  # not the last one of its name
+            with pytest.raises(ParameterMismatch, match=r"parameter 1.0.inner.1.weight\[\S+\] of rank 1 differs"):
+                consistency_check.compare_parameters(comm, engine.inner.flat.places, 1)
+
+    run_threads(2, rank_main)

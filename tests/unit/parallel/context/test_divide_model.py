@@ -57,12 +57,12 @@ def trained(whole, made, part, dtype, loss=None):
     def sink(parameter, compute):
         term = np.full(parameter.shape, np.nan, np.float64 if dtype == np.float64 else np.float32)
         compute(term)
-        gradients[parameter.name] = gradients[parameter.name] + term if parameter.name in gradients else term
+        gradients[parameter] = gradients[parameter] + term if parameter in gradients else term
 
     scores, saved = made.forward(part.x, PassMode(seed=3, samples=part.samples))
     total, state = loss.forward(scores, part.y)
     made.backward(loss.backward(1.0, state), saved, sink)
-    return total, loss.count(part.y), [gradients[parameter.name] for parameter in whole.parameters()]
+    return total, loss.count(part.y), [gradients[parameter] for parameter in whole.parameters()]
 
 
 def parts(ranks, algorithm, name, dtype, logical=0, **options):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.cut_models import CASES, CONTEXT, TOKENS, expect_close, key_of, one_pass
+from support.cut_models import CASES, CONTEXT, TOKENS, expect_close, one_pass
 from support.thread_ranks import run
 
 from parallel.mesh.device_mesh import MeshAxis
@@ -35,7 +35,7 @@ def test_a_cut_model_equals_the_whole(case, ranks, shards):
         expect_close(found, model, whole, 1e-12)
         scores = loss.whole(found.scores) if hasattr(loss, "whole") else found.scores
         np.testing.assert_allclose(scores, whole.scores, rtol=1e-12, atol=1e-12)
-        return {key_of(parameter): parameter for parameter in model.parameters()}
+        return {parameter.label: parameter for parameter in model.parameters()}
 
     held = run(ranks, rank_main)
     sizes = dict.fromkeys(whole.gradients, 0)
