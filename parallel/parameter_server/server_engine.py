@@ -182,7 +182,7 @@ class ParameterServer(BaseEngine):
     def _expect_flags(self) -> None:
         """Raise ValueError if a fault-tolerant training freezes or releases parameters: servers that count may die."""
         if self.settings.fault_tolerant and self._frozen != frozen_of(self.parameters):
-            raise ValueError("requires_grad: fault_tolerant needs the flags that the engine was made with")
+            raise ValueError("requires_grad: expected no changes in a training with fault_tolerant, found some")
 
     def quiesce(self) -> None:
         """Wait until all living ranks call this, after the same step, and nothing is in flight. Raises `StepFailed`."""

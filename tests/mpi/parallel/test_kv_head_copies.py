@@ -106,8 +106,9 @@ def test_copies_are_compared(comm):
         if ranks == 1:
             return
         if comm.Get_rank() == ranks - 1:
-            shards = [place.parameter for place in made.flat.places if place.parameter.name == "1.0.inner.1.weight"]
-            next(shard for shard in shards if isinstance(shard.placement, Copies)).data[3] += 0.5
+            held = [one.parameter for one in made.flat.places if one.parameter.name == "1.0.inner.1.weight"]
+            (shared,) = (one for one in held if isinstance(one.placement, Copies))
+            shared.data[3] += 0.5
         with pytest.raises(ParameterMismatch, match=r"after step 1 parameter .* of rank"):
             made.step(list(batches(made.share(PARTS), 1)))
 

@@ -44,6 +44,7 @@ def values(parameter):
 @pytest.mark.parametrize(("layout", "precision"), CASES)
 def test_changed_weights_are_trained_on(layout, precision, how):
     """Also by other ranks, in checkpoints and in evaluations; unchanged elements keep the digits of master weights."""
+
     def rank_main(comm):
         model = nn.mlp([5, 8, 3])
         with engine(model, comm, precision, **REPLICATED[layout]) as made:
