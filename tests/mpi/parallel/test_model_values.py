@@ -129,9 +129,11 @@ def test_an_engine_that_is_not_made_leaves_the_values(comm):
 
 def test_engines_below_own_too(comm):
     model = mlp()
-    with DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05)):
-        with pytest.raises(ValueError, match="belongs to an open engine"):
-            DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05))
+    with (
+        DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05)),
+        pytest.raises(ValueError, match="belongs to an open engine"),
+    ):
+        DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05))
 
 
 def test_values_that_differ_after_a_failure(comm):

@@ -385,7 +385,7 @@ def test_models_that_differ(comm):
         engine(comm, "dp" if comm.rank else "dp9")
     with pytest.raises(RankMismatch, match="rank 0 has optimizer"):
         engine(comm, optimizer=AdamW(rate=0.1) if comm.rank else SGD(rate=0.1))
-    with pytest.raises(RankMismatch, match=r"rank(s 0, 2 have| 0 has) optimizer's rate: 0\.1; rank 1 has optimizer's rate: 0\.2"):
+    with pytest.raises(RankMismatch, match=r"rank(s 0, 2 have| 0 has) optimizer's rate: 0\.1; rank 1 has .* 0\.2"):
         engine(comm, optimizer=AdamW(rate=0.2 if comm.rank == 1 else 0.1))
     with pytest.raises(RankMismatch, match=r"rank 0 has optimizer's decay: 0\.0; rank 1 has optimizer's decay: 0\.5"):
         engine(comm, optimizer=AdamW(rate=0.1, decay=comm.rank / 2))
