@@ -4,7 +4,7 @@ Values and rounding equal those of ml_dtypes (tested for every value).
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -56,6 +56,15 @@ MINIFLOATS = {
     "bf16": _minifloat(ml_dtypes.bfloat16, 8),
 }
 """Formats of OCP "8-bit floating point" and "Microscaling formats" (2023), fp16 and bf16."""
+
+
+def as_float32(name: str, x: Any) -> Any:
+    """Array of real numbers in float32, the same if it is one. TypeError, naming the argument, for other elements."""
+    if x.dtype.kind not in "fiub" and x.dtype.name != "bfloat16":
+        raise TypeError(f"{name}: expected real numbers, found {x.dtype}")
+    with np.errstate(over="ignore"):  # infinity is looked for where it matters
+        return x.astype(np.float32, copy=False)
+
 
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact 0: appendix E of Dettmers, Pagnoni, Holtzman
 # and Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).

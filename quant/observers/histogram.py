@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from quant.formats import as_float32
 from quant.kernels import array_namespace
 from quant.observers.ranges import Ranges, allgather, batch_range
 from quant.spec.granularity import PerTensor
@@ -59,7 +60,8 @@ class Histogram(Ranges):
         return np.arange(-half, half + 1) * self.width
 
     def observe(self, x: Array) -> None:
-        """Count the elements of a batch of any shape. ValueError for NaN, infinity, or an empty batch."""
+        """Count the elements of a batch of any shape, as float32. ValueError for NaN, infinity, or an empty batch."""
+        x = as_float32("x", x)
         low, high = (float(bound[0]) for bound in batch_range(x, PerTensor()))
         exponent = max(self.exponent, self._needed(low, high))
         self.counts, self.exponent = self._counts_at(exponent), exponent
@@ -183,7 +185,12 @@ class Entropy(_LeastLoss):
 
     As in TensorRT: a range has at least as many bins as there are codes, and its outermost bins also count the elements
     beyond them, in the distribution alone (Migacz, "8-bit Inference with TensorRT", GTC 2017). In an outermost bin with
-    no other elements the codes' distribution counts one, without which the divergence would be infinite.
+    no other elements the codes' distribution counts one, without which the divergence would be infinite. It is infinite
+    for a range without elements.
+
+    The codes' distribution is a share of all elements, so a range of divergence D holds a share of at least e^-D.
+    TensorRT takes the share of those in the range: where data stay away from 0, a range with a single bin of them would
+    have divergence 0.
     """
 
     def _loss(self, middles: np.ndarray, low: float, high: float) -> float:
@@ -191,6 +198,8 @@ class Entropy(_LeastLoss):
             return math.inf
         first, last = (math.floor(bound / self.width) + len(self.counts) // 2 for bound in (low, high))
         inside = self.counts[first : last + 1]
+        if not inside.any():
+            return math.inf
         p = inside.astype(np.float64)
         p[0] += self.counts[:first].sum()
         p[-1] += self.counts[last + 1 :].sum()
@@ -198,5 +207,4 @@ class Entropy(_LeastLoss):
         means = np.bincount(codes, inside) / np.maximum(np.bincount(codes, inside > 0), 1)
         q = np.where(inside > 0, means[codes], 1.0)[p > 0]
         p = p[p > 0]
-        p, q = p / p.sum(), q / q.sum()
-        return float((p * np.log(p / q)).sum())
+        return float((p * np.log(p / q)).sum()) / self.total

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from quant import kernels
+from quant.formats import as_float32
 from quant.kernels import array_namespace
 from quant.layout import layout
 from quant.scaling import scales
-from quant.spec.granularity import Granularity, PerChannel, PerTensor, blocking, to_rows
+from quant.spec.granularity import Granularity, PerChannel, PerTensor, blocking, to_rows, whole_number
 from quant.spec.quant_spec import QuantSpec
 from quant.types import Array
 
@@ -112,7 +113,10 @@ class Ema(Ranges):
         self._batch: int | None = None
 
     def begin(self, batch: int) -> None:
-        """Set the global index of the next batch, from 0."""
+        """Set the global index of the next batch, from 0. ValueError for other numbers."""
+        whole_number("batch", batch)
+        if batch < 0:
+            raise ValueError(f"batch: expected an index from 0, found {batch}")
         self._batch = batch
 
     def observe(self, x: Array) -> None:
@@ -167,7 +171,7 @@ def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndar
     if not blocks.elements:
         raise ValueError("a batch without elements has no range")
     xp = array_namespace(x)
-    rows = xp.ascontiguousarray(to_rows(x.astype(np.float32, copy=False), granularity))
+    rows = xp.ascontiguousarray(to_rows(as_float32("x", x), granularity))
     low, high = kernels.minmax(rows, blocks.size)
     low, high = (bound.reshape(-1) if xp is np else bound.reshape(-1).get() for bound in (low, high))
     if not (np.isfinite(low) & np.isfinite(high)).all():

@@ -252,6 +252,34 @@ def test_entropy_of_few_values(x, symmetric, bits):
     assert seen.range()[1].item() == x.max()
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_elements_of_other_types(name):
+    """They count as float32, the range of which others may leave by rounding; complex numbers are refused."""
+    for x in (
+        np.array([-2.0000000001, 1.0]),
+        np.array([-2.0000000001, 1.0], ">f8"),
+        np.array(1.9999999999999),
+        np.float64(-4.0000000001),
+        np.array([1, -3], np.int16),
+        np.array([1, -3], np.float16)[::-1],
+    ):
+        found, expected = ALL[name](INT8), ALL[name](INT8)
+        found.observe(x)
+        expected.observe(np.asarray(x, F))
+        assert state(found) == state(expected)
+        np.testing.assert_array_equal(found.range(), expected.range())
+    with pytest.raises(TypeError, match="x: expected real numbers, found complex64"):
+        ALL[name](INT8).observe(np.ones(3, np.complex64))
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        ALL[name](INT8).observe(np.array([1e300]))
+
+
+def test_batches_have_indices():
+    for wrong in (-1, 1.5, None):
+        with pytest.raises(ValueError, match="batch: expected"):
+            Ema().begin(wrong)
+
+
 def test_zeros_only():
     for kind in OBSERVERS.values():
         seen = kind(INT8)
