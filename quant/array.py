@@ -11,7 +11,7 @@ from quant.formats import values
 from quant.kernels import LinearCode, array_namespace
 from quant.layout import BufferLayout, BufferPart, layout
 from quant.scaling.scales import halves, joined, numbers_of, spread
-from quant.spec.granularity import GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, to_rows
+from quant.spec.granularity import GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, shape_of, to_rows
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
 
@@ -44,7 +44,7 @@ class QuantizedArray:
 
     def __init__(self, spec: QuantSpec, shape: int | tuple[int, ...], buffer: Array = None):
         self.spec = spec
-        self.shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.shape = shape_of(shape)
         self.layout: BufferLayout = layout(spec, self.shape)
         if buffer is None:
             buffer = np.zeros(self.layout.nbytes, np.uint8)
@@ -198,20 +198,28 @@ class QuantizedArray:
         Parameters
         ----------
         out : array of this shape, optional
-            Destination, of any floating-point dtype.
+            Destination, of any floating-point dtype, writable; TypeError or ValueError for others.
         dtype : dtype
-            Dtype of the result if there is no `out`.
+            Dtype of the result if there is no `out`; TypeError unless of floating-point numbers.
         """
+        _expect_floats("dtype", np.dtype(dtype))
         return self._decode(out, dtype, add=False)
 
     def add_to(self, out: Array) -> Array:
-        """Add the decoded values to `out` in place, in float32 or in a wider dtype of `out`, and return `out`."""
+        """Add the decoded values to `out` in place, in float32 or in a wider dtype of `out`, and return `out`.
+
+        TypeError or ValueError unless `out` is a writable array of floating-point numbers of this shape.
+        """
         return self._decode(out, None, add=True)
 
     def _decode(self, out: Array, dtype: Any, add: bool) -> Array:
         xp, spec, blocks = array_namespace(self.buffer), self.spec, self.layout.blocks
-        if out is not None and out.shape != self.shape:
-            raise ValueError(f"out: expected shape {self.shape}, found {out.shape}")
+        if out is not None:
+            _expect_floats("out", out.dtype)
+            if out.shape != self.shape:
+                raise ValueError(f"out: expected shape {self.shape}, found {out.shape}")
+            if not writable(out):
+                raise ValueError("out: expected a writable array, found a read-only one")
         if add and np.result_type(out.dtype, np.float32) != np.float32:  # a sum in float32 would lose digits
             out[...] = (out + self.dequantize()).astype(out.dtype, copy=False)
             return out
@@ -305,3 +313,13 @@ def _has_rows(out: Array, spec: QuantSpec) -> bool:
         or kind.axis % out.ndim == (0 if isinstance(kind, PerChannel) else out.ndim - 1)
     )
     return bool(in_order and out.dtype == np.float32 and out.flags.c_contiguous)
+
+
+def _expect_floats(name: str, dtype: np.dtype) -> None:
+    if dtype.kind != "f" and dtype.name != "bfloat16":
+        raise TypeError(f"{name}: expected floating-point numbers, found {dtype}")
+
+
+def writable(array: Array) -> bool:
+    """True if elements can be written, as those of all arrays on a GPU."""
+    return bool(getattr(array.flags, "writeable", True))

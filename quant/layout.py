@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quant.packing import packed_nbytes
-from quant.spec.granularity import GroupBlocking, blocking
+from quant.spec.granularity import GroupBlocking, blocking, shape_of
 from quant.spec.quant_spec import SCALE_BITS, QuantSpec
 
 STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
@@ -57,16 +57,20 @@ class BufferLayout(NamedTuple):
         return 8 * self.nbytes / self.elements if self.elements else math.nan
 
 
-@cache
-def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
-    """Buffer layout of an array of this shape (cached). ValueError if the array has no axis that the spec needs.
+def layout(spec: QuantSpec, shape: int | tuple[int, ...]) -> BufferLayout:
+    """Buffer layout of an array of this shape, or a vector of this length (cached).
+
+    ValueError if the array has no axis that the spec needs.
 
     >>> from quant.spec.presets import Q4_0
     >>> layout(Q4_0, (64,)).nbytes, layout(Q4_0, (64,)).bits_per_element
     (36, 4.5)
     """
-    if any(n < 0 for n in shape):
-        raise ValueError(f"no array has the shape {shape}")
+    return _layout(spec, shape_of(shape))
+
+
+@cache
+def _layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
     blocks = blocking(spec.granularity, shape)
     levels = [blocks]
     for scales in spec.scales.levels[:-1]:
@@ -93,4 +97,4 @@ def wire_nbytes(spec: QuantSpec, shape: int | tuple[int, ...]) -> int:
     >>> wire_nbytes(grouped(8, 128), 1000)
     1016
     """
-    return layout(spec, (shape,) if isinstance(shape, int) else tuple(shape)).nbytes
+    return layout(spec, shape).nbytes

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from quant import kernels
-from quant.array import QuantizedArray
-from quant.formats import GREATEST, values
+from quant.array import QuantizedArray, writable
+from quant.formats import GREATEST, as_float32, values
 from quant.kernels import LinearCode, ScaleRule, array_namespace, surely_all
 from quant.layout import layout
 from quant.scaling import codebook
 from quant.scaling import scales as scaling
-from quant.spec.granularity import to_rows
-from quant.spec.quant_spec import SCALE_BITS, QuantSpec
+from quant.spec.granularity import to_rows, whole_number
+from quant.spec.quant_spec import SCALE_BITS, QuantSpec, same
 from quant.types import Array
 
 UNSIGNED = ("e8m0", *(form for form in SCALE_BITS if form.startswith("uint")))
@@ -109,8 +109,10 @@ def _output(x: Array, spec: QuantSpec, out: QuantizedArray | None) -> QuantizedA
     if out is None:
         buffer = array_namespace(x).empty(layout(spec, tuple(x.shape)).nbytes, np.uint8)
         return QuantizedArray(spec, x.shape, buffer)
-    if out.spec != spec or out.shape != tuple(x.shape):
+    if out.shape != tuple(x.shape) or not same(out.spec, spec, x.ndim):
         raise ValueError(f"out: expected {spec} of shape {x.shape}, found {out}")
+    if not writable(out.buffer):
+        raise ValueError("out: expected a writable buffer, found a read-only one")
     return out
 
 
@@ -140,7 +142,7 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
         return None
     if seed is None:
         raise ValueError("stochastic rounding needs a seed")
-    digest = blake2b(str(int(seed)).encode(), digest_size=8).digest()
+    digest = blake2b(str(whole_number("seed", seed)).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
@@ -188,7 +190,7 @@ def _nonfinite_message(x: Array, spec: QuantSpec, nonfinite: str) -> str:
 
 def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
     """Scales or zero points from the caller as float32 of shape (rows, groups). ValueError unless one per group."""
-    blocks, numbers = out.layout.blocks, array_namespace(out.buffer).asarray(numbers).astype(np.float32)
+    blocks, numbers = out.layout.blocks, as_float32(name, array_namespace(out.buffer).asarray(numbers))
     if numbers.size != blocks.groups:
         raise ValueError(f"{name}: expected {blocks.groups} numbers, one per group, found {numbers.size}")
     return numbers.reshape(blocks.rows, blocks.per_row)

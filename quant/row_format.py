@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from quant import kernels
+from quant.array import writable
 from quant.formats import values
 from quant.kernels import LinearCode, array_namespace
 from quant.quantize import quantize, quantize_in_one_pass
@@ -75,9 +76,9 @@ class RowFormat:
     def encode(self, x: Array, wire: Array) -> None:
         """Encode rows of float32, shape (rows, width), as bytes, shape (rows, nbytes), C-contiguous both.
 
-        Groups with NaN or infinity become NaN. ValueError for arrays of other types or lengths.
+        Groups with NaN or infinity become NaN. ValueError for arrays of other types, lengths or layouts.
         """
-        self._check(x, wire)
+        self._check(x, wire, wire)
         scales, codes = self.scales(wire), self.codes(wire)
         if not quantize_in_one_pass(x, self.spec, self.group, scales, codes):
             found = quantize(x, self.spec, nonfinite="poison")
@@ -88,9 +89,9 @@ class RowFormat:
     def decode(self, wire: Array, out: Array) -> Array:
         """Decode rows of bytes into `out`, float32, shape (rows, width), C-contiguous, and return it.
 
-        ValueError for arrays of other types or lengths.
+        ValueError for arrays of other types, lengths or layouts.
         """
-        self._check(out, wire)
+        self._check(out, wire, out)
         about = self.codes(wire), self.group, self.scales(wire)
         if self.spec.linear:
             kernels.decode_linear(*about, None, LinearCode.of(self.spec), out, False)
@@ -98,14 +99,16 @@ class RowFormat:
             kernels.decode_table(*about, array_namespace(wire).asarray(values(self.spec.code)), out, False)
         return out
 
-    def _check(self, rows: Array, wire: Array) -> None:
-        """Raise ValueError unless these are rows and as many rows of bytes."""
+    def _check(self, rows: Array, wire: Array, written: Array) -> None:
+        """Raise ValueError unless these are rows and as many rows of bytes, contiguous, one of them to be written."""
         expected = (len(rows), self.width), np.float32, (len(rows), self.nbytes), np.uint8
         if (rows.shape, rows.dtype, wire.shape, wire.dtype) != expected:
             raise ValueError(
                 f"expected float32 (n, {self.width}) and uint8 (n, {self.nbytes}), "
                 f"found {rows.dtype} {rows.shape} and {wire.dtype} {wire.shape}"
             )
+        if not (rows.flags.c_contiguous and wire.flags.c_contiguous and writable(written)):
+            raise ValueError("expected C-contiguous rows, and the destination writable")
 
     @cached_property
     def _levels(self) -> Array | None:

@@ -5,17 +5,28 @@ may be shorter. Kernels see only this matrix.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
 from quant.types import Array
 
 
-def whole_number(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is an integer (bool is refused)."""
+def whole_number(name: str, value: Any) -> int:
+    """`value` as an int, if it is an integer of Python or NumPy; ValueError for others, and for bool."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name}: expected a whole number, found {value!r}")
+    return int(value)
+
+
+def shape_of(shape: Any) -> tuple[int, ...]:
+    """Shape given as an integer or a sequence of them, as a tuple of int. ValueError for negative or other numbers."""
+    lengths = shape if isinstance(shape, Iterable) else (shape,)
+    found = tuple(whole_number("shape", n) for n in lengths)
+    if any(n < 0 for n in found):
+        raise ValueError(f"no array has the shape {found}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class PerChannel:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        whole_number("axis", self.axis)
+        object.__setattr__(self, "axis", whole_number("axis", self.axis))
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,8 @@ class PerGroup:
     axis: int = -1
 
     def __post_init__(self) -> None:
-        whole_number("axis", self.axis)
-        whole_number("the size of a group", self.size)
+        object.__setattr__(self, "axis", whole_number("axis", self.axis))
+        object.__setattr__(self, "size", whole_number("the size of a group", self.size))
         if self.size < 1:
             raise ValueError(f"size: expected at least one element per group, found {self.size}")
 
@@ -90,6 +101,13 @@ def _axis(granularity: PerChannel | PerGroup, ndim: int) -> int:
     if not -ndim <= granularity.axis < ndim:
         raise ValueError(f"{granularity} has no axis {granularity.axis} in an array of {ndim} dimensions")
     return granularity.axis % ndim
+
+
+def from_front(granularity: Granularity, ndim: int) -> Granularity:
+    """Granularity with its axis counted from the front in an array of `ndim` dimensions. ValueError without it."""
+    if isinstance(granularity, PerTensor):
+        return granularity
+    return replace(granularity, axis=_axis(granularity, ndim))
 
 
 def blocking(granularity: Granularity, shape: tuple[int, ...]) -> GroupBlocking:

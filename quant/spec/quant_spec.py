@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quant.formats import MINIFLOATS, TABLES
-from quant.spec.granularity import Granularity, PerChannel, PerGroup, PerTensor, whole_number
+from quant.spec.granularity import Granularity, PerChannel, PerGroup, PerTensor, from_front, whole_number
 
 CODES = ("linear", *(name for name, kind in MINIFLOATS.items() if kind.bits <= 8), *TABLES, "kmeans")
 ROUNDINGS = ("nearest_even", "half_away", "half_up", "stochastic")
@@ -47,7 +47,8 @@ class Scales:
     format : str
         fp32, fp16, bf16; e8m0 (a power of two); e4m3; uint1 to uint8 (integers, which need a parent).
     granularity : Granularity
-        Scales that share one parent scale: `PerTensor()`, `PerChannel(0)` (those of a row) or `PerGroup(size)`.
+        Scales that share one parent scale: `PerTensor()`, `PerChannel(0)` (those of a row) or `PerGroup(size)`; always
+        `PerTensor()` without a parent.
     parent : Scales, optional
     """
 
@@ -64,6 +65,7 @@ class Scales:
             raise ValueError(f"scales in {self.format} need a parent")
         if self.parent is not None and not self.format.startswith(("uint", "e4m3")):
             raise ValueError(f"scales with a parent: expected small integers or e4m3, found {self.format}")
+        object.__setattr__(self, "granularity", _of_matrix(self.granularity) if self.parent else TENSOR)
 
     @property
     def bits(self) -> int:
@@ -103,6 +105,7 @@ class QuantSpec:
         nearest_even; half_away (from zero); half_up; stochastic (up with the fraction's probability, drawn
         reproducibly from a seed and the element's number).
     scale : str or Scales
+        Name of a format, as which scales without a parent are kept too, or scales with a parent.
     zero : str
         integer: Z is rounded and stored in `bits` bits. fp32, fp16, bf16: Z is stored as it is, and the range need not
         include 0.
@@ -132,13 +135,16 @@ class QuantSpec:
     divisor: str = "stored"
 
     def __post_init__(self) -> None:
-        whole_number("bits", self.bits)
+        object.__setattr__(self, "bits", whole_number("bits", self.bits))
         _one_of("bits", self.bits, range(1, 9))
         for name in ("signed", "symmetric"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name}: expected True or False, found {getattr(self, name)!r}")
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name}: expected True or False, found {value!r}")
+            object.__setattr__(self, name, bool(value))
         if not isinstance(self.scale, str | Scales):
             raise ValueError(f"scale: expected the name of a format or Scales, found {self.scale!r}")
+        if isinstance(self.scale, Scales) and self.scale.parent is None:
+            object.__setattr__(self, "scale", self.scale.format)
         _granularity("granularity", self.granularity)
         for name, allowed in CHOICES.items():
             _one_of(name, getattr(self, name), allowed)
@@ -254,6 +260,21 @@ def _from_json(value: Any) -> Any:
         return value
     inner = {name: _from_json(part) for name, part in value.items() if name != "kind"}
     return GRANULARITIES[value["kind"]](**inner) if "kind" in value else Scales(**inner)
+
+
+def _of_matrix(granularity: Granularity) -> Granularity:
+    """Granularity of scales, which form a matrix, with 0 for the axis of rows and -1 for groups along them."""
+    granularity = from_front(granularity, 2)
+    along_rows = isinstance(granularity, PerGroup) and granularity.axis == 1
+    return replace(granularity, axis=-1) if along_rows else granularity
+
+
+def same(one: QuantSpec, other: QuantSpec, ndim: int) -> bool:
+    """True if specs are equal for arrays of `ndim` dimensions, in which axis -1 is the same as the last."""
+    if one == other:
+        return True
+    alike = other.replace(granularity=from_front(other.granularity, ndim))
+    return one.replace(granularity=from_front(one.granularity, ndim)) == alike
 
 
 def _share(granularity: Granularity) -> float:

@@ -117,14 +117,39 @@ def test_out(name):
     ones = np.ones((64, 6), F).T
     q.add_to(ones)
     np.testing.assert_array_equal(ones, back + F(1))
-    wide, counts = np.full(x.shape, 1e9 + 1), np.full(x.shape, 1 << 30)
+    wide = np.full(x.shape, 1e9 + 1)
     assert q.add_to(wide) is wide and same(wide, 1e9 + 1 + back.astype(np.float64))
-    assert same(q.add_to(counts), ((1 << 30) + back.astype(np.float64)).astype(np.int64))
+    for dtype in (np.int8, np.int64, np.complex64, bool, ml_dtypes.float8_e4m3fn):
+        for call in (q.add_to, lambda out: q.dequantize(out), lambda out: q.dequantize(dtype=out.dtype)):
+            with pytest.raises(TypeError, match="expected floating-point numbers, found"):
+                call(np.zeros(x.shape, dtype))
+    for dtype in (F, np.float64, np.float16):
+        kept = np.ones(x.shape, dtype)
+        kept.flags.writeable = False
+        for call in (q.add_to, q.dequantize):
+            with pytest.raises(ValueError, match="out: expected a writable array"):
+                call(kept)
     for out in (np.zeros((64, 6)), np.zeros((64, 6), F)):
         with pytest.raises(ValueError, match=r"out: expected shape \(6, 64\), found \(64, 6\)"):
             q.add_to(out)
     with pytest.raises(ValueError, match=r"out: expected shape \(6, 64\), found \(64, 6\)"):
         q.dequantize(out=np.zeros((64, 6), F))
+
+
+@pytest.mark.parametrize("forms", [(), ("compiled",)])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_buffer_that_cannot_be_written(name, forms):
+    """As of a received message: it is decoded, and refused as a destination."""
+    if forms:
+        pytest.importorskip("numba")
+    spec, x = SPECS[name], numbers((6, 64))
+    with kernels.forms(*forms):
+        q = quantize(x, spec, seed=1)
+        there = QuantizedArray.from_wire(np.frombuffer(q.buffer.tobytes(), np.uint8), spec, x.shape)
+        assert same(there.dequantize(), q.dequantize())
+        assert same(there.add_to(x.copy()), q.add_to(x.copy()))
+        with pytest.raises(ValueError, match="out: expected a writable buffer"):
+            quantize(x, spec, seed=1, out=there)
 
 
 def test_any_place_and_type():

@@ -122,3 +122,19 @@ def test_places_out_of_range(forms, place):
             with pytest.raises(IndexError):
                 call(wire, y, places)
     assert not y.any()
+
+
+def test_arrays_that_would_be_copied():
+    """Rows with gaps are refused, into which nothing would be written, and so is what cannot be written."""
+    x = np.ones((4, 130), np.float32)
+    rows = RowFormat(SPECS["int8"], 130)
+    wire = encoded(rows, x)
+    gaps, kept = np.zeros((8, 130), np.float32)[::2], np.zeros_like(x)
+    kept.flags.writeable = False
+    for wrong in (gaps, kept, np.zeros((130, 4), np.float32).T):
+        with pytest.raises(ValueError, match="expected C-contiguous rows, and the destination writable"):
+            rows.decode(wire, wrong)
+    wire.flags.writeable = False
+    with pytest.raises(ValueError, match="and the destination writable"):
+        rows.encode(x, wire)
+    np.testing.assert_array_equal(rows.decode(wire, np.zeros_like(x)), x)

@@ -10,6 +10,7 @@ from quant import (
     PerChannel,
     PerGroup,
     PerTensor,
+    QuantizedArray,
     QuantSpec,
     Scales,
     grouped,
@@ -116,6 +117,50 @@ def test_axes_exist(granularity):
 def test_plain_values_and_back(name):
     spec = PRESETS[name]
     assert QuantSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint16])
+def test_integers_of_numpy(kind):
+    """They are kept as Python's, so that specs go into JSON, and shapes into layouts."""
+    spec = QuantSpec(kind(4), np.True_, np.False_, PerGroup(kind(32), kind(0)))
+    assert spec == QuantSpec(4, True, False, PerGroup(32, 0))
+    assert QuantSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert json.dumps(PerChannel(kind(1)).axis) == "1"
+    assert wire_nbytes(QuantSpec(8), kind(7)) == wire_nbytes(QuantSpec(8), (kind(7),)) == 11
+    assert type(layout(QuantSpec(8), [kind(7), 2]).nbytes) is int
+    q = QuantizedArray(QuantSpec(8), kind(7))
+    assert q.shape == (7,) and type(q.shape[0]) is int
+    for wrong in (2.5, (2.5,), "3", True, (3, None), np.float64(2)):
+        for use in (wire_nbytes, layout, QuantizedArray):
+            with pytest.raises(ValueError, match="shape: expected a whole number, found"):
+                use(QuantSpec(8), wrong)
+    with pytest.raises(ValueError, match=r"seed: expected a whole number, found 1\.5"):
+        quantize(np.ones(3, np.float32), QuantSpec(8, rounding="stochastic"), seed=1.5)
+
+
+def test_equal_specs():
+    """What means the same compares the same, and has the same hash."""
+    for one, other in (
+        (QuantSpec(8), QuantSpec(8, scale=Scales("fp32"))),
+        (QuantSpec(8, scale="fp16"), QuantSpec(8, scale=Scales("fp16", PerChannel(0)))),
+        (
+            QuantSpec(4, scale=Scales("uint4", PerChannel(-2), Scales("fp32", PerGroup(4)))),
+            QuantSpec(4, scale=Scales("uint4", PerChannel(0), Scales())),
+        ),
+        (
+            QuantSpec(4, scale=Scales("uint4", PerGroup(4, 1), Scales())),
+            QuantSpec(4, scale=Scales("uint4", PerGroup(4), Scales())),
+        ),
+    ):
+        assert one == other and hash(one) == hash(other) and one.to_dict() == other.to_dict()
+    x = np.ones((3, 8), np.float32)
+    for one, other in ((PerGroup(4), PerGroup(4, 1)), (PerChannel(-2), PerChannel(0)), (PerChannel(1), PerChannel(-1))):
+        q = quantize(x, QuantSpec(8, granularity=one))
+        assert quantize(x, QuantSpec(8, granularity=other), out=q) is q
+    with pytest.raises(ValueError, match="out: expected"):
+        quantize(x, QuantSpec(8, granularity=PerChannel(0)), out=q)
+    with pytest.raises(ValueError, match="has no axis 2"):
+        Scales("uint4", PerChannel(2), Scales())
 
 
 def test_names():
