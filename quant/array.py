@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from quant import kernels
-from quant.formats import values
+from quant.formats import as_float32, values
 from quant.kernels import LinearCode, array_namespace
 from quant.layout import BufferLayout, BufferPart, layout
-from quant.scaling.scales import halves, joined, numbers_of, spread
+from quant.scaling.codebook import stored_levels
+from quant.scaling.scales import joined, numbers_of, spread
 from quant.spec.granularity import GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, shape_of, to_rows
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -160,11 +161,14 @@ class QuantizedArray:
         return from_rows(rows, self.spec.granularity, self.shape)
 
     def with_levels(self, levels: Array) -> QuantizedArray:
-        """Copy with other levels, as many as `levels` has, rounded to the format that stores them; kmeans only."""
+        """Copy with other levels, as many as `levels` has, rounded to the format that stores them; kmeans only.
+
+        ValueError for levels that are not finite in that format.
+        """
         table, form = self._expect_kmeans(), self.spec.scales.format
-        levels = array_namespace(self.buffer).asarray(levels, np.float32).reshape(table.shape)
+        levels = as_float32("levels", array_namespace(self.buffer).asarray(levels)).reshape(table.shape)
         made = QuantizedArray(self.spec, self.shape, self.buffer.copy())
-        made.put("scale0", levels if form == "fp32" else halves(levels, form))
+        made.put("scale0", stored_levels(levels, form))
         return made
 
     def _expect_kmeans(self) -> Array:

@@ -13,6 +13,10 @@ EXACT = 1 << 12
 """Largest group that is fitted exactly; larger ones use Lloyd's iterations."""
 
 
+BATCH = 1 << 15
+"""Elements of groups that are fitted at once: their tables fit a core's cache."""
+
+
 def thresholds(levels: Array) -> Array:
     """Midpoints of neighbouring levels (ties go to the lower level): shape (..., levels - 1)."""
     low, high = levels[..., :-1], levels[..., 1:]
@@ -30,58 +34,120 @@ def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
     >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
     array([ 1.5, 11. ])
     """
-    points, mass = np.unique(np.asarray(values, np.float64), return_counts=True)
-    if len(points) <= k:
-        return np.concatenate([points, np.full(k - len(points), points[-1])])
-    middle = points.mean()  # sums of squares lose less about the middle
-    prefix = [np.concatenate([[0.0], np.cumsum(mass * (points - middle) ** power)]) for power in range(3)]
+    return fit_groups(np.asarray(values, np.float64)[None], k)[0]
 
-    def cost(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Sum of squared distances to the mean of the sorted points `first` to `last` (exclusive)."""
-        count, total, squares = (sums[last] - sums[first] for sums in prefix)
-        costs: np.ndarray = np.maximum(squares - total * total / count, 0)
+
+def fit_groups(groups: np.ndarray, k: int) -> np.ndarray:
+    """Optimal levels of each of several groups of n values, as `kmeans_exact`: shape (groups, n) -> (groups, k)."""
+    points = np.sort(groups.astype(np.float64), axis=1)
+    exponents = np.frexp(abs(points).max(axis=1, keepdims=True))[1]  # squares neither overflow nor vanish
+    points = np.ldexp(points, -exponents)
+    numbers = np.cumsum(np.diff(points, axis=1, prepend=points[:, :1]) > 0, axis=1)  # of distinct values, from 0
+    levels = np.repeat(points[:, -1:], k, axis=1)
+    few = numbers[:, -1] < k
+    group, place = np.nonzero(few[:, None] & (numbers < k))
+    levels[group, numbers[group, place]] = points[group, place]
+    if not few.all():
+        levels[~few] = _means(points[~few], _optimal_edges(points[~few], k))
+    return np.ldexp(levels, exponents)
+
+
+class IntervalCosts:
+    """Sum of squared distances to the mean for intervals of sorted values, without cancellation.
+
+    Level l of the tables divides the places in blocks of 2^l; place i has mean and squares of the values between it and
+    the middle of its block. An interval joins two of these at the level where its ends are in different halves of a
+    block (T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
+    1979). Squares are taken about the value at the middle, one of those summed, so they are at most the number of
+    values times the result: no value outside an interval, as an outlier, has a share in its rounding errors.
+    """
+
+    def __init__(self, points: np.ndarray):
+        groups, n = points.shape
+        height = max(n - 1, 1).bit_length()
+        self._width = 1 << height
+        padded = np.pad(points, ((0, 0), (0, self._width - n)), mode="edge")
+        means, squares = np.empty((2, height + 1, groups, self._width))
+        means[0], squares[0] = padded, 0
+        for level in range(1, height + 1):
+            half = 1 << (level - 1)
+            shape = groups, -1, 2, half
+            halves_of = (array.reshape(shape) for array in (padded, means[level], squares[level]))
+            values, mean, square = ((array[:, :, 0, ::-1], array[:, :, 1]) for array in halves_of)
+            for side in range(2):
+                off = values[side] - values[side][..., :1]
+                shift = np.cumsum(off, axis=-1) / np.arange(1, half + 1)
+                mean[side][...] = values[side][..., :1] + shift
+                square[side][...] = np.cumsum(off * off, axis=-1) - shift * shift * np.arange(1, half + 1)
+        self._means, self._squares = means.reshape(-1), np.maximum(squares, 0).reshape(-1)
+        self._size = groups * self._width
+
+    def __call__(self, group: np.ndarray, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Cost of the values `first` to `end` (exclusive) of each group."""
+        last = end - 1
+        level = np.frexp(first ^ last)[1]
+        middle = (last >> np.maximum(level - 1, 0)) << np.maximum(level - 1, 0)
+        start = level * self._size + group * self._width
+        one, other = start + first, start + last
+        apart = self._means[other] - self._means[one]
+        costs: np.ndarray = self._squares[one] + self._squares[other]
+        costs += apart * apart * ((middle - first) * (end - middle) / (end - first))
         return costs
 
-    n = len(points)
-    ends = np.arange(n + 1)
-    least = np.full(n + 1, np.inf)
-    least[1:] = cost(np.zeros(n, int), ends[1:])
+
+def _optimal_edges(points: np.ndarray, k: int) -> np.ndarray:
+    """Edges of the k best intervals of each row of sorted points: shape (groups, k + 1)."""
+    groups, n = points.shape
+    cost, every = IntervalCosts(points), np.arange(groups)
+    least = np.full((groups, n + 1), np.inf)
+    least[:, 1:] = cost(every[:, None], np.zeros((1, n), int), np.arange(1, n + 1)[None])
     starts = []
     for clusters in range(2, k + 1):
-        least, start = _next_row(least, cost, clusters, n)
+        least, start = _next_row(least, cost, clusters, n - (k - clusters))
         starts.append(start)
-    edges = [n]
-    for start in reversed(starts):
-        edges.append(int(start[edges[-1]]))
-    edges.append(0)
-    bounds = np.array(edges[::-1])
-    count, total = (sums[bounds[1:]] - sums[bounds[:-1]] for sums in prefix[:2])
-    means: np.ndarray = total / count + middle
-    return means
+    edges = np.empty((groups, k + 1), int)
+    edges[:, 0], edges[:, k] = 0, n
+    for clusters in range(k, 1, -1):
+        edges[:, clusters - 1] = starts[clusters - 2][every, edges[:, clusters]]
+    return edges
 
 
-def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(least cost of the first i points in `clusters` clusters, start of the last one), for all i up to n."""
-    row, start = np.full(n + 1, np.inf), np.zeros(n + 1, int)
-    spans = [(clusters, n, clusters - 1, n - 1)]  # ends low..high, whose best starts are in first..last
-    while spans:
-        below = []
-        middles = np.array([(low + high) // 2 for low, high, _, _ in spans])
-        firsts = np.array([span[2] for span in spans])
-        lasts = np.minimum([span[3] for span in spans], middles - 1)
-        counts = lasts - firsts + 1
-        offsets = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        candidates = np.arange(counts.sum()) - np.repeat(offsets - firsts, counts)
-        totals = least[candidates] + cost(candidates, np.repeat(middles, counts))
+def _next_row(least: np.ndarray, cost: IntervalCosts, clusters: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """(least cost of the first i values in `clusters` clusters, start of the last), by group, for i up to `most`."""
+    row, start = np.full_like(least, np.inf), np.zeros(least.shape, np.int32)
+    group = np.arange(len(least))
+    # Ends low..high, whose best starts are in first..last, for each group.
+    low, high, first, last = (np.full(len(group), bound) for bound in (clusters, most, clusters - 1, most - 1))
+    while len(group):
+        end = (low + high) // 2
+        counts = np.minimum(last, end - 1) - first + 1
+        offsets = np.cumsum(counts) - counts
+        span = np.repeat(np.arange(len(group)), counts)
+        candidates = np.arange(len(span)) - (offsets - first)[span]
+        totals = least[group[span], candidates] + cost(group[span], candidates, end[span])
         best = np.minimum.reduceat(totals, offsets)
-        where = np.flatnonzero(totals == np.repeat(best, counts))
+        where = np.flatnonzero(totals == best[span])
         chosen = candidates[where[np.searchsorted(where, offsets)]]
-        row[middles], start[middles] = best, chosen
-        for (low, high, first, last), middle, pick in zip(spans, middles, chosen):
-            below += [(low, middle - 1, first, int(pick))] if low < middle else []
-            below += [(middle + 1, high, int(pick), last)] if middle < high else []
-        spans = below
+        row[group, end], start[group, end] = best, chosen
+        below, above = low < end, end < high
+        low, high, first, last = (
+            np.concatenate([one[below], other[above]])
+            for one, other in ((low, end + 1), (end - 1, high), (first, chosen), (chosen, last))
+        )
+        group = np.concatenate([group[below], group[above]])
     return row, start
+
+
+def _means(points: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Mean of each interval of sorted points, ascending: shape (groups, intervals)."""
+    groups, n = points.shape
+    counts = np.diff(edges, axis=1)
+    lowest = np.take_along_axis(points, edges[:, :-1], axis=1)
+    off = points.reshape(-1) - np.repeat(lowest.reshape(-1), counts.reshape(-1))
+    starts = edges[:, :-1] + n * np.arange(groups)[:, None]
+    means = lowest + np.add.reduceat(off, starts.reshape(-1)).reshape(counts.shape) / counts
+    limited: np.ndarray = np.minimum(means, np.take_along_axis(points, edges[:, 1:] - 1, axis=1))
+    return limited
 
 
 def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarray:
@@ -91,12 +157,11 @@ def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarra
     1; the iteration ends once no level moves.
     """
     points = np.sort(np.asarray(values, np.float64))
-    sums = np.concatenate([[0.0], np.cumsum(points)])
     levels = points[(2 * np.arange(k) + 1) * len(points) // (2 * k)]
     for _ in range(iterations):
         edges = np.concatenate([[0], np.searchsorted(points, (levels[1:] + levels[:-1]) / 2, "right"), [len(points)]])
-        count = np.diff(edges)
-        moved = np.where(count > 0, np.diff(sums[edges]) / np.maximum(count, 1), levels)
+        moved, used = levels.copy(), np.diff(edges) > 0
+        moved[used] = _means(points[None], np.append(edges[:-1][used], len(points))[None])[0]
         if (moved == levels).all():
             break
         levels = np.sort(moved)
@@ -116,15 +181,31 @@ def fit_into(rows: Array, out: Any) -> None:
     host = rows if xp is np else rows.get()
     k = 2**spec.bits
     levels = np.empty((blocks.rows, blocks.per_row, k), np.float32)
-    for row in range(blocks.rows):
-        for group in range(blocks.per_row):
-            levels[row, group] = fit(host[row, group * blocks.size : (group + 1) * blocks.size], k)
-    form = spec.scales.format
-    raw = levels if form == "fp32" else halves(levels, form)
-    if not np.isfinite(numbers_of(raw, form)).all():
-        raise ValueError(f"a level does not fit {form}")
-    out.put("scale0", xp.asarray(raw))
+    whole = blocks.length // blocks.size
+    for part, first, size in ((levels[:, :whole], 0, blocks.size), (levels[:, whole:], whole * blocks.size, 0)):
+        if part.size:
+            groups = host[:, first : first + whole * size] if size else host[:, first:]
+            part[...] = _fit_all(groups.reshape(-1, size or groups.shape[1]), k).reshape(part.shape)
+    out.put("scale0", xp.asarray(stored_levels(levels, spec.scales.format)))
     codes = xp.empty(out.size, np.uint8)
     ones = xp.ones((blocks.rows, blocks.per_row), np.float32)
     kernels.encode_table(rows, blocks.size, ones, False, thresholds(out.levels()), codes.reshape(rows.shape))
     out.put("codes", codes)
+
+
+def _fit_all(groups: np.ndarray, k: int) -> np.ndarray:
+    """Levels of each row of a matrix, as `fit`: shape (groups, k)."""
+    if groups.shape[1] > EXACT:
+        return np.array([kmeans_lloyd(group, k) for group in groups])
+    step = max(BATCH // groups.shape[1], 1)
+    return np.concatenate([fit_groups(groups[at : at + step], k) for at in range(0, len(groups), step)])
+
+
+def stored_levels(levels: Array, form: str) -> Array:
+    """Levels in the format that stores them: float32, or bits of halves. ValueError if one is not finite in it."""
+    raw = levels if form == "fp32" else halves(levels, form)
+    xp = array_namespace(levels)
+    finite = xp.isfinite(numbers_of(raw, form))
+    if not bool(finite.all()):
+        raise ValueError(f"a level of {float(levels.reshape(-1)[int(xp.argmin(finite))]):.3g} does not fit {form}")
+    return raw

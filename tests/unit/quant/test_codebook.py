@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from quant import INT4_G32, NF4, PerChannel, QuantizedArray, QuantSpec, kernels, quantize
+from quant import INT4_G32, NF4, PerChannel, PerGroup, QuantizedArray, QuantSpec, kernels, quantize
 from quant.scaling import codebook
 from quant.scaling.codebook import kmeans_exact, kmeans_lloyd
 
@@ -80,6 +80,21 @@ def test_many_values():
     """Beyond EXACT values Lloyd takes over, and is not much worse."""
     values = RNG.standard_normal(codebook.EXACT + 1)
     assert cost(values, codebook.fit(values, 8)) < 1.05 * cost(values, kmeans_exact(values, 8))
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e6])
+def test_levels_that_do_not_fit(wrong):
+    q = quantize(np.arange(4, dtype=np.float32), QuantSpec(2, code="kmeans", scale="fp16"))
+    with pytest.raises(ValueError, match=r"a level of .* does not fit fp16"):
+        q.with_levels([0, 1, 2, wrong])
+    assert q.with_levels([0, 1, 2, 5]).dequantize().tolist() == [0, 1, 2, 5]
+
+
+def test_last_groups_are_shorter():
+    x = np.array([[1, 1, 2, 2, 9], [3, 4, 3, 4, -7]], np.float32)
+    q = quantize(x, QuantSpec(1, code="kmeans", granularity=PerGroup(4)))
+    np.testing.assert_array_equal(q.dequantize(), x)
+    assert q.levels().tolist() == [[[1, 2], [9, 9]], [[3, 4], [-7, -7]]]
 
 
 def test_what_has_no_mean():
