@@ -203,7 +203,12 @@ def _store_zeros(out: QuantizedArray, scales: Array, low: Array, zeros: Array | 
         return None
     z = scaling.zero_point(spec, scales, low) if zeros is None else _given("zeros", zeros, out)
     if spec.zero != "integer":
-        out.put("zeros", scaling.round_to(z, spec.zero, keep=False)[0])
+        raw = z if spec.zero == "fp32" else scaling.halves(z, spec.zero)
+        finite = xp.isfinite(scaling.numbers_of(raw, spec.zero))
+        if not bool(finite.all()):
+            wrong = float(z.reshape(-1)[int(xp.argmin(finite))])
+            raise ValueError(f"zeros: expected finite numbers that fit {spec.zero}, found {wrong:.3g}")
+        out.put("zeros", raw)
         return out.zeros()
     if not bool(((z >= spec.q_min) & (z <= spec.q_max) & (z == xp.rint(z))).all()):
         raise ValueError(f"zeros: expected whole numbers from {spec.q_min} to {spec.q_max}")

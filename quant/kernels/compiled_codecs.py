@@ -23,7 +23,7 @@ from quant.spec.quant_spec import ROUNDINGS
 F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
 MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
-TINY, INFINITE = F(2**-149), I(0x7F800000)
+NORMAL, INFINITE = I(0x00800000), I(0x7F800000)
 NO_KEYS = U(0), U(0)
 NIBBLES = BLOCK // 2
 NEAR = 1 << 13
@@ -256,21 +256,29 @@ def encode_linear(rows, size, by, multiply, zeros, code, out):
 
 
 @inlined
-def _half(scale, keep):
-    """(bits, value) of a non-negative scale rounded to fp16; with `keep`, none but 0 becomes 0."""
+def _quotient(r, n):
+    """r / n of non-negative numbers; denormal results are rounded up."""
+    quotient = F(r / n)
+    bits = I(F(quotient).view(np.int32))
+    return I(bits + I(1)).view(np.float32) if bits < NORMAL and F(quotient * n) < r else quotient
+
+
+@inlined
+def _half(scale, up):
+    """(bits, value) of a non-negative scale rounded to fp16; with `up`, denormal ones are rounded up."""
     exponent = I(max(I(F(scale).view(np.int32) >> I(23)), I(113)))
     unit = I(I(exponent - I(10)) << I(23)).view(np.float32)
-    n = np.rint(F(scale / unit))
-    n = ONE if keep and n == ZERO and scale > ZERO else n
+    n = F(scale / unit)
+    n = F(np.ceil(n)) if up and n < F(1024) else F(np.rint(n))
     return I(I(I(exponent - I(113)) << I(10)) + I(n)), F(n * unit)
 
 
 @inlined
-def _bfloat(scale, keep):
-    """(bits, value) of a non-negative scale rounded to bf16; with `keep`, none but 0 becomes 0."""
+def _bfloat(scale, up):
+    """(bits, value) of a non-negative scale rounded to bf16; with `up`, denormal ones are rounded up."""
     bits = I(F(scale).view(np.int32))
-    raw = I(I(bits + I(I(0x7FFF) + I(I(bits >> I(16)) & I(1)))) >> I(16))
-    raw = I(1) if keep and raw == I(0) and scale > ZERO else raw
+    half = I(0xFFFF) if up and bits < NORMAL else I(I(0x7FFF) + I(I(bits >> I(16)) & I(1)))
+    raw = I(I(bits + half) >> I(16))
     return raw, I(raw << I(16)).view(np.float32)
 
 
@@ -296,8 +304,7 @@ def _fused_quantizer(form, nibbles, rounding, inverse, peak):
                     largest[group] = _farthest(bits) if peak else _largest(bits)
                 for group in range(groups):
                     most = I(largest[group] & MAGNITUDE)
-                    scale = F(most.view(np.float32) / size_of_steps)
-                    scale = TINY if scale == ZERO and most > 0 else scale
+                    scale = _quotient(most.view(np.float32), size_of_steps)
                     raw, stored = I(F(scale).view(np.int32)), scale
                     if half:
                         raw, stored = _half(scale, not inverse)

@@ -16,7 +16,14 @@ from quant.types import Array
 LARGEST = {"e4m3": MINIFLOATS["e4m3"].largest, **{f"uint{b}": 2.0**b - 1 for b in range(1, 9)}}
 """Value of the largest scale in a parent's group."""
 
-TINY = np.float32(2**-149)
+NORMAL = {form: np.float32(2.0**kind.lowest) for form, kind in MINIFLOATS.items()} | {"fp32": np.float32(2.0**-126)}
+"""Smallest normal number of each floating-point format."""
+
+
+ZERO_DIGITS = {form: (MINIFLOATS[form].mantissa, MINIFLOATS[form].largest) for form in ("fp16", "bf16")} | {
+    "fp32": (23, float(GREATEST))
+}
+"""Bits after the first of floating-point zero points, and the largest of them."""
 
 
 class StoredScales(NamedTuple):
@@ -27,11 +34,15 @@ class StoredScales(NamedTuple):
 
 
 def divided(r: Array, n: float) -> Array:
-    """r / n in float32; results that underflow become the smallest number of their sign, not 0."""
+    """r / n in float32; denormal results are rounded away from 0."""
     xp = array_namespace(r)
-    quotient = r / np.float32(n)
-    kept = (quotient != 0) | (r == 0)
-    return quotient if surely_all(kept) else xp.where(kept, quotient, xp.copysign(TINY, r if n > 0 else -r))
+    quotient = abs(r) / np.float32(abs(n))
+    with np.errstate(over="ignore"):
+        enough = (quotient >= NORMAL["fp32"]) | (quotient * np.float32(abs(n)) >= abs(r))
+    if not surely_all(enough):
+        above = (quotient.view(xp.int32) + 1).view(xp.float32)
+        quotient = xp.where(enough | (quotient != quotient), quotient, above)
+    return xp.copysign(quotient, r if n > 0 else -r)
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
@@ -68,7 +79,7 @@ def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
     """(scale, lower end of the range) of asymmetric groups with these smallest and largest elements.
 
     An integer zero point extends the range to 0, so that 0 is represented exactly and Z is a code; groups of equal
-    elements are always extended.
+    elements are always extended. A floating-point one extends it by what its own rounding may move the range.
     """
     xp = array_namespace(low)
     extend = (low == high) | (spec.zero == "integer")
@@ -78,7 +89,25 @@ def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
     with np.errstate(over="ignore"):
         span, halves_added = high - low, divided(high, count) - divided(low, count)
     scale = xp.where(xp.isinf(span), xp.minimum(halves_added, GREATEST), divided(span, count))
-    return scale, low
+    return (scale, low) if spec.zero == "integer" else _with_room(spec, scale, low, high)
+
+
+def _with_room(spec: QuantSpec, scale: Array, low: Array, high: Array) -> tuple[Array, Array]:
+    """(scale, lower end) of ranges extended at both ends by half a unit in the last place of their zero points.
+
+    Only of those with a unit of at least a step: the others clip by less than half a step. With n steps S the zero
+    point is at most max|r| / S + n, and its unit 2^-d times that, where its format has d bits after the first.
+    """
+    xp, count = array_namespace(scale), spec.q_max - spec.q_min
+    digits, largest = ZERO_DIGITS[spec.zero]
+    near = abs(zero_point(spec, scale, low)) < np.float32(2.0**digits)
+    if surely_all(near):
+        return scale, low
+    most = xp.maximum(abs(low), abs(high))
+    wide = (scale + most * np.float32(2.0**-digits / count)) * np.float32(1 / (1 - 2.0**-digits))
+    wide = xp.maximum(wide, most * np.float32(2 / largest))
+    lower = low - (wide - scale) * np.float32(count / 2)
+    return xp.where(near, scale, wide), xp.where(near, low, lower)
 
 
 def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
@@ -96,15 +125,15 @@ def store(scale: Array, spec: QuantSpec, parent_levels: tuple[GroupBlocking, ...
     return _store(scale, spec.scales, parent_levels, spec.divisor == "stored")
 
 
-def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...], keep: bool) -> StoredScales:
+def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...], up: bool) -> StoredScales:
     if kind.parent is None:
-        raw, numbers = round_to(scale, kind.format, keep)
+        raw, numbers = round_to(scale, kind.format, up)
         return StoredScales((raw,), numbers)
     xp, blocks = array_namespace(scale), parent_levels[0]
     most = absmax(scale.reshape(blocks.rows, blocks.length), blocks.size)
-    outer = _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], keep)
+    outer = _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], up)
     gamma = spread(outer.scales, blocks).reshape(scale.shape)
-    raw, numbers = round_to(scale / xp.where(gamma == 0, np.float32(1), gamma), kind.format, keep)
+    raw, numbers = round_to(scale / xp.where(gamma == 0, np.float32(1), gamma), kind.format, up)
     return StoredScales((raw, *outer.levels), joined(gamma, numbers))
 
 
@@ -120,10 +149,11 @@ def spread(of_groups: Array, blocks: GroupBlocking) -> Array:
     return xp.repeat(of_groups.reshape(blocks.rows, blocks.per_row), blocks.size, axis=1)[:, : blocks.length]
 
 
-def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
+def round_to(scale: Array, form: str, up: bool = True) -> tuple[Array, Array]:
     """Round scales to a format: (items as stored, float32 values). ValueError if one is too large for a float format.
 
-    With `keep`, no nonzero scale becomes 0.
+    With `up`, numbers too small for the format's digits, its denormal ones, are rounded away from 0: a smaller scale
+    would clip the largest element of its group.
     """
     xp = array_namespace(scale)
     if form == "fp32":
@@ -136,7 +166,7 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
         return (xp.minimum(xp.maximum(exponent, -127), 127) + 127).astype(xp.uint8), numbers
     if form.startswith("uint"):
         whole = xp.minimum(xp.rint(scale), np.float32(LARGEST[form]))
-        whole = xp.where((scale != 0) & (whole == 0), np.float32(1), whole) if keep else whole
+        whole = xp.where((scale != 0) & (whole == 0), np.float32(1), whole) if up else whole
         return whole.astype(xp.uint8), whole
     limit = MINIFLOATS[form].largest
     raw = halves(scale, form) if form in ("fp16", "bf16") else minifloat_bits(scale, form).astype(xp.uint8)
@@ -145,10 +175,10 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
     fits = abs(scale) <= np.float32(464) if form == "e4m3" else abs(numbers) <= np.float32(limit)
     if not bool(fits.all()):
         raise ValueError(f"a scale of {float(abs(scale).max()):.3g} does not fit {form}, whose largest is {limit:.3g}")
-    lost = (numbers == 0) & (scale != 0)
-    if not keep or not bool(lost.any()):
+    short = (abs(numbers) < abs(scale)) & (abs(scale) < NORMAL[form])
+    if not up or not bool(short.any()):
         return raw, numbers
-    raw = xp.where(lost, raw | raw.dtype.type(1), raw)
+    raw = xp.where(short, raw + raw.dtype.type(1), raw)
     return raw, numbers_of(raw, form)
 
 

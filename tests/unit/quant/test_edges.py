@@ -215,6 +215,36 @@ def test_lists_of_numbers():
         kernels.array_namespace([1.0])
 
 
+@pytest.mark.parametrize("scale", ["fp32", "fp16"])
+@pytest.mark.parametrize("zero", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("bits, signed", [(1, True), (2, False), (4, True), (8, False), (8, True)])
+def test_floating_zeros_far_from_zero(bits, signed, zero, scale):
+    """Each element is within half a step, and the steps are as much wider as the zero points are off."""
+    rng, digits = np.random.default_rng(bits), {"fp32": 23, "fp16": 10, "bf16": 7}[zero]
+    spec = QuantSpec(bits, signed, False, PerGroup(16), scale=scale, zero=zero)
+    for middle in (-1e4, -1, 0, 0.75, 1, 30, 1000):
+        for width in (1e-5, 1e-3, 0.1, 0.5, 3):
+            x = (middle + rng.uniform(-1, 1, (20, 16)) * width * max(abs(middle), 1)).astype(F)
+            q = quantize(x, spec)
+            step = np.repeat(q.scales(), 16, axis=1).astype(np.float64)
+            assert (abs(q.dequantize() - x.astype(np.float64)) <= 0.51 * step + 2.0**-22 * abs(x)).all()
+            span, most = np.ptp(x.astype(np.float64), axis=1), abs(x).max(axis=1)
+            widest = (span + most * 2.0**-digits) / (2**bits - 1) / (1 - 2.0**-digits)
+            widest = np.maximum(widest, most / 32752 if zero == "fp16" else 0)
+            assert (q.scales()[:, 0] <= widest * 1.001 + 2.0**-24).all()
+
+
+def test_zeros_that_are_none():
+    x = np.ones((2, 4), F)
+    for zero in ("fp32", "fp16", "bf16"):
+        spec = QuantSpec(8, symmetric=False, granularity=PerChannel(0), zero=zero)
+        for wrong in (np.nan, np.inf, -np.inf, 1e39, *([1e5] if zero == "fp16" else [])):
+            with pytest.raises(ValueError, match=f"zeros: expected finite numbers that fit {zero}, found "):
+                quantize(x, spec, scales=F([1, 1]), zeros=np.array([1, wrong]))
+    with pytest.raises(TypeError, match="scales: expected real numbers, found complex128"):
+        quantize(x, INT8, scales=1j)
+
+
 def test_an_overflow_of_float64():
     with pytest.raises(ValueError, match="is 1e"):
         quantize(np.array([1.0, 1e300]), INT8)

@@ -8,6 +8,7 @@ from quant import MXFP4, MXFP8, Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, Qua
 from quant.formats import MINIFLOATS, values
 from quant.io import ggml_blocks
 from quant.kernels import minifloat_bits
+from quant.scaling import scales
 
 F = np.float32
 RNG = np.random.default_rng(5)
@@ -214,9 +215,28 @@ def test_torch(bits, signed):
     np.testing.assert_array_equal(q.dequantize(), fake.numpy())
 
 
-def test_halves_are_rounded_as_everywhere():
-    x = np.exp(RNG.uniform(-20, 10, 1000)).astype(F).reshape(-1, 1)
-    for form, dtype in (("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)):
-        q = quantize(x, grouped(8, 1, form))
-        expected = (x / F(127)).astype(dtype).view(np.uint16).reshape(-1)
-        np.testing.assert_array_equal(q.part("scale0"), np.maximum(expected, 1))  # no scale becomes 0
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("form, kind", [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16), ("e4m3", "float8_e4m3fn")])
+def test_scales_are_rounded_as_everywhere(form, kind, signed):
+    """To the nearest; away from 0 below the normal numbers, where the nearest may be half as large."""
+    kind = np.dtype(getattr(ml_dtypes, kind)) if isinstance(kind, str) else np.dtype(kind)
+    tiny = F(ml_dtypes.finfo(kind).smallest_normal)
+    x = (tiny * np.exp(RNG.uniform(-12, 12 if form != "e4m3" else 8, 3000))).astype(F) * F(-1 if signed else 1)
+    found = scales.round_to(x, form)[1]
+    normal = abs(x) >= tiny
+    nearest = x.astype(kind).astype(F)
+    np.testing.assert_array_equal(found[normal], nearest[normal])
+    step = F(ml_dtypes.finfo(kind).smallest_subnormal)
+    np.testing.assert_array_equal(found[~normal], np.copysign(np.ceil(abs(x[~normal]) / step) * step, x[~normal]))
+    np.testing.assert_array_equal(scales.round_to(x, form, up=False)[1], nearest)
+
+
+@pytest.mark.parametrize("form", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_no_scale_clips_the_largest_element(form, bits):
+    """Groups from denormal scales up: all elements within half a step, but for the digits of a normal scale."""
+    tiny = {"fp16": 2.0**-14, "bf16": 2.0**-126, "fp32": 2.0**-126}[form]
+    x = (RNG.standard_normal((200, 32)) * tiny * np.exp(RNG.uniform(-8, 6, (200, 1)))).astype(F)
+    q = quantize(x, grouped(bits, 32, form))
+    steps = abs(q.dequantize().astype(np.float64) - x) / q.scales()
+    assert steps.max() <= 0.5 + (2 ** (bits - 1) * 2.0**-8 if form == "bf16" else 2**-4) and (q.scales() > 0).all()
