@@ -28,7 +28,8 @@ def to_blocks(q: QuantizedArray) -> Array:
     xp, groups = array_namespace(q.buffer), q.groups
     scales = q.part("scale0").view(np.uint8).reshape(groups, 2)
     codes = q.part("codes").reshape(groups, 4 * q.spec.bits)
-    return xp.concatenate([scales, codes], axis=1).reshape(*q.shape[:-1], -1)
+    width = 2 + 4 * q.spec.bits
+    return xp.concatenate([scales, codes], axis=1).reshape(*q.shape[:-1], q.shape[-1] // 32 * width)
 
 
 def from_blocks(blocks: Array, kind: str) -> QuantizedArray:

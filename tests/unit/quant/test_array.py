@@ -1,5 +1,6 @@
 """Buffers, parts, slices and files of quantised arrays; what goes in comes out, whatever shape and place it has."""
 
+import os
 import shutil
 import sys
 
@@ -230,6 +231,55 @@ def test_files(name, tmp_path):
     found = safetensors_file.load(path)
     assert found["w"].spec == spec and found["w"].shape == x.shape
     assert same(found["w"].buffer, q.buffer) and same(found["plain"], x)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_small_floats_in_files(name, shape, tmp_path):
+    path, x = tmp_path / "a.safetensors", np.ones(shape, getattr(ml_dtypes, name))
+    safetensors_file.save(path, {"x": x})
+    assert same(safetensors_file.load(path)["x"], x)
+
+
+def test_plain_arrays_in_files(tmp_path):
+    """With their shapes and types; in the byte order of the format."""
+    path = tmp_path / "a.safetensors"
+    wide = numbers((4, 66))
+    arrays = {
+        "number": np.float32(3),
+        "nothing": np.zeros((0, 5), np.int16),
+        "turned": wide.T,
+        "gaps": wide[:, ::3],
+        "backwards": wide[::-1, ::-1],
+        "big endian": wide.astype(">f4"),
+        **{dtype: np.ones((), dtype) for dtype in ("bool", "int8", "uint64", "float16", "float64", "complex64")},
+    }
+    safetensors_file.save(path, arrays)
+    for name, found in safetensors_file.load(path).items():
+        assert found.shape == arrays[name].shape and found.dtype == arrays[name].dtype.newbyteorder("=")
+        np.testing.assert_array_equal(found, arrays[name])
+        found[...] = 0
+    before = path.read_bytes()
+    for wrong, says in (
+        ({"a": np.ones(3, np.longdouble)}, "a: expected elements of a type among"),
+        ({"a": np.array(["x"])}, "a: expected elements of a type among"),
+        ({"a": np.ones(3, object)}, "a: expected elements of a type among"),
+        ({"__metadata__": wide}, "arrays: expected names of tensors, found '__metadata__'"),
+        ({3: wide}, "arrays: expected names of tensors, found 3"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            safetensors_file.save(path, wrong)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_the_permissions_of_new_files(mask, tmp_path):
+    path, before = tmp_path / "a.safetensors", os.umask(mask)
+    try:
+        safetensors_file.save(path, {})
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+    finally:
+        os.umask(before)
 
 
 def test_a_file_that_is_none(tmp_path):

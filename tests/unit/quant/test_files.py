@@ -30,7 +30,9 @@ def file(tmp_path):
 
 
 def write(path, header, meanings, behind):
+    """A file as of a program that writes no checksum, so that its contents are looked at."""
     header = copy.deepcopy(header)
+    header["__metadata__"].pop(safetensors_file.CHECKSUM, None)
     header["__metadata__"][safetensors_file.KEY] = meanings if isinstance(meanings, str) else json.dumps(meanings)
     encoded = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + behind)
@@ -80,6 +82,41 @@ def test_flipped_bytes(file):
     for length in range(0, len(raw), 13):
         path.write_bytes(raw[:length])
         assert not is_loaded_or_refused(path)
+
+
+def test_any_flipped_byte_of_the_contents(file):
+    """Whatever is loaded is what was saved; a file without a checksum, as of old, is loaded as it is."""
+    path, header, behind = file
+    raw, expected = path.read_bytes(), contents(path)
+    for place in range(len(raw) - len(behind) - 700, len(raw)):
+        damaged = bytearray(raw)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            assert contents(path) == expected
+        except ValueError:
+            continue
+        assert place < len(raw) - len(behind)
+    write(path, header, meanings_of(header), behind)
+    assert contents(path) == expected
+    damaged = bytearray(behind)
+    damaged[-1] ^= 1
+    write(path, header, meanings_of(header), bytes(damaged))
+    assert contents(path) != expected
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"a.safetensors is damaged: its checksum is not that of its contents"):
+        safetensors_file.load(path)
+
+
+def contents(path):
+    arrays = safetensors_file.load(path)
+    parts = {
+        name: (array.spec, array.shape, array.buffer.tobytes())
+        if isinstance(array, QuantizedArray)
+        else (array.dtype, array.shape, array.tobytes())
+        for name, array in arrays.items()
+    }
+    return parts
 
 
 def test_other_values_of_fields(file):

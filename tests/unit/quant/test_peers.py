@@ -130,6 +130,13 @@ def test_ggml(spec, scale):
     np.testing.assert_array_equal(ggml_blocks.from_blocks(theirs, kind).dequantize(), back)
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (0,), (2, 0, 32)])
+def test_blocks_of_nothing(shape):
+    blocks = ggml_blocks.to_blocks(quantize(np.zeros(shape, F), Q4_0))
+    assert blocks.shape == (*shape[:-1], shape[-1] // 32 * 18)
+    assert ggml_blocks.from_blocks(blocks, "Q4_0").shape == shape
+
+
 def test_what_is_no_block():
     with pytest.raises(ValueError, match="spec: expected one of Q4_0, Q8_0"):
         ggml_blocks.to_blocks(quantize(np.ones(32, F), QuantSpec(8)))
