@@ -37,7 +37,7 @@ def tune_weights(
     layers = layers_of(made)
     masks = {layer.name: layer.parameter.data != 0 for layer in layers}
     functions = {
-        layer.name: (masked_by(to_matrix(masks[layer.name], layer.transposed)), rounding_to(spec))
+        layer.name: (masked_by(to_matrix(masks[layer.name], layer.transposed)), rounding_to(spec, layer.name))
         for layer, spec in zip(layers, specs, strict=True)
     }
 

@@ -76,7 +76,7 @@ def _weight_functions(model: Sequential, settings: Settings, steps: int) -> dict
     if settings.fake_quant:
         spec = _field("fake_quant", parse, settings.fake_quant)
         for layer in layers:
-            found.setdefault(id(layer.parameter), []).append(rounding_to(spec))
+            found.setdefault(id(layer.parameter), []).append(rounding_to(spec, layer.name))
     return found
 
 

@@ -69,14 +69,15 @@ class TransformedWeight(WrappedOperator):
         return operator
 
 
-def rounding_to(spec: QuantSpec) -> WeightFunction:
+def rounding_to(spec: QuantSpec, name: str) -> WeightFunction:
     """Weight function that rounds a matrix to the codes of a spec: fake quantisation of weights.
 
-    Weights with NaN or infinity become NaN. The step is the seed of stochastic rounding.
+    Weights with NaN or infinity become NaN. The seed of stochastic rounding depends on the step and on `name`, that of
+    the weight.
     """
 
     def values(matrix: Array, step: int) -> Array:
         poison = "raise" if spec.code == "kmeans" or spec.scales.format.startswith("uint") else "poison"
-        return quantize(matrix, spec, seed=step, nonfinite=poison).dequantize()
+        return quantize(matrix, spec, seed=kernels.key_of(0, step, name)[0], nonfinite=poison).dequantize()
 
     return values

@@ -45,7 +45,10 @@ LARGE = {
     "residual": (lambda: Residual(Linear(300, 300)), (500, 300)),
     "few-bit product": (lambda: FewBitProduct(Linear(300, 200), PRODUCTS["fp8"]), (500, 300)),
     "few-bit convolution": (lambda: FewBitProduct(Conv2d(4, 8, 3, padding=1), PRODUCTS["mxfp8"]), (16, 4, 24, 24)),
-    "rounded weight": (lambda: TransformedWeight(Linear(300, 300), [rounding_to(parse("int4_g32"))], True), (100, 300)),
+    "rounded weight": (
+        lambda: TransformedWeight(Linear(300, 300), [rounding_to(parse("int4_g32"), "weight")], True),
+        (100, 300),
+    ),
     "pruned weight": (lambda: TransformedWeight(Linear(300, 300), [Pruning(0.8).values], True), (100, 300)),
     "rounded input": (lambda: FakeQuantizedInput(Linear(300, 300), INT8), (500, 300)),
     "recompute": (lambda: Recompute(Sequential([Linear(300, 300), GELU()])), (500, 300)),

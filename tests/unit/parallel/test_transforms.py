@@ -20,7 +20,7 @@ from parallel.transforms.fake_quantized_input import FakeQuantizedInput, MovingR
 from parallel.transforms.few_bit_product import PRODUCTS, FewBitProduct
 from parallel.transforms.pruning import Pruning
 from parallel.transforms.weight_transform import TransformedWeight, rounding_to
-from quant import INT8, parse, quantize
+from quant import INT8, PerGroup, QuantSpec, parse, quantize
 
 F = np.float32
 MULTIPLYING = {
@@ -109,11 +109,17 @@ def test_gradients_of_rounded_weights_are_those_of_the_weights(name):
     make, shape = MULTIPLYING[name]
     spec, x = parse("int3"), whole_numbers(shape)
     operator, plain = bound(make(), 1.0), bound(make(), 1.0)
-    made = TransformedWeight(operator, [rounding_to(spec)], name in ("linear", "without bias"))
+    made = TransformedWeight(operator, [rounding_to(spec, "weight")], name in ("linear", "without bias"))
     plain.weight.data = quantize(plain.weight.data, spec).dequantize()
     assert not np.array_equal(plain.weight.data, operator.weight.data)
     equal(passes(made, x), passes(plain, x))
     assert made.members and [p.name for p in made.parameters()] == [p.name for p in operator.parameters()]
+
+
+def test_equal_weights_are_rounded_with_random_numbers_of_their_own():
+    spec, matrix = QuantSpec(4, granularity=PerGroup(32), rounding="stochastic"), np.linspace(-1, 1, 512, dtype=F)[None]
+    found = {rounding_to(spec, name)(matrix, step).tobytes() for name in ("0.weight", "1.weight") for step in (0, 1)}
+    assert len(found) == 4 and rounding_to(spec, "0.weight")(matrix, 0).tobytes() in found
 
 
 def test_inputs_are_rounded_from_the_second_step_on():
