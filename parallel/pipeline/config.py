@@ -72,26 +72,29 @@ def workers(settings: Settings, ranks: int) -> int:
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
-    """Number of micro-batches of a step in each pipeline; ValueError if they cannot be divided equally."""
+    """Number of micro-batches of a step in each pipeline, that of the pipeline with the most."""
     if settings.microbatches is not None and settings.micro_batch is None:
         return settings.microbatches
     pipelines = workers(settings, ranks)
     parts = -(-settings.batch // settings.micro(pipelines))
-    if parts % pipelines:
-        raise ValueError(
-            f"microbatches: {parts} of a step do not divide among {pipelines} pipelines; micro_batch sets their size"
-        )
-    return parts // pipelines
+    return -(-parts // pipelines)
 
 
-def check(settings: Settings, ranks: int) -> None:
-    """Raise ValueError if the settings do not fit a pipeline on so many ranks."""
-    name, pipelines = schedule_of(settings), workers(settings, ranks)
-    each, batch = settings.microbatches, settings.batch
+def check_batch(settings: Settings, ranks: int) -> None:
+    """Raise ValueError unless the `batch` of the settings divides into equally many micro-batches for each pipeline."""
+    pipelines, each, batch = workers(settings, ranks), settings.microbatches, settings.batch
     if each is not None and batch % (each * pipelines):
         parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
         raise ValueError(f"microbatches: a batch of {batch} samples does not divide into {parts} micro-batches")
-    microbatches(settings, ranks)
+    if (parts := -(-batch // settings.micro(pipelines))) % pipelines:
+        raise ValueError(
+            f"microbatches: {parts} of a step do not divide among {pipelines} pipelines; micro_batch sets their size"
+        )
+
+
+def check(settings: Settings, ranks: int) -> None:
+    """Raise ValueError if the settings, but for `batch`, do not fit a pipeline on so many ranks."""
+    name = schedule_of(settings)
     stages = mesh_of(settings, ranks).sizes[AXIS]
     if settings.stage_ranks is not None:
         turns = (1,) * stages if settings.stage_ranks == AUTO else ranks_of(settings.stage_ranks)
@@ -160,7 +163,10 @@ def resolve(
                 cuts = partition(costs, parts)
         else:
             numbers = None if settings.microbatches is None else [settings.microbatches]
-            best = search(layers, stages, settings.batch // pipelines, settings.memory, microbatches=numbers)[0]
+            samples = settings.batch // pipelines
+            if settings.microbatches is not None:
+                samples = settings.microbatches * settings.micro(pipelines)
+            best = search(layers, stages, samples, settings.memory, microbatches=numbers)[0]
             found = {"layout": f"{AXIS}:{best.schedule}", "microbatches": best.microbatches, "virtual": best.virtual}
             found, cuts = found | {"micro_batch": None, "accumulate": None}, best.cuts
         return found | {"cuts": ",".join(map(str, (0, *(cut.stop for cut in cuts))))}

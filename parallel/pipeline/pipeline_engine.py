@@ -248,7 +248,8 @@ class Pipeline(TrainEngine):
     def _expect_at_most(self, assignment: Assignment) -> None:
         most, found = self.plan.microbatches, max(map(len, assignment))
         if found > most:
-            raise ValueError(f"micro-batches: expected at most {most} for each pipeline, found {found}")
+            planned = f"planned for the option batch={self.settings.batch}"
+            raise ValueError(f"micro-batches: expected at most {most} for each pipeline, found {found}; {planned}")
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         here = [self._microbatch(batch, training=False) for batch in mine]

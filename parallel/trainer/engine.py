@@ -30,6 +30,7 @@ from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
 from parallel.trainer.batch_check import expect_data, expect_epoch, expect_same
 from parallel.trainer.engine_options import expect_parts, with_options, with_transforms
+from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
 from quant.types import Array
 
@@ -100,6 +101,8 @@ class Engine:
             self.model, self.optimizer = model, optimizer
             self._strategy = strategy = strategy_of(settings)
             strategy.check(settings, self._comm.Get_size())
+            if settings.batch != DEFAULTS.batch and settings.batch_tokens is None:
+                strategy.check_batch(settings, self._comm.Get_size())
             model, remarks = call_together(self._comm, lambda: with_transforms(model, settings)), tuple[str, ...]()
             if not strategy.measures or example is not None:
                 job = TrainJob(model, loss, self._comm, optimizer)  # type: ignore[arg-type]
@@ -114,7 +117,6 @@ class Engine:
             self._pool = WorkQueue(self._comm) if settings.pool else None
             self._run_id = new_run(self._comm)
             self._workers = strategy.workers(settings, self._comm.Get_size())
-            self._micro = settings.micro(self._workers)
             self._is_checked = self._is_closed = self._is_left = False
             self._opened = opened.pop_all()
 
@@ -126,9 +128,9 @@ class Engine:
         Parameters
         ----------
         x, y : arrays with an axis of samples first, of equal lengths
-            Inputs and targets of the whole step, the same on all ranks. They are cut into micro-batches by the settings
-            (`micro_batch`, `accumulate`, `microbatches`). Without `y`: this rank's micro-batches, as from `batches`;
-            federated: micro-batch k has the samples of client k.
+            Inputs and targets of the whole step, the same on all ranks. They are cut into micro-batches of equal size,
+            but for the last, by their number and the settings (`micro_batch`, `accumulate`, `microbatches`). Without
+            `y`: this rank's micro-batches, as from `batches`; federated: micro-batch k has the samples of client k.
         samples : array of int, optional
             Numbers of the samples in the data set, for dropout; by default 0, 1, ...
         stop : bool
@@ -152,7 +154,6 @@ class Engine:
             if not self._is_checked:
                 expect_same(self._comm, x, y, samples)
                 self._is_checked = True
-            self._micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
             mine = self._cut(x, y, samples, training=True)
         options: dict[str, Any] = {} if self._pool is None else {"drawn": True}
         return self.inner.step(mine, stop=stop, **options)
@@ -163,6 +164,7 @@ class Engine:
         Parameters
         ----------
         x, y : as of `step`
+            Cut as a step of so many samples.
         measure : function of (scores, targets), optional
             Summed over micro-batches, such as ``loss.correct``.
         ema : bool
@@ -182,12 +184,17 @@ class Engine:
 
         Only this rank's share is loaded, ahead of its use. `batch` is the number of samples of a step over all ranks,
         by default that of the settings; the order depends on the settings' seed and `epoch`. With `batch_tokens`, data
-        with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
+        with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch. ValueError for
+        a `batch` beside `batch_tokens`, or that does not divide into the `microbatches` of a pipeline.
         """
         self._expect_open("batches")
         expect_data(data)
         expect_epoch(epoch)
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
+        if batch is not None and settings.batch_tokens is not None:
+            raise ValueError(f"batch: expected none beside batch_tokens={settings.batch_tokens}, found {batch}")
+        if settings.batch_tokens is None or not hasattr(data, "lengths"):
+            self._strategy.check_batch(sized(settings, data), self._comm.Get_size())
         sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
             pool = self._pool
@@ -196,7 +203,8 @@ class Engine:
 
     def _cut(self, x: Any, y: Any, samples: Array, training: bool) -> Iterable[Batch]:
         """Micro-batches of this rank; errors come in the iteration, where the step shares them with all ranks."""
-        starts = range(0, len(x), self._micro)
+        micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
+        starts = range(0, len(x), micro)
         share = self.inner.train_share if training else self.inner.share
         numbers: Iterable[int] = share(len(starts))
         if training and self._pool is not None:
@@ -212,7 +220,7 @@ class Engine:
             if not len(x):
                 raise ValueError("x, y: expected at least one sample, found none")
             for number in numbers:
-                here = slice(starts[number], starts[number] + self._micro)
+                here = slice(starts[number], starts[number] + micro)
                 places = all_samples[here]
                 yield Batch(number, x[here], y[here], places)
 

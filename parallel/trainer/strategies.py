@@ -51,7 +51,8 @@ class Resolved(NamedTuple):
 class Strategy(NamedTuple):
     """Row of `STRATEGIES`: engine class, settings check, number of workers and properties of a kind of layout.
 
-    `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks.
+    `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks;
+    `check_batch` does if it cannot use their `batch`.
     `workers` is the number of ranks, or pipelines, that share the samples of a step, `trains` is True for a rank that
     computes gradients. `resolve` decides open fields
     (collective); if it `measures` the model, ``take(n)`` returns n samples for its trials.
@@ -60,6 +61,7 @@ class Strategy(NamedTuple):
     engine_class: Callable[[Settings], Any]
     check: Callable[[Settings, int], None]
     workers: Callable[[Settings, int], int] = lambda settings, ranks: ranks
+    check_batch: Callable[[Settings, int], None] = lambda settings, ranks: None
     resolve: Callable[[TrainJob, Settings, Take], Resolved] = lambda job, settings, take: Resolved(settings)
     fields: tuple[str, ...] = ()  # that not every strategy has
     measures: bool = False  # `resolve` needs samples
@@ -106,6 +108,7 @@ STRATEGIES["pp"] = Strategy(
     _pipeline_class,
     pipeline_config.check,
     pipeline_config.workers,
+    pipeline_config.check_batch,
     _choose_cuts,
     (*dict.fromkeys([*PIPELINE_FIELDS, *MESH_FIELDS]), "compress", "fake_quant_inputs", "overlap_expert_comm"),
     measures=True,

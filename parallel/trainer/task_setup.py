@@ -33,11 +33,12 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
         if getattr(settings, name) not in table:
             raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(settings, name)!r}")
     strategy = strategy_of(settings)
+    strategy.check(settings, ranks)
     if settings.batch_tokens is None:
-        strategy.check(settings, ranks)
+        strategy.check_batch(settings, ranks)
     task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
     if settings.batch_tokens is not None:  # the batch depends on the data
-        strategy.check(sized(settings, task.train), ranks)
+        strategy.check_batch(sized(settings, task.train), ranks)
     family = settings.model.partition(":")[0]
     if family in MODELS and task.is_text != MODELS[family].is_text:
         fits = ", ".join(name for name, other in MODELS.items() if other.is_text == task.is_text)

@@ -13,7 +13,7 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
 from parallel.optim.precision import PRECISIONS
-from parallel.pipeline.config import check, mesh_of, microbatches, schedule_of, workers
+from parallel.pipeline.config import check, check_batch, mesh_of, microbatches, schedule_of, workers
 from parallel.pipeline.param_division import cuts_for, divide
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import build, forward_only, truncate
@@ -44,6 +44,7 @@ def said(layout="pp:1f1b", **settings):
 def test_ranks_and_micro_batches(settings, ranks, mesh, each):
     these = said(**settings)
     check(these, ranks)
+    check_batch(these, ranks)
     assert str(mesh_of(these, ranks)) == mesh
     assert microbatches(these, ranks) == each
     assert workers(these, ranks) * each * these.micro(workers(these, ranks)) == 48
@@ -77,6 +78,7 @@ def test_ranks_and_micro_batches(settings, ranks, mesh, each):
 def test_what_does_not_fit(settings, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         check(said(**settings), 4)
+        check_batch(said(**settings), 4)
 
 
 def test_a_file_joins_the_table(tmp_path, monkeypatch):
