@@ -31,6 +31,7 @@ from parallel.engine.step_sync import CheckedBatches, Losses, StepSync, checked,
 from parallel.nn.flat_params import Span
 from parallel.nn.kernels.deferred import deferred
 from parallel.nn.operator import Operator, Parameter, PassMode
+from parallel.nn.own_arrays import changed_arrays
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
@@ -260,7 +261,8 @@ class TrainEngine(BaseEngine):
                 count, stop, (losses, problem, _) = run(scale)
             except OutOfMemory as error:  # on all ranks: of a request, made in the first pass
                 raise consistency_check.StepFailed(f"{consistency_check.NOTHING}; {error}") from error
-        losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
+        problem = self._errors.take() or problem or changed_arrays(self._runs)
+        losses, problem = read_losses(numbers, losses if self._counts else [], problem)
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         rate = rate_at(self._optimizer.rate, self._clock)
         norm, finite = self._update(count) if count else (None, False)

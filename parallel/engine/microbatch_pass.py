@@ -20,6 +20,7 @@ from parallel.data.sampler import Batch
 from parallel.engine.gradient_hooks import HookedGradients
 from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
+from parallel.nn.own_arrays import watched
 from quant.types import Array
 
 Result = TypeVar("Result")
@@ -72,7 +73,8 @@ class MicrobatchPass:
         """Forward pass of the unit `number` of the model's `units`."""
         unit = units[number]
         self._run.enter(units, number)
-        y, saved = forward_of(unit, self._x, self._run)
+        with watched(unit, self._run):
+            y, saved = forward_of(unit, self._x, self._run)
         expect_type(unit, "result", y, type_after(unit, self._x))
         self._shapes.append(self._x.shape)
         self._x = y

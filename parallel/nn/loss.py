@@ -11,7 +11,11 @@ from quant.types import Array
 
 
 class Loss(Protocol):
-    """Interface of losses: sum of losses over a micro-batch, its gradient, number of targets. No parameters."""
+    """Interface of losses: sum of losses over a micro-batch, its gradient, number of targets. No parameters.
+
+    A loss may have a method ``outline(y, targets)``, the outline for arrays like these (`ArraySpec`): saved arrays and
+    bytes of temporaries, with a scalar `y`. Without it, a forward pass on zeros finds the saved arrays.
+    """
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         """Return (sum of losses over the micro-batch, values that `backward` needs)."""
@@ -21,9 +25,6 @@ class Loss(Protocol):
 
     def count(self, targets: Array) -> int:
         """Number of targets that count, by which the sum of losses is divided to get the mean."""
-
-    def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
-        """Outline for arrays like these: saved arrays and bytes of temporaries; its `y` is a scalar."""
 
 
 NO_RESULT = ArraySpec((), np.dtype(np.float64))

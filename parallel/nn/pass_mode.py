@@ -73,6 +73,7 @@ class PassMode:
     are worth reporting, in the same way. A forward pass that is repeated writes the same again. `ranges` has the least
     and the largest input of operators that train with rounded inputs, by operator name. `traffic` has numbers that
     depend on ranks: what operators exchange, in both passes, and `seconds` the time that they spend in exchanges.
+    `changes` are texts about arrays of operators that the pass has changed, which is an error of the step.
 
     Operators that evaluate sequences one by one make `passes` at least, perhaps without tokens: the ranks of replicas
     that share experts then make equally many exchanges.
@@ -89,6 +90,7 @@ class PassMode:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
     traffic: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    changes: list[str] = field(default_factory=list, compare=False)
     _positions: list[PassPosition] = field(
         default_factory=lambda: [PassPosition((), 0, Counter())], init=False, compare=False, repr=False
     )
