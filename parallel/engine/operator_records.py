@@ -6,6 +6,7 @@ numbers, rounded once, so that they do not depend on the layout.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,23 +62,13 @@ class OperatorRecords:
         """
         if not self._exists:
             return StepRecords({}, {}, {})
-        mine = _RankRecords.of(runs)
+        mine = PartRecords.of(runs)
         every = comm.allgather(mine if counts else mine._replace(terms={}, counts={}))
-        terms: dict[str, list[float]] = {}
-        for rank in every:
-            for name, values in rank.terms.items():
-                terms.setdefault(name, []).extend(values)
-        sums = _sums(rank.counts for rank in every)
+        records = step_records(every, count)
         for name, bias in self.biases.items():
-            if updated and f"{name} chosen" in sums:
-                bias.update(sums[f"{name} chosen"])
-        seconds = {f"{name} seconds": sum_ / len(every) for name, sum_ in _sums(rank.seconds for rank in every).items()}
-        traffic = _sums(rank.traffic for rank in every) | seconds
-        return StepRecords(
-            {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())},
-            {name: numbers.tolist() for name, numbers in sorted(sums.items())},
-            dict(sorted(traffic.items())),
-        )
+            if updated and f"{name} chosen" in records.counts:
+                bias.update(np.array(records.counts[f"{name} chosen"]))
+        return records
 
     def state(self) -> dict[str, list[float]]:
         return {name: bias.state() for name, bias in self.biases.items()}
@@ -118,8 +109,8 @@ def refuse_biases(model: Operator, layout: str) -> None:
         raise ValueError(f"layout {layout}: expected routers without selection biases, which it does not update")
 
 
-class _RankRecords(NamedTuple):
-    """Records of one rank's micro-batches: loss terms of every sequence, and sums of the others."""
+class PartRecords(NamedTuple):
+    """Records of a rank's micro-batches, or of one: loss terms of every sequence, and sums of the others."""
 
     terms: dict[str, list[float]]
     counts: dict[str, np.ndarray]
@@ -127,7 +118,7 @@ class _RankRecords(NamedTuple):
     seconds: dict[str, float]
 
     @classmethod
-    def of(cls, runs: Sequence[PassMode]) -> _RankRecords:
+    def of(cls, runs: Sequence[PassMode]) -> PartRecords:
         terms: dict[str, list[float]] = {}
         for run in runs:
             for record in _of_uses(run.terms):
@@ -136,6 +127,31 @@ class _RankRecords(NamedTuple):
         counts = (_sums(_of_uses(run.records, to_host)) for run in runs)
         traffic = (_sums(_of_uses(run.traffic)) for run in runs)
         return cls(terms, _sums(counts), _sums(traffic), _sums(run.seconds for run in runs))
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> PartRecords:
+        """Loss terms and counts that `packed` returned."""
+        terms, counts = json.loads(data) if data else ({}, {})
+        return cls(terms, {name: np.array(numbers) for name, numbers in counts.items()}, {}, {})
+
+    def packed(self) -> bytes:
+        """Loss terms and counts as bytes for a message, exactly; empty if there are none."""
+        counts = {name: numbers.tolist() for name, numbers in self.counts.items()}
+        return json.dumps([self.terms, counts]).encode() if self.terms or counts else b""
+
+
+def step_records(parts: Sequence[PartRecords], count: int) -> StepRecords:
+    """Records of a step of `count` targets from those of its parts."""
+    terms: dict[str, list[float]] = {}
+    for part in parts:
+        for name, values in part.terms.items():
+            terms.setdefault(name, []).extend(values)
+    seconds = {f"{name} seconds": sum_ / len(parts) for name, sum_ in _sums(part.seconds for part in parts).items()}
+    return StepRecords(
+        {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())},
+        {name: numbers.tolist() for name, numbers in sorted(_sums(part.counts for part in parts).items())},
+        dict(sorted((_sums(part.traffic for part in parts) | seconds).items())),
+    )
 
 
 def _of_uses(

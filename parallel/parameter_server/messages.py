@@ -16,6 +16,8 @@
 | LOST | message bus | the source is dead; its last message | |
 | BYE | any to all servers | the sender needs the server no more | |
 
+A DRAW has the records of the operators in the finished part, as bytes.
+
 Every message may be sent twice. A push is identified by its part (`clock`, `number`): a server that has it
 acknowledges and ignores it. A worker that draws without having finished its part gets the same part again. A tick
 carries the absolute clock.

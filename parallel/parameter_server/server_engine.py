@@ -170,14 +170,14 @@ class ParameterServer(BaseEngine):
         self._is_quiescent = False
         with self._shared_errors():
             self._expect_flags()
-            loss, count, norm, last = self._role.step(self.steps, batches, stop)
+            loss, count, norm, last, records = self._role.step(self.steps, batches, stop)
         clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
         rate = rate_at(self._context.optimizer.rate, clock)
         step, self.steps = self.steps, self.steps + 1
         if last:
             self.quiesce()
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication)
+        return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication, *records)
 
     def _expect_flags(self) -> None:
         """Raise ValueError if a fault-tolerant training freezes or releases parameters: servers that count may die."""

@@ -71,12 +71,12 @@ class ServerHost:
         with self._context.recorder("communication", "serve"):
             last = self.loop.until_made(step + 1)
         self._expect()
-        loss, count, norm = joined(self.loop.work.outcome(step))
+        found = joined(self.loop.work.outcome(step), last)
         if self._context.rule.synchronous:
-            norm = self.loop.norms.get(step)
+            found = found._replace(norm=self.loop.norms.get(step))
         for loop in self.loops.values():
             loop.norms = {at: value for at, value in loop.norms.items() if at > step}
-        return RankStep(loss, count, norm, last)
+        return found
 
     def quiesce(self, steps: int) -> None:
         self.loop.until_quiescent()

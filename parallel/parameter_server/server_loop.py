@@ -129,6 +129,8 @@ class ServerLoop:
             return [self.store.gradient_buffer(message.key)[: message.elements]]
         if message.kind is MessageKind.SQUARES:
             return [np.empty(message.elements, np.float64)]
+        if message.kind is MessageKind.DRAW:
+            return [np.empty(message.elements, np.uint8)]
         rows = [np.empty(message.rows, np.int64)] if message.rows > 0 else []
         if not message.elements:
             return rows
@@ -158,7 +160,8 @@ class ServerLoop:
             return
         self._resting.pop(envelope.source, None)
         if message.number >= 0:
-            outcome = PartResult(message.loss, message.targets, message.factor, worker)
+            records = b"".join(bytes(vector) for vector in envelope.vectors)
+            outcome = PartResult(message.loss, message.targets, message.factor, worker, records)
             self.work.done(worker, WorkPart(message.before, message.number), outcome)
         if message.stop or self.stop_requested:
             self.work.end()

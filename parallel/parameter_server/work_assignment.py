@@ -7,6 +7,7 @@ import math
 from bisect import insort
 from typing import NamedTuple
 
+from parallel.engine.operator_records import PartRecords, StepRecords, step_records
 from parallel.parameter_server.event_order import ReplayMismatch
 
 
@@ -18,16 +19,22 @@ class WorkPart(NamedTuple):
 
 
 class PartResult(NamedTuple):
-    """Result of a micro-batch: sum of losses, targets, gradient norm per target (0 if synchronous), worker's number."""
+    """Result of a micro-batch: sum of losses, targets, gradient norm per target (0 if synchronous), worker's number.
+
+    `records` are packed loss terms and counts of operators (`PartRecords.packed`).
+    """
 
     loss: float
     targets: int
     norm: float
     worker: int
+    records: bytes = b""
 
 
 class RankStep(NamedTuple):
-    """Result of a step on one rank: mean loss, targets and gradient norm; `last` if the training ends with it.
+    """Result of a step on one rank: mean loss, targets, gradient norm and records of operators.
+
+    `last` is True if the training ends with it.
 
     On rank 0 of all workers, on a worker of its own micro-batches, on other servers of none. If asynchronous, the norm
     is a mean over micro-batches, else that of the step, None on workers.
@@ -37,6 +44,7 @@ class RankStep(NamedTuple):
     targets: int
     norm: float | None
     last: bool
+    records: StepRecords
 
 
 class WorkAssignment:
@@ -103,10 +111,12 @@ class WorkAssignment:
         return [outcome for _, outcome in sorted(self._done.get(clock, {}).items())]
 
 
-def joined(outcomes: list[PartResult]) -> tuple[float, int, float | None]:
-    """Mean loss per target, number of targets, and micro-batches' mean gradient norm; NaN, 0 and None if no targets."""
+def joined(outcomes: list[PartResult], last: bool) -> RankStep:
+    """Result of a step from those of its micro-batches, with their mean gradient norm; no norm without targets."""
     count = sum(outcome.targets for outcome in outcomes)
+    records = step_records([PartRecords.unpacked(outcome.records) for outcome in outcomes], count)
     if not count:
-        return math.nan, 0, None
+        return RankStep(math.nan, 0, None, last, records)
     loss = math.fsum(outcome.loss for outcome in outcomes) / count
-    return loss, count, math.fsum(outcome.norm for outcome in outcomes) / len(outcomes)
+    norm = math.fsum(outcome.norm for outcome in outcomes) / len(outcomes)
+    return RankStep(loss, count, norm, last, records)

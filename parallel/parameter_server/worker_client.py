@@ -59,12 +59,14 @@ class WorkerClient:
         Reports the micro-batch `done` before, with its result, and sets `last`.
         """
         message = ServerMessage(MessageKind.DRAW, clock=clock, parts=parts, stop=stop or self.stop_requested)
+        records: tuple[Array, ...] = ()
         if done is not None:
-            part, outcome = done
-            loss, targets, norm, _ = outcome
+            part, (loss, targets, norm, _, packed) = done
             message = message._replace(before=part.clock, number=part.number, loss=loss, targets=targets, factor=norm)
+            message = message._replace(elements=len(packed))
+            records = (np.array(bytearray(packed)),) if packed else ()
         self._requeued = False  # an AGAIN from now on may concern a part that this draw does not get
-        self._bus.send(self._servers[0], message)
+        self._bus.send(self._servers[0], message, *records)
         self._until(lambda: bool(self._work))
         answer = self._work.pop()
         self.last = answer.last

@@ -14,8 +14,10 @@ from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.engine.base import type_of
 from parallel.engine.memory_ledger import MemoryLedger, predict_activations
 from parallel.engine.microbatch_pass import MicrobatchPass
+from parallel.engine.operator_records import PartRecords
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec, Parameter, PassMode
+from parallel.nn.own_arrays import changed_arrays
 from parallel.optim.grad_norm import block_squares, clip_factor, total
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.parameter_server.key_assignment import ServerKey, keys_of_unit
@@ -137,8 +139,8 @@ class WorkerTrainer:
         outcomes = self._work(step, stop)
         last = self.client.last == step
         self.client.tick(step + 1, len(batches), last)
-        loss, count, norm = joined(outcomes)
-        return RankStep(loss, count, None if self._context.rule.synchronous else norm, last)  # else servers know it
+        found = joined(outcomes, last)
+        return found._replace(norm=None) if self._context.rule.synchronous else found  # else servers know it
 
     def quiesce(self, steps: int) -> None:
         """Wait until all living workers call this, after `steps` steps; redoes micro-batches of dead ones meanwhile."""
@@ -162,7 +164,7 @@ class WorkerTrainer:
         except Exception as error:
             return [], error
         for batch in mine:
-            passing = self._pass(batch, step, training=False)
+            passing = self._pass(batch, self._mode(batch, step, training=False))
             units = self._context.plan.units
             for number in range(len(units)):
                 passing.forward(units, number)
@@ -212,7 +214,8 @@ class WorkerTrainer:
 
     def _part(self, part: WorkPart, batch: Batch, parts: int) -> PartResult:
         began, client, recorder = time.perf_counter(), self.client, self._context.recorder
-        passing, count = self._pass(batch, part.clock, training=True), int(self._loss.count(batch.y))
+        run = self._mode(batch, part.clock, training=True)
+        passing, count = self._pass(batch, run), int(self._loss.count(batch.y))
         rows = np.unique(batch.x).astype(np.int64) if self._has_table else None
         waited = recorder.seconds["communication"]
         self._context.flat.bind(client.read(part.clock, self._order, rows))
@@ -224,6 +227,8 @@ class WorkerTrainer:
                 passing.forward(units, number)
             client.poll()
         passing.score()
+        if (problem := changed_arrays([run])) is not None:
+            raise problem
         if passing.problem is None and not math.isfinite(passing.total):
             text = f"the loss of micro-batch {part.number} is not a finite number in step {part.clock}"
             raise FloatingPointError(text)
@@ -243,17 +248,20 @@ class WorkerTrainer:
         self._context.flat.unbind()
         with recorder("communication", "push"):
             client.acknowledged()
-        return PartResult(passing.total, count, norm, self._context.plan.rank - len(self._context.servers))
+        worker, records = self._context.plan.rank - len(self._context.servers), PartRecords.of([run])
+        return PartResult(passing.total, count, norm, worker, records.packed())
 
     def _specs(self, batch: Batch) -> tuple[ArraySpec, ...]:
         arrays = (batch.x, self._context.storage), (batch.y, self._context.wide)
         return tuple(ArraySpec(array.shape, type_of(array, dtype)) for array, dtype in arrays)
 
-    def _pass(self, batch: Batch, step: int, training: bool) -> MicrobatchPass:
+    def _mode(self, batch: Batch, step: int, training: bool) -> PassMode:
+        return PassMode(training, self._context.settings.seed, step, np.asarray(batch.samples, np.int64))
+
+    def _pass(self, batch: Batch, run: PassMode) -> MicrobatchPass:
         """New forward and backward state of a micro-batch."""
         x, y = (array.astype(spec.dtype, copy=False) for array, spec in zip((batch.x, batch.y), self._specs(batch)))
-        seed, samples = self._context.settings.seed, np.asarray(batch.samples, np.int64)
-        return MicrobatchPass(x, y, PassMode(training, seed, step, samples), self._loss)
+        return MicrobatchPass(x, y, run, self._loss)
 
     def _record_shapes(self, passing: MicrobatchPass, batch: Batch) -> None:
         specs = self._specs(batch)

@@ -127,8 +127,8 @@ def test_every_part_goes_to_one_worker():
             drawn.append(part.number)
             work.done(turn % 3, part, PartResult(1.0, 2, 0.5, turn % 3))
     assert drawn == [0, 1, 2, 3, 4]
-    assert joined(work.outcome(0)) == (0.5, 10, 0.5)
-    assert math.isnan(joined([])[0])
+    assert joined(work.outcome(0), last=True) == (0.5, 10, 0.5, True, ({}, {}, {}))
+    assert math.isnan(joined([], last=False).loss)
 
 
 def test_what_a_worker_held_that_is_gone_is_done_by_another():
