@@ -3,9 +3,14 @@
 J. Lin, J. Tang, H. Tang, S. Yang, X. Dang, S. Han, "AWQ: Activation-aware Weight Quantization" (MLSys 2024).
 """
 
+from functools import partial
+
 import numpy as np
 
 from quant.array import QuantizedArray
+from quant.formats import as_float32
+from quant.ptq.candidates import least_loss
+from quant.ptq.gptq import check_moments, product_loss
 from quant.quantize import quantize
 from quant.spec.quant_spec import QuantSpec
 
@@ -17,23 +22,23 @@ def awq(
 
     w is about its values / s. s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest value of
     1, with the alpha among `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the exact
-    one.
+    one. An alpha whose w s does not fit `spec` is left out; ValueError if none fits.
 
     `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs), `sizes` the mean |x| of each input;
     s is float32 of shape (inputs,).
     """
-    w = np.asarray(w, np.float32)
-    if moments.shape != (w.shape[1],) * 2 or sizes.shape != w.shape[1:]:
-        raise ValueError(f"moments of shape {moments.shape}, sizes of {sizes.shape} for weights of {w.shape}")
-    positive = np.where(sizes > 0, sizes, sizes[sizes > 0].min(initial=1.0))
-    best, least = None, np.inf
-    for alpha in np.arange(candidates) / candidates:
-        s = positive**alpha
-        s = (s / np.sqrt(s.max() * s.min())).astype(np.float32)
-        q = quantize(w * s, spec, seed=0)
-        off = (q.dequantize() / s - w).astype(np.float64)
-        loss = float(np.einsum("oi,ij,oj->", off, moments, off, optimize=True))
-        if best is None or loss < least:
-            best, least = (q, s), loss
-    assert best is not None
-    return best
+    w, sizes = as_float32("w", np.asarray(w)), as_float32("sizes", np.asarray(sizes)).astype(np.float64)
+    check_moments(w, moments)
+    if sizes.shape != w.shape[1:] or not np.isfinite(sizes).all() or (sizes < 0).any():
+        raise ValueError(f"sizes: expected {w.shape[1]} finite numbers, none below 0, found shape {sizes.shape}")
+    positive = np.where(sizes > 0, sizes, sizes[sizes > 0].min() if sizes.any() else 1.0)
+    middle = np.sqrt(positive.max()) * np.sqrt(positive.min()) if positive.size else 1.0
+
+    def scaled(alpha: float) -> tuple[QuantizedArray, np.ndarray]:
+        s = ((positive / middle) ** alpha).astype(np.float32)
+        return quantize(w * s, spec, seed=0), s
+
+    def loss(made: tuple[QuantizedArray, np.ndarray]) -> float:
+        return product_loss(made[0].dequantize() / made[1].astype(np.float64) - w, moments)
+
+    return least_loss([partial(scaled, number / candidates) for number in range(candidates)], loss)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
+from quant.formats import as_float32
+from quant.ptq.candidates import least_loss
 from quant.quantize import quantize
 from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.spec.quant_spec import QuantSpec
@@ -21,21 +23,46 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
     """Quantise a weight matrix so that its product w x (rather than w) is approximated for the observed inputs x.
 
     `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs) or a multiple of it, to whose diagonal
-    the share `damping` of its mean is added. Scales have one level and are `PerTensor()`, `PerChannel(0)` or
-    `PerGroup(size)`, those of a group chosen when its first input is rounded; ValueError for other specs. Weights of
-    inputs that are always 0 become 0, and the result's spec has rounding nearest_even.
+    the share `damping` of its mean is added, the mean over inputs that are not always 0. Scales have one level and are
+    `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`, those of a group chosen when its first input is rounded;
+    ValueError for other specs. The result's spec has rounding nearest_even.
+
+    Weights of inputs that are always 0 are rounded to nearest. So are all weights if the product is then no worse on
+    the observed inputs.
     """
-    rows, columns = w.shape
-    if moments.shape != (columns, columns):
-        raise ValueError(f"moments of shape {moments.shape} for weights of shape {w.shape}")
+    w = as_float32("w", np.asarray(w))
+    check_moments(w, moments)
     along_rows = isinstance(spec.granularity, PerGroup) and spec.granularity.axis in (-1, 1)
     plain = spec.code != "kmeans" and spec.q_range != "peak" and spec.scales.parent is None
-    if not plain or not (spec.granularity in (PerTensor(), PerChannel(0)) or along_rows):
+    if not plain or not (spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2)) or along_rows):
         raise ValueError(f"scales are found one by one, for rows or groups of the last axis; {spec} is of another kind")
+    nearest = spec.replace(rounding="nearest_even")
+    upper = _inverse_root(moments, damping)
+    return least_loss(
+        [lambda: quantize(w, nearest), *([lambda: _compensated(w, upper, spec)] if w.size else [])],
+        lambda q: product_loss(q.dequantize().astype(np.float64) - w, moments),
+    )
+
+
+def check_moments(w: np.ndarray, moments: np.ndarray) -> None:
+    """Raise ValueError unless `moments` are finite second moments of the inputs of the weight matrix `w`."""
+    if w.ndim != 2 or moments.shape != (w.shape[1],) * 2:
+        raise ValueError(f"moments of shape {moments.shape} for weights of shape {w.shape}")
+    if not np.isfinite(moments).all() or (np.diag(moments) < 0).any():
+        raise ValueError("moments: expected finite numbers, and none below 0 on the diagonal")
+
+
+def product_loss(off: np.ndarray, moments: np.ndarray) -> float:
+    """Sum of squares of the products of inputs with these moments and weights `off` of shape (outputs, inputs)."""
+    return float(np.einsum("oi,oi->", off @ moments.astype(np.float64), off))
+
+
+def _compensated(w: np.ndarray, upper: np.ndarray, spec: QuantSpec) -> QuantizedArray:
+    """Quantised weights, errors passed on by `upper`, the root of the inverse moments."""
+    rows, columns = w.shape
     one = spec.replace(granularity=PerTensor() if spec.granularity == PerTensor() else PerChannel(0))
     size = spec.granularity.size if isinstance(spec.granularity, PerGroup) else columns
     left = np.array(w, np.float64)
-    upper = _inverse_root(moments, damping, left)
     chosen = np.empty((rows, columns), np.float32)
     groups: list[dict[str, Any]] = []
     for first in range(0, columns, BLOCK):
@@ -53,17 +80,23 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
             lost[:, j - first] = loss
         left[:, last:] -= lost @ upper[first:last, last:]
     given: dict[str, Any] = {name: np.concatenate([group[name] for group in groups], axis=1) for name in groups[0]}
-    return quantize(chosen, spec.replace(rounding="nearest_even"), **given) if columns else quantize(chosen, spec)
+    return quantize(chosen, spec.replace(rounding="nearest_even"), **given)
 
 
-def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndarray:
-    """Upper triangular U with U^T U the inverse of the damped moments; zeroes in `w` the weights of inputs always 0."""
+def _inverse_root(moments: np.ndarray, damping: float) -> np.ndarray:
+    """Upper triangular U with U^T U the inverse of the damped moments, in units of their mean diagonal.
+
+    Inputs that are always 0 have moments of the mean's size, and none with others: they compensate nothing.
+    """
     h = np.array(moments, np.float64)
-    never = np.diag(h) == 0
-    w[:, never] = 0
-    h[never, never] = 1
-    h[np.diag_indices_from(h)] += damping * np.diag(h).mean() if len(h) else 0
-    return np.linalg.cholesky(np.linalg.inv(h)).T
+    live = np.diag(h) > 0
+    h /= np.diag(h)[live].mean() if live.any() else 1
+    h[~live, ~live] = 1
+    h[np.diag_indices_from(h)] += damping
+    try:
+        return np.linalg.cholesky(np.linalg.inv(h)).T
+    except np.linalg.LinAlgError as error:
+        raise ValueError(f"moments with damping {damping:g}: expected a positive definite matrix") from error
 
 
 def _parameters(part: np.ndarray, spec: QuantSpec) -> dict[str, Any]:

@@ -6,6 +6,7 @@ H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Model
 import numpy as np
 
 from quant.array import QuantizedArray
+from quant.formats import as_float32
 from quant.quantize import quantize
 from quant.scaling.scales import spread
 from quant.spec.granularity import to_rows
@@ -23,6 +24,7 @@ def hqq(
     """
     if not spec.linear or spec.symmetric or spec.zero == "integer":
         raise ValueError(f"spec: expected linear codes with floating-point zeros, found {spec}")
+    w = as_float32("w", np.asarray(w))
     best = quantize(w, spec, seed=0)
     if not best.size:
         return best
