@@ -192,7 +192,8 @@ def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
         return point(mixed.bits(choice), mixed.chosen(choice), name)
 
     widths = sorted(set(args.widths))
-    uniform = [quantised(mixed.uniform(job.spec.replace(bits=width)), f"{width}") for width in widths]
+    alike = {width: mixed.uniform(job.spec.replace(bits=width)) for width in widths}
+    uniform = [quantised(choice, f"{width}") for width, choice in alike.items() if mixed.has(choice)]
     budgets = [low + (high - low) * i / STEPS for low, high in pairwise(widths) for i in range(STEPS)]
     choices = {mixed.choose(args.search, mixed.budget(job.spec, bits), job.comm) for bits in [*budgets, widths[-1]]}
     curve = [quantised(choice) for choice in sorted(choices)]
@@ -207,8 +208,7 @@ def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
     """Choose each layer's bit width, print (and plot) results; returns quantised model, spec by layer. Collective."""
     args, mixed = job.args, mixture_of(job)
     choice = mixed.choose(args.search, mixed.budget(job.spec, args.mixed), job.comm)
-    if args.mixed in args.widths:
-        same = mixed.uniform(job.spec.replace(bits=int(args.mixed)))
+    if args.mixed in args.widths and mixed.has(same := mixed.uniform(job.spec.replace(bits=int(args.mixed)))):
         text = job.score_text(mixed.chosen(same))
         say(f"{short_name(mixed.specs[same[0]])} for all: {text}, {mixed.bits(same):.3f} bits a weight")
     say(f"mixed by {args.search}: {job.score_text(mixed.chosen(choice))}, {mixed.bits(choice):.3f} bits a weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ class InputMoments:
         comm.Allreduce(self._total, total._total)
         total.rows = sum(comm.allgather(self.rows))
         return total
+
+    @property
+    def live(self) -> int:
+        """Number of input features that were not always 0."""
+        return int(np.count_nonzero(np.diag(self.moments)))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -109,7 +115,8 @@ def calibrate(
 ) -> dict[str, InputMoments]:
     """Input statistics of every layer with a matrix product, over all ranks' batches, by layer name. Collective.
 
-    A rank may have no batches. ValueError on all ranks, if samples do not fit the model, or there are none.
+    A rank may have no batches. ValueError on all ranks, if samples do not fit the model, or there are none. Warns, on
+    all ranks, if a layer has fewer rows of samples than inputs other than 0: its moments are those of many matrices.
     """
     own = {layer.name: InputMoments(layer.shape[1]) for layer in layers if layer.multiplied}
     names = {user.name for layer in layers for user in layer.users if _multiplies(user)}
@@ -121,6 +128,9 @@ def calibrate(
     total = {name: moments.allreduce(comm) for name, moments in own.items()}
     if empty := [name for name, moments in total.items() if not moments.rows]:
         raise ValueError(f"no sample has come to {', '.join(empty)}: there is nothing to calibrate with")
+    if few := [f"{name} ({one.rows} for {one.live})" for name, one in total.items() if one.rows < one.live]:
+        text = "calibration: expected at least as many rows of samples as inputs; rounding to nearest may be better for"
+        warnings.warn(f"{text} {', '.join(few)}", stacklevel=2)
     return total
 
 

@@ -13,7 +13,7 @@ from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.calibration import InputMoments
 from parallel.ptq.evaluation import evaluate
 from parallel.ptq.packed_weights import FewBitWeight, packed
-from parallel.ptq.quantize_model import rounded
+from parallel.ptq.quantize_model import attempted
 from parallel.runtime.collective_errors import collective_call
 from parallel.transforms.quantizable_layers import QuantizableLayer, to_matrix
 from quant import PerGroup, QuantSpec
@@ -44,7 +44,10 @@ def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS) -> list[QuantSpe
 
 @dataclass(frozen=True)
 class PrecisionMixture:
-    """Quantisation options of all layers: `specs`, `weights` by layer and option, table of bytes and losses."""
+    """Quantisation options of all layers: `specs`, `weights` by layer and option, table of bytes and losses.
+
+    Options that a layer does not have, since its weights do not fit the spec, have infinite bytes in the table.
+    """
 
     model: Operator
     layers: Sequence[QuantizableLayer]
@@ -53,14 +56,20 @@ class PrecisionMixture:
     table: SearchTable
 
     def uniform(self, spec: QuantSpec) -> Choice:
+        """Choice of `spec` for all layers."""
         return (list(self.specs).index(spec),) * len(self.layers)
+
+    def has(self, choice: Choice) -> bool:
+        """True if all layers have these options."""
+        return math.isfinite(self.table.cost(choice))
 
     def budget(self, spec: QuantSpec, bits: float) -> float:
         """Bytes of all layers, with scales, for `bits`-bit codes on average: interpolated between widths of `spec`."""
         widths = sorted({option.bits for option in self.specs})
         if not widths[0] <= bits <= widths[-1]:
             raise ValueError(f"mixed: expected {widths[0]} to {widths[-1]} bits on the average, found {bits:g}")
-        costs = [self.table.cost(self.uniform(spec.replace(bits=width))) for width in widths]
+        options = [list(self.specs).index(spec.replace(bits=width)) for width in widths]
+        costs = [sum(weights[option].nbytes for weights in self.weights) for option in options]
         return float(np.interp(bits, widths, costs))
 
     def choose(self, search: str, budget: float, comm: Any) -> Choice:
@@ -87,14 +96,21 @@ def mixture(
 ) -> PrecisionMixture:
     """Quantise each of `layers` by each of `specs`, and estimate the losses. Collective.
 
+    A layer whose weights do not fit a spec does not have that option; ValueError on all ranks if it has none.
+
     `layers` are `layers_of(model)`, `moments` is the result of `calibrate`, `method` a key of `METHODS`, `estimate` a
     result of one of `SENSITIVITIES`.
     """
-    flat = rounded([(layer, spec) for layer in layers for spec in specs], moments, method, comm)
+    flat, problems = attempted([(layer, spec) for layer in layers for spec in specs], moments, method, comm)
+    costs, losses = np.zeros((2, len(layers), len(specs)))
+    for at, weight in enumerate(flat):
+        place = divmod(at, len(specs))
+        layer, fits = layers[place[0]], at not in problems
+        costs[place], losses[place] = (weight.nbytes, estimate(layer, weight)) if fits else (math.inf, 0)
+    if (missing := np.isinf(costs).all(axis=1)).any():
+        raise ValueError(f"a layer cannot be quantised: {problems[missing.argmax() * len(specs)]}")
     weights = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]
-    nbytes = np.array([[weight.nbytes for weight in options] for options in weights])
-    losses = np.array([[estimate(layer, weight) for weight in options] for layer, options in zip(layers, weights)])
-    return PrecisionMixture(model, layers, specs, weights, SearchTable(nbytes, losses))
+    return PrecisionMixture(model, layers, specs, weights, SearchTable(costs, losses))
 
 
 def by_loss(

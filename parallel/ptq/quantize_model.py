@@ -136,21 +136,38 @@ def rounded(
 
     `moments` is the result of `calibrate`. ValueError on all ranks, if one of them fails; it names the layer.
     """
-    weights, problem = [], None
+    weights, problems = attempted(jobs, moments, method, comm)
+    if problems:
+        raise ValueError(f"a layer cannot be quantised: {problems[min(problems)]}")
+    return weights
+
+
+def attempted(
+    jobs: Iterable[tuple[QuantizableLayer, QuantSpec]], moments: dict[str, InputMoments], method: str, comm: Any
+) -> tuple[list[FewBitWeight], dict[int, str]]:
+    """(weights, error messages by job): `rounded`, but weights that do not fit their spec have undefined values.
+
+    The same on all ranks. Collective; ValueError on all ranks if the memory of one does not suffice.
+    """
+    weights, own, memory = [], {}, None
     for at, (layer, spec) in enumerate(jobs):
         entry = method_for(layer, method)
-        if at % comm.Get_size() == comm.Get_rank() and problem is None:
+        if at % comm.Get_size() == comm.Get_rank() and memory is None:
             try:
                 weights.append(entry.rounded(layer.matrix, moments.get(layer.name) or InputMoments(0), spec))
                 continue
-            except (ValueError, np.linalg.LinAlgError, MemoryError) as error:
-                problem = f"{layer.name}: {error}"
+            except ValueError as error:
+                own[at] = f"{layer.name}: {error}"
+            except MemoryError as error:
+                memory = f"{layer.name}: {error}"
         divisor = np.empty(layer.shape[1], np.float32) if entry.divides else None
         weights.append(FewBitWeight(QuantizedArray(entry.spec(spec), layer.shape), divisor))
-    if problems := [text for text in comm.allgather(problem) if text]:
-        raise ValueError(f"a layer cannot be quantised: {problems[0]}")
+    everyones = comm.allgather((own, memory))
+    if lacking := [text for _, text in everyones if text]:
+        raise ValueError(f"a layer cannot be quantised: {lacking[0]}")
+    problems = {at: text for one, _ in everyones for at, text in one.items()}
     for at, weight in enumerate(weights):
-        for buffer in (weight.codes.buffer, weight.divisor):
+        for buffer in (weight.codes.buffer, weight.divisor) if at not in problems else ():
             if buffer is not None:
                 comm.Bcast(buffer, at % comm.Get_size())
-    return weights
+    return weights, problems

@@ -25,6 +25,8 @@ from quant import INT8, grouped
 from quant.observers import OBSERVERS
 
 SELF = MPI.COMM_SELF
+pytestmark = pytest.mark.filterwarnings("ignore:calibration. expected at least as many rows")
+"""Most tests calibrate on few samples."""
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "steps": 4}
 
 

@@ -1,5 +1,8 @@
 """Trained models in few bits: what is watched, what is rounded, what is lost, and what comes back out of a file."""
 
+import re
+import warnings
+
 import numpy as np
 import pytest
 
@@ -27,13 +30,15 @@ from parallel.ptq.quantize_model import METHODS, method_for, quantise, rounded
 from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
 from parallel.transforms.quantizable_layers import expect_finite, kind_of, layers_of
-from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
+from quant import INT8, PRESETS, PerChannel, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
 from quant.io import safetensors_file
 from quant.observers import OBSERVERS
 from quant.search import SEARCHES
 
 SELF = MPI.COMM_SELF
 F = np.float32
+pytestmark = pytest.mark.filterwarnings("ignore:calibration. expected at least as many rows")
+"""Most tests calibrate on few samples."""
 
 NF4 = PRESETS["NF4"].replace(granularity=PerGroup(16))
 SHAPES = {"mlp:tiny": (8, 8), "convnet:tiny": (1, 8, 8), "gpt:tiny": (16,)}
@@ -235,6 +240,64 @@ def test_what_cannot_be_done():
         quantise(model, INT8, batches, SELF)
     with pytest.raises(ValueError, match="samples 0 and on is nan"):
         evaluate(model, SoftmaxCrossEntropy(), batches, SELF)
+
+
+def test_calibration_on_few_samples():
+    """A warning names the layers with fewer rows of samples than inputs that are not always 0."""
+    model, batches = untrained("mlp:tiny"), list(sample("mlp:tiny", batches=3))
+    first = layers_of(model)[0]
+    for method, warned in (("gptq", True), ("awq", True), ("rtn", False)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            quantise(model, grouped(4, 16), batches, SELF, method=method)
+        assert len(found) == warned
+        if warned:
+            text = f"calibration: expected at least as many rows of samples as inputs; .* {first.name} \\(24 for 64\\)"
+            assert re.search(text, str(found[0].message))
+    for batch in batches:
+        batch.x[:, :5] = 0  # 40 of 64 inputs
+    more = [*batches, *batches]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantise(model, grouped(4, 16), more, SELF, method="gptq")
+
+
+def test_gptq_on_few_samples_of_dead_inputs():
+    """Weights of inputs that these samples do not have are rounded to nearest: other samples need them."""
+    model, spec = untrained("mlp:tiny"), grouped(3, 16)
+    seen, others = list(sample("mlp:tiny", batches=1, size=2)), list(sample("mlp:tiny", batches=4, seed=5))
+    seen[0].x[:, :4] = 0
+    exact = outputs(model, others)
+    off = {
+        method: np.linalg.norm(outputs(quantise(model, spec, seen, SELF, method=method), others) - exact)
+        for method in ("rtn", "gptq")
+    }
+    assert off["gptq"] < 1.2 * off["rtn"]
+
+
+def test_options_that_do_not_fit():
+    """Scales of 2 bits that are too large for fp16 are no option, and the others are."""
+    model = untrained("mlp:tiny")
+    layers = layers_of(model)
+    layers[0].parameter.data[0, 0] = 1e6
+    specs = options_of(QuantSpec(2, granularity=PerChannel(0), scale="fp16"), (2, 4, 8))
+    made = mixture(model, layers, specs, {}, "rtn", lambda layer, weight: 1 / weight.codes.spec.bits, SELF)
+    assert np.isinf(made.table.costs[0]).tolist() == [True, True, False] and np.isfinite(made.table.costs[1:]).all()
+    nbytes = [sum(weights[at].nbytes for weights in made.weights) for at in range(3)]
+    assert [made.budget(specs[0], bits) for bits in (2, 4, 8)] == nbytes
+    assert made.budget(specs[0], 3) == (nbytes[0] + nbytes[1]) / 2
+    assert not made.has(made.uniform(specs[0])) and made.has(made.uniform(specs[2]))
+    for search in SEARCHES:
+        choice = made.choose(search, nbytes[2], SELF)
+        assert choice[0] == 2 and np.isfinite(outputs(made.chosen(choice), sample("mlp:tiny"))).all()
+    with pytest.raises(
+        ValueError, match=rf"a layer cannot be quantised: {re.escape(layers[0].name)}: a scale of 1e\+06"
+    ):
+        mixture(model, layers, specs[:2], {}, "rtn", lambda layer, weight: 1.0, SELF)
+    with pytest.raises(
+        ValueError, match=rf"a layer cannot be quantised: {re.escape(layers[0].name)}: a scale of 1e\+06"
+    ):
+        quantise(model, specs[0], [], SELF)
 
 
 def test_batches_are_dealt():

@@ -28,6 +28,8 @@ from quant import grouped
 from quant.io import safetensors_file
 
 SELF = MPI.COMM_SELF
+pytestmark = pytest.mark.filterwarnings("ignore:calibration. expected at least as many rows")
+"""Most tests calibrate on few samples."""
 SAID = {"data": "copy", "model": "gpt-moe:tiny", "length": 16, "batch": 4, "steps": 3, "experts": "4,bias=0.5"}
 
 
