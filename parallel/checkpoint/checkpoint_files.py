@@ -116,23 +116,9 @@ def save(
     with contextlib.ExitStack() as stack:
         folder = collective_call(comm, lambda: stack.enter_context(unfinished(target)), trouble, CheckpointError, 0)
         collective_call(comm, lambda: _expect_shared(folder), trouble, CheckpointError)
-        tensors = plan(comm, held)
-        files: dict[str, list[Any]] = {}
-        for family, planned in tensors.items():
-            mine, problem = _write(comm, folder, family, planned, held)
-            raise_on_all(comm, problem, trouble, CheckpointError)
-            files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
-        fields = {"step": step, "facts": facts}
-
-        def finish() -> None:
-            _write_indices(folder, tensors, files)
-            expect_place(target, owner)  # another run may have begun meanwhile
-            origin = next_origin(directory, step, owner.run)._asdict()
-            write_state(folder, fields | origin | {"files": dict(sorted(files.items()))})
-            sync_folder(folder)
-            move_into_place(folder, target)
-
-        collective_call(comm, finish, trouble, CheckpointError, 0)
+        files = _write_tensors(comm, folder, held, trouble)
+        fields = {"step": step, "facts": facts, "files": files}
+        collective_call(comm, lambda: _finish(folder, target, owner, fields), trouble, CheckpointError, 0)
     trouble = f"{target} is there, but older ones cannot be removed"
     collective_call(comm, lambda: remove_old(target, keep, owner), trouble, NotRemoved, 0)
     return target
@@ -154,6 +140,22 @@ def _file_names(family: str, tensors: Sequence[PlannedTensor]) -> dict[int, str]
     writers = sorted({tensor.writer for tensor in tensors})
     count = len(writers)
     return {writer: f"{family}-{at:05d}-of-{count:05d}.safetensors" for at, writer in enumerate(writers, 1)}
+
+
+def _write_tensors(
+    comm: MPI.Intracomm, folder: Path, held: Sequence[TensorSlice], trouble: str
+) -> dict[str, list[Any]]:
+    """Write the files of all families; returns {file: [bytes, SHA-256]} of all ranks, on rank 0. Collective.
+
+    CheckpointError on all ranks if one fails.
+    """
+    tensors, files = plan(comm, held), dict[str, list[Any]]()
+    for family, planned in tensors.items():
+        mine, problem = _write(comm, folder, family, planned, held)
+        raise_on_all(comm, problem, trouble, CheckpointError)
+        files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
+    collective_call(comm, lambda: _write_indices(folder, tensors, files), trouble, CheckpointError, 0)
+    return dict(sorted(files.items()))
 
 
 def _write(
@@ -218,6 +220,15 @@ def _write_indices(folder: Path, tensors: Mapping[str, Sequence[PlannedTensor]],
         name = f"{family}.safetensors.index.json"
         write_text(folder / name, json.dumps(index, indent=1))
         files[name] = [*digest_of(folder / name)]
+
+
+def _finish(folder: Path, target: Path, owner: Owner, fields: dict[str, Any]) -> None:
+    """Write the state file, then move `folder` to `target`, which makes the checkpoint valid."""
+    expect_place(target, owner)  # another run may have begun meanwhile
+    origin = next_origin(target.parent, fields["step"], owner.run)
+    write_state(folder, fields | origin._asdict())
+    sync_folder(folder)
+    move_into_place(folder, target)
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -147,6 +147,7 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options of checkpoints, metrics, plot and trace, and of tests."""
     add = parser.add_argument_group("files").add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints")
     add("--every", type=int, metavar="N", help="steps between checkpoints (default: ten in all)")

@@ -182,7 +182,7 @@ class SequenceParts(Wrapper):
 
 
 def works_by_part(operator: Operator) -> bool:
-    """True if an operator may be applied to parts of a sequence, as its `mixes` says.
+    """Test if an operator may be applied to parts of a sequence, by its `mixes`.
 
     PlacementError if an operator in it has random numbers, which would be the same for all parts.
     """

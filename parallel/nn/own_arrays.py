@@ -15,7 +15,6 @@ import numpy as np
 from parallel.nn.array_checks import label
 from parallel.nn.operator import DEPTH, Operator, PassMode
 from parallel.nn.rewrite import operators_in
-from parallel.runtime.vector_memory import to_host
 
 _unchanged: weakref.WeakValueDictionary[int, Operator] = weakref.WeakValueDictionary()
 """Units, by id, of which a pass has changed no array and added none: they are not watched any more."""
@@ -71,5 +70,5 @@ def _arrays_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def _digest(array: Any) -> bytes:
-    values = np.ascontiguousarray(array if isinstance(array, np.generic) else to_host(array))
+    values = np.ascontiguousarray(array if isinstance(array, np.ndarray | np.generic) else array.get())
     return blake2b(f"{values.dtype}{values.shape}".encode() + values.tobytes(), digest_size=16).digest()

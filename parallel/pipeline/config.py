@@ -84,8 +84,8 @@ def check_batch(settings: Settings, ranks: int) -> None:
     """Raise ValueError unless the `batch` of the settings divides into equally many micro-batches for each pipeline."""
     pipelines, each, batch = workers(settings, ranks), settings.microbatches, settings.batch
     if each is not None and batch % (each * pipelines):
-        parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
-        raise ValueError(f"microbatches: a batch of {batch} samples does not divide into {parts} micro-batches")
+        wanted = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
+        raise ValueError(f"microbatches: a batch of {batch} samples does not divide into {wanted} micro-batches")
     if (parts := -(-batch // settings.micro(pipelines))) % pipelines:
         raise ValueError(
             f"microbatches: {parts} of a step do not divide among {pipelines} pipelines; micro_batch sets their size"
