@@ -39,7 +39,7 @@ class WindowAllocator(VectorAllocator):
         mine = LINE + size * np.dtype(dtype).itemsize if self.comm.Get_rank() == 0 else 0
         window = MPI.Win.Allocate_shared(mine, 8, comm=self.comm)
         self.shared_window = SharedWindow(self.comm, window)
-        memory, _ = window.Shared_query(0)
+        memory: Any = window.Shared_query(0)[0]
         whole: np.ndarray = np.frombuffer(memory, np.uint8)
         if mine:
             whole[...] = 0

@@ -99,8 +99,8 @@ class ModelOwnership:
         return all(comm.allgather(all(parameter.has_values for parameter in self._parameters)))
 
     def keep(self) -> None:
-        """Let `release` leave copies of the values that the parameters have now, in memory of their own."""
-        self._given = {one: one.data.copy() for one in self._parameters if one.has_values}
+        """Let `release` leave copies of the values that the parameters have now, in host memory of their own."""
+        self._given = {one: _on_host(one.data) for one in self._parameters if one.has_values}
 
     def release(self) -> None:
         """Leave the parameters to the next engine: with the values of `keep`, else without.
@@ -117,6 +117,10 @@ class ModelOwnership:
             if parameter not in values and self._has_begun:
                 _lost[parameter] = self.layout
         self._parameters, self._given = [], {}
+
+
+def _on_host(values: Array) -> np.ndarray:
+    return values.copy() if isinstance(values, np.ndarray) else to_host(values)
 
 
 def _same_values(values: Array) -> Init:

@@ -174,7 +174,7 @@ def compare_copies(
 
 def array_digest(array: Any) -> int:
     """Digest of an array's elements, in C order, on the host or a device."""
-    return digest(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8))
+    return digest(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data)
 
 
 digest = crc32

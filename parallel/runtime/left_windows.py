@@ -18,7 +18,8 @@ class SharedWindow:
     def __init__(self, comm: MPI.Intracomm, window: MPI.Win):
         global _count
         _count = self._number = max(comm.allgather(_count)) + 1
-        self._ranks, self.window = _ranks_of(comm), window
+        self._ranks = _ranks_of(comm)
+        self.window: MPI.Win | None = window
         window.Lock_all()
 
     @property
