@@ -202,7 +202,7 @@ def test_later_batches(comm, options, what):
             {"x": x, "y": y, "samples": samples}[what][-1] += 1
     with Engine(model, loss, comm, optimizer, **options) as engine:
         engine.step(X, Y)
-        with pytest.raises(RankMismatch, match="must have the same differ: rank.* of micro-batch"):
+        with pytest.raises(RankMismatch, match=r"must have the same differ: rank.* of micro-batch"):
             engine.step(x, y % 4, samples=samples)
         assert engine.steps == 1
         engine.step(X, Y)
@@ -224,7 +224,7 @@ def test_state_dictionaries(comm, options):
 def test_facts_and_paths(comm, options, folder, tmp_path):
     model, loss, optimizer = parts()
     with Engine(model, loss, comm, optimizer, **options) as engine:
-        with pytest.raises(RankMismatch, match="epoch: 0; .*epoch: 1"):
+        with pytest.raises(RankMismatch, match=r"epoch: 0; .*epoch: 1"):
             engine.save(folder, epoch=int(comm.rank > 0))
         path = engine.save(folder)
         with pytest.raises(RankMismatch, match="path: "):

@@ -83,13 +83,14 @@ def test_exception_on_one_rank(world, layout):
     assert found[1:] == [found[1]] * 5
 
 
-@pytest.mark.parametrize(
-    "options", [{"clip": -1.0}, {"clop": 1}, {"mesh": "tp=7"}, {"layout": "pp:1f1b", "cuts": "0,9"}]
-)
+INVALID = [{"clip": -1.0}, {"clop": 1}, {"mesh": "tp=7"}, {"layout": "pp:1f1b", "cuts": "0,9"}]
+
+
+@pytest.mark.parametrize("options", INVALID)
 def test_constructor_that_raises(world, options):
     found = []
     for _ in range(4):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"clip|clop|mesh|cuts"):
             engine(world, **options)
         found.append(held())
     assert found == [found[0]] * 4

@@ -121,7 +121,7 @@ def test_an_engine_that_is_not_made_leaves_the_values(comm):
     model = mlp()
     for parameter in model.parameters():
         parameter.data = np.full(parameter.shape, 0.25, np.float32)
-    with pytest.raises(ValueError, match="stages|mesh|schedule|cuts"):
+    with pytest.raises(ValueError, match=r"stages|mesh|schedule|cuts"):
         engine(comm, model, layout="pp:1f1b", cuts="0,1,2,3,4,5,6,7,8")
     assert all((parameter.data == 0.25).all() for parameter in model.parameters())
     engine(comm, model).close()
@@ -129,10 +129,8 @@ def test_an_engine_that_is_not_made_leaves_the_values(comm):
 
 def test_engines_below_own_too(comm):
     model = mlp()
-    with (
-        DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05)),
-        pytest.raises(ValueError, match="belongs to an open engine"),
-    ):
+    made = DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05))
+    with made, pytest.raises(ValueError, match="belongs to an open engine"):
         DataParallelEngine(model, LOSS, comm, AdamW(lr=0.05))
 
 
