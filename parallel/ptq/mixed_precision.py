@@ -108,7 +108,7 @@ def mixture(
         layer, fits = layers[place[0]], at not in problems
         costs[place], losses[place] = (weight.nbytes, estimate(layer, weight)) if fits else (math.inf, 0)
     if (missing := np.isinf(costs).all(axis=1)).any():
-        raise ValueError(f"a layer cannot be quantised: {problems[missing.argmax() * len(specs)]}")
+        raise ValueError(f"a layer cannot be quantised: {problems[int(missing.argmax()) * len(specs)]}")
     weights = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]
     return PrecisionMixture(model, layers, specs, weights, SearchTable(costs, losses))
 

@@ -34,7 +34,8 @@ def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
     >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
     array([ 1.5, 11. ])
     """
-    return fit_groups(np.asarray(values, np.float64)[None], k)[0]
+    levels: np.ndarray = fit_groups(np.asarray(values, np.float64)[None], k)[0]
+    return levels
 
 
 def fit_groups(groups: np.ndarray, k: int) -> np.ndarray:
@@ -49,7 +50,8 @@ def fit_groups(groups: np.ndarray, k: int) -> np.ndarray:
     levels[group, numbers[group, place]] = points[group, place]
     if not few.all():
         levels[~few] = _means(points[~few], _optimal_edges(points[~few], k))
-    return np.ldexp(levels, exponents)
+    scaled: np.ndarray = np.ldexp(levels, exponents)
+    return scaled
 
 
 class IntervalCosts:
