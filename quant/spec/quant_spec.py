@@ -107,8 +107,8 @@ class QuantSpec:
     scale : str or Scales
         Name of a format, as which scales without a parent are kept too, or scales with a parent.
     zero : str
-        integer: Z is rounded and stored in `bits` bits. fp32, fp16, bf16: Z is stored as it is, and the range need not
-        include 0.
+        integer: Z is rounded and stored in `bits` bits. fp32, fp16, bf16: Z is stored as a floating-point number, and
+        the range need not include 0, which may have no code. Far from 0 the range is extended by the rounding of Z.
     divisor : str
         stored: codes are r / S with the stored S. inverse: codes are r times 1 / S, S before rounding to its format,
         as in ggml and PyTorch.
@@ -265,8 +265,9 @@ def _from_json(value: Any) -> Any:
 def _of_matrix(granularity: Granularity) -> Granularity:
     """Granularity of scales, which form a matrix, with 0 for the axis of rows and -1 for groups along them."""
     granularity = from_front(granularity, 2)
-    along_rows = isinstance(granularity, PerGroup) and granularity.axis == 1
-    return replace(granularity, axis=-1) if along_rows else granularity
+    if isinstance(granularity, PerGroup) and granularity.axis == 1:
+        return PerGroup(granularity.size)
+    return granularity
 
 
 def same(one: QuantSpec, other: QuantSpec, ndim: int) -> bool:
