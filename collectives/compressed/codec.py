@@ -1,6 +1,7 @@
 """Codecs: encoding of float32 vectors as bytes, and decoding, on the host and on a GPU."""
 
 from collections.abc import Callable
+from operator import index
 from typing import Protocol
 
 from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wire_nbytes
@@ -78,7 +79,7 @@ class QuantCodec:
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers of stochastic rounding from `seed`."""
-        self._seed, self._encoded = int(seed), 0
+        self._seed, self._encoded = index(seed), 0
 
     def nbytes(self, count: int) -> int:
         return wire_nbytes(self.spec, count)

@@ -85,5 +85,5 @@ class EncodedAlltoall(BoundCollective):
         self._exchange.Free()
 
     def _partition(self, name: str, lengths: int | Sequence[int]) -> VectorPartition:
-        each = [int(lengths)] * self.size if isinstance(lengths, (int, Integral)) else lengths
+        each = [lengths] * self.size if isinstance(lengths, (int, Integral)) else lengths
         return VectorPartition.of(checked(name, each, self.size), self.codec.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import index
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -63,7 +64,10 @@ class VectorPartition(NamedTuple):
 
 
 def checked(name: str, lengths: Sequence[int], ranks: int) -> Sequence[int]:
-    """Return the lengths of the ranks' parts; raise ValueError unless there is one for each rank, none negative."""
+    """Lengths of the ranks' parts as int; ValueError unless there is one for each rank, none negative.
+
+    TypeError for numbers that are no integers. NumPy's narrow integers would wrap around in sums.
+    """
     if len(lengths) != ranks or min(lengths) < 0:
         raise ValueError(f"{name}: expected the elements of {ranks} ranks' parts, found {list(lengths)}")
-    return lengths
+    return [index(length) for length in lengths]

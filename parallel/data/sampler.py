@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from parallel.runtime.validation import expect_integer, expect_mapping
+from parallel.runtime.validation import exact_integers, expect_integer, expect_mapping, is_real, widened
 
 Item = TypeVar("Item")
 
@@ -43,7 +43,10 @@ class Batch(NamedTuple):
 
 
 def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
-    """Convert (number, x, y, samples) to a `Batch`, x and y as arrays of `xp`; `at` is its index for error messages."""
+    """Convert (number, x, y, samples) to a `Batch`, x and y as arrays of `xp`; `at` is its index for error messages.
+
+    Integers become int64 here, so that no operator or loss computes with narrow ones.
+    """
     parts = tuple(some) if isinstance(some, tuple | list) else ()
     if len(parts) != len(Batch._fields):
         found = f"a {type(some).__name__} of {len(parts)}" if isinstance(some, tuple | list) else type(some).__name__
@@ -59,9 +62,14 @@ def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
             kind = type(array).__name__ if shape is None else f"{dtype} of shape {shape}"
             raise ValueError(f"micro-batch {number}: expected {what} as an array with an axis of samples, found {kind}")
     try:
-        return Batch(number, xp.asarray(arrays[0]), xp.asarray(arrays[1]), arrays[2])
+        x, y = xp.asarray(arrays[0]), xp.asarray(arrays[1])
     except (TypeError, ValueError) as error:
         raise ValueError(f"micro-batch {number}: inputs and targets make no arrays: {error}") from error
+    names = [f"micro-batch {number}: {what}" for what in ("inputs", "targets", "sample numbers")]
+    for name, array in zip(names, (x, y)):
+        if not is_real(array):
+            raise ValueError(f"{name}: expected real numbers, found {array.dtype}")
+    return Batch(number, widened(x, names[0]), widened(y, names[1]), exact_integers(arrays[2], names[2]))
 
 
 class StepBatches(NamedTuple):

@@ -27,6 +27,7 @@ from typing import Any, Self
 import numpy as np
 
 from parallel.data.sampler import Dataset
+from parallel.runtime.validation import is_real
 
 INDEX = "index.json"
 
@@ -144,6 +145,8 @@ class ShardArrays:
 
 
 def _typed(array: np.ndarray) -> np.ndarray:
+    if not is_real(array):
+        raise ValueError(f"shard: expected real numbers, found {array.dtype}")
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
@@ -259,6 +262,8 @@ class ShardWriter:
         if (y is None) != (self._kind == "tokens"):
             raise ValueError(f"y: expected {'none' if y is not None else 'targets'} with {self._kind}")
         if y is None:
+            if x.dtype.kind not in "iu":
+                raise ValueError(f"x: expected tokens that are integers, found {x.dtype}")
             x.tofile(self._folder / f"{stem}.bin")
             self._shards[part].append({"x": f"{stem}.bin", "dtype": x.dtype.str})
             self._most = max(self._most, int(x.max(initial=0)) + 1)
@@ -266,6 +271,8 @@ class ShardWriter:
         y = np.asarray(y)
         if len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples, y has {len(y)}")
+        if self._kind != "values" and y.dtype.kind not in "iub":
+            raise ValueError(f"y: expected classes that are integers, found {y.dtype}")
         names = {"x": f"{stem}.x.npy", "y": f"{stem}.y.npy"}
         for which, array in (("x", x), ("y", y)):
             np.save(self._folder / names[which], array)

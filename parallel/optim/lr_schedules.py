@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from parallel.runtime.validation import real_number
+
 
 def constant(step: int, *, rate: float) -> float:
     return rate
@@ -91,7 +93,11 @@ def rate_at(rate: Rate, step: int) -> float:
     """Learning rate (`rate`, or ``rate(step)``) after `step` updates; ValueError if negative or not finite."""
     if step < 0:
         raise ValueError(f"step: expected the number of updates made before, found {step}")
-    value = float(rate(step)) if callable(rate) else float(rate)
+    found = rate(step) if callable(rate) else rate
+    try:
+        value = real_number(found)
+    except TypeError as error:
+        raise TypeError(f"rate at step {step}: {error}") from None
     if not 0 <= value < math.inf:
         raise ValueError(f"rate: expected a number from 0 on at step {step}, found {value}")
     return value

@@ -19,7 +19,7 @@ from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
-from parallel.runtime.validation import expect_integer, expect_mapping
+from parallel.runtime.validation import expect_integer, expect_mapping, is_real
 from parallel.trainer.strategies import TrainableEngine
 from quant.kernels import array_namespace
 
@@ -128,6 +128,8 @@ def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], st
         raise ValueError(f"expected a mapping from names to arrays, found a {type(state).__name__}")
     found = {name: np.asarray(values) for name, values in state.items() if name in shapes}
     for name, values in found.items():
+        if not is_real(values):
+            raise ValueError(f"{name}: expected real numbers, found {values.dtype}")
         if values.shape != shapes[name]:
             raise ValueError(f"{name}: expected an array of shape {shapes[name]}, found {values.shape}")
     missing, unknown = sorted(shapes.keys() - found.keys()), sorted(state.keys() - shapes.keys())

@@ -166,10 +166,15 @@ class Ema(Ranges):
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) element of a batch, per tensor or channel: float32, host. ValueError if empty or not finite."""
+    """(lowest, highest) element of a batch, per tensor or channel: float32, host. ValueError if empty or not finite.
+
+    TypeError for numbers that are not real.
+    """
     blocks = blocking(granularity, tuple(x.shape))
     if not blocks.elements:
         raise ValueError("a batch without elements has no range")
+    if x.dtype.kind not in "fiub" and x.dtype.name != "bfloat16":
+        raise TypeError(f"x: expected real numbers, found {x.dtype}")
     xp = array_namespace(x)
     rows = xp.ascontiguousarray(to_rows(as_float32("x", x), granularity))
     low, high = kernels.minmax(rows, blocks.size)

@@ -193,6 +193,16 @@ def test_lengths_that_are_no_division_are_refused(comm, way, wrong):
         FLAT[way](comm, 10, Multiples(), wrong(comm.size))
 
 
+@pytest.mark.parametrize("way", FLAT)
+def test_lengths_in_narrow_integers(comm, way):
+    """The places of the parts are sums of lengths, which an int8 does not hold."""
+    lengths = np.full(comm.size, 100, np.int8)
+    with FLAT[way](comm, 100 * comm.size, Multiples(step=2), lengths) as made:
+        assert made.parts.starts == tuple(range(0, 100 * comm.size, 100)) and made.parts.elements == 100 * comm.size
+    with pytest.raises(TypeError):
+        FLAT[way](comm, 100 * comm.size, Multiples(step=2), np.full(comm.size, 100.0))
+
+
 def test_segments_change_no_digit(comm):
     count, codec = 10_001, QuantCodec(parse("int8_g128"))
     x, whole, cut = noise(comm.rank, count), np.empty(count, np.float32), np.empty(count, np.float32)
