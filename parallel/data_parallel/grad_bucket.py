@@ -5,7 +5,7 @@ A bucket accumulates the gradients of one rank; `parallel.data_parallel.reducers
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from array_api_compat import array_namespace
 
@@ -22,6 +22,8 @@ class GradBucket:
 
     `number` is the position in the order of exchanges; `places` are neighbours, ascending. `parts` are the parts of all
     ranks, in whole blocks, `counts` their elements, and `own` is this rank's. The gradient is accumulated in `vector`.
+    `square` is the sum of squares of what this rank has handed in since it was last set to 0: not finite if a term is
+    not, or overflows. On a device it stays there.
     """
 
     def __init__(self, number: int, places: Sequence[ParamSpan], ranks: int, rank: int):
@@ -36,6 +38,7 @@ class GradBucket:
         self._accepts = False
         self._scratch: Array = ()
         self.vector: Array = None
+        self.square: Any = 0.0
 
     def within(self, span: Span) -> slice:
         return slice(span.start - self.span.start, span.stop - self.span.start)
@@ -80,7 +83,7 @@ class GradBucket:
         view += more
 
     def complete(self, gaps: bool = False) -> None:
-        """Zero the gradient of tensors that received none and, with `gaps`, the padding between tensors."""
+        """Zero the gradient of tensors that received none and, with `gaps`, the padding; add to `square`."""
         for place in self.places:
             start = self._starts[id(place.parameter)]
             if id(place.parameter) not in self._written:
@@ -88,6 +91,7 @@ class GradBucket:
                 self._written.add(id(place.parameter))
             elif gaps:
                 self.vector[start + place.size : start + place.span.size] = 0
+        self.square = self.square + self.vector @ self.vector
 
 
 def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[int, ...]]:

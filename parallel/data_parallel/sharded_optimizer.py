@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
+from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.data_parallel.layouts import DataParallelLayout
 from parallel.data_parallel.logical_blocks import LogicalBlocks, tensors_of
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
@@ -128,7 +129,15 @@ class ShardedOptimizer:
             narrow_weights = None if master is None else stored
             yield OptimizerSpan(span, weights, gradient, state, flat.places, narrow_weights, self.missed)
 
-    def norm(self, count: int, step: int, everyone: Communicator) -> tuple[float, float, bool]:
+    def begin(self) -> None:
+        """Begin a step, in which gradients of this rank that are not finite are noted."""
+        for bucket in self._buckets():
+            bucket.square = 0.0
+
+    def _buckets(self) -> list[GradBucket]:
+        return [reducer.bucket for part in self._parts for reducer in part.gradients.reducers]
+
+    def norm(self, count: float, step: int, everyone: Communicator) -> tuple[float, float, bool]:
         """Adapt the loss scale; return (global gradient norm, factor for `update`, True if finite). Collective.
 
         Raises
@@ -153,7 +162,9 @@ class ShardedOptimizer:
             parts = zip(tensors, np.split(squares, ends[:-1]))
             odd = ", ".join(dict.fromkeys(tensor.name for tensor, part in parts if not np.isfinite(part).all()))
             what = f"the gradient of {odd} is" if odd else "the norm of the gradient is"
-            raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
+            own = everyone.allgather(any(not math.isfinite(bucket.square) for bucket in self._buckets()))
+            ranks = ", ".join(str(rank) for rank, is_odd in enumerate(own) if is_odd and len(own) > 1)
+            raise StepFailed(f"{NOTHING}; {what} not finite in step {step}{ranks and f' (rank {ranks})'}")
         try:
             self.scaling.update(finite)
         except FloatingPointError as error:  # all ranks have the same norm
