@@ -68,10 +68,16 @@ def _aborts() -> bool:
     ``sys.exit(status)`` is an orderly end, since all ranks may call it; under ``python -m mpi4py`` it is not if the
     status is an error.
     """
-    if not _abort_status and _is_uncaught(getattr(sys, "last_traceback", None)):
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not _abort_status and (error := uncaught_exception()) is not None:
         _set_abort_status(_status_of(error))
     return bool(_abort_status)
+
+
+def uncaught_exception() -> BaseException | None:
+    """Exception that ends the process, at its exit; None for an orderly end."""
+    if not _is_uncaught(getattr(sys, "last_traceback", None)):
+        return None
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _status_of(error: BaseException | None) -> int:

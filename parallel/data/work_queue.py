@@ -6,7 +6,7 @@ which it does with each draw of its own: place rank 0 on a fast node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from mpi4py import MPI
@@ -21,7 +21,8 @@ class WorkQueue:
     """Queue of work item numbers, each drawn by exactly one rank. Creating and freeing are collective.
 
     Which rank gets which number depends on timing, and so does the last digit of a sum over the numbers of a rank: for
-    repeatable results, put what belongs to a number in order of numbers.
+    repeatable results, put what belongs to a number in order of numbers. ``meet()`` waits for all ranks, by default
+    by a barrier.
 
     Examples
     --------
@@ -30,8 +31,8 @@ class WorkQueue:
     [0, 1, 2]
     """
 
-    def __init__(self, comm: MPI.Intracomm):
-        self.comm = comm
+    def __init__(self, comm: MPI.Intracomm, meet: Callable[[], None] | None = None):
+        self.comm, self._meet = comm, meet or comm.Barrier
         mine = COUNTERS if comm.Get_rank() == 0 else 0
         word = MPI.INT64_T.Get_size()
         self._shared = SharedWindow(comm, MPI.Win.Allocate(mine * word, word, comm=comm))
@@ -49,8 +50,8 @@ class WorkQueue:
         if count < 0:
             raise ValueError(f"count: expected 0 or more, found {count}")
         self._open()
+        self._meet()
         self._round += 1
-        self.comm.Barrier()
         if self.comm.Get_rank() == 0:
             self._add(0, (self._round + 1) % COUNTERS, MPI.REPLACE)
         return self._numbers(self._round, count)

@@ -7,6 +7,7 @@ import numpy as np
 from mpi4py import MPI
 
 from parallel.data_parallel.run_context import RunContext
+from parallel.runtime.meeting_point import MeetingPoint
 from quant.types import Array
 
 
@@ -14,7 +15,7 @@ class ReplicaSums(NamedTuple):
     """Sum of losses and number of targets of a step, over the ranks that averaged together, or of this rank only."""
 
     loss: float
-    targets: int
+    targets: float
 
 
 class AveragingStyle:
@@ -22,11 +23,13 @@ class AveragingStyle:
 
     The number of the `last` step, requested by a rank that wants to end or has failed, is sent with the exchanged
     replicas. It is set far enough ahead to be known to all ranks in time (`reach`), and inf before. `part` is the
-    contribution of the rank to the sum that is the number of ranks times the mean.
+    contribution of the rank to the sum that is the number of ranks times the mean. Waits for other ranks are those of
+    `point`, which end if one of them has left.
     """
 
     def __init__(self, context: RunContext, vector: Array):
         self.comm, self.memory, self.vector = context.comm, context.memory, vector
+        self.point = MeetingPoint(context.comm)
         self.rank, self.size = context.comm.Get_rank(), context.comm.Get_size()
         self.part = vector
         self.last = math.inf
@@ -74,9 +77,9 @@ class AveragingStyle:
     def exchange_status(self, comm: MPI.Intracomm, sums: ReplicaSums, weight: float = 1.0) -> tuple[float, ReplicaSums]:
         """All-gather over `comm`; returns the totals of `weight` and `sums`, and sets `last` to the ranks' minimum."""
         gathered = np.empty((comm.Get_size(), 4))
-        comm.Allgather(np.array([weight, self.last, *sums]), gathered)
+        self.point.wait(MPI.Intracomm(comm).Iallgather(np.array([weight, self.last, *sums]), gathered).Test)
         self.last = float(gathered[:, 1].min())
-        return float(gathered[:, 0].sum()), ReplicaSums(float(gathered[:, 2].sum()), int(gathered[:, 3].sum()))
+        return float(gathered[:, 0].sum()), ReplicaSums(float(gathered[:, 2].sum()), float(gathered[:, 3].sum()))
 
 
 class LocalSGD(AveragingStyle):

@@ -84,7 +84,7 @@ class FederatedEngine(ReplicaEngine):
 
     def _own(self, batches: Sequence[Batch]) -> StepReport:
         """Train this rank's clients of a round; the report has the mean loss and largest norm of their steps."""
-        losses, norms, count = [0.0], list[float](), 0
+        losses, norms, count, rate = [0.0], list[float](), 0.0, math.nan
         self.style.begin()  # from weights that a user may have changed
         try:
             for client in (batch_of(some, at) for at, some in enumerate(batches)):
@@ -95,11 +95,11 @@ class FederatedEngine(ReplicaEngine):
                         norms.append(report.norm or 0.0)
                         count += report.count
                     self.style.collect(len(client.samples))
-        except Exception as error:
+            rate = rate_at(self._optimizer.rate, self.steps)
+        except BaseException as error:
             self._problem = error
         self._begin()
         self._engine.steps = self._engine.updates = self.steps + 1
-        rate = rate_at(self._optimizer.rate, self.steps)
         loss = math.fsum(losses) / count if count else math.nan
         norm, scale = max(norms, default=None), self._engine.scaling.value
         return StepReport(self.steps, loss, count, norm, norm is None, scale, rate, False, 0.0, 0.0)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.progress import progress_until
 from parallel.data_parallel.run_context import RunContext
 from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
 from parallel.decentralized.push_sum import PushSumMass
@@ -93,7 +92,7 @@ class Gossip(AveragingStyle):
         for sent in list(self._coming):
             self._take(sent, wait=True)
         for message in self._out:
-            progress_until(message.request.Test)
+            self.point.wait(message.request.Test)
         self.mass.update_estimate()
 
     def begin(self) -> None:
@@ -115,7 +114,7 @@ class Gossip(AveragingStyle):
     def _push(self, step: int) -> None:
         to, source = peers(self.rank, self.size, step)
         out, into = self._out[step % len(self._out)], self._in[step % len(self._in)]
-        progress_until(out.request.Test)
+        self.point.wait(out.request.Test)
         self.mass.keep(0.5)  # the other half is as large
         out.x[...] = self.mass.x
         out.head[...] = self.mass.w, self.last
@@ -126,7 +125,7 @@ class Gossip(AveragingStyle):
     def _take(self, sent: int, wait: bool) -> None:
         message = self._coming[sent]
         if wait:
-            progress_until(message.request.Test)
+            self.point.wait(message.request.Test)
         elif not message.request.Test():
             return
         del self._coming[sent]

@@ -69,29 +69,32 @@ class Hogwild(AveragingStyle):
         return sums
 
     def drain(self) -> None:
-        self.comm.Barrier()
+        self._barrier()
 
     def mean(self, out: Array) -> None:
         out[...] = self.vector
 
     def begin(self) -> None:
-        self.comm.Barrier()
+        self._barrier()
         if self.rank == 0 and self._count(MPI.MAX, 0) < ENDS:  # steps may be fewer now; a request to end stays
             self._count(MPI.REPLACE, 0)
-        self.comm.Barrier()
+        self._barrier()
 
     def finish(self) -> None:
         super().finish()
-        self.comm.Barrier()
+        self._barrier()
         if self.rank == 0:
             self._count(MPI.REPLACE, 0)
-        self.comm.Barrier()
+        self._barrier()
 
     def close(self) -> None:
         self._shared.free()
 
     def abandon(self) -> None:
         self._shared.leave()
+
+    def _barrier(self) -> None:
+        self.point.wait(MPI.Intracomm(self.comm).Ibarrier().Test)
 
     def _publish(self, steps: int) -> None:
         """Publish this rank's number of steps in the shared counter, and check it for stop requests of other ranks."""

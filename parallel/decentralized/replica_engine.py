@@ -31,7 +31,7 @@ from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import describe, raise_on_all
 from parallel.runtime.consistency_check import StepFailed
-from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from quant.types import Array
 
 OWN = "dp-naive"  # layout of the single-rank engine
@@ -91,8 +91,10 @@ class ReplicaEngine(BaseEngine):
         for piece in self._engine.pieces:  # none if there are no parameters
             vector, self._stash = piece.weights, piece.gradient  # the gradient is used within a step only
         self.style = entry.make(replace(self._engine.context, comm=comm), vector, settings)
+        self.point = self.style.point
         self.ledger.expect(Counter(buffers=entry.buffers(vector.nbytes, settings)), part=settings.layout)
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
+        self._is_closed = False
         self.style.begin()
 
     @classmethod
@@ -151,7 +153,7 @@ class ReplicaEngine(BaseEngine):
             report,
             step=step,
             loss=sums.loss / sums.targets if sums.targets else math.nan,
-            count=sums.targets,
+            count=in_units(sums.targets),
             stop=stops,
             seconds=time.perf_counter() - began,
             communication=self._recorder.seconds["communication"] - spent,
@@ -163,17 +165,18 @@ class ReplicaEngine(BaseEngine):
         But messages in flight (sgp with `tau`) are received first, so the training differs from one without evaluation.
         """
         self._raise_failures()
-        found, problem = Evaluation(0.0, 0.0, 0), None
+        found = Evaluation(0.0, 0.0, 0)
+        problem: BaseException | None = None
         with self._averaged():
             try:
                 found = self._engine.evaluate(_numbered(batches), measure)
-            except Exception as error:
+            except BaseException as error:
                 problem = error
         raise_on_all(self._comm, _cause(problem), "the model was not tested", StepFailed)
         sums = np.array([found.loss, found.measure or 0.0, 1.0]) * found.count if found.count else np.zeros(3)
         self._comm.Allreduce(MPI.IN_PLACE, sums)
         loss, measured = (sums[:2] / sums[2]).tolist() if sums[2] else (math.nan, math.nan)
-        return Evaluation(loss, None if measure is None else measured, int(sums[2]))
+        return Evaluation(loss, None if measure is None else measured, in_units(float(sums[2])))
 
     def quiesce(self) -> None:
         """Raise StepFailed on all ranks, after the same step, if one of them has failed. Collective."""
@@ -181,6 +184,7 @@ class ReplicaEngine(BaseEngine):
 
     def consensus(self) -> float:
         """Root mean square over ranks of the distance between replica and mean of all replicas. Collective."""
+        self.meet("consensus")
         with self._averaged() as (own, mean):
             squares = float(((own - mean) ** 2).sum(dtype=np.float64))
         return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
@@ -216,30 +220,39 @@ class ReplicaEngine(BaseEngine):
 
     def close(self) -> None:
         """Free all resources; the model keeps the mean of the replicas. After an exception free those of this rank."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if sys.exception() is None:
+            self.meet("close")
             self.style.drain()
             self.style.mean(self.style.vector)
             self._engine.refresh()
             self._engine.keep_values()
             self.style.close()
+            self.point.free()
         else:  # a rank that failed does not wait for the others
             self._engine.leaves_values = False
             self.style.abandon()
         self.resources.close()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.leave(error)
         self.close()
 
     def _own(self, batches: Sequence[Batch]) -> StepReport:
-        """Train this rank's replica for a step; after a failure without micro-batches, so that exchanges continue."""
+        """Train this rank's replica for a step; nothing after a failure, so that exchanges continue."""
         if self._problem is None:
             try:
                 return self._engine.step(_numbered(batches))
-            except Exception as error:
+            except BaseException as error:
                 self._problem = error
-        return self._engine.step(())
+        self._engine.steps += 1
+        scale = self._engine.scaling.value
+        return StepReport(self.steps, math.nan, 0, None, True, scale, math.nan, False, 0.0, 0.0)
 
     def _raise_failures(self) -> None:
+        self.meet("failures")
         problem, self._problem = self._problem, None
         raise_on_all(self._comm, _cause(problem), "a rank has failed", StepFailed)
         self._fingerprint.compare(self._comm)
@@ -264,10 +277,13 @@ def _numbered(batches: Sequence[Batch]) -> list[Batch]:
     return [Batch(number, *rest) for number, (_, *rest) in enumerate(ordered)]
 
 
-def _cause(problem: Exception | None) -> Exception | None:
-    """RuntimeError that names an exception's type and text, or of a `StepFailed` those of its cause; None for None."""
-    if problem is None:
-        return None
+def _cause(problem: BaseException | None) -> BaseException | None:
+    """RuntimeError that names an exception's type and text, or of a `StepFailed` those of its cause; None for None.
+
+    SystemExit and the like remain as they are.
+    """
+    if not isinstance(problem, Exception):
+        return problem
     cause = problem.__cause__ if isinstance(problem, StepFailed) and problem.__cause__ else problem
     named = RuntimeError(f"{type(cause).__name__}: {describe(cause)}")
     named.__cause__ = cause

@@ -33,16 +33,17 @@ from parallel.nn.kernels.deferred import deferred
 from parallel.nn.operator import Operator, Parameter, PassMode
 from parallel.nn.own_arrays import changed_arrays
 from parallel.nn.selection_bias import SelectionBias
-from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
+from parallel.runtime.collective_errors import is_shared, written
 from parallel.runtime.consistency_check import Facts
 from parallel.runtime.device_memory import PoolLimit
 from parallel.runtime.left_windows import free_left
+from parallel.runtime.meeting_point import MeetingPoint, text_of
 from parallel.runtime.profiler import Profiler, ProfilerEvent
-from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.transforms.fake_quantized_input import MovingRanges, checked_ranges
 from quant.types import Array
@@ -52,7 +53,7 @@ class PassResult(NamedTuple):
     """Results on this rank of the forward (and backward) passes of a step or evaluation: losses, error, metric sum."""
 
     losses: Losses
-    problem: Exception | None
+    problem: BaseException | None
     measured: float = 0.0
 
 
@@ -77,6 +78,7 @@ class BaseEngine:
     settings: Settings
     remarks: Sequence[str] = ()
     parameters: Sequence[Parameter]  # logical ones of the whole model, also those that this rank has no part of
+    point: MeetingPoint
     _comm: Communicator
     _recorder: Profiler
 
@@ -98,8 +100,11 @@ class BaseEngine:
         raise NotImplementedError
 
     def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
-        """Call ``write(comm of the ranks that hold state, slices of this rank)``; return its result. Collective."""
-        return write(self._comm, self.tensor_slices())
+        """Call ``write(comm of the ranks that hold state, slices of this rank)``; return its result. Collective.
+
+        An error of `write` on one rank is raised on all ranks, once the others have returned from it.
+        """
+        return written(self._comm, write, self.tensor_slices())
 
     def quiesce(self) -> None:
         """Wait until all ranks have finished the same number of steps; a no-op for engines with synchronous steps."""
@@ -113,8 +118,28 @@ class BaseEngine:
         """Profiler events since the list was last cleared; empty unless `settings.trace`."""
         return self._recorder.events
 
+    def close(self) -> None:
+        """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""
+        raise NotImplementedError
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks make this call, one of `meeting_point.CALLS`; `RankLeft` if a rank has left."""
+        self.point.meet(call)
+
+    def leave(self, error: BaseException | None) -> bool:
+        """Leave the engine by an exception, or None; True if all ranks do. Else the others have a notice of it."""
+        if is_shared(error):
+            return True
+        if error is not None and not isinstance(error, consistency_check.RankLeft):
+            self.point.leave(f"the engine: {text_of(error)}")
+        return False
+
     def __enter__(self) -> Self:
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if self.leave(error):
+            self.close()
 
 
 class TrainEngine(BaseEngine):
@@ -153,7 +178,8 @@ class TrainEngine(BaseEngine):
         self.parameters = [one.parameter for one in context.flat.places] if on_mesh is None else on_mesh.parameters
         self._parts, self._loss, self._optimizer, self._fingerprint = parts, loss, optimizer, fingerprint
         self.settings, self._workers = settings, len(teams)
-        self._sync = StepSync(context, self._comm, teams, fingerprint)
+        self.point = MeetingPoint(self._comm)
+        self._sync = StepSync(context, self._comm, self.point, teams, fingerprint)
         blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
@@ -165,6 +191,9 @@ class TrainEngine(BaseEngine):
         self._records = OperatorRecords(context.plan.units, self._comm)
         self.selection_biases = self._records.biases
         self._runs: list[PassMode] = []  # of this step's micro-batches
+        self._own_counts: list[float] = []  # numbers of targets of this step's micro-batches
+        self._rates = RateClock(0)
+        self._clock_problem: BaseException | None = None
         self._pool = PoolLimit(self._comm, context.memory.xp)
         self.resources.callback(self._pool.remove)
         if context.memory.xp is not np and self._comm.Get_size() > 1:
@@ -216,26 +245,24 @@ class TrainEngine(BaseEngine):
         """
         return self._step(lambda scale: self._assigned(batches, stop, scale))
 
-    def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
+    def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[float, bool, PassResult]:
         """Synchronise and run the passes of given micro-batches; return (number of targets, stop flag, result)."""
         given = self._checked(batches)
+        self._own_counts = given.counts
         assignment, count, stop = self._sync.begin(*self._timed(given), stop)
         return count, stop, self._passes(given.mine, assignment, StepScale(self.steps, count, scale))
 
     def _timed(self, given: CheckedBatches) -> tuple[CheckedBatches, Facts]:
         """Micro-batches of a training step, and facts of its time that must be equal on all ranks."""
+        given = given._replace(problem=self._clock_problem or given.problem)
         moment: list[tuple[str, Any]] = [("steps", self.steps), ("updates", self.updates)]
-        try:
-            moment.append(("learning rates", self._optimizer.rates(RateClock(self._clock))))
-        except Exception as error:  # of a schedule
-            given = given._replace(problem=given.problem or error)
+        moment += [("learning rates", self._rates.known), ("loss scale", self.scaling.value)]
         if self._axis is not None and self._axis.size > 1:  # for hooks, ranks exchange gradients
-            moment.append(
-                ("numbers of gradient hooks", {one.name: len(one.hooks) for one in self.parameters if one.hooks})
-            )
-        return given, [*moment, ("loss scale", self.scaling.value)]
+            hooks = {one.name: len(one.hooks) for one in self.parameters if one.hooks}
+            moment.append(("numbers of gradient hooks", hooks))
+        return given, moment
 
-    def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
+    def _step(self, run: Callable[[float], tuple[float, bool, PassResult]]) -> StepReport:
         """Run one step; if it makes no update, restore the compression residuals from before it.
 
         ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result).
@@ -253,9 +280,11 @@ class TrainEngine(BaseEngine):
                 for reducer in self._compressed():
                     reducer.undo()
 
-    def _stepped(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
+    def _stepped(self, run: Callable[[float], tuple[float, bool, PassResult]]) -> StepReport:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale = self.scaling.value
+        self._set_rates()
+        self._sharded.begin()
         with np.errstate(over="ignore", invalid="ignore"), deferred() as numbers:  # found below, on all ranks together
             try:
                 count, stop, (losses, problem, _) = run(scale)
@@ -263,8 +292,8 @@ class TrainEngine(BaseEngine):
                 raise consistency_check.StepFailed(f"{consistency_check.NOTHING}; {error}") from error
         problem = self._errors.take() or problem or changed_arrays(self._runs)
         losses, problem = read_losses(numbers, losses if self._counts else [], problem)
-        loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
-        rate = rate_at(self._optimizer.rate, self._clock)
+        total = self._sync.losses(losses, problem, self.steps, self._unchanged)
+        loss = total / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         self._ranges.end_step(self._runs, self._comm)
         noted = self._records.end_step(self._runs, self._counts, self._comm, count, finite)
@@ -272,13 +301,22 @@ class TrainEngine(BaseEngine):
         if (every := self.settings.check_every) and self.steps % every == 0:
             consistency_check.compare_copies(copies(self._parts, self._axis), step, self._comm)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
+        rate, count = self._rates.known[0], in_units(count)
         return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, *noted)
 
-    def _update(self, count: int) -> tuple[float | None, bool]:
+    def _set_rates(self) -> None:
+        """Call the schedules of this step; an error is exchanged at its beginning."""
+        self._rates, self._clock_problem = RateClock(self._clock, known=(math.nan,)), None
+        try:
+            self._rates = self._optimizer.clock_at(self._clock)
+        except BaseException as error:
+            self._clock_problem = error
+
+    def _update(self, count: float) -> tuple[float | None, bool]:
         """Update weights by gradients of `count` targets; return (gradient norm, False if not finite: no update)."""
         norm, factor, finite = self._sharded.norm(count, self.steps, self._comm)
         if finite:
-            self._sharded.update(self.updates, factor, RateClock(self._clock))
+            self._sharded.update(self.updates, factor, self._rates)
             self._count_updates(1)
         return norm, finite
 
@@ -292,7 +330,8 @@ class TrainEngine(BaseEngine):
         `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
         given = self._checked(batches)
-        assignment, count, _ = self._sync.begin(given, [("steps", self.steps), ("updates", self.updates)])
+        moment = [("steps", self.steps), ("updates", self.updates)]
+        assignment, count, _ = self._sync.begin(given, moment, call="evaluate")
         with deferred() as numbers, self._sharded.passes():
             losses, problem, measured = self._scores(given.mine, assignment, measure)
         losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
@@ -302,13 +341,13 @@ class TrainEngine(BaseEngine):
         if not count:
             return Evaluation(math.nan, math.nan if measure else None, 0)
         # Divided rather than multiplied by 1 / count, so that all engines round alike.
-        return Evaluation(loss / count, measured / count if measure else None, count)
+        return Evaluation(loss / count, measured / count if measure else None, in_units(count))
 
     def _checked(self, batches: Iterable[Batch]) -> CheckedBatches:
         found = checked(batches, self.context.memory.xp, self._loss, self._sync.compares_batches)
         try:
             self._foresee(found.mine)
-        except Exception as error:
+        except BaseException as error:
             found = found._replace(problem=found.problem or error)
         return found
 
@@ -326,8 +365,7 @@ class TrainEngine(BaseEngine):
 
     def _mode(self, batch: Batch, training: bool) -> PassMode:
         passes = self._sync.largest if self._shares_experts and not training else 0
-        samples = np.asarray(batch.samples, np.int64)
-        return PassMode(training, self.settings.seed, self.steps, samples, self.scaling.value, passes)
+        return PassMode(training, self.settings.seed, self.steps, batch.samples, self.scaling.value, passes)
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
         x, y = batch.x, batch.y
@@ -399,12 +437,15 @@ class TrainEngine(BaseEngine):
         self.leaves_values = self._ownership.is_whole(comm)
 
     def close(self) -> None:
-        """Free the engine's MPI requests and memory; it cannot be used afterwards. Collective, but waits for no rank.
+        """Free the engine's MPI requests and memory; it cannot be used afterwards. Collective.
 
         Parameters keep their values if all ranks have all of them: with replicated weights, and operators that are not
-        cut.
+        cut. A rank that has left the engine frees what is its own.
         """
-        self.keep_values()
+        if self.point.is_open:
+            self.meet("close")
+            self.point.free()
+            self.keep_values()
         self.resources.close()
 
     def keep_values(self) -> None:
@@ -412,9 +453,6 @@ class TrainEngine(BaseEngine):
         if self.leaves_values:
             self._ownership.keep()
             self.leaves_values = False
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check(comm: Any, settings: Settings) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, partial
-from itertools import islice
+from functools import cache, lru_cache, partial
+from itertools import chain, islice
 from typing import Any
 
 from collectives import Communicator
@@ -104,6 +104,7 @@ class DataParallelEngine(TrainEngine):
         self._teams = Teams.of(self._mesh.mesh.without(TENSOR))
         self._sequences = here.sequences
         self._model = LengthModel(here.model, here.loss)
+        self._is_guarded = here.is_guarded
         self._in_flight = 1  # micro-batches of this rank at a time
         teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
         spans = parts[0].spans
@@ -112,6 +113,7 @@ class DataParallelEngine(TrainEngine):
         super().__init__(context, parts, spans, here.loss, optimizer, settings, fingerprint, teams, here)
         self._workers = self._plan.ranks
         self.ledger = MemoryLedger(self._memory.allocated)
+        self._guard_results = lru_cache(64)(lambda model, x: model.outline(x))  # which guarded operators keep
         self._outlined = cache(lambda shape, dtype: Sequential(self._units).outline(ArraySpec(shape, dtype)))
         self._expect([()] * self._plan.ranks)
         self.refresh()
@@ -196,6 +198,10 @@ class DataParallelEngine(TrainEngine):
             self._sequences.expect(batch)
             if self._groups.teams is not None:
                 self._outlined(batch.x.shape, type_of(batch.x, self._plan.precision.storage))
+            if self._is_guarded:
+                here = self._sequences.of_shape(batch.x.shape)
+                x = ArraySpec(batch.x.shape, type_of(batch.x, self._plan.precision.storage))
+                self._guard_results(here.model, here.part_spec(x))
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         assignment = self._teams.leaves(assignment)
@@ -231,22 +237,23 @@ class DataParallelEngine(TrainEngine):
             self._no_samples = batch_without_samples(mine, lengths, self.context.comm, self._memory.xp)
         return turns
 
-    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
+    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[float, bool, PassResult]:
         """Run passes of micro-batches drawn one by one from a shared queue, then synchronise; results as `_assigned`.
 
         A rank that has failed draws no more, and the others get the rest; its error is exchanged at the end.
         """
-        gradients, source, problem = self._gradients, iter(batches), None
+        gradients, problem = self._gradients, self._clock_problem
         gradients.begin(None)
         mine: list[Batch] = []
         losses: Losses = []
-        targets = 0
+        counts: list[float] = []
+        source = chain.from_iterable([batches])  # its errors come in `_checked`
         while problem is None:
             drawn = self._checked(islice(source, 1))
             problem = drawn.problem
             if not drawn.mine:
                 break
-            targets += drawn.targets
+            counts += drawn.counts
             (batch,) = drawn.mine
             here = self._sequences.of_shape(batch.x.shape)
             turn = MicrobatchTurn(len(mine), here, batch, self._microbatch_pass(here, batch, training=True))
@@ -255,7 +262,7 @@ class DataParallelEngine(TrainEngine):
             mine.append(batch)
             losses += turn.losses
             problem = turn.passes.problem
-        given = CheckedBatches(mine, targets, problem)
+        given = CheckedBatches(mine, counts, problem)
         assignment, count, stop = self._sync.begin(*self._timed(given), stop)
         self._expect(assignment)
         gradients.assign(assignment, StepScale(self.steps, count, scale))
@@ -270,7 +277,7 @@ class DataParallelEngine(TrainEngine):
         here = self._sequences.of_shape(mine[turn].x.shape)
         return here, here.part(mine[turn])
 
-    def _turn(self, mine: list[Batch], number: int, problem: Exception | None) -> MicrobatchTurn:
+    def _turn(self, mine: list[Batch], number: int, problem: BaseException | None) -> MicrobatchTurn:
         """MicrobatchTurn of this rank, in which it computes nothing after a problem."""
         here, batch = self._part(mine, number)
         passes = self._microbatch_pass(here, batch if problem is None else None, training=True)
@@ -289,7 +296,8 @@ class DataParallelEngine(TrainEngine):
                 if before is not None and together:
                     self._memory.record_peak("activations", turn.nbytes + before.nbytes)
             passes.score()
-            self._note(turn)
+            with self._errors.noted():
+                self._note(turn)
             passes.loss_backward(scale)
         return turn
 

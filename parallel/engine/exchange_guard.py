@@ -1,13 +1,16 @@
-"""Errors of operators beside exchanges: the rank goes on with zeros, so that no other rank waits for it.
+"""Errors of operators between exchanges: the rank goes on with zeros, so that no other rank waits for it.
 
 Along ``tp`` and ``cp`` operators exchange in the middle of a pass. A rank on which one raises must make the same
 exchanges as the others until the end of the step, where errors are raised on all ranks before anything is updated.
-Operators between exchanges are therefore guarded: after an error zeros take the place of the result or gradient.
+Operators between exchanges are therefore guarded: after an error zeros take the place of the result or gradient. An
+operator or loss with exchanges computes its operands of them by `parallel.tensor.exchange.Operands`. Exceptions of any
+kind count, such as SystemExit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from parallel.nn import kernels
@@ -24,12 +27,37 @@ class PassErrors:
     """First error of guarded operators since the last `take`."""
 
     def __init__(self) -> None:
-        self.first: Exception | None = None
+        self.first: BaseException | None = None
 
-    def add(self, error: Exception) -> None:
+    def add(self, error: BaseException) -> None:
         self.first = self.first or error
 
-    def take(self) -> Exception | None:
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context that ends with an error in it, which is noted."""
+        try:
+            yield
+        except BaseException as error:
+            self.add(named(error))
+
+    def sink(self, grads: GradientSink) -> GradientSink:
+        """Wrap a gradient sink: zeros take the place of a gradient whose function, or hook, raises an error."""
+        return lambda parameter, compute: grads(parameter, self.guarded(compute))
+
+    def guarded(self, compute: Callable[[Array], object]) -> Callable[[Array], object]:
+        """The function of a gradient, which may be called after the pass; zeros take the place of a failed one."""
+
+        def guarded(out: Array) -> object:
+            try:
+                return compute(out)
+            except BaseException as error:
+                self.add(named(error))
+                _write_zeros(out)
+                return None
+
+        return guarded
+
+    def take(self) -> BaseException | None:
         """Return the error, or None, and forget it."""
         found, self.first = self.first, None
         return found
@@ -44,6 +72,8 @@ class PassErrors:
         ours = replaced(model, replacement)
         for group in (one for one in operators_in(ours) if isinstance(one, ExpertGroup)):
             group.errors = self
+        if getattr(loss, "exchanges", False):
+            loss.errors = self
         return ours, GuardedLoss(loss, self)
 
 
@@ -74,18 +104,22 @@ class _LikeInner:
 
 
 class GuardedOperator(_LikeInner, Wrapper):
-    """Operator without exchanges; an error of a pass is noted in `errors`, and zeros take the place of its result."""
+    """Operator without exchanges; an error of a pass is noted in `errors`, and zeros take the place of its result.
+
+    Their shape is known from the outline, which is computed before the first exchange of a step with such inputs.
+    """
 
     def __init__(self, inner: Operator, errors: PassErrors):
         super().__init__(inner)
         self._errors, self.mixes = errors, inner.mixes
+        self._results: dict[ArraySpec, ArraySpec] = {}  # by input
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         like = _Like(x)
         try:
             y, saved = self.inner.forward(x, run)
-        except Exception as error:
-            y = like.zeros(self.inner.outline(like.spec).y)  # raises for a wrong shape, which all ranks have
+        except BaseException as error:
+            y = like.zeros(self._results.get(like.spec) or self.inner.outline(like.spec).y)
             self._errors.add(named(error))
             saved = FAILED
         return y, (like, saved)
@@ -96,36 +130,25 @@ class GuardedOperator(_LikeInner, Wrapper):
 
         def sink(parameter: Parameter, compute: Callable[[Array], object]) -> None:
             handed_in.add(id(parameter))
-            grads(parameter, self._guarded(compute))
+            grads(parameter, self._errors.guarded(compute))
 
         try:
             if inner is not FAILED:
                 return self.inner.backward(dy, inner, sink)
-        except Exception as error:
+        except BaseException as error:
             self._errors.add(named(error))
         for parameter in self.inner.parameters():  # a sum over ranks must have as many terms on all
             if id(parameter) not in handed_in:
                 grads(parameter, _write_zeros)
         return None if like.spec.dtype.kind in "iub" else like.zeros()
 
-    def _guarded(self, compute: Callable[[Array], object]) -> Callable[[Array], object]:
-        """The function of a gradient, which may be called after the pass; zeros take the place of a failed one."""
-
-        def guarded(out: Array) -> object:
-            try:
-                return compute(out)
-            except Exception as error:
-                self._errors.add(named(error))
-                _write_zeros(out)
-                return None
-
-        return guarded
-
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
         return self.inner.place(axis, x, partial)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        return self.inner.outline(x)
+        found = self.inner.outline(x)
+        self._results[x] = found.y
+        return found
 
 
 def _write_zeros(out: Array) -> None:
@@ -133,19 +156,16 @@ def _write_zeros(out: Array) -> None:
 
 
 class GuardedLoss(_LikeInner):
-    """Loss; an error of a pass is noted in `errors`, and the gradient is zero.
-
-    A loss with exchanges must find errors of its arguments before these.
-    """
+    """Loss; an error of a pass is noted in `errors`, and the gradient is zero."""
 
     def __init__(self, inner: Any, errors: PassErrors):
-        self.inner, self._errors = inner, errors
+        self.inner, self.errors = inner, errors
 
     def forward(self, y: Array, targets: Array) -> tuple[Any, Any]:
         try:
             total, saved = self.inner.forward(y, targets)
-        except Exception as error:
-            self._errors.add(named(error, self.inner))
+        except BaseException as error:
+            self.errors.add(named(error, self.inner))
             total, saved = 0.0, FAILED
         return total, (_Like(y), saved)
 
@@ -154,6 +174,6 @@ class GuardedLoss(_LikeInner):
         try:
             if inner is not FAILED:
                 return self.inner.backward(scale, inner)
-        except Exception as error:
-            self._errors.add(named(error, self.inner))
+        except BaseException as error:
+            self.errors.add(named(error, self.inner))
         return like.zeros()

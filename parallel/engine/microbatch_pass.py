@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any, TypeVar
@@ -17,10 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from parallel.data.sampler import Batch
+from parallel.engine.exchange_guard import GuardedLoss
 from parallel.engine.gradient_hooks import HookedGradients
 from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
 from parallel.nn.own_arrays import watched
+from parallel.runtime.validation import real_number
 from quant.types import Array
 
 Result = TypeVar("Result")
@@ -42,7 +45,7 @@ def guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
         try:
             with np.errstate(**QUIET):
                 return method(self, *args)
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             return None
 
@@ -59,6 +62,7 @@ class MicrobatchPass:
 
     def __init__(self, x: Array, y: Array, run: PassMode, loss: Any):
         self._x, self._y, self._run, self._loss = x, y, run, loss
+        self._errors = loss.errors if isinstance(loss, GuardedLoss) else None  # exchanges go on after one
         self._dy: Array = None
         self._saved_loss: Any = None
         self.saved: list[Any] = []
@@ -66,7 +70,7 @@ class MicrobatchPass:
         self._passed: Operator | None = None  # by the backward pass
         self.losses: tuple[float, ...] = ()
         self.measured = 0.0
-        self.problem: Exception | None = None
+        self.problem: BaseException | None = None
 
     @guarded
     def forward(self, units: Sequence[Operator], number: int) -> None:
@@ -86,7 +90,9 @@ class MicrobatchPass:
         self.losses = found if isinstance(found, tuple) else (found,)
         if measure:
             whole = getattr(self._loss, "whole", None)  # of a loss whose scores are cut over ranks
-            self.measured = float(measure(whole(self._x) if whole else self._x, self._y))
+            scores = whole(self._x) if whole else self._x
+            with nullcontext() if self._errors is None else self._errors.noted():
+                self.measured = real_number(measure(scores, self._y))
 
     @property
     def total(self) -> float:
@@ -144,7 +150,7 @@ class MicrobatchPass:
 
     @guarded
     def _backward(self, unit: Operator, grads: GradientSink) -> None:
-        gradients = HookedGradients(grads)
+        gradients = HookedGradients(grads if self._errors is None else self._errors.sink(grads))
         dx = unit.backward(self._dy, self.saved.pop(), checked(unit, gradients))
         gradients.finish()
         shape, self._passed = self._shapes.pop(), unit
@@ -162,10 +168,10 @@ class MicrobatchPass:
             with np.errstate(**QUIET):
                 for parameter, compute in later:
                     grads(parameter, compute)
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.problem = named(error, self._loss)
         self.saved.clear()
         self._x = self._dy = self._saved_loss = None

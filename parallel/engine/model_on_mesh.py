@@ -131,6 +131,8 @@ class ModelOnMesh(NamedTuple):
         None if the model is whole.
     parameters : tuple of Parameter
         Logical parameters of the whole model, in its order.
+    is_guarded : bool
+        True if operators exchange, so that those between exchanges are guarded.
     """
 
     model: Operator
@@ -144,6 +146,7 @@ class ModelOnMesh(NamedTuple):
     axis: Any
     blocks: LogicalBlocks | None
     parameters: tuple[Parameter, ...]
+    is_guarded: bool
 
     @property
     def counts(self) -> bool:
@@ -179,11 +182,14 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
         local = mesh.on_node(EXPERTS) if relayed else None
         model = divide_experts(model, mesh.axis(EXPERTS), experts.teams.by_source, settings.dispatch, local)
     context = mesh.axis(CONTEXT)
-    finish = (errors.guard,) if axis.size * context.size * mesh.mesh.expert_replicas > 1 else ()
+    is_guarded = axis.size * context.size * mesh.mesh.expert_replicas > 1
+    finish = (errors.guard,) if is_guarded else ()
     sequences = collective_call(  # shards differ in their heads
         mesh.comm, lambda: sequence_models(model, loss, context, settings, *finish), "mesh", PlacementError
     )
-    return ModelOnMesh(model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks, parameters)
+    return ModelOnMesh(
+        model, loss, whole, experts, sequences, errors, mesh.comm, replicas, axis, blocks, parameters, is_guarded
+    )
 
 
 def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDivision | None:

@@ -4,13 +4,15 @@ import math
 import sys
 from collections.abc import Callable
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from parallel.nn.kernels.deferred import check
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, Parameter
 from quant.types import Array
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 def label(operator: Any) -> str:
@@ -74,7 +76,7 @@ def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) ->
     raise TypeError(f"{label(operator)}: expected a {what} of {dtype}, found one of {found.dtype}")
 
 
-def named(error: Exception, loss: Any = None) -> Exception:
+def named(error: Error, loss: Any = None) -> Error:
     """Add a note that names the innermost operator (or `loss`) that raised `error`, if its text does not; return it."""
     place, trace = "", error.__traceback__
     while trace is not None:

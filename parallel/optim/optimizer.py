@@ -137,6 +137,11 @@ class Optimizer(metaclass=TorchNames):
         own = {"rate": describe(self.rate), "groups": [group.describe() for group in self._table.groups]}
         return {"name": type(self).__name__.lower(), **settings, **own}
 
+    def clock_at(self, step: int) -> RateClock:
+        """Time of an update for `update`, with its learning rates: errors of schedules are raised here."""
+        clock = RateClock(step)
+        return clock._replace(known=tuple(self._table.rates(self.rate, clock)))
+
     def update(
         self,
         pieces: Sequence[OptimizerSpan],

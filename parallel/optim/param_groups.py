@@ -139,10 +139,14 @@ class ParamGroup(metaclass=TorchNames):
 
 
 class RateClock(NamedTuple):
-    """Time of an update for the learning rate: the schedule's `step`, and the number of updates that share its rate."""
+    """Time of an update for the learning rate: the schedule's `step`, and the number of updates that share its rate.
+
+    `known` are the learning rates then (`GroupTable.rates`), if schedules have been called already.
+    """
 
     step: int
     parts: int = 1
+    known: tuple[float, ...] = ()
 
 
 class Tuning(NamedTuple):
@@ -231,6 +235,8 @@ class GroupTable:
 
     def rates(self, rate: Rate, clock: RateClock) -> list[float]:
         """Learning rates at `clock`, by the number in `Tuning`: the optimizer's `rate`, then those of the groups."""
+        if clock.known:
+            return list(clock.known)
         own = (rate if group.rate is None else group.rate for group in self.groups)
         return [rate_at(one, clock.step) / clock.parts for one in (rate, *own)]
 

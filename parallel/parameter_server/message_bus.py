@@ -54,9 +54,15 @@ class SentMessage(MessageHandle):
 
 
 class MessageBus(Mail):
-    """Non-blocking messages between a rank and its peers, on a duplicate of `comm`. Construction is collective."""
+    """Non-blocking messages between a rank and its peers, on a duplicate of `comm`. Construction is collective.
 
-    def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], workers: int):
+    ``watch()`` is called now and then in waits, and raises an exception to end them.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, peers: Sequence[int], workers: int, watch: Callable[[], None] = lambda: None
+    ):
+        self._watch = watch
         self._comm = MPI.Intracomm(comm).Dup()
         self._wire = MessageFormat(workers)
         self._peers = list(peers)
@@ -99,6 +105,7 @@ class MessageBus(Mail):
     def idle(self) -> None:
         self._idle_turns += 1
         if self._idle_turns > BUSY_TURNS:
+            self._watch()
             self._sending = [sent for sent in self._sending if not sent.done()]
             time.sleep(0 if self._arriving or self._sending else SLEEP_SECONDS)
 

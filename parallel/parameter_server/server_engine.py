@@ -36,9 +36,10 @@ from parallel.parameter_server.server_memory import of_shard, of_worker
 from parallel.parameter_server.server_settings import ServerContext, refuse_servers
 from parallel.parameter_server.worker_trainer import WorkerTrainer
 from parallel.runtime import consistency_check
-from parallel.runtime.collective_errors import collective_call, raise_on_all
+from parallel.runtime.collective_errors import collective_call, raise_on_all, written
+from parallel.runtime.meeting_point import MeetingPoint
 from parallel.runtime.profiler import Profiler
-from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
@@ -109,7 +110,9 @@ class ParameterServer(BaseEngine):
         self.resources.callback(self._order.close)
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
-        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers))
+        self.point = MeetingPoint(comm)
+        watch = (self.point.expect_all,) if not settings.fault_tolerant else ()
+        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), *watch)
         self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
@@ -170,14 +173,15 @@ class ParameterServer(BaseEngine):
         self._is_quiescent = False
         with self._shared_errors():
             self._expect_flags()
+            clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
+            rate = rate_at(self._context.optimizer.rate, clock)
             loss, count, norm, last, records = self._role.step(self.steps, batches, stop)
-        clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
-        rate = rate_at(self._context.optimizer.rate, clock)
         step, self.steps = self.steps, self.steps + 1
         if last:
             self.quiesce()
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication, *records)
+        found = in_units(count)
+        return StepReport(step, loss, found, norm, not count, 1.0, rate, last, seconds, communication, *records)
 
     def _expect_flags(self) -> None:
         """Raise ValueError if a fault-tolerant training freezes or releases parameters: servers that count may die."""
@@ -200,8 +204,8 @@ class ParameterServer(BaseEngine):
         Servers have no batches. If fault-tolerant, each worker uses its own batches only, and servers return NaN.
         """
         self.quiesce()
-        sums: list[tuple[float, int, float]] = []
-        problem: Exception | None = None
+        sums: list[tuple[float, float, float]] = []
+        problem: BaseException | None = None
         with self._shared_errors():
             if isinstance(self._role, WorkerTrainer):
                 sums, problem = self._role.evaluate(batches, measure, self.steps)
@@ -214,8 +218,10 @@ class ParameterServer(BaseEngine):
             self._fingerprint.compare(self._comm)
             sums = [entry for some in self._comm.allgather(sums) for entry in some]
         losses, counts, measured = zip(*sums) if sums else ((), (), ())
-        divisor = sum(counts) or math.nan
-        return Evaluation(math.fsum(losses) / divisor, math.fsum(measured) / divisor if measure else None, sum(counts))
+        total = math.fsum(counts)
+        divisor = total or math.nan
+        mean = math.fsum(measured) / divisor if measure else None
+        return Evaluation(math.fsum(losses) / divisor, mean, in_units(total))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of this server's weights and optimizer state, replicas included, for checkpoints; none on workers."""
@@ -245,7 +251,7 @@ class ParameterServer(BaseEngine):
         self.quiesce()
         if not self.settings.fault_tolerant:
             self._fingerprint.compare(self._comm)
-            return write(self._comm, self.tensor_slices())
+            return written(self._comm, write, self.tensor_slices())
         result, problem = None, None
         with self._shared_errors():
             if isinstance(self._role, WorkerTrainer) and self.is_reporter:
@@ -289,16 +295,25 @@ class ParameterServer(BaseEngine):
             return
         self._is_closed = True
         self._role.leave(self._failed)
+        if not self.settings.fault_tolerant:
+            self.point.meet("close")
+            self.point.free()
         if self.settings.fault_tolerant:
             self._bus.leave()
         elif self._is_quiescent or self._failed:
             self._bus.close()
         self.resources.close()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def meet(self, call: str) -> None:
+        """As `BaseEngine.meet`, once all ranks have finished the same step; fault-tolerant ranks do not wait."""
+        self.quiesce()
+        if not self.settings.fault_tolerant:
+            super().meet(call)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None and not self._failed:
             self.quiesce()
-        if consistency_check.exits_on_all_ranks(kind) or self.settings.fault_tolerant:
+        if self.leave(error) or self.settings.fault_tolerant:
             self.close()
         else:
             self._is_closed = True
@@ -311,9 +326,12 @@ class ParameterServer(BaseEngine):
             raise consistency_check.StepFailed("the engine has failed before")
         try:
             yield
-        except Exception as error:
+        except consistency_check.RankLeft:
             self._failed = True
-            problem = None if isinstance(error, TrainingFailed) and not str(error) else error
+            raise
+        except BaseException as error:
+            self._failed = True
+            problem = cause_of(error)
             if self.worker is not None and not isinstance(error, TrainingFailed):
                 self.worker.give_up()
             self._bus.flush()
@@ -323,5 +341,15 @@ class ParameterServer(BaseEngine):
                 # All workers find a lost chain.
                 failed.elsewhere = problem is None or isinstance(error, ReplicationChainLost)
                 raise failed from error
+            self.point.meet("failures")
             raise_on_all(self._comm, problem, "the training has ended", consistency_check.StepFailed)
             raise
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """Cause that this rank reports of the end of the training; None if only another rank knows it."""
+    if not isinstance(error, TrainingFailed):
+        return error
+    if not isinstance(error.__cause__, Exception | None):
+        return error.__cause__  # SystemExit and the like
+    return error if str(error) else None

@@ -103,11 +103,14 @@ class ServerLoop:
                 self._bus.idle()
         except TrainingFailed:
             raise
-        except Exception as error:
+        except BaseException as error:
             if self.problem is not None:
                 raise
             self._announce_failure(f"{type(error).__name__}: {error}")
-            self._serve(lambda: False)
+            try:
+                self._serve(lambda: False)
+            except TrainingFailed as failed:
+                raise failed from error
 
     def _receive(self, envelope: Envelope) -> None:
         if envelope.message.kind in (MessageKind.LOST, MessageKind.PROBLEM):

@@ -218,7 +218,9 @@ class Pipeline(TrainEngine):
         self._expect_at_most(assignment)
         assignment = self._portion.teams.leaves(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
-        note = self._noting(here, assignment)
+        note = None
+        with self._errors.noted():
+            note = self._noting(here, assignment)
         here, line = self._begin(mine, here, assignment, training=True)
         work = StageTrainer(self._chunks, here, self._runner.progress, scale=step_scale.scale, note=note)
         for group, part in self._shares:

@@ -195,7 +195,7 @@ class StageEvaluator:
         self._progress, self._measure = progress, measure
         self.losses: Losses = []
         self.measured = 0.0
-        self.problem: Exception | None = None
+        self.problem: BaseException | None = None
 
     def output_spec(self, part: int, microbatch: int) -> ArraySpec:
         return self._microbatches[microbatch].output_specs[part]

@@ -1,14 +1,14 @@
 """Collective errors: an error on one rank is raised on all ranks, so that none hangs in a collective."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 Result = TypeVar("Result")
 
-EXPECTED = (OSError, ValueError, ImportError, MemoryError)
-"""Errors of the environment or the user; others are defects and end the program."""
+PLAIN = (OSError, ValueError, TypeError, ImportError, MemoryError, RuntimeError)
+"""Errors whose message is enough; others are reported with the name of their class."""
 
 
 def describe(problem: BaseException) -> str:
@@ -17,11 +17,41 @@ def describe(problem: BaseException) -> str:
     return (str(problem) or type(problem).__name__) + "".join(f" ({note})" for note in notes)
 
 
+def _message(problem: BaseException) -> str:
+    text = describe(problem)
+    return text if isinstance(problem, PLAIN) else f"{type(problem).__name__}: {text}"
+
+
+def raise_shared(error: Exception, problem: BaseException | None) -> NoReturn:
+    """Raise `error`, which all ranks raise in this call, from this rank's `problem`, if it has one.
+
+    A problem that ends programs, such as SystemExit or KeyboardInterrupt, is raised itself on its rank.
+    """
+    if problem is None or isinstance(problem, Exception):
+        mark_shared(error)
+        raise error from problem
+    mark_shared(problem)
+    raise problem from error
+
+
+def mark_shared(error: BaseException) -> None:
+    """Note that all ranks raise an exception in this call, so that what follows it may be collective."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+
+
+def is_shared(error: BaseException | None) -> bool:
+    """True for an exception that all ranks raise in the same call (`mark_shared`), and for None."""
+    return error is None or getattr(error, "on_all_ranks", False)
+
+
 def raise_on_all(
     comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise `kind` with the text ``"{trouble}: {problem} (rank 3)"`` on all ranks if any has a problem. Collective."""
-    messages = comm.allgather(None if problem is None else describe(problem))
+    """Raise `kind` with the text ``"{trouble}: {problem} (rank 3)"`` on all ranks if any has a problem. Collective.
+
+    As `raise_shared`, which raises SystemExit itself on its rank.
+    """
+    messages = comm.allgather(None if problem is None else _message(problem))
     ranks_of: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:
@@ -31,7 +61,7 @@ def raise_on_all(
             message if len(ranks) == len(messages) else f"{message} (rank {', '.join(map(str, ranks))})"
             for message, ranks in ranks_of.items()
         ]
-        raise kind(f"{trouble}: {'; '.join(texts)}") from problem
+        raise_shared(kind(f"{trouble}: {'; '.join(texts)}"), problem)
 
 
 def collective_call(
@@ -43,7 +73,7 @@ def collective_call(
 ) -> Result:
     """Call non-MPI `function` on all ranks, or on `root` and broadcast the result; errors become `kind` on all ranks.
 
-    Collective. Only errors of `EXPECTED` do; any other is raised on its own rank alone.
+    Collective. SystemExit and KeyboardInterrupt are raised themselves on their own rank.
 
     Examples
     --------
@@ -51,11 +81,35 @@ def collective_call(
     Traceback (most recent call last):
     ValueError: the answer is missing: invalid literal for int() with base 10: 'seven'
     """
-    result, problem = None, None
+    result: Any = None
+    problem: BaseException | None = None
     if root is None or comm.Get_rank() == root:
         try:
             result = function()
-        except EXPECTED as error:
+        except BaseException as error:
             problem = error
     raise_on_all(comm, problem, trouble, kind)
-    return result if root is None else comm.bcast(result, root)  # type: ignore[return-value]
+    return result if root is None else comm.bcast(result, root)  # type: ignore[no-any-return]
+
+
+def written(comm: MPI.Intracomm, write: Callable[..., Result], *arguments: Any) -> Result:
+    """Result of the collective function ``write(comm, *arguments)``; an error on some ranks is raised on all.
+
+    On the others it is a RuntimeError. They must not wait for the failed ranks within `write`. Collective.
+    """
+    result: Any = None
+    problem: BaseException | None = None
+    try:
+        result = write(comm, *arguments)
+    except BaseException as error:
+        if is_shared(error):
+            raise
+        problem = error
+    try:
+        raise_on_all(comm, problem, "the function was not completed", RuntimeError)
+    except RuntimeError as error:
+        if problem is None:
+            raise
+        mark_shared(problem)
+        raise problem from error
+    return result  # type: ignore[no-any-return]

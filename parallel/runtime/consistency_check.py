@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from parallel.nn.flat_params import ParamSpan
-from parallel.runtime.collective_errors import describe
+from parallel.runtime.collective_errors import describe, mark_shared, raise_shared
 from parallel.runtime.vector_memory import to_host
 
 Result = TypeVar("Result")
@@ -22,17 +22,21 @@ class RankMismatch(ValueError):
 class ParameterMismatch(RuntimeError):
     """Raised on all ranks if replicated parameters are not bitwise equal."""
 
+    on_all_ranks = True
+
 
 class StepFailed(RuntimeError):
     """Raised on all ranks if a step or evaluation failed on any; if sure of it, its text has "nothing was updated"."""
 
+    on_all_ranks = True
     elsewhere = False
     """Set by the parameter server: True if only another rank knows the cause."""
 
 
-def exits_on_all_ranks(kind: type[BaseException] | None) -> bool:
-    """True if exception class `kind` (or None) ends a ``with`` block on all ranks, so its exit may be collective."""
-    return kind is None or issubclass(kind, (StepFailed, ParameterMismatch, RankMismatch))
+class RankLeft(StepFailed):
+    """Raised where a rank waits for one that has left the engine, by an exception or the end of its program."""
+
+    on_all_ranks = False
 
 
 Facts = Sequence[tuple[str, Any]]
@@ -65,24 +69,26 @@ def raise_difference(
                 owners.setdefault(every[rank].get(name, "absent"), []).append(rank)
             if len(owners) > 1:
                 parts = (f"{_named(ranks)} {name}: {text}" for text, ranks in owners.items())
-                raise RankMismatch(f"{what}: {'; '.join(parts)}")
+                raise_shared(RankMismatch(f"{what}: {'; '.join(parts)}"), None)
 
 
-def raise_together(comm: MPI.Intracomm, problem: Exception | None) -> None:
+def raise_together(comm: MPI.Intracomm, problem: BaseException | None) -> None:
     """Raise `problem` on the ranks that have one, and RankMismatch, which names it, on the others. Collective."""
     texts = comm.allgather(None if problem is None else f"{type(problem).__name__}: {describe(problem)}")
     if problem is not None:
+        mark_shared(problem)
         raise problem
     ranks = [rank for rank, text in enumerate(texts) if text is not None]
     if ranks:
-        raise RankMismatch(f"ranks differ: {_named(ranks)} {texts[ranks[0]]}; {_named([comm.Get_rank()])} no error")
+        here = _named([comm.Get_rank()])
+        raise_shared(RankMismatch(f"ranks differ: {_named(ranks)} {texts[ranks[0]]}; {here} no error"), None)
 
 
 def call_together(comm: MPI.Intracomm, function: Callable[[], Result]) -> Result:
     """Result of non-MPI `function` on every rank; errors are raised as by `raise_together`. Collective."""
     try:
         result = function()
-    except Exception as error:
+    except BaseException as error:
         raise_together(comm, error)
         raise
     raise_together(comm, None)
@@ -106,11 +112,14 @@ NOTHING = "nothing was updated"
 
 
 def raise_step_failed(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
-    """Raise StepFailed on all ranks if any has a `problem`; its message is `left` and the problems. Collective."""
+    """Raise StepFailed on all ranks if any has a `problem`; its message is `left` and the problems. Collective.
+
+    As `raise_shared`, which raises SystemExit itself on its rank.
+    """
     text = None if problem is None else f"{type(problem).__name__}: {describe(problem)}"
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
     if texts:
-        raise StepFailed(f"{left}; " + "; ".join(texts)) from problem
+        raise_shared(StepFailed(f"{left}; " + "; ".join(texts)), problem)
 
 
 _MODULUS = 1 << 48
@@ -169,7 +178,7 @@ def compare_copies(
             problem = problem or error
     for text in whole.allgather(problem and str(problem)):
         if text is not None:
-            raise ParameterMismatch(text) from problem
+            raise_shared(ParameterMismatch(text), problem)
 
 
 def array_digest(array: Any) -> int:

@@ -3,6 +3,11 @@
 from dataclasses import dataclass, field
 
 
+def in_units(count: float) -> float:
+    """A number of targets, as int if it is whole."""
+    return int(count) if count == int(count) else count
+
+
 @dataclass(frozen=True)
 class StepReport:
     """Result of a training step: loss, gradient norm, rates, times. On synchronous engines only times differ by rank.
@@ -13,6 +18,7 @@ class StepReport:
     ----------
     step : index of the step, from 0
     loss : mean over `count` targets of all ranks; NaN without targets
+    count : sum of the loss' counts, an int if it is whole
     norm : norm of the mean loss's gradient before clipping; inf after an overflow, None without targets
     skipped : True if nothing was updated: no targets, or an overflow, which lowers the loss scale
     scale, rate : loss scale and learning rate of this step
@@ -26,7 +32,7 @@ class StepReport:
 
     step: int
     loss: float
-    count: int
+    count: float
     norm: float | None
     skipped: bool
     scale: float
@@ -45,4 +51,4 @@ class Evaluation:
 
     loss: float
     measure: float | None
-    count: int
+    count: float

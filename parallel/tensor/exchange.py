@@ -14,6 +14,7 @@ from mpi4py import MPI
 from collectives.runtime.progress import progress_until
 from collectives.schedule.chunks import even
 from parallel.nn import kernels
+from parallel.nn.array_checks import named
 from parallel.nn.kernels.storage import movable, widen
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -91,6 +92,28 @@ def allreduce_among(axis: Any, terms: Sequence[Array], holders: Sequence[range])
     _swap(axis.comm, [message for copy in copies for message in copy.terms()])
     _swap(axis.comm, [message for copy in copies for message in copy.sums()])
     return [kernels.array_namespace(term).asarray(copy.values.reshape(term.shape)) for copy, term in zip(copies, terms)]
+
+
+class Operands:
+    """This rank's operands of exchanges, computed one after another: arrays of one shape, dtype and namespace.
+
+    After an error zeros take the place of this operand and those that follow, so that this rank makes all exchanges.
+    The error is noted in `errors`, by its method `add`, or raised if that is None.
+    """
+
+    def __init__(self, errors: Any, shape: tuple[int, ...], dtype: np.dtype, namespace: Any):
+        self._errors, self._form, self._namespace, self._failed = errors, (shape, dtype), namespace, False
+
+    def __call__(self, compute: Callable[[], Array]) -> Array:
+        if not self._failed:
+            try:
+                return compute()
+            except BaseException as error:
+                if self._errors is None:
+                    raise
+                self._errors.add(named(error))
+                self._failed = True
+        return self._namespace.zeros(*self._form)
 
 
 Message = tuple[np.ndarray, np.ndarray, int]

@@ -14,7 +14,7 @@ from parallel.nn.kernels.storage import narrow, widen
 from parallel.nn.loss import NO_RESULT, SoftmaxCrossEntropy
 from parallel.nn.operator import ArraySpec, GradientSink, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement, PlacementError, Shard
-from parallel.tensor.exchange import allgather, allreduce, tree_sum
+from parallel.tensor.exchange import Operands, allgather, allreduce, tree_sum
 from quant.types import Array
 
 
@@ -65,6 +65,10 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         Over all classes, of all ranks.
     """
 
+    exchanges = True
+    errors: Any = None
+    """Notes errors between exchanges (`Operands`)."""
+
     def __init__(self, axis: Any, units: Sequence[int], algorithm: str = "auto", smoothing: float = 0.0):
         super().__init__(smoothing)
         self.axis, self.units, self.algorithm = axis, tuple(units), algorithm
@@ -76,18 +80,28 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         self._bounds = [(stop - count - start, stop - start) for stop, count in zip(ends[here], units[here])]
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
+        xp, scores = kernels.array_namespace(y), widen(as_matrix(y))
+        operand = Operands(self.errors, scores.shape[:1], scores.dtype, xp)
+        top = allreduce(self.axis, operand(lambda: self._largest(y, targets, scores)), op=MPI.MAX)
+        score = allreduce(self.axis, operand(lambda: self._expected_score(scores, targets)), self.algorithm)
+        sums = allreduce(self.axis, operand(lambda: self._sum_of_exponentials(scores, top)), self.algorithm)
+        log_sum = xp.log(sums) + top
+        losses = xp.where(targets.reshape(-1) < 0, 0, log_sum - score)
+        return float(losses.sum(dtype=np.float64)), (y, targets, log_sum)
+
+    def _largest(self, y: Array, targets: Array, scores: Array) -> Array:
+        """The largest score of this rank's classes, of arguments that are checked here."""
         expect(targets.dtype.kind in "iu", self, "targets that are integers", targets)
         expect(y.shape[:-1] == targets.shape, self, f"targets of shape {y.shape[:-1]}", targets)
         expect(y.shape[-1] == self.lengths[self.axis.rank], self, f"{self.lengths[self.axis.rank]} classes", y)
         expect_range(self, targets, sum(self.units), "target")
-        xp, scores, flat = kernels.array_namespace(y), widen(as_matrix(y)), targets.reshape(-1)
-        top = allreduce(self.axis, scores.max(axis=-1, initial=-np.inf), op=MPI.MAX)
-        score = allreduce(self.axis, tree_sum(self._expected_scores(scores, flat)), self.algorithm)
+        return scores.max(axis=-1, initial=-np.inf)
+
+    def _sum_of_exponentials(self, scores: Array, top: Array) -> Array:
+        xp = kernels.array_namespace(scores)
         exponentials = xp.exp(scores - top[:, None])
         sums = [xp.ascontiguousarray(exponentials[:, start:stop]).sum(axis=-1) for start, stop in self._bounds]
-        log_sum = xp.log(allreduce(self.axis, tree_sum(sums), self.algorithm)) + top
-        losses = xp.where(flat < 0, 0, log_sum - score)
-        return float(losses.sum(dtype=np.float64)), (y, targets, log_sum)
+        return tree_sum(sums)
 
     def backward(self, scale: float, saved: Any) -> Array:
         y, targets, log_sum = saved
@@ -115,19 +129,19 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         work = (3 * elements(y) + 6 * elements(targets)) * log_sum.dtype.itemsize
         return OperatorOutline(NO_RESULT, (y, targets, log_sum), 0, work)
 
-    def _expected_scores(self, scores: Array, targets: Array) -> list[Array]:
-        """Terms, by logical shard, of the scores' mean over the distribution of the target."""
-        rows, columns = self._here(targets)
+    def _expected_score(self, scores: Array, targets: Array) -> Array:
+        """This rank's term of the scores' mean over the distribution of the target."""
+        rows, columns = self._here(targets.reshape(-1))
         terms = []
         for start, stop in self._bounds:
-            term = kernels.array_namespace(scores).zeros(len(targets), scores.dtype)
+            term = kernels.array_namespace(scores).zeros(len(scores), scores.dtype)
             if self.smoothing:
                 term += kernels.array_namespace(scores).ascontiguousarray(scores[:, start:stop]).sum(axis=-1)
                 term *= self.smoothing / sum(self.units)
             inside = (columns >= start) & (columns < stop)
             term[rows[inside]] += (1 - self.smoothing) * scores[rows[inside], columns[inside]]
             terms.append(term)
-        return terms
+        return tree_sum(terms)
 
     def _here(self, targets: Array) -> tuple[Array, Array]:
         """Rows whose target is a class of this rank, and its number there."""

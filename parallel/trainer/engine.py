@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from parallel.engine.model_ownership import expect_free
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
-from parallel.runtime.collective_errors import collective_call
+from parallel.runtime.collective_errors import collective_call, is_shared
 from parallel.runtime.consistency_check import call_together, check_equal
 from parallel.runtime.left_windows import free_left
 from parallel.runtime.profiler import ProfilerEvent
@@ -31,7 +32,7 @@ from parallel.trainer import engine_checkpoint
 from parallel.trainer.batch_check import expect_data, expect_epoch, expect_same
 from parallel.trainer.engine_options import expect_parts, with_options, with_transforms
 from parallel.trainer.samplers import sized
-from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, strategy_of
+from parallel.trainer.strategies import FailedBatches, TrainableEngine, TrainJob, batches_of, strategy_of
 from quant.types import Array
 
 
@@ -114,7 +115,7 @@ class Engine:
             self.settings = settings
             self.inner: TrainableEngine = strategy.engine_class(settings)(model, loss, self._comm, optimizer, settings)
             self.remarks = (*remarks, *self.inner.remarks)
-            self._pool = WorkQueue(self._comm) if settings.pool else None
+            self._pool = WorkQueue(self._comm, partial(self.inner.meet, "draw")) if settings.pool else None
             self._run_id = new_run(self._comm)
             self._workers = strategy.workers(settings, self._comm.Get_size())
             self._is_checked = self._is_closed = self._is_left = False
@@ -152,9 +153,15 @@ class Engine:
             raise ValueError(f"y: a step of {self.settings.layout} takes the samples of its clients, as from `batches`")
         else:
             if not self._is_checked:
+                self.inner.meet("step")
                 expect_same(self._comm, x, y, samples)
                 self._is_checked = True
-            mine = self._cut(x, y, samples, training=True)
+            try:
+                mine = self._cut(x, y, samples, training=True)
+            except BaseException as error:
+                if is_shared(error):
+                    raise
+                mine = FailedBatches(error)
         options: dict[str, Any] = {} if self._pool is None else {"drawn": True}
         return self.inner.step(mine, stop=stop, **options)
 
@@ -170,7 +177,7 @@ class Engine:
         ema : bool
             True to evaluate the moving average of the weights. Decentralised styles then continue from their mean.
         """
-        self._expect_open("evaluate")
+        self._begin("evaluate")
         with self._average(ema):
             if y is None:
                 return self.inner.evaluate(x, measure)
@@ -259,7 +266,7 @@ class Engine:
         New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks. Selection
         biases of routers (`SelectionBias`), as ``"1.1.inner.1.router.bias"``, are the last.
         """
-        self._expect_open("state_dict")
+        self._begin("state_dict")
         with self._average(ema):
             return engine_checkpoint.state_dict(self.inner)
 
@@ -269,7 +276,7 @@ class Engine:
         With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
         Arrays of another shape are always a ValueError, others on some ranks a RankMismatch. Nothing is changed then.
         """
-        self._expect_open("load_state_dict")
+        self._begin("load_state_dict")
         engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
 
     def save(self, directory: str | Path, *, keep: int = 3, overwrite: bool = False, **facts: Any) -> Path:
@@ -282,7 +289,7 @@ class Engine:
         `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns; ValueError for
         others. CheckpointError if the checkpoint cannot be written.
         """
-        self._expect_open("save")
+        self._begin("save")
         collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
         check_equal(self._comm, [("keep", keep), *((name, json.dumps(facts[name])) for name in sorted(facts))])
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
@@ -294,7 +301,7 @@ class Engine:
 
         CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or optimizer.
         """
-        self._expect_open("load")
+        self._begin("load")
         folder: Path | None = Path(path)
         check_equal(self._comm, [("path", Path(path).name)])
         if not NAME.fullmatch(Path(path).name):
@@ -336,6 +343,11 @@ class Engine:
     def _expect_open(self, method: str) -> None:
         if self._is_closed:
             raise RuntimeError(f"{method}: expected an open engine, found one that is closed")
+
+    def _begin(self, method: str) -> None:
+        """Begin a method in which all ranks take part."""
+        self._expect_open(method)
+        self.inner.meet(method)
 
     def __enter__(self) -> Self:
         self._expect_open("with")

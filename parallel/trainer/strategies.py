@@ -146,20 +146,24 @@ def loaded(step: StepBatches, data: Dataset, numbers: Iterable[int]) -> Sequence
     """Micro-batches of a step or evaluation by number; an error of the loading is raised where they are used."""
     try:
         return list(step.batches(data, numbers))
-    except Exception as error:
+    except BaseException as error:
         return FailedBatches(error)
 
 
 class FailedBatches(Sequence[Batch]):
     """Micro-batches that could not be loaded: raises the error when they are used."""
 
-    def __init__(self, error: Exception):
+    def __init__(self, error: BaseException):
         self._error = error
 
     def __len__(self) -> int:
         raise self._error
 
     def __getitem__(self, index: Any) -> Any:
+        raise self._error
+
+    def __iter__(self) -> Any:
+        """Raise the error: an IndexError of `__getitem__` would end an iteration."""
         raise self._error
 
 

@@ -87,9 +87,9 @@ def local_count(patch):
     """The mean loss of a step divides by the targets of this rank's micro-batches."""
     begin = StepSync.begin
 
-    def wrong(self, given, *others):
-        assignment, total, stop = begin(self, given, *others)
-        return assignment, max(1, given.targets) if total else 0, stop
+    def wrong(self, given, *others, **named):
+        assignment, total, stop = begin(self, given, *others, **named)
+        return assignment, max(1, sum(given.counts)) if total else 0, stop
 
     patch.setattr(StepSync, "begin", wrong)
 
@@ -98,8 +98,8 @@ def count_of_all_copies(patch):
     """Targets are counted by every rank that shares their sequences or the operators."""
     begin = StepSync.begin
 
-    def wrong(self, *given):
-        assignment, count, stop = begin(self, *given)
+    def wrong(self, *given, **named):
+        assignment, count, stop = begin(self, *given, **named)
         return assignment, count * len(self._teams[0]) if self._teams else count, stop
 
     patch.setattr(StepSync, "begin", wrong)
@@ -152,16 +152,16 @@ def local_maximum(patch):
 
 def classes_of_one_rank(patch):
     """Labels are smoothed over the rank's own part of the vocabulary."""
-    expected_scores = VocabularyCrossEntropy._expected_scores
+    expected_score = VocabularyCrossEntropy._expected_score
 
     def wrong(self, scores, targets):
         every, self.units = self.units, scores.shape[-1:]
         try:
-            return expected_scores(self, scores, targets)
+            return expected_score(self, scores, targets)
         finally:
             self.units = every
 
-    patch.setattr(VocabularyCrossEntropy, "_expected_scores", wrong)
+    patch.setattr(VocabularyCrossEntropy, "_expected_score", wrong)
 
 
 def norm_of_all_ranks(patch):

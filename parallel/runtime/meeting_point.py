@@ -1,0 +1,162 @@
+"""Meeting point of the ranks of an engine: where a call of all of them begins, or is refused on all of them.
+
+A rank may leave an engine alone: by an exception in the program between two calls, or by its end. It sends a notice to
+all other ranks then. These wait for it at the beginning of their next call, with polls for such notices, and raise
+`RankLeft`. Once all ranks are in a call, each finishes its part of it, and errors are exchanged within the call.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.runtime.program_end import uncaught_exception
+from collectives.runtime.progress import progress_until
+from parallel.runtime.collective_errors import describe, raise_shared
+from parallel.runtime.consistency_check import NOTHING, RankLeft, StepFailed
+
+NOTICE = 1
+"""Tag of notices."""
+
+LONGEST = 1000
+"""Characters of a notice: short messages are sent without a receiver."""
+
+CALLS = ("step", "draw", "evaluate", "state_dict", "load_state_dict", "save", "load", "consensus", "failures", "close")
+"""Calls of engines in which all ranks meet: methods, draws from a shared queue, and the exchange of errors."""
+
+ROW = np.dtype(
+    [
+        ("call", np.int64),  # number in `CALLS`
+        ("batches", np.int64),  # micro-batches of the rank
+        ("targets", np.float64),  # sum of the loss' counts of these
+        ("stop", np.int64),  # 1 if the rank requests to end
+        ("failed", np.int64),  # 1 if the rank has an error
+        ("numbers", np.int64),  # hash of the micro-batches' numbers
+        ("largest", np.int64),  # samples of the largest micro-batch
+        ("fingerprint", np.int64),  # digest of what must be equal on all ranks
+        ("content", np.int64),  # digest of the micro-batches
+    ]
+)
+"""Numbers that a rank brings to a meeting."""
+
+_open_points: set[MeetingPoint] = set()
+
+_unfinished: list[Any] = []
+"""Requests that may never complete, and their buffers, which MPI may still access."""
+
+
+class MeetingPoint:
+    """Meeting point of the ranks of a communicator. Construction and `free` are collective.
+
+    Attributes
+    ----------
+    left : dict of int to str
+        Ranks that have left, and why, as far as this rank knows.
+    """
+
+    def __init__(self, comm: MPI.Intracomm):
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        plain = MPI.Intracomm(comm)  # threads as ranks have no MPI communicator, and send no notices
+        self._has_notices = bool(plain) and self._size > 1
+        self._comm: Any = plain.Dup() if self._has_notices else comm
+        self._rows = np.zeros(self._size, ROW)
+        self.left: dict[int, str] = {}
+        _open_points.add(self)
+
+    def meet(self, call: str, **numbers: Any) -> np.ndarray:
+        """Wait for all ranks to make this call; return their numbers, a `ROW` of each. Collective.
+
+        Raises
+        ------
+        RankLeft
+            If one of them has left.
+        StepFailed
+            On all ranks, if they make different calls.
+        """
+        row = np.zeros(1, ROW)
+        for name, value in {"call": CALLS.index(call), **numbers}.items():
+            row[name] = value
+        self._gather(row)
+        for rank in np.flatnonzero(self._rows["call"] != self._rows["call"][0]).tolist()[:1]:
+            first, other = (CALLS[self._rows["call"][at]] for at in (0, rank))
+            raise_shared(StepFailed(f"{NOTHING}; rank 0 has called {first}, rank {rank} {other}"), None)
+        return self._rows
+
+    def _gather(self, row: np.ndarray) -> None:
+        if self._size == 1:
+            self._rows[:] = row
+            return
+        request = self._comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
+        try:
+            self.wait(request.Test)
+        except BaseException:
+            _unfinished.append((request, row, self._rows))
+            raise
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until ``done()``, as the test of a request; RankLeft if a rank has left meanwhile or before."""
+        complete = False
+
+        def ended() -> bool:
+            nonlocal complete
+            complete = complete or done()
+            return complete or bool(self.notices())
+
+        progress_until(ended)
+        if not complete:
+            self.expect_all()
+
+    def expect_all(self) -> None:
+        """Raise RankLeft if this rank has a notice of another one. Not collective."""
+        if self.notices():
+            text = "; ".join(f"rank {rank} has left {why}" for rank, why in sorted(self.left.items()))
+            raise RankLeft(f"{NOTHING}; {text}")
+
+    def notices(self) -> dict[int, str]:
+        """Receive the notices that have arrived; returns `left`. Not collective."""
+        status = MPI.Status()
+        while self._has_notices and self._comm.Iprobe(MPI.ANY_SOURCE, NOTICE, status):
+            self.left[status.source] = self._comm.recv(None, status.source, NOTICE)
+        return self.left
+
+    def leave(self, why: str) -> None:
+        """Send a notice to all other ranks that this one makes no more calls. Not collective; it does not wait.
+
+        None after the notice of another rank, which the others have, too.
+        """
+        if not self.is_open:
+            return
+        _open_points.discard(self)
+        if self._has_notices and not self.left:
+            others = (rank for rank in range(self._size) if rank != self._rank)
+            _unfinished.extend(self._comm.isend(why[:LONGEST], rank, NOTICE) for rank in others)
+
+    @property
+    def is_open(self) -> bool:
+        """False after `leave` or `free`."""
+        return self in _open_points
+
+    def free(self) -> None:
+        """Free the communicator, after a meeting that was the last one. Collective."""
+        _open_points.discard(self)
+        if self._has_notices:
+            self._comm.Free()
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {describe(error)}"
+
+
+def _leave_all() -> None:
+    """Leave all meeting points at the end of the program, for ranks that would wait for this one."""
+    if not MPI.Is_finalized():
+        error = uncaught_exception()
+        for point in list(_open_points):
+            point.leave("the program" if error is None else f"the program: {text_of(error)}")
+
+
+atexit.register(_leave_all)
