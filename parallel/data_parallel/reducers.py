@@ -32,7 +32,7 @@ class StepScale(NamedTuple):
     """Scale of a step's gradient sums: step number, number of targets over all ranks, and loss scale."""
 
     step: int
-    targets: int
+    targets: float
     scale: float
 
     @property

@@ -53,7 +53,7 @@ class OperatorRecords:
         known = {name: about for _, some in every for name, about in some.items()}
         self.biases = {name: ours.get(name) or SelectionBias(*about) for name, about in sorted(known.items())}
 
-    def end_step(self, runs: Sequence[PassMode], counts: bool, comm: Any, count: int, updated: bool) -> StepRecords:
+    def end_step(self, runs: Sequence[PassMode], counts: bool, comm: Any, count: float, updated: bool) -> StepRecords:
         """Combine the records of a step, and apply them to biases if weights were `updated`. Collective.
 
         `runs` are the passes of this rank's micro-batches. Ranks with shards of the same operators have the same terms
@@ -140,7 +140,7 @@ class PartRecords(NamedTuple):
         return json.dumps([self.terms, counts]).encode() if self.terms or counts else b""
 
 
-def step_records(parts: Sequence[PartRecords], count: int) -> StepRecords:
+def step_records(parts: Sequence[PartRecords], count: float) -> StepRecords:
     """Records of a step of `count` targets from those of its parts."""
     terms: dict[str, list[float]] = {}
     for part in parts:
@@ -148,7 +148,7 @@ def step_records(parts: Sequence[PartRecords], count: int) -> StepRecords:
             terms.setdefault(name, []).extend(values)
     seconds = {f"{name} seconds": sum_ / len(parts) for name, sum_ in _sums(part.seconds for part in parts).items()}
     return StepRecords(
-        {name: math.fsum(values) / max(count, 1) for name, values in sorted(terms.items())},
+        {name: math.fsum(values) / (count or 1) for name, values in sorted(terms.items())},
         {name: numbers.tolist() for name, numbers in sorted(_sums(part.counts for part in parts).items())},
         dict(sorted((_sums(part.traffic for part in parts) | seconds).items())),
     )

@@ -23,8 +23,11 @@ class Loss(Protocol):
     def backward(self, scale: float, saved: Any) -> Array:
         """Gradient with respect to y of `scale` times the sum of losses."""
 
-    def count(self, targets: Array) -> int:
-        """Number of targets that count, by which the sum of losses is divided to get the mean."""
+    def count(self, targets: Array) -> float:
+        """Number of targets that count, by which the sum of losses is divided to get the mean.
+
+        Any real number from 0 on, such as a sum of weights; in a step without targets nothing is updated.
+        """
 
 
 NO_RESULT = ArraySpec((), np.dtype(np.float64))

@@ -45,13 +45,13 @@ class ServerMessage(NamedTuple):
     parts: int = 0  # number of parts of the step
     rows: int = -1  # number of table rows that follow; -1 for the whole key
     elements: int = 0  # length of the vector that follows (after the row numbers)
-    targets: int = 0  # number of targets of the part
     last: int = -1  # step after which the training ends; -1 if it is not set
     stop: int = 0  # 1 if the sender requests to end
     ticket: int = 0  # number of the worker's request, repeated in the answer
     shard: int = -1  # chain of the message, its number there, and its author (`replication_chain`)
     at: int = 0
     sender: int = -1
+    targets: float = 0.0  # number of targets of the part
     loss: float = 0.0  # summed over the part's targets
     factor: float = 0.0  # scale of the pushed gradient; of DRAW: norm of the part's gradient, per target
     clocks: tuple[int, ...] = ()  # clocks of all workers, as known to the sender
@@ -62,7 +62,7 @@ class MessageFormat:
 
     def __init__(self, workers: int):
         self._workers = workers
-        self._struct = struct.Struct(f"=15q2d{workers}q")
+        self._struct = struct.Struct(f"=14q3d{workers}q")
         self.nbytes = self._struct.size
 
     def pack(self, message: ServerMessage) -> bytes:

@@ -4,6 +4,7 @@
 update of every gradient. Weights are sent from where they lie; an update during a send writes to a copy.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -134,7 +135,7 @@ class SyncStore(ShardStore):
         super().__init__(key_states, *options)
         self._counters = {number: TreeSum(self._pools[number]) for number in self.key_states}
         self._numbers: dict[int, set[int]] = {number: set() for number in self.key_states}
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, float] = {}
         self._totals: dict[int, Array] = {}
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
@@ -168,7 +169,7 @@ class SyncStore(ShardStore):
 
         The norm is of the gradient per target, None without targets. Then, or if it is not finite, nothing is updated.
         """
-        norm, count = None, sum(self._counts.values())
+        norm, count = None, math.fsum(self._counts.values())
         if count:
             norm, factor = clip_factor(squares, 1 / count, self._clip)
             if np.isfinite(norm):

@@ -25,7 +25,7 @@ class PartResult(NamedTuple):
     """
 
     loss: float
-    targets: int
+    targets: float
     norm: float
     worker: int
     records: bytes = b""
@@ -41,7 +41,7 @@ class RankStep(NamedTuple):
     """
 
     loss: float
-    targets: int
+    targets: float
     norm: float | None
     last: bool
     records: StepRecords
@@ -113,7 +113,7 @@ class WorkAssignment:
 
 def joined(outcomes: list[PartResult], last: bool) -> RankStep:
     """Result of a step from those of its micro-batches, with their mean gradient norm; no norm without targets."""
-    count = sum(outcome.targets for outcome in outcomes)
+    count = math.fsum(outcome.targets for outcome in outcomes)
     records = step_records([PartRecords.unpacked(outcome.records) for outcome in outcomes], count)
     if not count:
         return RankStep(math.nan, 0, None, last, records)

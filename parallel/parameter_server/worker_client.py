@@ -92,7 +92,7 @@ class WorkerClient:
             self.gaps[self._clock - self._known[number]] += 1
 
     def push(
-        self, number: int, part: WorkPart, parts: int, targets: int, factor: float, gradient: Array, rows: Any
+        self, number: int, part: WorkPart, parts: int, targets: float, factor: float, gradient: Array, rows: Any
     ) -> None:
         """Start sending a key's gradient, unchanged until `acknowledged`; if asynchronous, prefetch the key's weights.
 

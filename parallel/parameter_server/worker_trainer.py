@@ -15,6 +15,7 @@ from parallel.engine.base import type_of
 from parallel.engine.memory_ledger import MemoryLedger, predict_activations
 from parallel.engine.microbatch_pass import MicrobatchPass
 from parallel.engine.operator_records import PartRecords
+from parallel.engine.step_sync import count_of
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec, Parameter, PassMode
 from parallel.nn.own_arrays import changed_arrays
@@ -55,7 +56,7 @@ class ServerGradients:
         self._keys = [[key for key in keys if key.bucket == bucket.number] for bucket in buckets]
         self._squares: dict[int, float] = {}  # by bucket
 
-    def begin_backward(self, part: WorkPart, parts: int, count: int, rows: Array | None) -> None:
+    def begin_backward(self, part: WorkPart, parts: int, count: float, rows: Array | None) -> None:
         """Begin the backward of `part`, one of `parts` in its step, for `count` targets and `rows` of the embedding."""
         self._part, self._parts, self._count, self._rows = part, parts, count, rows
         self._factor = 1 / count if count else 0.0
@@ -63,6 +64,7 @@ class ServerGradients:
         for bucket in self._buckets:
             span = bucket.span
             bucket.reset(self._vector[span.start : span.stop])
+            bucket.square = 0.0
             bucket.begin_backward()
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
@@ -94,10 +96,11 @@ class ServerGradients:
         bucket.end_backward()
         bucket.complete()
         squares = total(block_squares(bucket.vector)) if self._separate else 0.0
-        if not math.isfinite(squares):
-            finite = np.isfinite(self._vector)
-            names = ", ".join(place.parameter.name for place in bucket.places if not finite[slice(*place.span)].all())
-            raise FloatingPointError(f"the gradient of {names} is not finite in step {self._part.clock}")
+        if not math.isfinite(bucket.square):  # a term is not finite, or its square overflows
+            own = [place for place in bucket.places if not np.isfinite(self._vector[slice(*place.span)]).all()]
+            names = ", ".join(place.parameter.name for place in own)
+            if names or not math.isfinite(squares):
+                raise FloatingPointError(f"the gradient of {names} is not finite in step {self._part.clock}")
         self._squares[bucket.number] = squares
 
     def _push(self, bucket: GradBucket) -> None:
@@ -155,13 +158,14 @@ class WorkerTrainer:
 
     def evaluate(
         self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None, step: int
-    ) -> tuple[list[tuple[float, int, float]], Exception | None]:
+    ) -> tuple[list[tuple[float, float, float]], BaseException | None]:
         """Sum of losses, targets and measure of each micro-batch, without training; and the first error, if any."""
         found, problem = [], None
         self._context.flat.bind(self.client.copy())
         try:
             mine = [batch_of(some, at) for at, some in enumerate(batches)]
-        except Exception as error:
+            counts = {batch.number: count_of(self._loss, batch.y) for batch in mine}
+        except BaseException as error:
             return [], error
         for batch in mine:
             passing = self._pass(batch, self._mode(batch, step, training=False))
@@ -171,7 +175,7 @@ class WorkerTrainer:
                 passing.saved.clear()
             passing.score(measure)
             problem = problem or passing.problem
-            found.append((passing.total, self._loss.count(batch.y), passing.measured))
+            found.append((passing.total, counts[batch.number], passing.measured))
         self._context.flat.unbind()
         return found, problem
 
@@ -215,7 +219,7 @@ class WorkerTrainer:
     def _part(self, part: WorkPart, batch: Batch, parts: int) -> PartResult:
         began, client, recorder = time.perf_counter(), self.client, self._context.recorder
         run = self._mode(batch, part.clock, training=True)
-        passing, count = self._pass(batch, run), int(self._loss.count(batch.y))
+        passing, count = self._pass(batch, run), count_of(self._loss, batch.y)
         rows = np.unique(batch.x).astype(np.int64) if self._has_table else None
         waited = recorder.seconds["communication"]
         self._context.flat.bind(client.read(part.clock, self._order, rows))

@@ -4,6 +4,7 @@ The backward of a micro-batch uses the weights of its forward (Narayanan et al.,
 the plan determines the version. No micro-batch is in flight at the end of a step, so only the newest version remains.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -21,7 +22,6 @@ from parallel.engine.settings import Settings
 from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
 from parallel.optim.grad_norm import block_squares
-from parallel.optim.param_groups import RateClock
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.param_division import SharedParamGroup
 from parallel.pipeline.pipeline_engine import Pipeline
@@ -149,15 +149,15 @@ class AsynchronousPipeline(Pipeline):
         self._expect_at_most(assignment)
         assert self.plan.versions is not None
         here = [self._microbatch(batch, training=True) for batch in mine]
-        counts = [int(self._loss.count(one.y)) for one in here]
+        counts = self._own_counts
         line = self._bound(len(here), True)
         stage, before = self._portion.stage(), self.updates
         own = [bound.action.microbatch for bound in line if bound.action.kind in ("W", "BW")]
         updates = {group.number: self._portion.updates(group, len(here)) for group, _ in self._shares}
-        clock = RateClock(self._clock)  # all updates of a step have its learning rate
+        clock = self._rates  # all updates of a step have its learning rate
 
-        def targets(update: Assignment) -> int:
-            return sum(counts[at] for some in update for at in some)
+        def targets(update: Assignment) -> float:
+            return math.fsum(counts[at] for some in update for at in some)
 
         def begin(number: int) -> None:
             for group, part in self._shares:
@@ -211,5 +211,5 @@ class AsynchronousPipeline(Pipeline):
     def _clock(self) -> int:
         return self.steps
 
-    def _update(self, count: int) -> tuple[float | None, bool]:
+    def _update(self, count: float) -> tuple[float | None, bool]:
         return None, True

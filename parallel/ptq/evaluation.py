@@ -14,7 +14,7 @@ from parallel.nn.rewrite import operators_in
 from parallel.ptq.calibration import UNFIT, forward, watch
 from parallel.ptq.packed_weights import weights_of
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.step_report import Evaluation
+from parallel.runtime.step_report import Evaluation, in_units
 from parallel.transforms.quantizable_layers import QuantizableLayer
 from quant.types import Array
 
@@ -48,7 +48,7 @@ def evaluate(
     total, count, measured = [math.fsum(column) for column in zip(*rows)] or [0.0] * 3
     # Divided, not multiplied with 1 / count: the same rounding as an engine's evaluation.
     loss_mean, measured_mean = (total / count, measured / count) if count else (math.nan, math.nan)
-    return Evaluation(loss_mean, measured_mean if measure else None, int(count))
+    return Evaluation(loss_mean, measured_mean if measure else None, in_units(count))
 
 
 class LayerErrorRow(NamedTuple):

@@ -168,7 +168,7 @@ def gradients(model: Operator, loss: Any, x: np.ndarray, y: np.ndarray) -> dict[
 
     scores, saved = model.forward(x, PassMode(training=False))
     _, of_loss = loss.forward(scores, y)
-    model.backward(loss.backward(1 / max(loss.count(y), 1), of_loss), saved, checked(model, sink))
+    model.backward(loss.backward(1 / (loss.count(y) or 1), of_loss), saved, checked(model, sink))
     return found
 
 
