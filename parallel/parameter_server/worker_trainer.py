@@ -260,7 +260,7 @@ class WorkerTrainer:
         return tuple(ArraySpec(array.shape, type_of(array, dtype)) for array, dtype in arrays)
 
     def _mode(self, batch: Batch, step: int, training: bool) -> PassMode:
-        return PassMode(training, self._context.settings.seed, step, np.asarray(batch.samples, np.int64))
+        return PassMode(training, self._context.settings.seed, step, batch.samples)
 
     def _pass(self, batch: Batch, run: PassMode) -> MicrobatchPass:
         """New forward and backward state of a micro-batch."""

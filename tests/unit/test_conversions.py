@@ -1,0 +1,173 @@
+"""Conversions, `int(...)`, `float(...)` and `.astype(...)`, of values from outside a function: none loses anything.
+
+The test finds conversions of a function's arguments, of what a loop over them yields, and of results of callables that
+users hand in, in the syntax trees. Each remaining one has a reason here. New ones check their value: by
+`operator.index`, `real_number`, `widened` or `exact_integers` (`parallel.runtime.validation`).
+"""
+
+import ast
+
+import pytest
+from support.sources import SOURCES
+
+PACKAGES = ("collectives", "parallel", "quant")
+
+OWN = ("benchmark", "cli", "conformance", "analysis", "forecast", "planner", "kernels")
+"""Folders without values of users' programs: figures, command lines, checks; and kernels, whose callers check."""
+
+NUMBER = "a number of the device's runtime"
+CHECKED = "the function has checked the value"
+COMPUTED = "a number that the package has computed"
+EXACT = "the new type holds all values of the old one"
+ROUNDED = "rounding to the type of training, as documented"
+
+ALLOWED = {
+    "collectives/buffers/device_memory.py DeviceMemory._number": NUMBER,
+    "collectives/runtime/argument_keys.py _part": "integers of NumPy",
+    "collectives/runtime/call.py _root": CHECKED,
+    "collectives/runtime/compiled_calls.py _Method.__init__": COMPUTED,
+    "collectives/runtime/gpu_program.py _GpuCall._plan": COMPUTED,
+    "collectives/runtime/ops.py _bind_on_device.address": NUMBER,
+    "collectives/runtime/program.py _address": NUMBER,
+    "collectives/selection/timing_file.py _positive": CHECKED,
+    "collectives/transport/device_messages.py DeviceNodeTransport.__init__": COMPUTED,
+    "collectives/transport/gpu_kernels.py GpuKernels.__init__": NUMBER,
+    "parallel/checkpoint/tensor_slices.py natural_key": "digits of a name",
+    "parallel/data/datasets.py _classes": COMPUTED,
+    "parallel/data/datasets.py _pair": CHECKED,
+    "parallel/data/sequences.py PaddedSequences.__init__": COMPUTED,
+    "parallel/data/sequences.py _cuts": COMPUTED,
+    "parallel/data/shards.py ShardWriter.add": CHECKED,
+    "parallel/data/shards.py _typed": CHECKED,
+    "parallel/engine/model_on_mesh.py shards_of": COMPUTED,
+    "parallel/expert/hierarchical_route.py HierarchicalRoute.__init__": COMPUTED,
+    "parallel/grad_compression/__init__.py lambda": CHECKED,
+    "parallel/nn/array_checks.py expect_range.judge_largest": "for a message",
+    "parallel/nn/array_checks.py expect_range.judge_smallest": "for a message",
+    "parallel/nn/loss.py MSE.count": COMPUTED,
+    "parallel/nn/router.py Router._length": COMPUTED,
+    "parallel/nn/router.py Router._of_tokens": "from narrow to wide floats",
+    "parallel/optim/lr_schedules.py LRSchedule.__init__": "compared with the value itself",
+    "parallel/optim/optimizer.py Optimizer.update": CHECKED,
+    "parallel/optim/optimizer.py _is_rate": CHECKED,
+    "parallel/parameter_server/event_order.py EventOrder.note": "an IntEnum",
+    "parallel/parameter_server/worker_trainer.py WorkerTrainer._pass": ROUNDED,
+    "parallel/ptq/calibration.py InputMoments.add": EXACT,
+    "parallel/runtime/resources.py format_bytes": "for a message",
+    "parallel/runtime/step_report.py in_units": "compared with the value itself",
+    "parallel/runtime/validation.py widened": CHECKED,
+    "parallel/trainer/task_setup.py prepare.lambda": ROUNDED,
+    "parallel/transforms/fake_quantized_input.py FakeQuantizedInput.forward": COMPUTED,
+    "parallel/transforms/fake_quantized_input.py MovingRange.state": COMPUTED,
+    "parallel/transforms/fake_quantized_input.py fake_quantized": COMPUTED,
+    "parallel/transforms/quantizable_layers.py expect_finite": "for a message",
+    "quant/observers/histogram.py Histogram.observe": COMPUTED,
+    "quant/observers/histogram.py Histogram.total": COMPUTED,
+    "quant/observers/ranges.py batch_range": "checked; observers work in float32",
+    "quant/ptq/hqq.py _loss": EXACT,
+    "quant/ptq/integer_matmul.py _sums": EXACT,
+    "quant/ptq/integer_matmul.py integer_matmul": EXACT,
+    "quant/quantize.py _floats": "checked; codes are computed in float32",
+    "quant/quantize.py _nonfinite_message": "for a message",
+    "quant/scaling/scales.py halves": "the format of the scales",
+    "quant/scaling/scales.py numbers_of": EXACT,
+    "quant/scaling/scales.py zero_point": "a whole number of 8 bits",
+    "quant/search.py dynamic": COMPUTED,
+}
+
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+LOOPS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+class Conversions(ast.NodeVisitor):
+    """Conversions in a module, `found`: (name of the function, source text)."""
+
+    def __init__(self):
+        self.names, self.outside, self.found = [], [set()], []
+
+    def visit(self, node):
+        if isinstance(node, FUNCTIONS):
+            self.visit_function(node)
+            return
+        if isinstance(node, ast.ClassDef):
+            self.names.append(node.name)
+        for loop in node.generators if isinstance(node, LOOPS) else [node] if isinstance(node, ast.For) else []:
+            self.note_target(loop.target, loop.iter)
+        if isinstance(node, ast.Call):
+            self.note_call(node)
+        self.generic_visit(node)
+        if isinstance(node, ast.ClassDef):
+            self.names.pop()
+
+    def visit_function(self, node):
+        arguments = node.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        self.names.append(getattr(node, "name", "lambda"))
+        self.outside.append(self.outside[-1] | {one.arg for one in named if one is not None})
+        self.generic_visit(node)
+        self.names.pop()
+        self.outside.pop()
+
+    def note_target(self, target, iterable):
+        """Names that a loop over values from outside sets."""
+        parts = iterable.args if isinstance(iterable, ast.Call) and not self.comes_in(iterable) else [iterable]
+        several = [one for part in parts for one in (part.elts if isinstance(part, ast.Tuple) else [part])]
+        if any(map(self.comes_in, several)):
+            self.outside[-1] |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+
+    def note_call(self, node):
+        value = None
+        if isinstance(node.func, ast.Name) and node.func.id in ("int", "float") and node.args:
+            (value, *_) = node.args
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "astype":
+            value = node.func.value
+        if value is not None and self.comes_in(value):
+            self.found.append((".".join(self.names), ast.unparse(node)))
+
+    def comes_in(self, value):
+        """True for an argument, its attributes, items and results; of `self` for a call of what it holds."""
+        inner, called = value, False
+        while isinstance(inner, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
+            held = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)
+            called |= held and isinstance(inner.func.value, ast.Attribute)
+            inner = inner.func if isinstance(inner, ast.Call) else inner.value
+        if not isinstance(inner, ast.Name) or inner.id not in self.outside[-1]:
+            return False
+        return called or inner.id not in ("self", "cls")
+
+
+def modules():
+    for package in PACKAGES:
+        for path in sorted((SOURCES / package).rglob("*.py")):
+            place = path.relative_to(SOURCES)
+            if not set(place.parts) & set(OWN):
+                yield place, ast.parse(path.read_text())
+
+
+def conversions(tree):
+    visitor = Conversions()
+    visitor.visit(tree)
+    return visitor.found
+
+
+def test_conversions_of_values_from_outside():
+    found = {f"{place} {name}": text for place, tree in modules() for name, text in conversions(tree)}
+    assert not {place: text for place, text in found.items() if place not in ALLOWED}
+    assert not [place for place in ALLOWED if place not in found], "no longer there"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("def f(x): return int(x)", True),
+        ("def f(loss, y): return float(loss.count(y))", True),
+        ("def f(some): return [int(n) for n in some]", True),
+        ("def f(a, b):\n for one in (a, b): one.astype('f4')", True),
+        ("def f(self): return int(self._loss.count(1))", True),
+        ("def f(self): return int(self._count)", False),
+        ("def f(x): return int(index)", False),
+    ],
+)
+def test_what_is_found(source, is_found):
+    assert bool(conversions(ast.parse(source))) == is_found
