@@ -22,7 +22,7 @@ from parallel.data_parallel.logical_blocks import LogicalBlocks, tensors_of
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
-from parallel.nn.kernels.storage import movable, narrow, widen
+from parallel.nn.kernels.storage import array_namespace, narrow, widen
 from parallel.nn.operator import Parameter
 from parallel.nn.placement import Shard
 from parallel.optim.grad_norm import block_squares, clip_factor
@@ -224,10 +224,11 @@ class ShardedOptimizer:
         """
         self._in_users_hands |= {parameter for parameter in self._narrow_parameters() if parameter.was_read}
         for piece in self.pieces if self._in_users_hands else ():
-            for run in piece.tensors:
-                if run.place.parameter in self._in_users_hands:
-                    here = slice(run.start, run.stop)
-                    _take_changed(piece.stored[here], piece.weights[here])
+            if (stored := piece.stored) is None:
+                continue
+            for start, stop, place in piece.tensors:
+                if place.parameter in self._in_users_hands:
+                    _take_changed(stored[start:stop], piece.weights[start:stop])
 
     def _narrow_parameters(self) -> Iterator[Parameter]:
         """Parameters that are stored apart from their master weights."""
@@ -252,9 +253,9 @@ class ShardedOptimizer:
 
 def _take_changed(stored: Array, master: Array) -> None:
     """Set the elements of `master` that are not rounded to those of `stored`, of a half type, to these."""
-    changed = movable(stored) != movable(narrow(master, stored.dtype))
-    if changed.any():
-        master[changed] = widen(stored[changed])
+    values = widen(stored)
+    changed = values != widen(narrow(master, stored.dtype))
+    master[...] = array_namespace(master).where(changed, values, master)
 
 
 def numbers_of(spans: Iterable[Span]) -> np.ndarray:

@@ -80,7 +80,7 @@ class _WholeGradient:
         if self._values is None:
             self._values = self._gathered(out)
             _call_hooks(self._parts[0].shard.logical, self._values)
-        out[...] = self._parts[number].shard.cut.take(self._values)
+        self._parts[number].shard.cut.get(self._values, out)
 
     def _gathered(self, like: Array) -> Array:
         """Sum over the ranks of arrays with their parts in place; of copies of a part, the first counts."""

@@ -20,6 +20,7 @@ and raises `PlacementError` if it cannot take it. `parallel.tensor.check` walks 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -207,10 +208,23 @@ class TensorCut(NamedTuple):
 
     def put(self, part: Any, values: Any) -> None:
         """Write the part into an array of the logical shape."""
-        values[(slice(None),) * self.dim + (self._indices(),)] = part
+        for here, there in self._places():
+            values[there] = part[here]
+
+    def get(self, values: Any, part: Any) -> None:
+        """Write the part of an array of the logical shape into the array `part`."""
+        for here, there in self._places():
+            part[here] = values[there]
 
     def _indices(self) -> list[int]:
         return [index for start, stop in self.ranges for index in range(start, stop)]
+
+    def _places(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield indices of each range, in an array of the part and in one of the logical shape."""
+        before, at = (slice(None),) * self.dim, 0
+        for start, stop in self.ranges:
+            yield (*before, slice(at, at + stop - start)), (*before, slice(start, stop))
+            at += stop - start
 
 
 def unit_bounds(units: int, shards: int) -> list[tuple[int, int]]:

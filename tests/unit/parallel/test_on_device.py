@@ -29,6 +29,7 @@ from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizers import AdamW
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.runtime.consistency_check import StepFailed
+from parallel.trainer import engine_checkpoint
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
@@ -118,3 +119,32 @@ def test_host_arrays_and_other_types_have_other_kernels(gpu):
     for array in (np.ones(3, np.float16), sys.modules["cupy"].asarray(np.arange(3))):
         kernels.relu(array)
     assert gpu.launched == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_hooks_and_changed_weights(gpu, precision):
+    """Arrays on the device: gradients that a hook gets, and weights that are changed between steps."""
+    xp, comm, seen = sys.modules["cupy"], Communicator(MPI.COMM_SELF.Dup()), []
+    model, x = build("gpt:tiny", (16,), 256), np.arange(64).reshape(4, 16)
+    weight, batch = model.items[1].items[0].inner.items[1].weight, Batch(0, x, x, np.arange(4))
+    settings = Settings(precision=precision, device="cuda")
+
+    def hook(gradient):
+        seen.append((type(gradient), gradient.shape))
+        gradient[...] = 0
+
+    with DataParallelEngine(model, SoftmaxCrossEntropy(), comm, AdamW(rate=1e-3, decay=0.0), settings) as engine:
+        handle = weight.register_hook(hook)
+        before = engine_checkpoint.state_dict(engine)[weight.name]
+        engine.step([batch])
+        assert seen == [(xp.ndarray, weight.shape)]
+        np.testing.assert_array_equal(engine_checkpoint.state_dict(engine)[weight.name], before)
+        weight.data[1] = 0.5
+        handle.remove()
+        found = engine_checkpoint.state_dict(engine)[weight.name]
+        assert (found != before).any(axis=1).sum() == 1 and (found[1] == 0.5).all()
+        while engine.updates < 2:  # in fp16 with a smaller loss scale
+            engine.step([batch])
+        moved = engine_checkpoint.state_dict(engine)[weight.name]
+        assert (moved != found).any() and np.abs(moved - found).max() < 0.01
+    comm.Free()
