@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel.nn import kernels
 from parallel.nn.operator import GradientSink, Parameter
@@ -24,11 +24,12 @@ class HookedGradients:
     """Gradient sink of the backward pass of a unit, before the sink of a layout.
 
     Skips the gradients of frozen parameters, and calls the hooks of others. `finish` ends the pass: gradients of shards
-    with hooks are handed on then, as those of all parts of a tensor must be known.
+    with hooks are handed on then, as those of all parts of a tensor must be known. `errors` (`PassErrors`) notes those of
+    gradients and hooks, after which a rank goes on with its exchanges; None: they are raised.
     """
 
-    def __init__(self, sink: GradientSink):
-        self._sink = sink
+    def __init__(self, sink: GradientSink, errors: Any = None):
+        self._sink, self._errors = sink, errors
         self._parts: dict[Parameter, list[tuple[ParameterShard, Compute]]] = {}
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
@@ -37,16 +38,33 @@ class HookedGradients:
         if not parameter.hooks:
             self._sink(parameter, compute)
         elif isinstance(parameter, ParameterShard) and parameter.shape != parameter.logical.shape:
-            self._parts.setdefault(parameter.logical, []).append((parameter, compute))
+            guarded = compute if self._errors is None else self._errors.guarded(compute)
+            self._parts.setdefault(parameter.logical, []).append((parameter, guarded))
         else:
-            self._sink(parameter, partial(_write_changed, parameter, compute))
+            self._sink(parameter, partial(self._write_changed, parameter, compute))
 
     def finish(self) -> None:
         for parts in self._parts.values():
             for use in _by_use(parts):
-                gradient = _WholeGradient(use)
+                gradient = _WholeGradient(use, self._call_hooks)
                 for number, (shard, _) in enumerate(use):
                     self._sink(shard, partial(gradient.write, number))
+
+    def _write_changed(self, parameter: Parameter, compute: Compute, out: Array) -> None:
+        """Write the gradient of a whole tensor, as the hooks leave it."""
+        compute(out)
+        self._call_hooks(parameter, out)
+
+    def _call_hooks(self, parameter: Parameter, gradient: Array) -> None:
+        try:
+            for hook in (*parameter.hooks,):  # a hook may remove itself
+                if (changed := hook(gradient)) is not None:
+                    gradient[...] = changed
+        except BaseException as error:
+            error.add_note(f"in a hook of {parameter.name}")
+            if self._errors is None:
+                raise
+            self._errors.add(error)
 
 
 class _Use(NamedTuple):
@@ -71,15 +89,15 @@ def _by_use(parts: list[tuple[ParameterShard, Compute]]) -> list[list[_Use]]:
 class _WholeGradient:
     """Gradient of one use of a tensor that is cut, gathered and changed by the hooks when the first part is wanted."""
 
-    def __init__(self, parts: list[_Use]):
-        self._parts = parts
+    def __init__(self, parts: list[_Use], call_hooks: Callable[[Parameter, Array], None]):
+        self._parts, self._call_hooks = parts, call_hooks
         self._values: Array = None
 
     def write(self, number: int, out: Array) -> None:
         """Write the part of a shard."""
         if self._values is None:
             self._values = self._gathered(out)
-            _call_hooks(self._parts[0].shard.logical, self._values)
+            self._call_hooks(self._parts[0].shard.logical, self._values)
         self._parts[number].shard.cut.get(self._values, out)
 
     def _gathered(self, like: Array) -> Array:
@@ -93,15 +111,3 @@ class _WholeGradient:
                 shard.cut.put(part, whole)
         (total,) = allreduce_among(first.axis, [whole], [first.sharers])
         return total
-
-
-def _write_changed(parameter: Parameter, compute: Compute, out: Array) -> None:
-    """Write the gradient of a whole tensor, as the hooks leave it."""
-    compute(out)
-    _call_hooks(parameter, out)
-
-
-def _call_hooks(parameter: Parameter, gradient: Array) -> None:
-    for hook in (*parameter.hooks,):  # a hook may remove itself
-        if (changed := hook(gradient)) is not None:
-            gradient[...] = changed

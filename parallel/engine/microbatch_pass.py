@@ -150,7 +150,8 @@ class MicrobatchPass:
 
     @guarded
     def _backward(self, unit: Operator, grads: GradientSink) -> None:
-        gradients = HookedGradients(grads if self._errors is None else self._errors.sink(grads))
+        sink = grads if self._errors is None else self._errors.sink(grads)
+        gradients = HookedGradients(sink, self._errors)
         dx = unit.backward(self._dy, self.saved.pop(), checked(unit, gradients))
         gradients.finish()
         shape, self._passed = self._shapes.pop(), unit

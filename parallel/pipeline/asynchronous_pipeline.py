@@ -165,6 +165,7 @@ class AsynchronousPipeline(Pipeline):
                     part.gradients.begin(update, StepScale(before + number, targets(update), 1.0))
 
         def apply(number: int, intact: bool) -> None:
+            intact = intact and self._errors.first is None
             held = [gradient for part in self._parts for _, gradient in part.gradients.own]
             finite = all(np.isfinite(block_squares(gradient)).all() for gradient in held)
             if not self._agreed(intact and finite):

@@ -14,7 +14,7 @@ from parallel.nn.models import mlp
 from parallel.nn.operator import name_all
 from parallel.nn.parameter import ParameterShard
 from parallel.runtime import consistency_check
-from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch
+from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 from parallel.tensor.cut_model import cut
 
 SLOW = pytest.mark.full
@@ -112,5 +112,51 @@ def test_copies_of_every_shard_are_compared():
                 shards[0].data[1] += 0.5  # not the last one of its name
             with pytest.raises(ParameterMismatch, match=r"parameter 1.0.inner.1.weight\[\S+\] of rank 1 differs"):
                 consistency_check.compare_parameters(comm, engine.inner.flat.places, 1)
+
+    run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("where", [0, 1, 5, 6])
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_a_hook_that_raises_on_one_rank(mesh, where):
+    """No rank waits, nothing is updated, and the training goes on."""
+    layout = {"layout": "pp:1f1b", "microbatches": 2} if "pp" in mesh else {"micro_batch": 2}
+
+    def rank_main(comm):
+        whole = model()
+
+        def hook(gradient):
+            if comm.Get_rank() % 2:
+                raise ValueError("it is broken")
+
+        with Engine(whole, SoftmaxCrossEntropy(), comm, SGD(lr=0.1), mesh=mesh, batch=4, **layout) as engine:
+            before, handle = engine.state_dict(), chosen(whole)[where].register_hook(hook)
+            expected = r"nothing was updated; rank \d: ValueError: it is broken .*in a hook of"
+            with pytest.raises(StepFailed, match=expected):
+                engine.step(*batch(0))
+            handle.remove()
+            after = engine.state_dict()
+            assert all((after[name] == before[name]).all() for name in before)
+            assert np.isfinite(engine.step(*batch(0)).loss)
+
+    run_threads(Mesh.parse(mesh).size, rank_main)
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3", "pp:1f1b", "pp:pipedream"])
+def test_a_hook_that_raises_where_nothing_is_cut(layout):
+    """A stage that updates on the way makes no update with the gradient of the hook."""
+
+    def rank_main(comm):
+        whole = mlp([4, 6, 5])
+        x, y = np.random.default_rng(0).normal(size=(8, 4)), np.arange(8) % 5
+        with Engine(whole, SoftmaxCrossEntropy(), comm, SGD(lr=0.1), layout=layout, batch=8) as engine:
+            before = engine.state_dict()
+            handle = whole.parameters()[0].register_hook(lambda gradient: gradient.no_such_attribute)
+            with pytest.raises(StepFailed, match=r"AttributeError: .*in a hook of 0.1.weight"):
+                engine.step(x, y)
+            after = engine.state_dict()
+            assert all((after[name] == before[name]).all() for name in before if name.startswith("0.1"))
+            handle.remove()
+            assert np.isfinite(engine.step(x, y).loss)
 
     run_threads(2, rank_main)
