@@ -24,8 +24,8 @@ class HookedGradients:
     """Gradient sink of the backward pass of a unit, before the sink of a layout.
 
     Skips the gradients of frozen parameters, and calls the hooks of others. `finish` ends the pass: gradients of shards
-    with hooks are handed on then, as those of all parts of a tensor must be known. `errors` (`PassErrors`) notes those of
-    gradients and hooks, after which a rank goes on with its exchanges; None: they are raised.
+    with hooks are handed on then, as those of all parts of a tensor must be known. `errors`, a `PassErrors`, notes
+    errors of gradients and hooks, after which a rank goes on with its exchanges; None: they are raised.
     """
 
     def __init__(self, sink: GradientSink, errors: Any = None):
@@ -37,7 +37,7 @@ class HookedGradients:
             return
         if not parameter.hooks:
             self._sink(parameter, compute)
-        elif isinstance(parameter, ParameterShard) and parameter.shape != parameter.logical.shape:
+        elif isinstance(parameter, ParameterShard):
             guarded = compute if self._errors is None else self._errors.guarded(compute)
             self._parts.setdefault(parameter.logical, []).append((parameter, guarded))
         else:

@@ -157,12 +157,19 @@ def _own(expert: Operator, cutter: Any, number: int) -> Operator:
 
 def _owned(value: Any, cutter: Any, number: int) -> Any:
     if isinstance(value, Parameter):
-        return cutter.part(value, number, 0, Features(value.shape[0]), (0, value.shape[0]))
+        return _whole_on(number, value, cutter)
     if isinstance(value, Operator):
         return _own(value, cutter, number)
     if isinstance(value, dict):
         return {key: _owned(one, cutter, number) for key, one in value.items()}
     return type(value)(_owned(one, cutter, number) for one in value) if type(value) in (list, tuple) else value
+
+
+def _whole_on(number: int, parameter: Parameter, cutter: Any) -> Parameter:
+    """Shard with all of a parameter, which this logical shard alone has."""
+    length, here = parameter.shape[0], range(number, number + 1)
+    shard: Parameter = cutter.part(parameter, number, 0, Features(length), (0, length), among=here)
+    return shard
 
 
 def _slice(expert: Operator, cutter: Any, number: int, slices: range) -> Operator:
@@ -182,6 +189,5 @@ def _slice(expert: Operator, cutter: Any, number: int, slices: range) -> Operato
     last.weight = cutter.part(last.weight, number, 0, hidden, units, among=slices)
     first.outputs = last.inputs = units[1] - units[0]
     if last.bias is not None:
-        width = last.outputs
-        last.bias = cutter.part(last.bias, number, 0, Features(width), (0, width)) if number == slices[0] else None
+        last.bias = _whole_on(number, last.bias, cutter) if number == slices[0] else None
     return Sequential([first, *inner, last])

@@ -160,3 +160,25 @@ def test_a_hook_that_raises_where_nothing_is_cut(layout):
             assert np.isfinite(engine.step(x, y).loss)
 
     run_threads(2, rank_main)
+
+
+def seen_by_hooks(comm, **settings):
+    """Gradients of every parameter of a hidden layer of one unit, by name."""
+    whole, seen = mlp([4, 1, 5]), {}
+    x, y = np.random.default_rng(0).normal(size=(8, 4)), np.arange(8) % 5
+    optimizer = SGD(lr=0.1)
+    with Engine(whole, SoftmaxCrossEntropy(), comm, optimizer, batch=8, precision="fp64", **settings) as engine:
+        for one in whole.parameters():
+            one.register_hook(lambda gradient, one=one: seen.update({one.name: gradient.copy()}))
+        engine.step(x, y)
+    return seen
+
+
+@pytest.mark.parametrize("settings", [{"mesh": "tp=3"}, {"tensor_shards": 3}], ids=str)
+def test_hooks_of_tensors_with_fewer_units_than_shards(settings):
+    """One shard has all of the tensor, and the others nothing; all ranks call the hook with the same gradient."""
+    (expected,) = run_threads(1, seen_by_hooks)
+    for seen in run_threads(ranks_of(settings), lambda comm: seen_by_hooks(comm, **settings)):
+        assert seen.keys() == expected.keys() and len(seen) == 4
+        for name, gradient in seen.items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-12, err_msg=name)
