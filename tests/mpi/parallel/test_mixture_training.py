@@ -33,7 +33,15 @@ def depths(wrapper=lambda inner: inner):
     return nn.Sequential([model.items[0], wrapper(nn.Dropout(0.1)), *model.items[1:]])
 
 
+def twice():
+    """A transformer whose block with experts, with noise of its router and dropout, is at two depths."""
+    model = experts("loss")
+    model.items.insert(4, model.items[2])
+    return nn.Sequential(model.items)
+
+
 MODELS = {
+    "twice": twice,
     "loss": lambda: experts("loss"),
     "bias": lambda: experts("bias"),
     "depths": depths,
@@ -74,7 +82,7 @@ def test_same_bits_as_one_rank(comm, model, layout):
     expected = trained(MPI.COMM_SELF, {"recomputed": "depths"}.get(model, model))
     options = {"micro_batch": None, "microbatches": 6} if layout.startswith("pp") else {}
     expect_same(trained(comm, model, layout=layout, **options), expected)
-    terms = {"loss": ["balance", "z"], "bias": [], "depths": ["predictor"], "recomputed": ["predictor"]}[model]
+    terms = {"twice": ["balance", "z"], "loss": ["balance", "z"], "bias": [], "depths": ["predictor"], "recomputed": ["predictor"]}[model]
     last = expected[0][-1]
     assert [name.rpartition(" ")[2] for name in last.terms] == terms
     assert all(value > 0 for value in last.terms.values())
