@@ -12,6 +12,7 @@ from parallel.decentralized.federated import FederatedAverage, local_batches
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
+from parallel.engine.operator_records import records_of
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
@@ -84,25 +85,25 @@ class FederatedEngine(ReplicaEngine):
 
     def _own(self, batches: Sequence[Batch]) -> StepReport:
         """Train this rank's clients of a round; the report has the mean loss and largest norm of their steps."""
-        losses, norms, count, rate = [0.0], list[float](), 0.0, math.nan
+        reports, rate = list[StepReport](), math.nan
         self.style.begin()  # from weights that a user may have changed
         try:
             for client in (batch_of(some, at) for at, some in enumerate(batches)):
                 if len(client.samples) and self._problem is None:
                     self._begin()
-                    for report in map(self._engine.local_step, self._local_steps(client)):
-                        losses.append(report.loss * report.count if report.count else 0.0)
-                        norms.append(report.norm or 0.0)
-                        count += report.count
+                    reports.extend(map(self._engine.local_step, self._local_steps(client)))
                     self.style.collect(len(client.samples))
             rate = rate_at(self._optimizer.rate, self.steps)
         except BaseException as error:
             self._problem = error
         self._begin()
         self._engine.steps = self._engine.updates = self.steps + 1
+        count = math.fsum(report.count for report in reports)
+        losses = (report.loss * report.count for report in reports if report.count)
         loss = math.fsum(losses) / count if count else math.nan
-        norm, scale = max(norms, default=None), self._engine.scaling.value
-        return StepReport(self.steps, loss, count, norm, norm is None, scale, rate, False, 0.0, 0.0)
+        norm, scale = max((report.norm or 0.0 for report in reports), default=None), self._engine.scaling.value
+        records = records_of(reports)
+        return StepReport(self.steps, loss, count, norm, norm is None, scale, rate, False, 0.0, 0.0, *records)
 
     def _begin(self) -> None:
         self.style.start()

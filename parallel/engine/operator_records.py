@@ -18,6 +18,7 @@ from parallel.nn.pass_mode import user_of
 from parallel.nn.rewrite import operators_in
 from parallel.nn.router import Router
 from parallel.nn.selection_bias import SelectionBias
+from parallel.runtime.step_report import StepReport
 from parallel.runtime.vector_memory import to_host
 
 
@@ -138,6 +139,18 @@ class PartRecords(NamedTuple):
         """Loss terms and counts as bytes for a message, exactly; empty if there are none."""
         counts = {name: numbers.tolist() for name, numbers in self.counts.items()}
         return json.dumps([self.terms, counts]).encode() if self.terms or counts else b""
+
+
+def records_of(reports: Sequence[StepReport]) -> StepRecords:
+    """Records of several steps together: terms per target of all, and sums of the others."""
+    count = math.fsum(report.count for report in reports) or 1
+    terms = _sums({name: value * report.count for name, value in report.terms.items()} for report in reports)
+    counts = _sums({name: np.array(numbers) for name, numbers in report.counts.items()} for report in reports)
+    return StepRecords(
+        {name: total / count for name, total in terms.items()},
+        {name: numbers.tolist() for name, numbers in counts.items()},
+        _sums(report.traffic for report in reports),
+    )
 
 
 def step_records(parts: Sequence[PartRecords], count: float) -> StepRecords:
