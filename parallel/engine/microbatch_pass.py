@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from parallel.data.sampler import Batch
 from parallel.engine.exchange_guard import GuardedLoss
 from parallel.engine.gradient_hooks import HookedGradients
 from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
+from parallel.nn.kernels.deferred import is_deferred
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
 from parallel.nn.own_arrays import watched
 from parallel.runtime.validation import real_number
@@ -87,12 +88,18 @@ class MicrobatchPass:
     @guarded
     def score(self, measure: Measure | None = None) -> None:
         found, self._saved_loss = self._loss.forward(self._x, self._y)
-        self.losses = found if isinstance(found, tuple) else (found,)
+        terms = found if isinstance(found, tuple) else (found,)
+        with self._noted():
+            self.losses = tuple(term if is_deferred(term) else real_number(term) for term in terms)
         if measure:
             whole = getattr(self._loss, "whole", None)  # of a loss whose scores are cut over ranks
             scores = whole(self._x) if whole else self._x
-            with nullcontext() if self._errors is None else self._errors.noted():
+            with self._noted():
                 self.measured = real_number(measure(scores, self._y))
+
+    def _noted(self) -> AbstractContextManager[None]:
+        """Context of computations after which exchanges go on, if there are any."""
+        return nullcontext() if self._errors is None else self._errors.noted()
 
     @property
     def total(self) -> float:

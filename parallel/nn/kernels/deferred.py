@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from parallel.nn.kernels.storage import array_namespace
-from parallel.runtime.validation import real_number
 from quant.types import Array
 
 Judge = Callable[[float], None]
@@ -36,7 +35,7 @@ class DeferredNumbers:
             found = iter(_to_host(waiting)) if waiting else iter(())
             for _, judge in self._checks:
                 judge(next(found))
-            return [next(found) if is_deferred(number) else real_number(number) for number in numbers], None
+            return [next(found) if is_deferred(number) else float(number) for number in numbers], None
         except Exception as error:
             return [0.0] * len(numbers), error
 

@@ -174,10 +174,10 @@ def test_terms_of_operators_with_servers(comm, several, consistency):
 def test_terms_of_operators_in_federated_rounds(comm):
     """Means over the local steps of a rank's clients."""
     tokens = np.random.default_rng(1).integers(0, 16, (12, 9))
-    options = {"clients": 3, "local_epochs": 2, "batch": 4}
+    options = {"clients": 3, "client_fraction": 1.0, "local_epochs": 2, "batch": 4}
     with engine(comm, experts(), layout="federated", **options) as made:
         (round_, *_) = made.batches(ArrayDataset(tokens[:, :-1], tokens[:, 1:]))
         report = made.step(round_)
     counted = comm.allreduce(sum(map(sum, report.counts.values())))
-    assert counted == 2 * 2 * 12 * 8  # passes, choices, samples, tokens
+    assert counted == 2 * 2 * 2 * 12 * 8  # passes, blocks, choices, samples, tokens
     assert all(value > 0 for value in report.terms.values()) and bool(report.terms) == bool(len(round_))

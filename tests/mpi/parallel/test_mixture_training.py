@@ -82,7 +82,13 @@ def test_same_bits_as_one_rank(comm, model, layout):
     expected = trained(MPI.COMM_SELF, {"recomputed": "depths"}.get(model, model))
     options = {"micro_batch": None, "microbatches": 6} if layout.startswith("pp") else {}
     expect_same(trained(comm, model, layout=layout, **options), expected)
-    terms = {"twice": ["balance", "z"], "loss": ["balance", "z"], "bias": [], "depths": ["predictor"], "recomputed": ["predictor"]}[model]
+    terms = {
+        "twice": ["balance", "z"],
+        "loss": ["balance", "z"],
+        "bias": [],
+        "depths": ["predictor"],
+        "recomputed": ["predictor"],
+    }[model]
     last = expected[0][-1]
     assert [name.rpartition(" ")[2] for name in last.terms] == terms
     assert all(value > 0 for value in last.terms.values())
