@@ -7,6 +7,9 @@ bfloat16 and other small floats. User-defined operations and types that only MPI
 Where NumPy and MPI leave a choice: MAX and MIN give NaN where either side is NaN; integers wrap around; a
 bool counts as a number of one bit that saturates, so on bools SUM and MAX are "or", PROD and MIN "and".
 MAXLOC and MINLOC give the lower location on equal values (and where a NaN makes two values incomparable).
+Every NaN in a result is the same one, as NumPy gives the sign and the payload of either operand, by position; a complex
+product is ``(a*c - b*d, a*d + b*c)``, each operation rounded, as NumPy fuses them or not, by position and by what `out`
+is. So all ranks have the same bits, in any memory, with compiled kernels or without.
 LAND, LOR, LXOR give 0 or 1 in the operands' type. REPLACE keeps the right operand and NO_OP the left one, as
 ``MPI.REPLACE(x, y)`` and ``MPI.NO_OP(x, y)`` do.
 
@@ -23,7 +26,7 @@ import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -124,7 +127,8 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
         ufunc = _ufunc(_RULES[handle], dtype, datatype)
         # NumPy 2.4 deprecates the third position of maximum and minimum; elsewhere it saves 0.2 us a call.
         bind = _bind_by_keyword if ufunc in (np.maximum, np.minimum) else partial
-        return Combiner(partial(bind, ufunc), True, ufunc)
+        reproducible = ReproducibleFunction.of(ufunc, dtype)
+        return Combiner(partial(partial, reproducible) if reproducible else partial(bind, ufunc), True, ufunc)
     return Combiner(_local(op, dtype, datatype), is_commutative(op))
 
 
@@ -143,6 +147,45 @@ def _ufunc(rule: _OpRule, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | 
 
 def _bind_by_keyword(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -> Callable[[], object]:
     return partial(ufunc, left, right, out=out)
+
+
+PRODUCT_BLOCK = 1 << 12
+"""Elements of a complex product computed at a time, so that its parts stay in the cache."""
+
+
+class ReproducibleFunction(NamedTuple):
+    """Function ``(left, right, out)`` on vectors of floats: values of `ufunc`, in bits that depend on the operands alone.
+
+    The bits do not depend on memory, alignment, length and position, or on which operand `out` is.
+    """
+
+    ufunc: Callable[..., Any]
+    compute: Callable[[Vector, Vector, Vector], object]
+
+    @classmethod
+    def of(cls, ufunc: Callable[..., Any], dtype: np.dtype[Any] | None) -> Self | None:
+        """The function of a ufunc on this dtype; None for numbers that are no floats."""
+        if dtype is None or kind(dtype) not in "fc":
+            return None
+        if ufunc is np.multiply and dtype.kind == "c":
+            return cls(ufunc, _complex_product)
+        return cls(ufunc, lambda left, right, out: ufunc(left, right, out=out))
+
+    def __call__(self, left: Vector, right: Vector, out: Vector) -> None:
+        self.compute(left, right, out)
+        for part in (out.real, out.imag) if out.dtype.kind == "c" else (out,):
+            if part.size:
+                largest = np.maximum.reduce(part)  # NaN, if there is one, in a single pass
+                if largest != largest:
+                    part[np.isnan(part)] = np.nan
+
+
+def _complex_product(left: Vector, right: Vector, out: Vector) -> None:
+    for start in range(0, len(out), PRODUCT_BLOCK):
+        block = slice(start, start + PRODUCT_BLOCK)
+        a, b, c, d = left.real[block], left.imag[block], right.real[block], right.imag[block]
+        real, imaginary = a * c - b * d, a * d + b * c
+        out.real[block], out.imag[block] = real, imaginary
 
 
 def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> Combiner | None:

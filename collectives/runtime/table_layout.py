@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from collectives.runtime import program_table as table
 from collectives.runtime.binder import copy_array
+from collectives.runtime.ops import ReproducibleFunction
 from collectives.runtime.program import ElementArray
 from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import MailboxEdge
@@ -133,11 +134,12 @@ def _translate(operation: Any, message_of: Callable[[Any], MessageWords]) -> lis
     if operation.func in (np.copyto, copy_array):
         out, source = arrays
         return [TableOperation(table.LOCAL_WORK, [Piece(out.nbytes, _address(source), 0, _address(out))])]
-    if not isinstance(operation.func, np.ufunc):
+    ufunc = operation.func.ufunc if isinstance(operation.func, ReproducibleFunction) else operation.func
+    if not isinstance(ufunc, np.ufunc):
         raise NotCompilableError
     left, right, out = arrays
     piece = Piece(out.nbytes, _address(left), _address(right), _address(out))
-    return [TableOperation(table.LOCAL_WORK, [piece], kernel=_kernel(operation.func, out.dtype))]
+    return [TableOperation(table.LOCAL_WORK, [piece], kernel=_kernel(ufunc, out.dtype))]
 
 
 def _translate_start(message: MessageWords) -> list[TableOperation]:
