@@ -18,7 +18,7 @@ from mpi4py import MPI
 from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import shape_and_dtype
 from collectives.buffers.memory import on_gpu
-from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
+from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Mismatch, NotCopied
 from collectives.runtime.agreement import agree_on_gpu, agree_on_nodes, common, gather_or_raise, without_attributes
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
@@ -145,6 +145,9 @@ class Communicator(CollectiveMethods):
     _planner: Planner | None = None
     _closing: Planner
     """The planner to be freed once no operation is active."""
+
+    _unread: Mismatch | None = None
+    """The error of a message that was left unread, found as resources were released."""
 
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
@@ -418,6 +421,11 @@ class Communicator(CollectiveMethods):
 
         No rank waits for another. So it is also the end of ``with Communicator(comm) as ours: ...``, after an exception
         on this rank alone too. Later collectives raise.
+
+        Raises
+        ------
+        Mismatch
+            If ranks have made different calls, so that a message was not read. Everything is released then, too.
         """
         if self._planner is None:
             return
@@ -425,9 +433,11 @@ class Communicator(CollectiveMethods):
         for name in ("_calls", "_starts", "_run_cached", "_start_cached"):  # absent in debug mode
             self.__dict__.pop(name, None)
         self._closing.close(self._release)
+        if self._unread is not None:
+            raise self._unread
 
     def _release(self) -> None:
-        self._closing.free()
+        self._unread = self._closing.free()
         if self._checker is not None:
             self._checker.free()
         open_communicators.pop(self._number, None)
@@ -442,8 +452,10 @@ class Communicator(CollectiveMethods):
         """`close`, and free the MPI communicator; raise for predefined ones, such as ``MPI.COMM_WORLD``. Collective."""
         if self in PREDEFINED.values():
             raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own: close() releases Chorus's resources")
-        self.close()
-        super().Free()
+        try:
+            self.close()
+        finally:
+            super().Free()
 
     def free(self) -> None:
         """`close`, and free the MPI communicator unless it is predefined. Collective.
@@ -452,9 +464,11 @@ class Communicator(CollectiveMethods):
         """
         if self.constant is not None:
             return
-        if self in PREDEFINED.values():
-            self.close()
-        super().free()
+        try:
+            if self in PREDEFINED.values():
+                self.close()
+        finally:
+            super().free()
 
     @classmethod
     def fromhandle(cls, handle: int) -> Any:

@@ -73,12 +73,13 @@ class Mismatch(InvalidInput, ValueError):
     """
 
 
-def mismatch(rank: int, peer: int, expected: int, found: int) -> Mismatch:
-    """`Mismatch` error of `rank` for a message of `found` bytes from `peer` instead of `expected` bytes."""
+def mismatch(rank: int, peer: int, expected: int | None, found: int) -> Mismatch:
+    """`Mismatch` error of `rank` for a message of `found` bytes from `peer`, not of `expected` bytes (None: none)."""
+    message = "no message" if expected is None else f"a message of {expected} bytes"
     what = f"{found} bytes" if found != expected else f"the {found} bytes of another call"
     return Mismatch(
         MPI.ERR_TRUNCATE,
-        f"rank {rank} expected a message of {expected} bytes from rank {peer}, found {what}: the two ranks call "
+        f"rank {rank} expected {message} from rank {peer}, found {what}: the two ranks call "
         f"different collectives, or count, dtype, operation, root or algorithm differ; "
         f"Communicator(..., debug=True) or CHORUS_DEBUG=1 names both calls",
     )

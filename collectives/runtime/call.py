@@ -100,6 +100,8 @@ def call_device(call: Call) -> DeviceMemory | None:
 
 
 def _root(root: Any, size: int) -> int:
+    if isinstance(root, (np.generic, np.ndarray)) and root.ndim == 0:
+        root = root.item()
     try:
         # mpi4py truncates floats; `size / 2` is a rank, 0.5 is none.
         rank = int(root) if isinstance(root, float) and root.is_integer() else index(root)

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.errors import OutOfMemory
+from collectives.errors import Mismatch, OutOfMemory, mismatch
 from collectives.runtime.program_table import CHANNEL_COUNT, HELD, STARTED
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
@@ -200,6 +200,13 @@ class Transports:
             return "kernel" if self._links is None else "peer"
         reasons = [self.sharing.reason, *([] if self.pinning.mailboxes else [self.pinning.reason])]
         return f"{'staged' if len(reasons) > 1 else 'pinned'}: {'; '.join(dict.fromkeys(reasons))}"
+
+    def leave(self) -> Mismatch | None:
+        """Mark this rank as one that makes no more calls; the error of a message that it, or a peer, has not read."""
+        status = MPI.Status()
+        if self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            return mismatch(self.comm.Get_rank(), status.Get_source(), None, status.Get_count(MPI.BYTE))
+        return None if self.node is None else self.node.leave(self.edges)
 
     def free(self) -> None:
         """Free shared memory; programs must have been freed before."""

@@ -176,7 +176,7 @@ class CompiledProgram:
             raise operation.message.error(result)
         assert operation.edge is not None, "only messages fail"
         if result == table.MISMATCH:
-            raise operation.edge.refuse(operation.nbytes)
+            raise operation.edge.refuse(None if operation.kind == table.CHECK_MAILBOX else operation.nbytes)
         raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be accessed")
 
     def start(self) -> bool:

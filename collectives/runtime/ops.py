@@ -154,7 +154,7 @@ PRODUCT_BLOCK = 1 << 12
 
 
 class ReproducibleFunction(NamedTuple):
-    """Function ``(left, right, out)`` on vectors of floats: values of `ufunc`, in bits that depend on the operands alone.
+    """Function ``(left, right, out)`` on vectors of floats: `ufunc`, in bits that depend on the operands alone.
 
     The bits do not depend on memory, alignment, length and position, or on which operand `out` is.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.errors import OutOfMemory
+from collectives.errors import Mismatch, OutOfMemory
 from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
@@ -303,8 +303,13 @@ class Planner:
         for request in [request for request in self._persistent if not request.active]:
             request.lapse()
 
-    def free(self) -> None:
-        """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank."""
+    def free(self) -> Mismatch | None:
+        """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank.
+
+        Returns the error of a message that a call has left unread.
+        """
+        is_broken = self._is_broken or self.cache.broken or self.nonblocking.broken
+        unread = None if is_broken else self.transports.leave()
         self.cache.free()
         self.nonblocking.free()
         while self._count_exchanges:
@@ -316,6 +321,7 @@ class Planner:
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
         if not (self._is_broken or self.cache.broken or self.nonblocking.broken):
             self.comm.Free()
+        return unread
 
     @property
     def active(self) -> int:

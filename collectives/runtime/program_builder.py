@@ -16,7 +16,10 @@ from collectives.runtime.own_blocks import own_blocks_program
 from collectives.runtime.program import ElementArray, Program, ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
+from collectives.transport.exchange import Exchange
+from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Wire
+from collectives.types import Wait
 
 DEFERRED_BYTES = 1 << 17
 """Bytes from which a message is copied by the progress thread with the option `async_progress`."""
@@ -96,10 +99,19 @@ class ProgramBuilder:
         )
         if not exchanges:
             program = bind_known(call)
+            self._guard(program, call)
             is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
             program.deferred = self._async_progress and is_long and program.exchanges is not None
             return program
         return bind_after_exchange(call, bind_count_exchange(call, choice, rank, size, wire, nodes), bind_known, device)
+
+    def _guard(self, program: Program, call: Call) -> None:
+        """Let the root of a call that has data for every rank look for messages that earlier calls have left."""
+        is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
+        if is_root and isinstance(program.wire, NodeAwareTransport) and isinstance(program.steps[0], Wait):
+            for exchange in program.steps[0].awaited:
+                if isinstance(exchange, Exchange):
+                    program.wire.guard_root(exchange)
 
     def bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
         """Build the program of a short blocking call, with buffers of its own."""
@@ -112,4 +124,5 @@ class ProgramBuilder:
             task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
             wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
             program = bind_task(task, source, target, wire, binding.reduce_kernel(call), self._scratch)
+            self._guard(program, call)
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))

@@ -17,7 +17,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.errors import InvalidArgument
+from collectives.errors import InvalidArgument, Mismatch
 from collectives.runtime.native_requests import free_unused_handles
 from collectives.runtime.progress import progress_thread
 
@@ -42,11 +42,23 @@ def close_all() -> None:
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):
-        comm.close()
+        try:
+            comm.close()
+        except Mismatch as error:
+            _report_at_exit(error)
     for comm in list(open_communicators.values()):
-        left = InvalidArgument(MPI.ERR_PENDING, f"{comm._closing.active} collectives are still under way")
-        sys.excepthook(type(left), left, None)
+        text = f"{comm._closing.active} collectives are still under way"
+        sys.excepthook(InvalidArgument, InvalidArgument(MPI.ERR_PENDING, text), None)
         comm._release()
+
+
+def _report_at_exit(error: Exception) -> None:
+    """Print an error, and let mpi4py end the program with status 1 for it."""
+    sys.excepthook(type(error), error, None)
+    for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
+        with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
+            stream.flush()
+    _set_abort_status(1)
 
 
 def _has_peers() -> bool:

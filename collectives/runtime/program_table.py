@@ -57,9 +57,10 @@ operation that it waits for; and the number of its message (0 for an eager one) 
 Then the number of words."""
 
 SEND_MESSAGE, RECEIVE_MESSAGE, LOCAL_WORK, WAIT_STREAM, WAIT_READ, START_SEND, START_RECEIVE, WAIT_MESSAGE = range(8)
+CHECK_MAILBOX = WAIT_MESSAGE + 1
 """Kinds: send a message; receive one and copy or reduce it; copy or reduce memory; wait until a stream has done a
 number of operations; wait until a message sent by its address was read; start a send or a receive over MPI; wait for
-its end."""
+its end; fail if a message has arrived."""
 
 PEER, TAG, COMM, DATATYPE, RECEIVES, MPI_REQUEST, ERROR, COUNT, STATUS = range(9)
 MESSAGE_WORDS = STATUS + 8

@@ -255,6 +255,14 @@ def _await_read(t, operation):
 
 
 @_compile
+def _check_mailbox(numbers):
+    """`MISMATCH` if a message of the peer has arrived."""
+    number = word_at(numbers, mailbox.RECEIVED) + 1
+    flag = word_at(numbers, mailbox.INBOX) + (number & mailbox.MASK) * shared_heap.LINE
+    return table.MISMATCH if load_acquire(flag) >= number * mailbox.KIND else table.DONE
+
+
+@_compile
 def _attempt(t, operation):
     """Run one operation as far as possible: a result of the kernel, `DONE` or `WAITING` or an error."""
     kind = word_at(operation, table.KIND)
@@ -271,6 +279,8 @@ def _attempt(t, operation):
         return table.DONE if done else table.WAITING
     if kind == table.WAIT_READ:
         return _await_read(t, operation)
+    if kind == table.CHECK_MAILBOX:
+        return _check_mailbox(word_at(operation, table.EDGE))
     message, nbytes = word_at(operation, table.EDGE), word_at(operation, table.BYTES)
     if kind == table.WAIT_MESSAGE:
         return test_message(message, nbytes)

@@ -23,7 +23,7 @@ from collectives.runtime.program import ElementArray
 from collectives.transport.exchange import After, Exchange, Stream
 from collectives.transport.mailbox import MailboxEdge
 from collectives.transport.mpi_transport import PersistentMessage
-from collectives.transport.shm_messages import Acknowledgement, MailboxReceive, MailboxSend
+from collectives.transport.shm_messages import Acknowledgement, MailboxReceive, MailboxSend, NothingUnread
 from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
@@ -122,6 +122,8 @@ def _translate(operation: Any, message_of: Callable[[Any], MessageWords]) -> lis
         return [*_translate(operation.sent, message_of), wait]
     if isinstance(operation, MailboxSend):
         return _translate_send(operation)
+    if isinstance(operation, NothingUnread):
+        return [TableOperation(table.CHECK_MAILBOX, edge=operation.edge)]
     if isinstance(operation, MailboxReceive):
         return [_translate_receive(operation)]
     if not isinstance(operation, partial):

@@ -13,10 +13,12 @@ in order, so the flag needs no fence there. On others a fence (`MPI.Win.Sync`) r
 found set, and before it is acknowledged.
 """
 
+from __future__ import annotations
+
 import os
 import platform
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -264,6 +266,40 @@ class NodeMemory:
         intact = reduced(self.comm, int(mine[1]) == self.place + 1, MPI.LAND)  # what the neighbour read and wrote back
         return bool(both & 1), bool(both & 2 and intact)
 
+    def gone_at(self, place: int) -> int:
+        """Word of a rank's mailboxes for the rank at `place` that is 1 once it makes no more calls."""
+        return (self.offsets[0] + place * self.box) // 8 + SLOTS * WORDS + 1
+
+    def leave(self, edges: dict[int, dict[int, MailboxEdge]]) -> Mismatch | None:
+        """Mark this rank as one that makes no more calls; return the error of an unread message, if there is one.
+
+        Of two ranks that have left, the second one finds every message that either has not read: no rank waits.
+        """
+        peers = {rank: place for rank, place in self.places.items() if place != self.place}
+        for place in peers.values():
+            self.words[self.place][self.gone_at(place)] = 1
+        if self.fence is not None:
+            self.fence()
+        for channel, (rank, place) in product(range(CHANNELS), peers.items()):
+            edge = edges.get(channel, {}).get(rank)
+            if edge is None and not self._has_first(channel, place):
+                continue
+            edge = edge or MailboxEdge(self, channel, place)
+            if edge.has_unread:
+                return edge.refuse(None)
+            if edge.is_left:
+                text = f"rank {rank} has left a message of rank {self._rank_at(self.place)} unread"
+                return Mismatch(MPI.ERR_TRUNCATE, f"{text}: the two ranks call different collectives")
+        return None
+
+    def _has_first(self, channel: int, place: int) -> bool:
+        """True if the first message of a rank to this one on a channel has arrived."""
+        flag = (self.offsets[channel] + self.place * self.box) // 8 + (1 & MASK) * WORDS
+        return bool(self.words[place][flag] >= KIND)
+
+    def _rank_at(self, place: int) -> int:
+        return next(rank for rank, other in self.places.items() if other == place)
+
     def yielding(self, turn: int = 0) -> None:
         """Pause after `turn` pauses in this wait; first drive MPI progress, since peers may wait for our sends."""
         self.comm.Iprobe()
@@ -344,15 +380,26 @@ class MailboxEdge:
             at = PEER_SEGMENTS + 1 + 3 * index
             self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
 
-    def refuse(self, expected: int) -> Mismatch:
+    @property
+    def has_unread(self) -> bool:
+        """True if a message of the peer has arrived."""
+        number = self.counts[RECEIVED] + 1
+        return bool(self.theirs[self.inbox + (number & MASK) * WORDS] >= number * KIND)
+
+    @property
+    def is_left(self) -> bool:
+        """True if the peer has freed the communicator and left a message of this rank unread."""
+        is_gone = self.theirs[self.node.gone_at(self.node.place)] != 0  # before the acknowledgements of its last call
+        return is_gone and not self.is_acknowledged(self.counts[SENT])
+
+    def refuse(self, expected: int | None) -> Mismatch:
         """Acknowledge the next message, so that its sender continues, and return the error: not of `expected` bytes."""
         number = self.counts[RECEIVED] = self.counts[RECEIVED] + 1
         at = self.inbox + (number & MASK) * WORDS
         kind, words = self.theirs[at] % LENGTHS, self.theirs[at + 1 : at + 1 + 2 * ADDRESSES].tolist()
         self.mine[self.my_ack] = number
         found = kind if kind <= INLINE else words[0] if kind == IN_CELL else sum(words[1 : 2 * (kind - IN_CELL) : 2])
-        ranks = {place: rank for rank, place in self.node.places.items()}
-        return mismatch(ranks[self.node.place], ranks[self.place], expected, found)
+        return mismatch(self.node._rank_at(self.node.place), self.node._rank_at(self.place), expected, found)
 
     def has_room(self, slots: int) -> bool:
         """True if the next outgoing message, which may use that many slots in turn, finds its slot free."""

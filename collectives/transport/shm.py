@@ -19,9 +19,18 @@ from typing import Any
 import numpy as np
 
 from collectives.buffers.memory import view
+from collectives.transport.exchange import Exchange, Stream
 from collectives.transport.mailbox import SLOTS, MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentMessage, PersistentTransport
-from collectives.transport.shm_messages import BYTE, Combination, MailboxReceive, MailboxSend, RendezvousRead, as_words
+from collectives.transport.shm_messages import (
+    BYTE,
+    Combination,
+    MailboxReceive,
+    MailboxSend,
+    NothingUnread,
+    RendezvousRead,
+    as_words,
+)
 from collectives.transport.staging_chunks import HostChunkSend, StagingChunks, part_size
 from collectives.transport.wire import Iovec, Reduction
 from collectives.types import Wait
@@ -79,6 +88,17 @@ class NodeAwareTransport:
             return [bind(part.view(dtype), *row) for part, row in zip(parts, rows)]
 
         return MailboxReceive(edge, take, RendezvousRead(edge, outs, Combination(rows, bind)), self.mark)
+
+    def guard_root(self, exchange: Exchange) -> None:
+        """Let the first exchange of a root find messages of earlier calls: no peer can send before the root does.
+
+        A rank that takes another rank for the root sends to that one, which does not receive.
+        """
+        for edge in self._edges.values():
+            if edge.place != self.node.place:
+                stream = Stream()
+                stream.add(NothingUnread(edge))
+                exchange.prepend(stream)
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         if peer not in self._edges:

@@ -201,6 +201,16 @@ class MailboxReceive:
         return True
 
 
+class NothingUnread(NamedTuple):
+    """Operation that raises `Mismatch` if a message from a peer has arrived, before this rank has sent any."""
+
+    edge: MailboxEdge
+
+    def attempt(self) -> None:
+        if self.edge.has_unread:
+            raise self.edge.refuse(None)
+
+
 def as_words(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """View two byte arrays as int64, which NumPy copies faster, if lengths and alignment allow; else return them."""
     if target.size % 8 == 0 and not (MPI.Get_address(target) | MPI.Get_address(source)) % 8 and target.size:

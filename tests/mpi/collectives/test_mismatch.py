@@ -3,12 +3,16 @@
 Every case has two ranks and a communicator of its own, which is of no further use. The rank that only sends returns.
 """
 
+import time
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator
+from collectives import Communicator, algorithms
 from collectives.errors import Mismatch, RanksDisagree
+from collectives.transport.mailbox import SLOTS
 
 
 @pytest.fixture(params=["shared memory", "messages"])
@@ -24,7 +28,8 @@ def pair(request, world):
         comm = Communicator(two, debug=False, shared=request.param == "shared memory", tuning=False)
         comm.way = request.param
         yield comm
-        comm.close()
+        with suppress(Mismatch):  # a message that the other rank sent and this one did not expect
+            comm.close()
         two.Free()
 
 
@@ -118,15 +123,126 @@ def test_arguments_that_differ_while_lengths_are_alike(pair, case):
     disagree(pair, MARKS[case])
 
 
+FORMS = {
+    "blocking": lambda comm, name, *arguments: getattr(comm, name)(*arguments),
+    "non-blocking": lambda comm, name, *arguments: getattr(comm, f"I{name.lower()}")(*arguments).Wait(),
+    "persistent": lambda comm, name, *arguments: started(getattr(comm, f"{name}_init")(*arguments)),
+}
+
+
+def started(request):
+    request.Start()
+    request.Wait()
+
+
+def from_root(comm, name, form, root, n=3):
+    """A broadcast or scatter of `n` numbers from a root."""
+    size = comm.Get_size()
+    arguments = (numbers(n),) if name == "Bcast" else (numbers(n * size), numbers(n))
+    FORMS[form](comm, name, *arguments, root)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("agreed", [0, 40])
+@pytest.mark.parametrize("form", ["blocking", "non-blocking"])
+@pytest.mark.parametrize("name", ["Bcast", "Scatter"])
 @pytest.mark.parametrize("pair", ["shared memory"], indirect=True)
-def test_a_message_that_was_left_behind_is_not_taken_for_another(pair):
-    """Both ranks are the root of their broadcast and send; the next call finds what was sent."""
+def test_both_ranks_are_roots(pair, name, form, agreed, first):
+    """Each sends and neither receives: the later one finds that at once, the other one at its next call.
+
+    The calls before, on which both agree, are compiled if possible.
+    """
     if pair is None:
         return
-    rank = pair.Get_rank()
-    pair.Bcast(numbers(3), rank)
-    with pytest.raises(Mismatch, match="found the 24 bytes of another call"):
-        pair.Allreduce(numbers(3), numbers(3))
+    rank, plain = pair.Get_rank(), MPI.Intracomm(pair)
+    for _ in range(agreed):
+        from_root(pair, name, form, first)
+    plain.Barrier()
+    if rank == first:
+        from_root(pair, name, form, rank)
+        plain.Barrier()
+    else:
+        plain.Barrier()
+        with pytest.raises(Mismatch, match=f"rank {rank} expected no message from rank {first}, found 24 bytes"):
+            from_root(pair, name, form, rank)
+        with pytest.raises(RanksDisagree):
+            from_root(pair, name, form, rank)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("pair", ["shared memory"], indirect=True)
+def test_roots_that_differ_again_and_again(pair):
+    """A rank finds it before the messages of the other one have filled the mailbox."""
+    if pair is None:
+        return
+    passed = False
+    with suppress(Mismatch):
+        for _ in range(SLOTS):
+            pair.Bcast(numbers(3), pair.Get_rank())
+        passed = True
+    assert not all(MPI.Intracomm(pair).allgather(passed))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["Bcast", "Scatter"])
+def test_the_end_finds_a_message_of_the_last_call(pair, name, form):
+    """Of two ranks that have sent, the one that closes last finds a message at least."""
+    if pair is None:
+        return
+    rank, plain = pair.Get_rank(), MPI.Intracomm(pair)
+    if form == "persistent":  # their creation compares nothing, and uses messages of its own
+        plain.Barrier()
+    errors = []
+    try:
+        from_root(pair, name, form, rank)
+    except MPI.Exception as error:
+        errors.append(error)
+    plain.Barrier()
+    time.sleep(0.05 * rank)
+    try:
+        pair.close()
+    except Mismatch as error:
+        errors.append(error)
+    with pytest.raises(MPI.Exception):
+        pair.Barrier()
+    assert any(plain.allgather(bool(errors)))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("algorithm", [name for name in algorithms("broadcast") if name != "native"])
+def test_late_roots_are_no_mismatch(comm, algorithm):
+    """Other ranks are ahead by as many calls as they can be, of all lengths, with other collectives in between."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    rng = np.random.default_rng(3)
+    for turn in range(60):
+        root, n = int(rng.integers(size)), int(rng.choice([0, 1, 2, 3, 7, 100, 5000]))
+        if rank == rng.integers(size):
+            time.sleep(0.002)
+        mine = np.full(n, turn if rank == root else -1)
+        comm.Bcast(mine, root, algorithm=algorithm)
+        assert (mine == turn).all()
+        block = np.zeros(n)
+        comm.Scatter(np.full(n * size, turn + 0.5) if rank == root else None, block, root)
+        assert (block == turn + 0.5).all()
+        if turn % 3 == 0:
+            comm.Reduce(mine, np.zeros_like(mine), root=root)
+
+
+@pytest.mark.parametrize("root", [True, 1.0, np.float64(1), np.float32(1), np.int8(1), np.bool_(True), np.array(1)])
+def test_roots_of_other_types(comm, root):
+    if comm.Get_size() == 1:
+        return
+    mine = np.full(3, comm.Get_rank())
+    comm.Bcast(mine, root)
+    assert (mine == 1).all()
+
+
+@pytest.mark.parametrize("root", [1.5, "1", None, np.array([1]), np.float64(0.5), 1j])
+def test_roots_that_are_no_ranks(comm, root):
+    with pytest.raises(TypeError, match="root: expected a rank"):
+        comm.Bcast(np.zeros(3), root)
 
 
 @pytest.mark.parametrize("turns", [3, 3000])
