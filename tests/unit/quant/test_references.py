@@ -75,7 +75,7 @@ def fraction_of(found, whole):
     return index
 
 
-@cases(40)
+@cases(20)
 def test_ranges_of_the_elements(seeds):
     for seed in seeds:
         _, parts = batches(seed)
@@ -99,7 +99,7 @@ def root_mean_square(x, bits, symmetric, low, high):
     return np.sqrt(np.mean((np.clip(np.rint((x - low) / step), 0, steps) * step + low - x) ** 2))
 
 
-@cases(20)
+@cases(8)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_least_squares(seeds, symmetric):
     """No other candidate's error is smaller by more than the width of a bin, by which a histogram can be off."""
@@ -132,7 +132,7 @@ def divergence(places, counts, width, bits, symmetric, low, high):
     return total
 
 
-@cases(6)
+@cases(4)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_least_divergence(seeds, symmetric):
     for seed in seeds:
@@ -228,7 +228,7 @@ def gptq_input_by_input(w, x, spec, damping):
     return chosen
 
 
-@cases(40)
+@cases(20)
 def test_gptq(seeds):
     """As input by input, unless rounding to nearest is no worse; never worse than that."""
     compared = 0
@@ -247,7 +247,7 @@ def test_gptq(seeds):
     assert compared > len(seeds) / 4
 
 
-@cases(20)
+@cases(8)
 def test_awq(seeds):
     """Least loss of all powers that fit, each tried by itself in float64."""
     for seed in seeds:
@@ -296,7 +296,7 @@ def least_squares(values, k):
     return least[-1]
 
 
-@cases(60)
+@cases(30)
 def test_kmeans(seeds):
     for seed in seeds:
         rng = np.random.default_rng(seed)
