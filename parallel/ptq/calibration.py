@@ -115,8 +115,8 @@ def calibrate(
 ) -> dict[str, InputMoments]:
     """Input statistics of every layer with a matrix product, over all ranks' batches, by layer name. Collective.
 
-    A rank may have no batches. ValueError on all ranks, if samples do not fit the model, or there are none. Warns, on
-    all ranks, if a layer has fewer rows of samples than inputs other than 0: its moments are those of many matrices.
+    A rank may have no batches. ValueError on all ranks, if samples do not fit the model, or there are none. A warning
+    on all ranks names the layers with fewer rows of samples than inputs that are not always 0.
     """
     own = {layer.name: InputMoments(layer.shape[1]) for layer in layers if layer.multiplied}
     names = {user.name for layer in layers for user in layer.users if _multiplies(user)}
