@@ -445,8 +445,12 @@ class Communicator(CollectiveMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Mismatch:  # after an exception on this rank, messages of others may well be unread
+            if kind is None:
+                raise
 
     def Free(self) -> None:
         """`close`, and free the MPI communicator; raise for predefined ones, such as ``MPI.COMM_WORLD``. Collective."""
