@@ -177,7 +177,7 @@ def test_a_motion_that_fails_goes_on_as_nobody():
     number, x, y, samples = tiny_models.batches([0])[0]
     broken = MicrobatchPass(x[:, :3], y, PassMode(True, 0, number, samples), tiny_models.Squares())
     for pass_ in (broken, empty_pass()):
-        pass_.forward(unit)
+        pass_.forward([unit], 0)
         pass_.score(lambda scores, y: 1.0)
         pass_.loss_backward(1.0)
         pass_.backward(unit, lambda parameter, compute: pytest.fail("a gradient of nothing"))
