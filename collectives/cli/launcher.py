@@ -70,18 +70,49 @@ def world_size() -> int:
     return MPI.COMM_WORLD.Get_size()
 
 
+PATIENCE = 2.0
+"""Seconds in which all ranks meet an error of the user's; a rank that meets it alone then ends the others."""
+
+
+def user_message(error: BaseException) -> str | None:
+    """One line for an error that the user causes; None for an error of the program.
+
+    Those are files that cannot be opened, and a ValueError in the form of this project: "expected ..., found ...".
+    """
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    is_usual = type(error) is ValueError and "expected " in str(error)
+    return " ".join(str(error).split()) if is_usual or isinstance(error, FileNotFoundError) else None
+
+
+def end_with(message: str) -> NoReturn:
+    """Print one line, of rank 0 if all ranks come here, and end all ranks with status 2."""
+    everyone, end = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + PATIENCE
+    while not (together := everyone.Test()) and time.monotonic() < end:
+        time.sleep(0.01)
+    sys.stdout.flush()
+    if not together or MPI.COMM_WORLD.Get_rank() == 0:
+        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    if not together:
+        MPI.COMM_WORLD.Abort(2)
+    sys.exit(2)
+
+
 def run(main: Callable[[], int], before_exit: Callable[[], None] = lambda: None) -> NoReturn:
     """Run `main` as the whole program on every rank, then `before_exit` after a barrier; exit with `main`'s result.
 
     Ctrl-C ends the process at once and without a traceback, even inside a blocking MPI call. A rank with an exception
-    prints it and ends all ranks.
+    prints it and ends all ranks; an error that the user causes is one line (`user_message`), and the status is 2.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main()
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os._exit(141)
-    except Exception:
+    except Exception as error:
+        message = user_message(error)
+        if message is not None:
+            end_with(message)
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

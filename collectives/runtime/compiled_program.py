@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from threading import RLock
 
 import numpy as np
@@ -19,6 +18,7 @@ from collectives.runtime.progress import active_requests, progress_until, progre
 from collectives.runtime.table_layout import NotCompilableError, TableLayout, place_of
 from collectives.transport.mailbox import PID, NodeMemory
 from collectives.transport.shm_messages import CHUNK
+from quant.kernels.availability import has_compiler
 
 ALONE = 1024
 """Factor of `calls_before_compiling` for a communicator of one rank, which saves only some 4 us per compiled call."""
@@ -43,8 +43,8 @@ PATIENT_POLLS = 200
 
 @cache
 def available() -> bool:
-    """True if numba is installed, and objects are laid out as compiled code reads them: not in free-threaded Python."""
-    return find_spec("numba") is not None and object.__basicsize__ == 16
+    """True if kernels are compiled, and objects laid out as compiled code reads them: not in free-threaded Python."""
+    return has_compiler() and object.__basicsize__ == 16
 
 
 def load_compiler() -> None:

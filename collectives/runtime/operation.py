@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -15,6 +14,8 @@ from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, HAS_THREAD, REFUSED, WAITING
 from collectives.runtime.progress import (
     active_requests,
+    contains,
+    discard,
     lone_requests,
     mpi_is_thread_safe,
     progress_lock,
@@ -30,16 +31,6 @@ def _open() -> bool:
 
 orphans: list[object] = []
 """Aborted requests and calls of all communicators: peers may still read and write their memory, up to the exit."""
-
-
-def interrupted() -> Operation | None:
-    """Operation of which this frame, of a signal handler or finalizer, has interrupted a step; None if there is none.
-
-    It stands still until the frame returns, and other ranks may wait for it. The caller holds `progress_lock`.
-    """
-    here = threading.get_ident()
-    alone = [one for one in lone_requests if one._lone_thread == here and not one.program.is_reentrant]
-    return alone[0] if alone else Operation.stepped
 
 
 class ProgramOwner(Protocol):
@@ -132,7 +123,7 @@ class Operation:
 
     @property
     def _is_lone(self) -> bool:
-        return _contains(lone_requests, self)
+        return contains(lone_requests, self)
 
     def has_begun(self) -> bool:
         """True once the gate of `begin` has opened, or the operation was aborted."""
@@ -313,7 +304,7 @@ class Operation:
         try:
             if self._active:
                 self._deactivate()  # last of all: a thread that waits for it continues
-            _discard(lone_requests, self)
+            discard(lone_requests, self)
         finally:
             if self._handle is not None:
                 self._complete_handle()
@@ -325,7 +316,7 @@ class Operation:
         try:  # Ctrl-C cannot come in between
             active_requests.remove(self)
         except ValueError:
-            _discard(active_requests, self)
+            discard(active_requests, self)
 
     def _complete_if_ended(self) -> None:
         """Complete a non-blocking operation that compiled code has ended.
@@ -352,74 +343,5 @@ class Operation:
             return
         if self.program.take_back(self) == DONE:
             self._startable = True
-        if self._active and not _contains(active_requests, self):  # it has ended in between
+        if self._active and not contains(active_requests, self):  # it has ended in between
             self._active = False
-
-    def _end_soon(self) -> bool:
-        """Poll for messages within the node; True if that, and no other thread, has ended the program."""
-        if not self.program.needs_no_mpi:
-            return False
-        with progress_lock:
-            if not any(self._runs and self._poll() for _ in range(self.program.polls)):
-                return False
-            self._ended_in_wait()
-            self._end()
-            return True
-
-    def _poll(self) -> bool:
-        program = self.program
-        return bool(self._do(program.poll)) if isinstance(program, CompiledProgram) else self._go_on()
-
-    def _ended_in_wait(self) -> None:
-        """Note that `Wait` of this request itself has seen the end; nothing else has."""
-
-    def _finish_alone(self) -> bool:
-        """Finish the program in this thread, if no other request is active; True if that was done.
-
-        Only if the program may block in MPI, or is faster then. No other thread progresses the request meanwhile.
-        """
-        program = self.program
-        try:
-            with progress_lock:
-                alone = self._runs and len(active_requests) == 1
-                may_block = self.persistent and not program.needs_no_mpi
-                if not (alone and (may_block or program.prefers_finish)):
-                    return False
-                self._lone_thread = threading.get_ident()
-                lone_requests.append(self)
-                self._deactivate()
-            if self._context is None:
-                program.finish()
-            else:
-                with self._context():  # this thread may have another current stream than the start had
-                    program.finish()
-            self._leave_lone()
-        except BaseException as error:
-            self._leave_lone(error)
-            if not isinstance(error, Exception):
-                raise
-        return True
-
-    def _leave_lone(self, error: BaseException | None = None) -> None:
-        """End a request that `_finish_alone` has finished, or broken off by an `error`; a no-op for others."""
-        with progress_lock:  # another thread may begin a call with the program that this one gives back
-            if not self._is_lone:
-                return
-            if error is not None and self.holds_program:
-                self._break_off(error)
-                return
-            if error is None:
-                self._ended_in_wait()
-            self._end()
-
-
-def _discard(requests: list[Operation], request: Operation) -> None:
-    """Remove a request from a list, which compiled code and interrupting frames may change during comparisons."""
-    while _contains(requests, request):
-        with suppress(ValueError):
-            requests.remove(request)
-
-
-def _contains(requests: list[Operation], request: Operation) -> bool:
-    """True if the request itself is in the list; without a call of Python code, so that nothing interrupts it."""
-    return id(request) in map(id, requests)

@@ -128,7 +128,7 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
         # NumPy 2.4 deprecates the third position of maximum and minimum; elsewhere it saves 0.2 us a call.
         bind = _bind_by_keyword if ufunc in (np.maximum, np.minimum) else partial
         reproducible = ReproducibleFunction.of(ufunc, dtype)
-        return Combiner(partial(partial, reproducible) if reproducible else partial(bind, ufunc), True, ufunc)
+        return Combiner(reproducible.bind if reproducible else partial(bind, ufunc), True, ufunc)
     return Combiner(_local(op, dtype, datatype), is_commutative(op))
 
 
@@ -153,7 +153,8 @@ PRODUCT_BLOCK = 1 << 12
 """Elements of a complex product computed at a time, so that its parts stay in the cache."""
 
 
-class ReproducibleFunction(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReproducibleFunction:
     """Function ``(left, right, out)`` on vectors of floats: `ufunc`, in bits that depend on the operands alone.
 
     The bits do not depend on memory, alignment, length and position, or on which operand `out` is.
@@ -170,6 +171,9 @@ class ReproducibleFunction(NamedTuple):
         if ufunc is np.multiply and dtype.kind == "c":
             return cls(ufunc, _complex_product)
         return cls(ufunc, lambda left, right, out: ufunc(left, right, out=out))
+
+    def bind(self, left: Vector, right: Vector, out: Vector) -> Callable[[], object]:
+        return partial(self, left, right, out)
 
     def __call__(self, left: Vector, right: Vector, out: Vector) -> None:
         self.compute(left, right, out)

@@ -5,8 +5,7 @@ Small blocking calls are copied through eager buffers; larger ones are bound to 
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from collectives.runtime.progress import (
     progress_until,
     run_program,
 )
-from collectives.runtime.requests import Request
+from collectives.runtime.requests import Request, after
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.mailbox import NONBLOCKING
 
@@ -67,7 +66,6 @@ class Planner:
         self._builder = builder(transports, async_progress)
         self.cache = ProgramCache(self.rank, self.size == 1)
         self._is_broken = False  # a persistent request was aborted
-        self._begins = False
         self.nonblocking = ProgramCache(self.rank, self.size == 1, transports.nonblocking)
         self._turns = transports.nonblocking.data  # the same memory, which Python reads faster
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
@@ -102,7 +100,7 @@ class Planner:
         call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
         if device is None and binding.needs_staging(call):  # anew in every call
             program = self._builder.bind(call, choice, "blocking")
-            with self._poisoning(call, program):
+            with self.cache.poisoning(call, program):
                 run_program(program)
             program.free()
             return
@@ -117,18 +115,9 @@ class Planner:
         if isinstance(entry, Program) and entry.stream is not None:
             entry.stream.follow(*(buffer.owner for buffer in call.buffers))
         run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(run_program, entry.program)
-        with self._poisoning(call, entry.program):
+        with self.cache.poisoning(call, entry.program):
             run()
         self.cache.store(cache_key, key, call)
-
-    @contextmanager
-    def _poisoning(self, call: Call, program: Program) -> Iterator[None]:
-        """Let all later calls raise if an exception leaves this block, in which a call runs its program."""
-        try:
-            yield
-        except BaseException as error:
-            self.cache.poison(call.collective, error, program, call)
-            raise
 
     def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`.
@@ -138,7 +127,7 @@ class Planner:
         if found != REFUSED:
             program, turn, result = self.nonblocking.compiled_calls.started(name, found)
             return ended_request() if result == DONE else self._request(name, program, turn, sendbuf, recvbuf)
-        with self._beginning():
+        with self.nonblocking.beginning():
             return self._start_found(name, sendbuf, recvbuf, *others)
 
     def _start_found(self, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
@@ -161,7 +150,7 @@ class Planner:
         try:  # in a list, the user may replace the array
             sent = sendbuf[0] if type(sendbuf) is list else sendbuf
             received = recvbuf[0] if type(recvbuf) is list else recvbuf
-            with progress_lock, self._beginning():  # `_after` must not take it for one that has ended
+            with progress_lock, self.nonblocking.beginning():  # `after` must not take it for one that has ended
                 request = new_request(name, program, self, (sent, received))
                 self._hold_channel(request, turn)
                 request.resume(program)
@@ -169,16 +158,6 @@ class Planner:
             self.nonblocking.poison(name, error, program, sendbuf, recvbuf)
             raise
         return request
-
-    @contextmanager
-    def _beginning(self) -> Iterator[None]:
-        """Let no frame that interrupts this block free programs, such as the one that is about to start."""
-        outer = self._begins
-        try:
-            self._begins = True
-            yield
-        finally:
-            self._begins = outer
 
     @property
     def _turn(self) -> int:
@@ -197,7 +176,10 @@ class Planner:
         mode until all ranks have made it, before its first message leaves.
         """
         choice = self.chooser.choose(call, algorithm, segments, "nonblocking")
-        with progress_lock, self._beginning():  # a thread that progresses active requests may change programs
+        with (
+            progress_lock,
+            self.nonblocking.beginning(),
+        ):  # a thread that progresses active requests may change programs
             self._free_finalized()
             self.nonblocking.check_in_step()  # before the other ranks are told of this call
             gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
@@ -226,7 +208,7 @@ class Planner:
                     before = self._latest[turn]
                     self._hold_channel(request, turn)
                     if before is not None and before.holds_program:
-                        gate = _after(before, gate)
+                        gate = after(before, gate)
                 if self._checker is not None and choice.algorithm == NATIVE:
                     gate = self._checker.in_order(request, gate)
                 request.tag = self.transports.consume_tag()  # after validation: tags are numbered alike on all ranks
@@ -341,7 +323,7 @@ class Planner:
             wire = self._builder.wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
         exchange.load(call)
-        with self._poisoning(call, exchange.program):
+        with self.cache.poisoning(call, exchange.program):
             run_program(exchange.program)
         self._count_exchanges[key] = exchange
         if len(self._count_exchanges) > MAX_PROGRAMS:
@@ -363,16 +345,6 @@ class Planner:
             self.nonblocking.poison(request.name, request.error, program)
         elif request.owns_program:
             program.free()
-        elif self.nonblocking.has_surplus and not self._begins:
+        elif self.nonblocking.has_surplus and not self.nonblocking.begins:
             with progress_lock:
                 self.nonblocking.free_surplus(self._active(), program)
-
-
-def _after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:
-    """Gate that opens once a request has given back its program, and `gate`, if any, is open."""
-
-    def is_open() -> bool:
-        before._complete_if_ended()  # compiled code may have, in a frame that this one has interrupted
-        return not before.holds_program and (gate is None or gate())
-
-    return is_open

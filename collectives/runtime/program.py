@@ -165,7 +165,7 @@ class Program:
     @property
     def is_waiting(self) -> bool:
         """True if `advance` would do nothing until a peer acts; changes nothing itself."""
-        left = self.exchanges is not None and self.exchanges[self.position : self.position + 1]
+        left = (self.exchanges or ())[self.position : self.position + 1]
         return bool(left) and left[0].is_waiting
 
     @property

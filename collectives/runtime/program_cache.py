@@ -6,7 +6,8 @@ addresses if its program can run on any arrays, as compiled ones can, and by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,6 +71,8 @@ class ProgramCache:
         Compiled programs by the arguments of calls, searched first; then `calls` are.
     nbytes
         Scratch memory of all programs.
+    begins
+        A call looks for a program, and starts it.
     broken
         Description of an aborted call. Its messages may still arrive, so that no later call can be trusted.
     """
@@ -85,6 +88,7 @@ class ProgramCache:
         self._made: set[Hashable] = set()  # arguments of non-blocking calls that were not compiled
         self.nbytes = 0
         self.broken: str | None = None
+        self.begins = False
 
     # -------------------------------------------------------------------------------- lookup
 
@@ -282,6 +286,25 @@ class ProgramCache:
         orphans.extend((program, *(tuple(one) if type(one) is list else one for one in memory)))
         self._forget_calls()
         self.compiled_calls.run.clear()  # other threads may still look up a call that they have just started
+
+    @contextmanager
+    def poisoning(self, call: Call, program: Program) -> Iterator[None]:
+        """Let all later calls raise if an exception leaves this block, in which a call runs its program."""
+        try:
+            yield
+        except BaseException as error:
+            self.poison(call.collective, error, program, call)
+            raise
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Let no frame that interrupts this block free programs, such as the one that is about to start."""
+        outer = self.begins
+        try:
+            self.begins = True
+            yield
+        finally:
+            self.begins = outer
 
     def check_in_step(self) -> None:
         if self.broken is not None:

@@ -31,6 +31,7 @@ open_communicators: dict[int, Any] = {}
 """Communicators that hold resources, by order of creation."""
 
 _set_in_mpi4py = getattr(MPI, "_set_abort_status")  # noqa: B009 (mpi4py's stubs do not have it)
+_finalize_mpi = MPI.Finalize
 _print_traceback = sys.excepthook
 _abort_status = 0
 
@@ -59,6 +60,17 @@ def _report_at_exit(error: Exception) -> None:
         with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
             stream.flush()
     _set_abort_status(1)
+
+
+def _finalize() -> None:
+    """Replacement of ``MPI.Finalize``: release all communicators first; raise if collectives are under way."""
+    if not MPI.Is_finalized():
+        under_way = sum(comm._planner.active for comm in open_communicators.values() if comm._planner is not None)
+        if under_way:
+            text = f"MPI.Finalize: {under_way} collectives are still under way: wait for their requests first"
+            raise InvalidArgument(MPI.ERR_PENDING, text)
+        close_all()
+    _finalize_mpi()
 
 
 def _has_peers() -> bool:
@@ -154,3 +166,4 @@ def _in_collectives(threads: set[int | None]) -> bool:
 
 setattr(MPI, "_set_abort_status", _set_abort_status)  # noqa: B010
 sys.excepthook = _hook
+setattr(MPI, "Finalize", _finalize)  # noqa: B010

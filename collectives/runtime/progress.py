@@ -64,6 +64,18 @@ progress_lock = threading.RLock()
 No thread waits for another rank while it holds this lock."""
 
 
+def discard(requests: list[Operation], request: Operation) -> None:
+    """Remove a request from a list, which compiled code and interrupting frames may change during comparisons."""
+    while contains(requests, request):
+        with suppress(ValueError):
+            requests.remove(request)
+
+
+def contains(requests: list[Operation], request: Operation) -> bool:
+    """True if the request itself is in the list; without a call of Python code, so that nothing interrupts it."""
+    return id(request) in map(id, requests)
+
+
 @cache
 def mpi_is_thread_safe() -> bool:
     """True if the MPI allows calls from several threads at once."""

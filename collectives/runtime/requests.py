@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.compiled_program import calls_before_compiling, compile_program
-from collectives.runtime.operation import Operation, interrupted
+from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
+from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_table import DONE, REFUSED, WAITING
-from collectives.runtime.progress import active_requests, progress, progress_lock, progress_thread, progress_until
+from collectives.runtime.progress import (
+    active_requests,
+    lone_requests,
+    progress,
+    progress_lock,
+    progress_thread,
+    progress_until,
+)
 from collectives.runtime.request_lists import start_all, test_all, wait_all
 from collectives.transport.wire import pause_after_test
 
@@ -29,6 +38,16 @@ def clear_status(status: MPI.Status | None) -> None:
     status.Set_error(MPI.SUCCESS)
     status.Set_elements(MPI.BYTE, 0)
     status.Set_cancelled(False)
+
+
+def interrupted() -> Operation | None:
+    """Operation of which this frame, of a signal handler or finalizer, has interrupted a step; None if there is none.
+
+    It stands still until the frame returns, and other ranks may wait for it. The caller holds `progress_lock`.
+    """
+    here = threading.get_ident()
+    alone = [one for one in lone_requests if one._lone_thread == here and not one.program.is_reentrant]
+    return alone[0] if alone else Operation.stepped
 
 
 class Request(Operation):
@@ -197,6 +216,62 @@ class Request(Operation):
         elif not (len(active_requests) == 1 and self._finish_alone()):  # may block in MPI
             progress_until(lambda: self.is_done)
 
+    def _end_soon(self) -> bool:
+        """Poll for messages within the node; True if that, and no other thread, has ended the program."""
+        if not self.program.needs_no_mpi:
+            return False
+        with progress_lock:
+            if not any(self._runs and self._poll() for _ in range(self.program.polls)):
+                return False
+            self._ended_in_wait()
+            self._end()
+            return True
+
+    def _poll(self) -> bool:
+        program = self.program
+        return bool(self._do(program.poll)) if isinstance(program, CompiledProgram) else self._go_on()
+
+    def _ended_in_wait(self) -> None:
+        """Note that `Wait` of this request itself has seen the end; nothing else has."""
+
+    def _finish_alone(self) -> bool:
+        """Finish the program in this thread, if no other request is active; True if that was done.
+
+        Only of requests of which `Wait` may block in MPI. No other thread progresses the request meanwhile.
+        """
+        program = self.program
+        try:
+            with progress_lock:
+                alone = self._runs and len(active_requests) == 1
+                if not (alone and (self.persistent or program.prefers_finish)):
+                    return False
+                self._lone_thread = threading.get_ident()
+                lone_requests.append(self)
+                self._deactivate()
+            if self._context is None:
+                program.finish()
+            else:
+                with self._context():  # this thread may have another current stream than the start had
+                    program.finish()
+            self._leave_lone()
+        except BaseException as error:
+            self._leave_lone(error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def _leave_lone(self, error: BaseException | None = None) -> None:
+        """End a request that `_finish_alone` has finished, or broken off by an `error`; a no-op for others."""
+        with progress_lock:  # another thread may begin a call with the program that this one gives back
+            if not self._is_lone:
+                return
+            if error is not None and self.holds_program:
+                self._break_off(error)
+                return
+            if error is None:
+                self._ended_in_wait()
+            self._end()
+
     _report = staticmethod(clear_status)
 
     def Get_status(self, status: MPI.Status | None = None) -> bool:
@@ -243,3 +318,13 @@ class Request(Operation):
         if self._broken and verb != "Free":
             why = "the operation was aborted by an exception; its messages may still arrive"
             raise RanksDisagree(MPI.ERR_REQUEST, f"{verb} of {self!r}: {why}")
+
+
+def after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:
+    """Gate that opens once a request has given back its program, and `gate`, if any, is open."""
+
+    def is_open() -> bool:
+        before._complete_if_ended()  # compiled code may have, in a frame that this one has interrupted
+        return not before.holds_program and (gate is None or gate())
+
+    return is_open

@@ -256,9 +256,8 @@ def _await_read(t, operation):
 
 @_compile
 def _check_mailbox(numbers):
-    """`MISMATCH` if a message of the peer has arrived."""
-    number = word_at(numbers, mailbox.RECEIVED) + 1
-    flag = word_at(numbers, mailbox.INBOX) + (number & mailbox.MASK) * shared_heap.LINE
+    number, flag = word_at(numbers, mailbox.RECEIVED) + 1, word_at(numbers, mailbox.INBOX)
+    flag += (number & mailbox.MASK) * shared_heap.LINE
     return table.MISMATCH if load_acquire(flag) >= number * mailbox.KIND else table.DONE
 
 
@@ -279,9 +278,9 @@ def _attempt(t, operation):
         return table.DONE if done else table.WAITING
     if kind == table.WAIT_READ:
         return _await_read(t, operation)
-    if kind == table.CHECK_MAILBOX:
-        return _check_mailbox(word_at(operation, table.EDGE))
     message, nbytes = word_at(operation, table.EDGE), word_at(operation, table.BYTES)
+    if kind == table.CHECK_MAILBOX:
+        return _check_mailbox(message)
     if kind == table.WAIT_MESSAGE:
         return test_message(message, nbytes)
     piece, address = word_at(operation, table.PIECES), 0
@@ -322,9 +321,8 @@ def _pass(t, first, stop):
 @_compile
 def advance(t, spins):
     """Run a program from where it is; a result of `program_table`, after at most `spins` polls without progress."""
-    if word_at(t, table.STARTED_RUN) == 0:  # a frame that has interrupted the caller has run it to the end
-        return table.DONE
-    rounds, at = word_at(t, table.ROUNDS), word_at(t, table.ROUND)
+    # Without a run, a frame that has interrupted the caller has ended it.
+    rounds, at = word_at(t, table.ROUNDS) * word_at(t, table.STARTED_RUN), word_at(t, table.ROUND)
     while at < rounds:
         entry = word_at(t, table.ROUNDS_AT) + 8 * at
         first, stop = load_word(entry), load_word(entry + 8)

@@ -12,11 +12,12 @@ import platform
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
+
+from quant.kernels.availability import has_compiler
 
 if TYPE_CHECKING:
     from collectives.transport.mailbox import NodeMemory
@@ -67,7 +68,7 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 @cache
 def copies_past_caches() -> bool:
     """True if compiled code copies into shared memory by stores past the caches."""
-    return IS_X86 and find_spec("numba") is not None
+    return IS_X86 and has_compiler()
 
 
 def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:

@@ -298,7 +298,7 @@ class NodeMemory:
         return bool(self.words[place][flag] >= KIND)
 
     def _rank_at(self, place: int) -> int:
-        return next(rank for rank, other in self.places.items() if other == place)
+        return int(next(rank for rank, other in self.places.items() if other == place))
 
     def yielding(self, turn: int = 0) -> None:
         """Pause after `turn` pauses in this wait; first drive MPI progress, since peers may wait for our sends."""

@@ -107,7 +107,12 @@ def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1)
     entry = import_module(module).main
     if not mpi:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader of the output, such as head, has ended
-        sys.exit(entry())
+        try:
+            sys.exit(entry())
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise UsageError(f"{os.fsdecode(error.filename)}: {error.strerror}") from error
     from collectives.cli import launcher
 
     if least > 1 or EXPECTED in os.environ:
@@ -117,7 +122,10 @@ def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1)
 
 def check_ranks(size: int, least: int) -> None:
     """Raise UsageError if `size`, the ranks that MPI has, is not the number given by -n, or below `least`."""
-    wanted = int(os.environ.get(EXPECTED, size))
+    text = os.environ.get(EXPECTED, str(size))
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"{EXPECTED}: expected the number of ranks that -n started, found {text!r}")
+    wanted = int(text)
     if size != wanted:
         raise UsageError(
             f"mpiexec started {wanted} processes, and MPI has {size} rank: it belongs to another MPI than the "

@@ -22,7 +22,6 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from itertools import groupby
 from numbers import Real
 from typing import Any, ClassVar
@@ -36,6 +35,7 @@ from parallel.optim.kernels.reference_updates import Scalars
 from parallel.optim.lr_schedules import Rate, describe
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
 from parallel.optim.param_groups import GroupTable, ParamGroup, RateClock, TorchNames, Tuning
+from quant.kernels.availability import has_compiler
 from quant.types import Array
 
 Gather = Callable[[np.ndarray], np.ndarray]
@@ -44,7 +44,7 @@ Gather = Callable[[np.ndarray], np.ndarray]
 EMA = "ema"
 """State vector: moving average of the weights."""
 
-PORTION = {"host": 1 << (16 if find_spec("numba") else 14), "device": 1 << 24}
+PORTION = {"host": 1 << (16 if has_compiler() else 14), "device": 1 << 24}
 """Elements per kernel call. Compiled updates make one pass over memory, and fewer calls cost less. Those of NumPy make
 several: seven float32 vectors fit into half a megabyte of cache. On a GPU a small call costs more than its traffic."""
 

@@ -45,7 +45,23 @@ class QuantContestant(NamedTuple):
 def size_of(text: str) -> int:
     """Parse a number of bytes with an optional suffix K, M or G (powers of 1024): an argparse type."""
     unit = UNITS.get(text[-1:].upper(), 1)
-    return int(text[:-1] if unit > 1 else text) * unit
+    return count_of(text[:-1] if unit > 1 else text) * unit
+
+
+def specs_of(text: str) -> dict[str, QuantSpec]:
+    """Parse names of `SPECS` with commas in between: an argparse type."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in SPECS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(SPECS)}, found {unknown[0]!r}")
+    return {name: SPECS[name] for name in names}
+
+
+def count_of(text: str) -> int:
+    """Parse a number from 1 on: an argparse type."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, found {text!r}")
+    return int(text)
 
 
 def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantContestant]:
@@ -108,16 +124,22 @@ def race(contestants: list[QuantContestant], turns: int) -> dict[str, list[float
 
 def main() -> None:
     """Run the benchmark and print a line of speeds per contestant."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,  # errors are one line
+    )
     parser.add_argument("--size", type=size_of, default=size_of("64M"), help="bytes of the float32 array (default 64M)")
-    parser.add_argument("--specs", default=",".join(SPECS), help=f"with commas (default {','.join(SPECS)})")
-    parser.add_argument("--turns", type=int, default=9, help="of each, after one to warm up (default 9)")
+    parser.add_argument(
+        "--specs", type=specs_of, default=",".join(SPECS), help=f"with commas (default {','.join(SPECS)})"
+    )
+    parser.add_argument("--turns", type=count_of, default=9, help="of each, after one to warm up (default 9)")
     options = parser.parse_args()
     x = np.random.default_rng(1).standard_normal(max(options.size // 128, 1) * 32).astype(np.float32)
     copy = np.empty_like(x)
     contestants = [QuantContestant("memcpy", lambda: np.copyto(copy, x), lambda: np.array_equal(copy, x)), *peers(x)]
-    for name in options.specs.split(","):
-        contestants += chorus_side(name, SPECS[name], x)
+    for name, spec in options.specs.items():
+        contestants += chorus_side(name, spec, x)
     seconds = race(contestants, options.turns)
     print(
         f"# {x.nbytes} bytes of float32, one core of {platform.node()}, NumPy {np.__version__}, {options.turns} turns"

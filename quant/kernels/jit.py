@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import pickle
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -34,6 +35,11 @@ from numba.core.caching import FunctionCache
 from numba.core.codegen import get_host_cpu_features
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
+
+from quant.kernels.availability import has_compiler
+
+if not has_compiler():
+    raise ImportError("NUMBA_DISABLE_JIT turns the compiler of kernels off", name=__name__)
 
 
 def use_widest_vectors() -> None:
@@ -77,8 +83,17 @@ class CompilationLock:
         self._file.close()
 
 
+def is_trusted(status: os.stat_result) -> bool:
+    """True for a file of this user or root that no other user may write: unpickling it runs what its writer chose.
+
+    The folder does not matter: whoever may write there can remove a file or put their own in its place, but not change
+    its owner.
+    """
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 class KernelCache(FunctionCache):
-    """On-disk cache of one function's compiled versions, one file each."""
+    """On-disk cache of one function's compiled versions, one file each; only those that `is_trusted` are read."""
 
     def __init__(self, function: Callable[..., Any], others: bytes):
         super().__init__(function)
@@ -113,6 +128,8 @@ class KernelCache(FunctionCache):
     def _read(self, path: str, context: Any) -> Any:
         try:
             with open(path, "rb") as file:
+                if not is_trusted(os.fstat(file.fileno())):
+                    return None
                 digest, code = file.read(32), file.read()
         except OSError:
             return None
@@ -133,7 +150,7 @@ class KernelCache(FunctionCache):
         with suppress(OSError):  # a full disk costs time in the next process, nothing here
             self._impl.locator.ensure_cache_path()
             try:
-                with open(own, "xb") as file:
+                with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
                     file.write(self._digest(code) + code)
                 os.replace(own, path)
             finally:

@@ -4,13 +4,13 @@
 """
 
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from parallel.optim.kernels import device_updates, reference_updates
+from quant.kernels.availability import has_compiler
 
 
 def kernels(x: Any) -> ModuleType:
@@ -20,7 +20,7 @@ def kernels(x: Any) -> ModuleType:
 
 @cache
 def _host() -> ModuleType:
-    if find_spec("numba") is None:
+    if not has_compiler():
         return reference_updates
     from parallel.optim.kernels import compiled_updates  # numba takes a while to load
 

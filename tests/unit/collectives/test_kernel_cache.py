@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("numba")
 
+from quant.kernels import jit
 from quant.kernels.jit import CompilationLock, compiler
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +55,7 @@ def test_all_kernels_keep_their_code_alike():
 
 
 FACTORY = """
+from quant.kernels import jit
 from quant.kernels.jit import CompilationLock, compiler
 
 
@@ -162,3 +164,20 @@ def test_constants_of_other_modules_count(tmp_path, monkeypatch):
         assert [version(*modules), version(*modules)] == [0, 1]
         other.write_text(f"ONE = 2  # {modules[0].__name__}")
         assert version(*modules) == 0
+
+
+@pytest.mark.parametrize(("mode", "trusted"), [(0o644, True), (0o600, True), (0o664, False), (0o646, False)])
+def test_files_that_others_may_write_are_not_read(tmp_path, mode, trusted):
+    path = tmp_path / "kernel.nbc"
+    path.touch()
+    path.chmod(mode)
+    assert jit.is_trusted(path.stat()) == trusted
+
+
+def test_files_of_other_users_are_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "kernel.nbc"
+    path.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    status = os.stat_result((0o644, 1, 1, 1, 12, 12, 0, 0, 0, 0))
+    assert not jit.is_trusted(status)
+    assert jit.is_trusted(os.stat_result((0o644, 1, 1, 1, 4711, 12, 0, 0, 0, 0)))
