@@ -149,6 +149,9 @@ class Communicator(CollectiveMethods):
     _unread: Mismatch | None = None
     """The error of a message that was left unread, found as resources were released."""
 
+    _has_left = False
+    """An error has left a collective on this rank, so that messages of others may be unread."""
+
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
     _start_cached: Callable[..., CallKey | Request] = staticmethod(_uncached)
@@ -211,7 +214,11 @@ class Communicator(CollectiveMethods):
         return self._planner
 
     def _break_off(self, form: str, error: BaseException, name: str, *memory: object) -> None:
-        """Refuse later calls of a form if an error has left a compiled one unfinished."""
+        """Refuse later calls of a form if an error has left a compiled one unfinished; mark the error.
+
+        Its attribute `left_collective` tells callers that other ranks may be in a collective that this one has left.
+        """
+        error.left_collective = self._has_left = True  # type: ignore[attr-defined]
         if self._planner is not None:
             cache = self._planner.cache if form == "blocking" else self._planner.nonblocking
             cache.break_off(error, name, *memory)
@@ -433,7 +440,7 @@ class Communicator(CollectiveMethods):
         for name in ("_calls", "_starts", "_run_cached", "_start_cached"):  # absent in debug mode
             self.__dict__.pop(name, None)
         self._closing.close(self._release)
-        if self._unread is not None:
+        if self._unread is not None and not self._has_left:
             raise self._unread
 
     def _release(self) -> None:

@@ -183,7 +183,7 @@ def _source(declaration: Declaration, form: str) -> str:
         arguments = f"{send}, {recv}, {op}, {root}, algorithm, segments"
         if form == "blocking":
             calls, cached, ended = "_calls", "_run_cached", "return"
-            otherwise = f"if found:\n    {planner}.run({call}, algorithm, segments, found)"
+            otherwise = f"if found:\n        {planner}.run({call}, algorithm, segments, found)"
         else:
             calls, cached, ended = "_starts", "_start_cached", "return ended_request()"
             begin = f"{planner}.begin({call}, algorithm, segments, found)"
@@ -194,10 +194,10 @@ def _source(declaration: Declaration, form: str) -> str:
             f"    if not found:\n"
             f"        {ended}\n"
             f"    found = self.{cached}(found, {declaration.name!r}, {arguments})\n"
+            f"    {otherwise}\n"
             f"except BaseException as error:\n"
             f"    self._break_off({form!r}, error, {declaration.name!r}, {send}, {recv})\n"
-            f"    raise\n"
-            f"{otherwise}"
+            f"    raise"
         )
     returns = "None" if form == "blocking" else "Request"
     heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"

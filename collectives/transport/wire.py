@@ -31,12 +31,26 @@ def cores_are_shared() -> bool:
     return _cores_are_shared
 
 
+WATCHED_PAUSES = 200
+"""Pauses from one call of the `watchers` to the next."""
+
+watchers: list[Callable[[], object]] = []
+"""Functions that waits for other ranks call now and then; one that raises an error ends the wait."""
+
+_pauses = 0
+
+
 def pause(turn: int = 0) -> None:
     """Yield the core after unsuccessful polls; `turn` is the number of pauses of this wait so far.
 
     A rank that waits long sleeps if ranks share cores: the scheduler gives a process that only yields as much of the
     core as one that works.
     """
+    global _pauses
+    _pauses += 1
+    if watchers and not _pauses % WATCHED_PAUSES:
+        for watch in tuple(watchers):
+            watch()
     if turn > YIELDS and _cores_are_shared:
         time.sleep(NAP)
     else:

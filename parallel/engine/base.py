@@ -269,7 +269,7 @@ class TrainEngine(BaseEngine):
         """
         updates = self.updates
         try:
-            with self._sharded.passes():
+            with self.point.taking_part(), self._sharded.passes():
                 return self._stepped(run)
         except consistency_check.StepFailed:
             self._pool.free_unused()  # perhaps another rank of the GPU had no memory
@@ -329,6 +329,10 @@ class TrainEngine(BaseEngine):
 
         `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
+        with self.point.taking_part():
+            return self._evaluated(batches, measure)
+
+    def _evaluated(self, batches: Sequence[Batch], measure: Measure | None) -> Evaluation:
         given = self._checked(batches)
         moment = [("steps", self.steps), ("updates", self.updates)]
         assignment, count, _ = self._sync.begin(given, moment, call="evaluate")

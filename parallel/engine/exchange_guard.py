@@ -30,6 +30,9 @@ class PassErrors:
         self.first: BaseException | None = None
 
     def add(self, error: BaseException) -> None:
+        """Note an error of computations; that of an exchange is raised, as this rank cannot go on with the others."""
+        if getattr(error, "left_collective", False):
+            raise error
         self.first = self.first or error
 
     @contextmanager

@@ -180,6 +180,9 @@ class MicrobatchPass:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        """Note an error of computations; that of an exchange is raised, as this rank cannot go on with the others."""
+        if getattr(error, "left_collective", False):
+            raise error
         self.problem = named(error, self._loss)
         self.saved.clear()
         self._x = self._dy = self._saved_loss = None

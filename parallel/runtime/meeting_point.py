@@ -2,13 +2,15 @@
 
 A rank may leave an engine alone: by an exception in the program between two calls, or by its end. It sends a notice to
 all other ranks then. These wait for it at the beginning of their next call, with polls for such notices, and raise
-`RankLeft`. Once all ranks are in a call, each finishes its part of it, and errors are exchanged within the call.
+`RankLeft`. Once all ranks are in a call, each finishes its part of it, and errors are exchanged within the call. A rank
+that an error keeps from finishing its part sends a notice too, which ends the waits of the others (`taking_part`).
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from mpi4py import MPI
 
 from collectives.runtime.program_end import uncaught_exception
 from collectives.runtime.progress import progress_until
-from parallel.runtime.collective_errors import describe, raise_shared
+from collectives.transport.wire import watchers
+from parallel.runtime.collective_errors import describe, is_shared, raise_shared
 from parallel.runtime.consistency_check import NOTHING, RankLeft, StepFailed
 
 NOTICE = 1
@@ -109,6 +112,22 @@ class MeetingPoint:
         progress_until(ended)
         if not complete:
             self.expect_all()
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Context of a call of all ranks. Its waits raise RankLeft if a rank leaves it by an error of its own.
+
+        Of waits those that Chorus polls in, which are all but those of the MPI's own collectives.
+        """
+        watchers.append(self.expect_all)
+        try:
+            yield
+        except BaseException as error:
+            if not (is_shared(error) or isinstance(error, RankLeft)):
+                self.leave(f"a call in the middle: {text_of(error)}")
+            raise
+        finally:
+            watchers.remove(self.expect_all)
 
     def expect_all(self) -> None:
         """Raise RankLeft if this rank has a notice of another one. Not collective."""

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from collectives import Communicator
 from parallel import AdamW, Engine, nn
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.models import transformer
@@ -315,3 +316,47 @@ def test_a_rank_that_leaves_between_two_calls(make, layout, name, error, folder)
         NEXT_CALLS[name](case.engine, folder)
     with pytest.raises(RuntimeError, match="evaluate: expected an open engine"):
         case.engine.evaluate(*batch())
+
+
+SYNCHRONOUS = [layout for layout in LAYOUTS if layout not in (*REPLICAS, *SERVERS, "pool")]
+EXCHANGES = "Allreduce", "Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Reduce_scatter", "Bcast"
+
+
+def break_exchange(monkeypatch, number):
+    """Let the exchange with this number fail on this rank, before it begins."""
+    left = [number]
+
+    def failing(name, method):
+        def call(comm, *arguments, **keywords):
+            left[0] -= 1
+            if not left[0]:
+                error = MemoryError("it is broken")
+                comm._break_off("blocking", error, name)  # as in every collective
+                raise error
+            return method(comm, *arguments, **keywords)
+
+        return call
+
+    for name in EXCHANGES:
+        monkeypatch.setattr(Communicator, name, failing(name, getattr(Communicator, name)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("layout", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "number", [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(8, marks=pytest.mark.full)]
+)
+def test_an_error_in_the_middle_of_a_call(comm, monkeypatch, layout, number):
+    """What a rank cannot make up for by zeros, as an exchange that fails, ends the waits of the others."""
+    case = Case(Communicator(comm), layout)  # which no call can use afterwards
+    case.step()
+    if case.is_victim:
+        break_exchange(monkeypatch, number)
+    try:
+        case.step()
+    except (MemoryError, StepFailed) as error:
+        if case.comm.Get_size() > 1:
+            assert case.is_victim or f"rank {case.victim}" in str(error), error
+        assert "it is broken" in str(error), error
+    finally:
+        monkeypatch.undo()
