@@ -301,7 +301,7 @@ class Planner:
         self._persistent.clear()
         self.transports.free()
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
-        if not (self._is_broken or self.cache.broken or self.nonblocking.broken):
+        if not (unread or self._is_broken or self.cache.broken or self.nonblocking.broken):
             self.comm.Free()
         return unread
 
