@@ -108,8 +108,9 @@ class ProgramBuilder:
     def _guard(self, program: Program, call: Call) -> None:
         """Let the root of a call that has data for every rank look for messages that earlier calls have left."""
         is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
-        if is_root and isinstance(program.wire, NodeAwareTransport) and isinstance(program.steps[0], Wait):
-            for exchange in program.steps[0].awaited:
+        first = program.steps[0] if program.steps else None  # a rank that is alone has no steps
+        if is_root and isinstance(program.wire, NodeAwareTransport) and isinstance(first, Wait):
+            for exchange in first.awaited:
                 if isinstance(exchange, Exchange):
                     program.wire.guard_root(exchange)
 
