@@ -157,7 +157,8 @@ def compare_parameters(
         ranks = [rank for rank, some in enumerate(every) if name in some]
         column = [every[rank][name] for rank in ranks]
         if len(set(column)) > 1:
-            numbers = comm.Get_group().Translate_ranks(ranks, (whole or comm).Get_group())
+            every_rank = (comm if whole is None else whole).Get_group()
+            numbers = comm.Get_group().Translate_ranks(ranks, every_rank)
             usual = max(column, key=column.count)
             others = [number for number, digest in zip(numbers, column) if digest != usual]
             raise ParameterMismatch(
