@@ -115,7 +115,9 @@ class ModelsByLength:
         division = self.of(x.shape[1]).division
         sizes = [division.part_size(part) for part in range(self._parts)] if division else []
         if any(size % self._multiple for size in sizes):
-            expected = f"a multiple of {self._multiple} tokens in every part along {self._axis.name}"
+            expected = (
+                f"a multiple of {self._multiple} tokens in every part along {self._axis.name} (sequence_parallel)"
+            )
             raise ValueError(f"micro-batch {batch.number}: expected {expected}; found {sizes}, of {x.shape[1]}")
 
     def of_shape(self, shape: tuple[int, ...]) -> LengthModel:

@@ -19,10 +19,9 @@ storage dtype.
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from parallel.nn.array_checks import expect
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
-from parallel.nn.placement import Partial, Placement, Replicate, Shard
+from parallel.nn.placement import Partial, Placement, PlacementError, Replicate, Shard
 from parallel.tensor.exchange import allgather, allreduce, reduce_scatter, start_allreduce
 from quant.types import Array
 
@@ -98,10 +97,20 @@ class SumShards(Redistribute):
 class _AlongSequence(Redistribute):
     """Base class of exchanges of parts of a sequence, dimension 1 of arrays (batch, length, width), of equal length."""
 
-    def _parts(self, length: int, x: Any) -> list[int]:
-        """Lengths of the ranks' parts of a whole `length`."""
-        size = self.axis.size
-        expect(length % size == 0, self, f"a sequence of a multiple of {size} tokens, for {size} ranks", x)
+    def refuse(self, axis: str, x: Placement, expected: str = "another placement") -> PlacementError:
+        if x == Replicate():
+            name = f"{type(self).__name__} {self.name}".rstrip()
+            text = f"sequence_parallel: expected a model of sequences; {name} takes their parts along {axis}, found {x}"
+            return PlacementError(text)
+        return super().refuse(axis, x, expected)
+
+    def _parts(self, length: int) -> list[int]:
+        """Lengths of the ranks' parts of a whole `length`; ValueError if they are not equal."""
+        size, axis = self.axis.size, self.axis.name
+        if length % size:
+            raise ValueError(
+                f"sequence_parallel: expected a multiple of {size} tokens, in {axis}={size}; found {length}"
+            )
         return [length // size] * size
 
 
@@ -114,7 +123,7 @@ class GatherSequence(_AlongSequence):
         return allgather(self.axis, x, 1, [x.shape[1]] * self.axis.size), ()
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return self._rounded(reduce_scatter(self.axis, dy, 1, self._parts(dy.shape[1], dy), self.algorithm))
+        return self._rounded(reduce_scatter(self.axis, dy, 1, self._parts(dy.shape[1]), self.algorithm))
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         y = ArraySpec((x.shape[0], x.shape[1] * self.axis.size, *x.shape[2:]), x.dtype)
@@ -127,11 +136,11 @@ class ScatterSequence(_AlongSequence):
     takes, gives = Partial(), Shard(1)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        return self._rounded(reduce_scatter(self.axis, x, 1, self._parts(x.shape[1], x), self.algorithm)), ()
+        return self._rounded(reduce_scatter(self.axis, x, 1, self._parts(x.shape[1]), self.algorithm)), ()
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return allgather(self.axis, dy, 1, [dy.shape[1]] * self.axis.size)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        part = self._parts(x.shape[1], x)[self.axis.rank]
+        part = self._parts(x.shape[1])[self.axis.rank]
         return OperatorOutline(ArraySpec((x.shape[0], part, *x.shape[2:]), self._like.dtype), (), 0, 2 * x.nbytes)

@@ -277,7 +277,10 @@ def test_tokens_of_a_rank_that_are_divided_again():
         axis = thread_ranks.ThreadAxis("cp", rank, 2, None)
         models = ModelsByLength(model(), SoftmaxCrossEntropy(), axis, 2, "ring", multiple=4)
         models.expect(Batch(0, np.zeros((2, 16)), np.zeros((2, 16)), np.arange(2)))
-        with pytest.raises(ValueError, match=r"a multiple of 4 tokens in every part along cp; found \[5, 4\], of 9"):
+        with pytest.raises(
+            ValueError,
+            match=r"a multiple of 4 tokens in every part along cp \(sequence_parallel\); found \[5, 4\], of 9",
+        ):
             models.expect(Batch(0, np.zeros((2, 9)), np.zeros((2, 9)), np.arange(2)))
 
 

@@ -124,5 +124,5 @@ def test_a_sequence_that_ranks_do_not_divide():
     def rank_main(axis):
         ScatterSequence(axis, LIKE).forward(arrays(1, length=7)[0], PassMode())
 
-    with pytest.raises(ValueError, match="expected a sequence of a multiple of 2 tokens"):
+    with pytest.raises(ValueError, match="sequence_parallel: expected a multiple of 2 tokens, in tp=2"):
         run(2, rank_main)

@@ -138,7 +138,7 @@ def test_a_missing_sum_of_gradients():
 
 
 def test_models_without_sequences():
-    with pytest.raises(PlacementError, match="expected a value sharded along dimension 1 along tp, found a replicated"):
+    with pytest.raises(PlacementError, match="sequence_parallel: expected a model of sequences; GatherSequence"):
         run(2, lambda axis: cut(mlp([4, 4, 4]), SoftmaxCrossEntropy(), axis, sequence=True))
 
 
@@ -148,7 +148,7 @@ def test_a_length_that_the_ranks_do_not_divide():
     def rank_main(axis):
         one_pass(case, *cut(case.make(), case.loss(), axis, sequence=True))
 
-    with pytest.raises(ValueError, match="expected a sequence of a multiple of 2 tokens"):
+    with pytest.raises(ValueError, match="sequence_parallel: expected a multiple of 2 tokens, in tp=2"):
         run(2, rank_main)
 
 
