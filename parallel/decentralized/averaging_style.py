@@ -1,7 +1,7 @@
 """Base class of decentralised averaging algorithms ("styles"), and local SGD."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -45,6 +45,9 @@ class AveragingStyle:
         """Exchange weights, if due, after an update; returns `sums`, or with an allreduce the total of its ranks."""
         raise NotImplementedError
 
+    def take_changes(self) -> None:
+        """Take changes of the weights that a user has made since the last `mix` into what is exchanged."""
+
     def drain(self) -> None:
         """Complete all messages in flight. Collective, as are `mean`, `begin`, `finish` and `average_all`."""
 
@@ -77,7 +80,8 @@ class AveragingStyle:
     def exchange_status(self, comm: MPI.Intracomm, sums: ReplicaSums, weight: float = 1.0) -> tuple[float, ReplicaSums]:
         """All-gather over `comm`; returns the totals of `weight` and `sums`, and sets `last` to the ranks' minimum."""
         gathered = np.empty((comm.Get_size(), 4))
-        self.point.wait(MPI.Intracomm(comm).Iallgather(np.array([weight, self.last, *sums]), gathered).Test)
+        plain: Any = MPI.Intracomm(comm) or comm  # threads as ranks have no MPI communicator
+        self.point.wait(plain.Iallgather(np.array([weight, self.last, *sums]), gathered).Test)
         self.last = float(gathered[:, 1].min())
         return float(gathered[:, 0].sum()), ReplicaSums(float(gathered[:, 2].sum()), float(gathered[:, 3].sum()))
 

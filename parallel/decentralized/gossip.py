@@ -79,6 +79,9 @@ class Gossip(AveragingStyle):
     def reach(self, step: int) -> int:
         return reach(self.size, self._tau)
 
+    def take_changes(self) -> None:
+        self.mass.take_changes()
+
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
         self.mass.absorb_update()
         if self.size > 1:

@@ -96,6 +96,9 @@ class GroupAveraging(AveragingStyle):
     def reach(self, step: int) -> int:
         return min(max(0, len(self._groups_by_axis) - 1), self._tau - 1 - step % self._tau)
 
+    def take_changes(self) -> None:
+        self._mass.take_changes()
+
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
         self._mass.absorb_update()
         if (step + 1) % self._tau == 0:

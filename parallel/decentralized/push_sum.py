@@ -11,6 +11,9 @@ import numpy as np
 
 from quant.types import Array
 
+COMPARED = 1 << 16
+"""Elements that are compared at a time, in temporary arrays."""
+
 
 class PushSumMass:
     """Push-sum state of a rank: vector x, weight w, and the model's weights z = x / w, which the optimizer updates."""
@@ -23,6 +26,16 @@ class PushSumMass:
         """Reset the weight to 1, and x to z."""
         self.x[...] = self.z
         self.w = 1.0
+
+    def take_changes(self) -> None:
+        """Set x to w z where z was written since `update_estimate`; the other elements keep their bits."""
+        if self.w == 1:
+            self.x[...] = self.z
+            return
+        for start in range(0, len(self.z), COMPARED):
+            z, x = self.z[start : start + COMPARED], self.x[start : start + COMPARED]
+            changed = z != x / self.w
+            x[changed] = self.w * z[changed]
 
     def absorb_update(self) -> None:
         """Add the optimizer's change of z to x: from w z_before to w z_before + (z - z_before)."""

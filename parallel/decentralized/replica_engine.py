@@ -29,12 +29,23 @@ from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
-from parallel.runtime.collective_errors import describe, raise_on_all
+from parallel.runtime.collective_errors import describe, raise_on_all, written
 from parallel.runtime.consistency_check import StepFailed
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from quant.types import Array
 
 OWN = "dp-naive"  # layout of the single-rank engine
+
+
+class LocalEngine(DataParallelEngine):
+    """Single-rank engine of a replica.
+
+    The learning rate is that of the step, a number that all replicas share: one without samples makes fewer updates.
+    """
+
+    @property
+    def _clock(self) -> int:
+        return self.steps
 
 
 class ReplicaEngine(BaseEngine):
@@ -64,7 +75,7 @@ class ReplicaEngine(BaseEngine):
         On all ranks, if their models or settings differ.
     """
 
-    _engine_class = DataParallelEngine
+    _engine_class: type[DataParallelEngine] = LocalEngine
 
     @frees_on_error
     def __init__(
@@ -90,12 +101,21 @@ class ReplicaEngine(BaseEngine):
         vector = self._stash = memory.private("parameters", 0, self._engine.context.wide)
         for piece in self._engine.pieces:  # none if there are no parameters
             vector, self._stash = piece.weights, piece.gradient  # the gradient is used within a step only
+        if entry.shares_weights:
+            self._make_read_only()
         self.style = entry.make(replace(self._engine.context, comm=comm), vector, settings)
         self.point = self.style.point
         self.ledger.expect(Counter(buffers=entry.buffers(vector.nbytes, settings)), part=settings.layout)
         self._problem: BaseException | None = None
         self._is_closed = False
         self.style.begin()
+
+    def _make_read_only(self) -> None:
+        """Refuse changes of `Parameter.data`: made on all ranks, each would count once for every rank."""
+        for parameter in self.parameters:
+            values = parameter.data.view()
+            values.flags.writeable = False
+            parameter.bind(values)
 
     @classmethod
     def forecast(
@@ -137,6 +157,7 @@ class ReplicaEngine(BaseEngine):
             gradient that is not finite; from then on that rank makes no updates.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
+        self._take_changes()
         report = self._own(batches)
         step, self.steps = self.steps, self.steps + 1
         with self._recorder("communication", "mix"):
@@ -191,15 +212,38 @@ class ReplicaEngine(BaseEngine):
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices for a checkpoint; first averages replicas and optimizer states, from which all ranks continue."""
-        self._raise_failures()
-        self.style.average_all(ReplicaSums(0.0, 0))
+        pieces = self.weight_slices()
         for piece in self._engine.pieces:
             for vector in piece.state.values():
                 self._comm.Allreduce(MPI.IN_PLACE, vector)
                 vector /= self._comm.Get_size()
+        return pieces
+
+    def weight_slices(self) -> Iterator[TensorSlice]:
+        """Slices to write weights into, and optimizer states of this rank; first averages replicas."""
+        self._raise_failures()
+        self._take_changes()
+        self.style.average_all(ReplicaSums(0.0, 0))
         self._engine.refresh()
+        return self._slices()
+
+    def read(self, take: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
+        """Call `take` with slices of the mean of all replicas, as `save`; the replicas are unchanged."""
+        self._raise_failures()
+        with self._averaged():
+            taken = written(self._comm, take, self._slices())
+        self.style.drain()  # no rank trains on while another restores weights that they share
+        return taken
+
+    def _slices(self) -> Iterator[TensorSlice]:
+        """This rank's part of the slices of weights and optimizer state, of which all ranks have the same."""
         mine = shards(Span(0, self.flat.length), self._comm.Get_size())[self._comm.Get_rank()]
         return tensor_slices(self._engine.pieces, [mine])
+
+    def _take_changes(self) -> None:
+        """Train on from weights that a user has changed since the last step."""
+        self._engine.take_changes()
+        self.style.take_changes()
 
     def refresh(self) -> None:
         self._engine.refresh()
@@ -225,6 +269,7 @@ class ReplicaEngine(BaseEngine):
         self._is_closed = True
         if sys.exception() is None:
             self.meet("close")
+            self._take_changes()
             self.style.drain()
             self.style.mean(self.style.vector)
             self._engine.refresh()
@@ -260,6 +305,7 @@ class ReplicaEngine(BaseEngine):
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
         """Context in which the mean of all replicas replaces this rank's; yields (replica, mean). Collective."""
+        self._take_changes()
         self.style.drain()
         vector = self.style.vector
         self._stash[...] = vector

@@ -31,6 +31,7 @@ class StyleEntry(NamedTuple):
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     devices: tuple[str, ...] = ("cpu", "cuda")
     refusal: Callable[[Settings, int], str | None] = lambda settings, ranks: None
+    shares_weights: bool = False  # all ranks have the same array
 
 
 STYLES = {
@@ -55,6 +56,7 @@ STYLES = {
         lambda context, vector, settings: hogwild.Hogwild(context, vector),
         options=("overlap",),
         memory=hogwild.WindowAllocator,
+        shares_weights=True,
         precisions=("fp32", "fp64"),  # with half weights every rank would have its own master weights
         devices=("cpu",),
     ),

@@ -106,6 +106,14 @@ class BaseEngine:
         """
         return written(self._comm, write, self.tensor_slices())
 
+    def weight_slices(self) -> Iterator[TensorSlice]:
+        """As `tensor_slices`, to write weights into: the optimizer state is that of this rank, unchanged."""
+        return self.tensor_slices()
+
+    def read(self, take: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
+        """As `save`, for the weights alone; the training is unchanged. Collective."""
+        return self.save(take)
+
     def quiesce(self) -> None:
         """Wait until all ranks have finished the same number of steps; a no-op for engines with synchronous steps."""
 
@@ -377,6 +385,10 @@ class TrainEngine(BaseEngine):
         return x.astype(storage, copy=False), y.astype(wide, copy=False)
 
     # ------------------------------------------------------------------------------------------ state
+
+    def take_changes(self) -> None:
+        """Take weights that a user has changed since the last update, before others are written into them."""
+        self._sharded.take_changes()
 
     def _compressed(self) -> list[ErrorFeedbackReducer]:
         """Reducers of this rank that compress gradients."""

@@ -88,7 +88,7 @@ def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.n
     def gather(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> dict[str, np.ndarray]:
         return whole_tensors(comm, [piece for piece in slices if piece.name.startswith(family)])
 
-    found: Any = engine.save(gather)
+    found: Any = engine.read(gather)
     weights = {name.removeprefix(family): found[name] for name in (family + one for one in _shapes(engine))}
     return weights | {name: bias.values.copy() for name, bias in _biases(engine).items()}
 
@@ -103,7 +103,7 @@ def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping
     shapes = _shapes(engine) | {name: bias.values.shape for name, bias in biases.items()}
     given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
     check_equal(comm, [(f"state of {name}", array_text(values)) for name, values in sorted(given.items())])
-    for piece in engine.tensor_slices():
+    for piece in engine.weight_slices():
         name = within_family(piece.name)
         if piece.name.startswith(WEIGHTS) and name in given and len(piece.array):
             piece.array[...] = array_namespace(piece.array).asarray(piece.elements_of(given[name]))

@@ -24,6 +24,7 @@ from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD, AdamW
 from parallel.runtime.consistency_check import RankMismatch, StepFailed
 from parallel.runtime.vector_memory import VectorAllocator
+from parallel.trainer.engine_checkpoint import load_state_dict, state_dict
 from parallel.trainer.trainer import Training
 
 NOTHING = ReplicaSums(0.0, 0)
@@ -204,6 +205,33 @@ def test_hogwild_is_one_vector(comm):
             np.testing.assert_array_equal(one.parameter.data, two.parameter.data)
         comm.Barrier()
         assert made.consensus() == 0
+
+
+def test_weights_in_one_array_are_read_only(comm):
+    """A change made on all ranks would count once for each."""
+    with replicas(comm, "hogwild") as made:
+        place = made.flat.places[0]
+        with pytest.raises(ValueError, match="read-only"):
+            place.parameter.data[...] *= 0.5
+    assert place.parameter.data.flags.writeable
+
+
+@styles
+def test_reads_leave_optimizer_states_unchanged(comm, style):
+    def states(made):
+        return [vector.copy() for piece in made._engine.pieces for vector in piece.state.values()]
+
+    with replicas(comm, style, optimizer=AdamW(rate=0.01)) as made:
+        for step in range(2):
+            made.step(tiny_models.batches(made.share(comm.size), step))
+        made.style.drain()
+        comm.Barrier()
+        before, weights = states(made), made.style.vector.copy()
+        read = state_dict(made)
+        assert all(np.array_equal(*pair) for pair in zip(before, states(made)))
+        assert np.array_equal(weights, made.style.vector)
+        load_state_dict(made, comm, read, strict=True)
+        assert all(np.array_equal(*pair) for pair in zip(before, states(made)))
 
 
 @styles
