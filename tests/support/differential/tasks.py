@@ -1,0 +1,218 @@
+"""Tiny models with data and losses, and the same models as functions of tensors in PyTorch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parallel import nn
+from parallel.nn.expert_layers import ExpertLayers
+from parallel.nn.loss import MSE, SoftmaxCrossEntropy
+from parallel.nn.models import convnet, mlp, transformer
+from parallel.nn.router import RouterSettings
+
+WORDS, LENGTH, LAYERS, HEADS, WIDTH = 13, 8, 2, 4, 8
+WIDTHS = [6, 8, 8, 8, 5]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Model, loss and data of a short training.
+
+    Attributes
+    ----------
+    name, model, loss : name, and functions that make a new model and loss
+    data : function (random generator, samples) -> (inputs, targets)
+    twin : function (torch, parameters by name, inputs) -> scores, of the same model in PyTorch, or None
+    """
+
+    name: str
+    model: Callable[[], Any]
+    data: Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
+    loss: Callable[[], Any] = SoftmaxCrossEntropy
+    twin: Callable[..., Any] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """True for sequences of tokens."""
+        return self.batch(0, 1)[0].dtype.kind == "i"
+
+    @property
+    def has_cuts(self) -> bool:
+        """True if the model has a table of the operators to cut."""
+        return bool(self.model().cuts)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.name.startswith("mixture")
+
+    def batch(self, step: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of a step, the same wherever they are made."""
+        return self.data(np.random.default_rng([step, 7]), samples)
+
+
+def tokens(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences, and targets of which some do not count, unevenly among samples and positions."""
+    x, y = random.integers(0, WORDS, (2, samples, LENGTH))
+    y[random.random((samples, LENGTH)) < np.linspace(0.4, 0, samples)[:, None]] = -1
+    return x, y
+
+
+def full_tokens(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences, and targets that all count."""
+    x, y = random.integers(0, WORDS, (2, samples, LENGTH))
+    return x, y
+
+
+def vectors(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors and their classes."""
+    return random.normal(size=(samples, WIDTHS[0])), random.integers(0, WIDTHS[-1], samples)
+
+
+def gpt_in_torch(torch: Any, values: dict[str, Any], x: np.ndarray) -> Any:
+    """Scores of `GPT` in PyTorch, from parameters by name."""
+    functional = torch.nn.functional
+
+    def norm(at: str, h: Any) -> Any:
+        return functional.layer_norm(h, (WIDTH,), values[f"{at}.gain"], values[f"{at}.bias"])
+
+    def linear(at: str, h: Any) -> Any:
+        return h @ values[f"{at}.weight"] + values[f"{at}.bias"]
+
+    h = values["0.0.weight"][torch.tensor(x)] + values["0.1.weight"][: x.shape[1]]
+    for layer in range(1, LAYERS + 1):
+        q, k, v = linear(f"{layer}.0.inner.1", norm(f"{layer}.0.inner.0", h)).chunk(3, dim=-1)
+        q, k, v = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        h = h + linear(f"{layer}.0.inner.3", mixed)
+        inner = functional.gelu(linear(f"{layer}.1.inner.1", norm(f"{layer}.1.inner.0", h)), approximate="none")
+        h = h + linear(f"{layer}.1.inner.3", inner)
+    return norm(f"{LAYERS + 1}.0", h) @ values["0.0.weight"].T
+
+
+def mlp_in_torch(torch: Any, values: dict[str, Any], x: np.ndarray) -> Any:
+    """Scores of `MLP` in PyTorch, from parameters by name."""
+    h = torch.tensor(x)
+    for number in range(len(WIDTHS) - 1):
+        at = f"{number}.{int(number == 0)}"
+        h = h @ values[f"{at}.weight"] + values[f"{at}.bias"]
+        h = h if number == len(WIDTHS) - 2 else torch.relu(h)
+    return h
+
+
+def gpt(**options: Any) -> Callable[[], Any]:
+    """Maker of a small transformer with these options."""
+    return lambda: transformer(WORDS, LENGTH, LAYERS, HEADS, WIDTH, **options)
+
+
+def mixture(experts: int = 4, every: int = 1, shared: bool = False, **router: Any) -> Callable[[], Any]:
+    """Maker of a small transformer with mixtures of experts, with these settings of the routers."""
+
+    def model() -> Any:
+        settings = RouterSettings(**{"choices": 2, "balance_loss": 0.1} | router)
+        layers = ExpertLayers(experts, settings, every, shared)
+        return transformer(WORDS, LENGTH, LAYERS, HEADS, WIDTH, experts=layers)
+
+    return model
+
+
+GPT = Task("gpt", gpt(), tokens, twin=gpt_in_torch)
+MLP = Task("mlp", lambda: mlp(WIDTHS), vectors, twin=mlp_in_torch)
+MIXTURE = Task("mixture", mixture(), full_tokens)
+
+
+def values(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors and real targets."""
+    return random.normal(size=(samples, WIDTHS[0])), random.normal(size=(samples, WIDTHS[-1]))
+
+
+def images(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images of two channels and their classes."""
+    return random.normal(size=(samples, 2, 8, 8)), random.integers(0, 5, samples)
+
+
+class WeightedCrossEntropy(SoftmaxCrossEntropy):
+    """Cross-entropy with a weight for each class: the count of targets, the sum of their weights, is no integer."""
+
+    def __init__(self, weights: np.ndarray):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, y: Any, targets: Any) -> tuple[float, Any]:
+        shifted = y - y.max(axis=-1, keepdims=True)
+        logs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+        rows, flat = logs.reshape(-1, logs.shape[-1]), targets.reshape(-1)
+        weights = np.where(flat >= 0, self.weights[flat], 0.0)
+        return float(-(rows[np.arange(len(flat)), flat] * weights).sum()), (y, logs, targets, weights)
+
+    def backward(self, scale: float, saved: Any) -> Any:
+        y, logs, targets, weights = saved
+        gradient = np.exp(logs).reshape(-1, logs.shape[-1])
+        gradient[np.arange(len(weights)), targets.reshape(-1)] -= 1
+        return (scale * weights[:, None] * gradient).reshape(y.shape).astype(y.dtype)
+
+    def count(self, targets: Any) -> float:
+        return float(np.where(targets >= 0, self.weights[targets], 0.0).sum())
+
+
+def shared_dropout() -> Any:
+    """Multilayer perceptron with one Dropout object at three places."""
+    drop = nn.Dropout(0.4)
+    first = nn.Sequential([nn.Linear(6, 8), nn.ReLU(), drop])
+    return nn.Sequential([first, nn.Sequential([nn.Linear(8, 8), nn.ReLU(), drop]), drop, nn.Linear(8, 5)])
+
+
+def pooled() -> Any:
+    """Convolutions of several forms, pooling, normalisation, gates."""
+    convolutions = [
+        nn.Conv2d(2, 4, (3, 3), stride=2, padding=1, bias=False),
+        nn.MaxPool2d(2, 1),
+        nn.GELU(),
+        nn.AvgPool2d(2, 1),
+    ]
+    head = [nn.Flatten(), nn.RMSNorm(16, eps=1e-4), nn.Linear(16, 12, bias=False), nn.SwiGLU(6), nn.LayerNorm(6, 1e-4)]
+    return nn.Sequential([nn.Sequential(convolutions), nn.Sequential(head), nn.SiLU(), nn.Linear(6, 5)])
+
+
+def frozen_gain() -> Any:
+    """Perceptron with a factor that is frozen from its construction."""
+    return nn.Sequential(
+        [nn.Linear(6, 8), Scale(8), nn.GELU(tanh=True), nn.Linear(8, 5)], cuts={"0": "column", "3": "row"}
+    )
+
+
+class Scale(nn.Operator):
+    """Features times factors that are not trained."""
+
+    def __init__(self, features: int):
+        self.factors = nn.Parameter((features,), nn.constant(1.5), decay=True, requires_grad=False)
+
+    def forward(self, x: Any, run: Any) -> tuple[Any, Any]:
+        return x * self.factors.data, x
+
+    def backward(self, dy: Any, saved: Any, grads: Any) -> Any:
+        grads(self.factors, lambda out: (dy * saved).sum(axis=0, out=out))
+        return dy * self.factors.data
+
+
+CONVOLUTIONS = (
+    Task("convnet", lambda: convnet((2, 8, 8), 5, (3, 4)), images),
+    Task("convnet dropout", lambda: convnet((2, 8, 8), 5, (3, 4), dropout=0.3, recompute=True), images),
+    Task("pooled", pooled, images),
+)
+BUILT = (
+    Task("mlp built", lambda: nn.build("mlp:tiny", (6,), 5, dropout=0.1, recompute=True), vectors),
+    Task("gpt built", lambda: nn.build("gpt:tiny", (8,), WORDS, depths="0.5"), tokens),
+    Task("mixture built", lambda: nn.build("gpt-moe:tiny", (8,), WORDS, experts="4,k=2"), full_tokens),
+)
+FROZEN_GAIN = Task("scaled", frozen_gain, vectors)
+REGRESSION = Task("mlp regression", lambda: mlp(WIDTHS), values, MSE)
+WEIGHTED = Task(
+    "mlp weighted", lambda: mlp(WIDTHS), vectors, lambda: WeightedCrossEntropy(np.array([0.3, 0.5, 0.2, 1.7, 0.1]))
+)
+SHARED_DROPOUT = Task("mlp shared dropout", shared_dropout, vectors)
+GATED_TASKS = (
+    Task("gated", lambda: nn.gated_transformer(WORDS, LENGTH, LAYERS, HEADS, WIDTH, kv_heads=2, dropout=0.2), tokens),
+    Task("gated full", lambda: nn.gated_transformer(WORDS, LENGTH, LAYERS, HEADS, WIDTH, recompute="full"), tokens),
+)
