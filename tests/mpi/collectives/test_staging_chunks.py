@@ -1,6 +1,7 @@
 """Long messages through chunks of pinned memory, on the stand-in that plays several processes."""
 
 import os
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from support.doc_examples import EXAMPLES
 from support.fakes import cupy
 
 from collectives import Communicator, wait_all
-from collectives.errors import RanksDisagree
+from collectives.errors import Mismatch, RanksDisagree
 from collectives.runtime import program_cache
 from collectives.transport import staging_chunks
 from collectives.transport.device_copies import DeviceCopies
@@ -263,6 +264,8 @@ def test_peer_that_ended(pinned, world, monkeypatch, sends, begins):
         with pytest.raises(TimeoutError):
             pinned.Bcast(x, root, algorithm="linear")
     world.Barrier()
+    with suppress(Mismatch):  # a rank that ended has messages that it has not read
+        pinned.close()
 
 
 def only(most, function):
