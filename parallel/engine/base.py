@@ -148,6 +148,8 @@ class BaseEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.leave(error):
             self.close()
+        else:  # a rank that failed does not wait for the others
+            self.resources.close()
 
 
 class TrainEngine(BaseEngine):

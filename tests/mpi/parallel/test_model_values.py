@@ -62,6 +62,19 @@ def test_engine_without_references_owns_nothing(comm):
         other.step(X, Y)
 
 
+@pytest.mark.parametrize("options", WHOLE + OTHERS, indirect=True)
+def test_an_engine_that_is_left_by_an_exception_owns_nothing(comm, options):
+    """The model is free for the next engine, also while a variable has the first one."""
+    model = mlp()
+    with pytest.raises(KeyError), engine(comm, model, **options) as first:
+        first.step(X, Y)
+        raise KeyError
+    with engine(comm, model, **options) as second:
+        assert any("starts at its initial values" in remark for remark in second.remarks)
+        second.step(X, Y)
+    first.close()
+
+
 @pytest.mark.parametrize("options", WHOLE, indirect=True)
 @pytest.mark.parametrize("following", ["dp", "zero3", "local"])
 def test_values_are_left_in_the_model(comm, options, following):
