@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from parallel.nn import kernels
 from parallel.nn.operator import GradientSink, Parameter
 from parallel.nn.parameter import ParameterShard
+from parallel.runtime.validation import is_real
 from parallel.tensor.exchange import allreduce_among
 from quant.types import Array
 
@@ -59,12 +60,24 @@ class HookedGradients:
         try:
             for hook in (*parameter.hooks,):  # a hook may remove itself
                 if (changed := hook(gradient)) is not None:
-                    gradient[...] = changed
+                    gradient[...] = _expect_gradient(changed, gradient)
         except BaseException as error:
             error.add_note(f"in a hook of {parameter.name}")
             if self._errors is None:
                 raise
             self._errors.add(error)
+
+
+def _expect_gradient(changed: Any, gradient: Array) -> Array:
+    """Return the result of a hook; TypeError or ValueError unless it can take the place of the gradient."""
+    if not hasattr(changed, "dtype"):
+        raise TypeError(f"hook: expected an array or None as its result, found {type(changed).__name__}")
+    if changed.shape != gradient.shape or not is_real(changed):
+        found = f"one of {changed.dtype} of shape {changed.shape}"
+        raise ValueError(
+            f"hook: expected an array of real numbers of shape {gradient.shape} as its result, found {found}"
+        )
+    return changed
 
 
 class _Use(NamedTuple):

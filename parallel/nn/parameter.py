@@ -196,7 +196,7 @@ class Parameter:
 
         The array has the parameter's shape: the gradient of one use in one micro-batch, of the sum of losses times the
         loss scale. The hook may change it in place, or return another of the same shape. `remove` of the result ends
-        the calls. TypeError if the hook is no function.
+        the calls. TypeError if the hook is no function. A step in which it returns anything else fails.
 
         Where a tensor is cut, the parts of its gradient are gathered for the hook, and all ranks that have a part call
         it with the same array. Ranks must register the same hooks.

@@ -162,6 +162,28 @@ def test_a_hook_that_raises_where_nothing_is_cut(layout):
     run_threads(2, rank_main)
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [np.sum, lambda gradient: gradient.sum(0), np.any, lambda gradient: True, lambda gradient: gradient * 1j],
+    ids=["sum", "row", "any", "bool", "complex"],
+)
+@pytest.mark.parametrize("settings", [{"layout": "dp"}, {"layout": "zero3"}, {"mesh": "tp=2"}], ids=str)
+def test_a_result_of_a_hook_that_is_no_gradient(settings, hook):
+    """It is not spread over the gradient, nor is a part of it dropped."""
+
+    def rank_main(comm):
+        whole = mlp([4, 6, 5])
+        x, y = np.random.default_rng(0).normal(size=(8, 4)), np.arange(8) % 5
+        with Engine(whole, SoftmaxCrossEntropy(), comm, SGD(lr=0.1), batch=8, **settings) as engine:
+            handle = whole.parameters()[0].register_hook(hook)
+            with pytest.raises(StepFailed, match=r"nothing was updated; .*Error: hook: expected an array .*0.1.weight"):
+                engine.step(x, y)
+            handle.remove()
+            assert np.isfinite(engine.step(x, y).loss)
+
+    run_threads(2, rank_main)
+
+
 def seen_by_hooks(comm, **settings):
     """Gradients of every parameter of a hidden layer of one unit, by name."""
     whole, seen = mlp([4, 1, 5]), {}
