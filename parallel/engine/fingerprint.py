@@ -138,13 +138,33 @@ class Fingerprint:
         self._digest = facts_digest(self.properties())
 
     def _snapshot(self) -> list[Any]:
-        """Objects that are equal as long as the properties are: quick to make and compare, since most are identical."""
+        """Objects that are equal as long as the properties are: quick to make and compare, since most are identical.
+
+        Of values that may change in place these are texts.
+        """
         flags: list[Any] = [(one.requires_grad, one.decay) for one in self._parameters]
-        values = [(len(part.values), *map(part.values.get, part.watched)) for part in self._parts]
+        values = [
+            (len(part.values), *(_state_of(part.values.get(name)) for name in part.watched)) for part in self._parts
+        ]
         return [*flags, *values, *map(tuple, self._lists)]
 
 
 OPTIMIZER = "optimizer"
+
+FIXED = (Number, str, bytes, Enum, type(None), np.generic, np.dtype, type, ModuleType, FunctionType, ParamGroup)
+"""Types of objects whose text stays the same, but for variables that a function closes over."""
+
+
+def _state_of(value: Any) -> Any:
+    """Object that is another one once the text of a value is: the value, or of one that may change in place its text.
+
+    Arrays on a device are the values themselves, since a look at their elements would wait for the device.
+    """
+    if isinstance(value, FIXED):
+        return value
+    if isinstance(value, tuple | frozenset) and all(isinstance(one, FIXED) for one in value):
+        return value
+    return value if hasattr(value, "__cuda_array_interface__") else text_of(value)
 
 
 def _values_of(parameter: Parameter, seed: int) -> tuple[str, str]:

@@ -151,6 +151,37 @@ def test_no_change_of_a_digest(what):
     assert found.digest() == before
 
 
+class Weighted(nn.SoftmaxCrossEntropy):
+    """Loss with attributes of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.table, self.names, self.record = np.ones(3), {"a": [1.0]}, {"x"}, Record(3)
+
+
+IN_PLACE = {
+    "array": lambda loss: loss.weights.__setitem__(1, 2.0),
+    "dict": lambda loss: loss.table.__setitem__("a", 2.0),
+    "list in a dict": lambda loss: loss.table["a"].append(2.0),
+    "set": lambda loss: loss.names.add("y"),
+    "record": lambda loss: setattr(loss.record, "size", 4),
+}
+
+
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_changes_in_place_of_a_digest(what):
+    """Also in a step in which nothing else has changed."""
+    loss = Weighted()
+    found = Fingerprint(nn.Linear(3, 2), loss, AdamW(lr=0.1))
+    before = found.digest()
+    assert found.digest() == before
+    IN_PLACE[what](loss)
+    assert found.digest() != before
+    other = Weighted()
+    IN_PLACE[what](other)
+    assert found.digest() == Fingerprint(nn.Linear(3, 2), other, AdamW(lr=0.1)).digest()
+
+
 def test_moments_count():
     found = Fingerprint(*parts())
     assert found.digest([("steps", 1)]) != found.digest([("steps", 2)])
