@@ -18,8 +18,6 @@ from parallel.runtime.vector_memory import to_host
 from quant.types import Array
 
 _owners: WeakKeyDictionary[Parameter, ref[ModelOwnership]] = WeakKeyDictionary()
-_lost: WeakKeyDictionary[Parameter, str] = WeakKeyDictionary()
-"""Layouts of engines that have trained parameters and could not leave them their values."""
 
 
 def expect_free(comm: Communicator, model: Operator) -> None:
@@ -67,16 +65,15 @@ class ModelOwnership:
             _owners[parameter] = ref(self)
         self._given = {parameter: parameter.data for parameter in self._parameters if parameter.has_values}
         self._inits: dict[Parameter, Init] = {}
-        self._has_begun = False
         self.remarks = self._remarks()
 
     def _remarks(self) -> tuple[str, ...]:
-        lost = [parameter for parameter in self._parameters if parameter in _lost and parameter not in self._given]
+        lost = [one for one in self._parameters if one.trained_in and one not in self._given]
         if not lost:
             return ()
         return (
-            f"parameter {lost[0].name} starts at its initial values: an engine of layout {_lost[lost[0]]} has trained "
-            "it, and left no values in the model; load_state_dict continues from the state_dict of that engine",
+            f"parameter {lost[0].name} starts at its initial values: an engine of layout {lost[0].trained_in} has "
+            "trained it, and left no values in the model; load_state_dict continues from the state_dict of that engine",
         )
 
     def start(self) -> None:
@@ -87,7 +84,9 @@ class ModelOwnership:
     def begin(self) -> None:
         """The engine has its values: initialisers are the model's again, and the values before are not needed."""
         self._restore()
-        self._given, self._has_begun = {}, True
+        self._given = {}
+        for parameter in self._parameters:
+            parameter.trained_in = self.layout
 
     def _restore(self) -> None:
         for parameter, init in self._inits.items():
@@ -111,11 +110,9 @@ class ModelOwnership:
         values = self._given
         for parameter in self._parameters:
             parameter.release()
-            parameter.data = values.get(parameter)
+            if parameter in values:
+                parameter.data = values[parameter]
             del _owners[parameter]
-            _lost.pop(parameter, None)
-            if parameter not in values and self._has_begun:
-                _lost[parameter] = self.layout
         self._parameters, self._given = [], {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 from zlib import crc32
@@ -77,6 +78,8 @@ class Parameter:
         True while an engine has the values (`bind`).
     was_read : bool
         True after `data` was read; engines reset it after their own passes.
+    trained_in : str
+        Layout of the engine that has the values, or had them last and left none; "" if there is none.
     """
 
     shape: tuple[int, ...]
@@ -90,6 +93,7 @@ class Parameter:
     hooks: list[GradientHook] = field(default_factory=list, init=False, repr=False)
     is_held: bool = field(default=False, init=False, repr=False)
     was_read: bool = field(default=False, init=False, repr=False)
+    trained_in: str = field(default="", init=False, repr=False)
     _data: Array = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +105,14 @@ class Parameter:
             raise TypeError(
                 f"init: expected a function of (random generator, shape), as nn.constant(1.0); found {found}"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        """Parameter that belongs to no engine, with a copy of the values, if they are in memory."""
+        made: Parameter = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(deepcopy(vars(self), memo))
+        made.is_held = made.was_read = False
+        return made
 
     @property
     def size(self) -> int:
@@ -146,6 +158,7 @@ class Parameter:
             raise ValueError(f"parameter {self.name}: expected an array of shape {self.shape}, found {values.shape}")
         if not self.is_held:
             self._set(values)
+            self.trained_in = ""
         elif values is None:
             raise ValueError(f"parameter {self.name}: expected an array, as an engine has its values; found None")
         else:

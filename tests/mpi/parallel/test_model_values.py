@@ -7,6 +7,7 @@ import pytest
 
 from parallel import AdamW, Engine, RankMismatch, nn
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.runtime.consistency_check import RankLeft
 
 X = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
 Y = np.arange(12) % 4
@@ -66,7 +67,7 @@ def test_engine_without_references_owns_nothing(comm):
 def test_an_engine_that_is_left_by_an_exception_owns_nothing(comm, options):
     """The model is free for the next engine, also while a variable has the first one."""
     model = mlp()
-    with pytest.raises(KeyError), engine(comm, model, **options) as first:
+    with pytest.raises((KeyError, RankLeft)), engine(comm, model, **options) as first:  # ranks of sgp are not in step
         first.step(X, Y)
         raise KeyError
     with engine(comm, model, **options) as second:
@@ -116,6 +117,32 @@ def test_values_that_no_rank_has(comm, options):
     with engine(comm, model, **options) as third:  # from values now
         assert not any("initial values" in remark for remark in third.remarks)
         assert third.evaluate(X, Y).loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", ["zero3", "tp"], indirect=True)
+def test_copies_of_a_model_without_values(comm, options):
+    """Made while the engine is open, or later: the next engine remarks where they start, as of the model itself."""
+    model = mlp()
+    with engine(comm, model, **options) as first:
+        first.step(X, Y)
+        copies = [copy.deepcopy(model)]
+    for one in (*copies, copy.deepcopy(model)):
+        with engine(comm, one) as second:
+            assert any("parameter 0.1.weight starts at its initial values" in remark for remark in second.remarks)
+
+
+def test_copies_of_a_model_with_values(comm):
+    model = mlp()
+    with engine(comm, model) as first:
+        first.step(X, Y)
+        copied, loss = copy.deepcopy(model), first.evaluate(X, Y).loss
+        with engine(comm, copied) as second:
+            assert second.evaluate(X, Y).loss == loss and not second.remarks
+        for parameter in copied.parameters():
+            parameter.data = None  # no engine has it
+        with engine(comm, copied) as third:
+            assert third.evaluate(X, Y).loss > loss and not third.remarks
+        assert first.evaluate(X, Y).loss == loss
 
 
 @pytest.mark.parametrize("options", WHOLE + OTHERS, indirect=True)
