@@ -181,7 +181,7 @@ def test_schedule_that_depends_on_the_rank(comm, options):
     held = Held()
     with Engine(model, loss, comm, AdamW(lr=rate), **options) as engine:
         engine.step(X, Y)
-        with pytest.raises(RankMismatch, match=r"learning rates: \[0\.01\]; .*learning rates: \[0\.0"):
+        with pytest.raises(RankMismatch, match=r"learning rates: \(0\.01,\); .*learning rates: \(0\.0"):
             engine.step(X, Y)
         held._rates = {}
         engine.step(X, Y)
