@@ -105,6 +105,7 @@ class ReplicaEngine(BaseEngine):
             self._make_read_only()
         self.style = entry.make(replace(self._engine.context, comm=comm), vector, settings)
         self.point = self.style.point
+        self.resources.callback(self.point.leave, "the engine's constructor")
         self.ledger.expect(Counter(buffers=entry.buffers(vector.nbytes, settings)), part=settings.layout)
         self._problem: BaseException | None = None
         self._is_closed = False

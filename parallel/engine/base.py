@@ -189,6 +189,7 @@ class TrainEngine(BaseEngine):
         self._parts, self._loss, self._optimizer, self._fingerprint = parts, loss, optimizer, fingerprint
         self.settings, self._workers = settings, len(teams)
         self.point = MeetingPoint(self._comm)
+        self.resources.callback(self.point.leave, "the engine's constructor")  # no-op after any other end
         self._sync = StepSync(context, self._comm, self.point, teams, fingerprint)
         blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)

@@ -111,6 +111,7 @@ class ParameterServer(BaseEngine):
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
         self.point = MeetingPoint(comm)
+        self.resources.callback(self.point.leave, "the engine's constructor")
         watch = (self.point.expect_all,) if not settings.fault_tolerant else ()
         self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), *watch)
         self.resources.callback(self._bus.withdraw)

@@ -3,7 +3,8 @@
 A rank may leave an engine alone: by an exception in the program between two calls, or by its end. It sends a notice to
 all other ranks then. These wait for it at the beginning of their next call, with polls for such notices, and raise
 `RankLeft`. Once all ranks are in a call, each finishes its part of it, and errors are exchanged within the call. A rank
-that an error keeps from finishing its part sends a notice too, which ends the waits of the others (`taking_part`).
+that an error keeps from finishing its part sends a notice too, which ends the waits of the others (`taking_part`). A
+notice has the counts of meetings and calls that its rank has ended: in these the others do not wait for it in vain.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -52,13 +53,21 @@ _unfinished: list[Any] = []
 """Requests that may never complete, and their buffers, which MPI may still access."""
 
 
+class Notice(NamedTuple):
+    """What a rank says that leaves: a meeting or a call that it was in until its end goes on without it."""
+
+    met: int  # meetings that have ended for it
+    finished: int  # those of them whose call it has finished
+    why: str
+
+
 class MeetingPoint:
     """Meeting point of the ranks of a communicator. Construction and `free` are collective.
 
     Attributes
     ----------
-    left : dict of int to str
-        Ranks that have left, and why, as far as this rank knows.
+    left : dict of int to Notice
+        Ranks that have left, as far as this rank knows.
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -67,7 +76,8 @@ class MeetingPoint:
         self._has_notices = bool(plain) and self._size > 1
         self._comm: Any = plain.Dup() if self._has_notices else comm
         self._rows = np.zeros(self._size, ROW)
-        self.left: dict[int, str] = {}
+        self.left: dict[int, Notice] = {}
+        self._met = self._finished = 0
         _open_points.add(self)
 
     def meet(self, call: str, **numbers: Any) -> np.ndarray:
@@ -83,7 +93,9 @@ class MeetingPoint:
         row = np.zeros(1, ROW)
         for name, value in {"call": CALLS.index(call), **numbers}.items():
             row[name] = value
+        self._finished = self._met
         self._gather(row)
+        self._met += 1
         for rank in np.flatnonzero(self._rows["call"] != self._rows["call"][0]).tolist()[:1]:
             first, other = (CALLS[self._rows["call"][at]] for at in (0, rank))
             raise_shared(StepFailed(f"{NOTHING}; rank 0 has called {first}, rank {rank} {other}"), None)
@@ -95,22 +107,34 @@ class MeetingPoint:
             return
         request = self._comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
         try:
-            self.wait(request.Test)
+            self._wait(request.Test, lambda: self._has_left("met", self._met + 1))
         except BaseException:
             _unfinished.append((request, row, self._rows))
             raise
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until ``done()``, as the test of a request; RankLeft if a rank has left meanwhile or before."""
+        self._wait(done, lambda: bool(self.notices()))
+
+    def _wait(self, done: Callable[[], bool], is_vain: Callable[[], bool]) -> None:
         complete = False
 
         def ended() -> bool:
             nonlocal complete
             complete = complete or done()
-            return complete or bool(self.notices())
+            return complete or is_vain()
 
         progress_until(ended)
-        if not complete:
+        if not (complete or done()):  # what a rank sent before its notice has arrived
+            self.expect_all()
+
+    def _has_left(self, stage: str, count: int) -> bool:
+        """True if a rank has left before it had `count` meetings, or finished their calls."""
+        return any(getattr(notice, stage) < count for notice in self.notices().values())
+
+    def _expect_parts(self) -> None:
+        """Raise RankLeft if a rank has left the call of the last meeting before it finished its part."""
+        if self._has_left("finished", self._met):
             self.expect_all()
 
     @contextmanager
@@ -119,27 +143,30 @@ class MeetingPoint:
 
         Of waits those that Chorus polls in, which are all but those of the MPI's own collectives.
         """
-        watchers.append(self.expect_all)
+        watchers.append(self._expect_parts)
         try:
             yield
+            self._finished = self._met
         except BaseException as error:
-            if not (is_shared(error) or isinstance(error, RankLeft)):
+            if is_shared(error):
+                self._finished = self._met
+            elif not isinstance(error, RankLeft):
                 self.leave(f"a call in the middle: {text_of(error)}")
             raise
         finally:
-            watchers.remove(self.expect_all)
+            watchers.remove(self._expect_parts)
 
     def expect_all(self) -> None:
         """Raise RankLeft if this rank has a notice of another one. Not collective."""
         if self.notices():
-            text = "; ".join(f"rank {rank} has left {why}" for rank, why in sorted(self.left.items()))
+            text = "; ".join(f"rank {rank} has left {notice.why}" for rank, notice in sorted(self.left.items()))
             raise RankLeft(f"{NOTHING}; {text}")
 
-    def notices(self) -> dict[int, str]:
+    def notices(self) -> dict[int, Notice]:
         """Receive the notices that have arrived; returns `left`. Not collective."""
         status = MPI.Status()
         while self._has_notices and self._comm.Iprobe(MPI.ANY_SOURCE, NOTICE, status):
-            self.left[status.source] = self._comm.recv(None, status.source, NOTICE)
+            self.left[status.source] = Notice(*self._comm.recv(None, status.source, NOTICE))
         return self.left
 
     def leave(self, why: str) -> None:
@@ -151,8 +178,9 @@ class MeetingPoint:
             return
         _open_points.discard(self)
         if self._has_notices and not self.left:
+            notice = tuple(Notice(self._met, self._finished, why[:LONGEST]))
             others = (rank for rank in range(self._size) if rank != self._rank)
-            _unfinished.extend(self._comm.isend(why[:LONGEST], rank, NOTICE) for rank in others)
+            _unfinished.extend(self._comm.isend(notice, rank, NOTICE) for rank in others)
 
     @property
     def is_open(self) -> bool:

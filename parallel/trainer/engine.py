@@ -332,7 +332,11 @@ class Engine:
         """
         if not self._is_closed:
             self._is_closed = True
-            self.inner.close()
+            try:
+                self.inner.close()
+            except BaseException as error:  # as if a block around it had raised it
+                self._leave(type(error), error, error.__traceback__)
+                raise
             if self._pool is not None:
                 self._pool.close()
             self._opened.close()

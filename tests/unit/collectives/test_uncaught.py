@@ -198,8 +198,7 @@ try:
         work(ours)
         raise ValueError
 except ValueError:
-    work(ours)
-    ours.close()
+    ours.Free()
 thread = threading.Thread(target=work, args=[comm])
 thread.start()
 thread.join()
