@@ -40,6 +40,12 @@ watchers: list[Callable[[], object]] = []
 _pauses = 0
 
 
+def call_watchers() -> None:
+    """Call the `watchers`: in waits that sleep for long between polls in place of `pause`."""
+    for watch in tuple(watchers):
+        watch()
+
+
 def pause(turn: int = 0) -> None:
     """Yield the core after unsuccessful polls; `turn` is the number of pauses of this wait so far.
 
@@ -48,9 +54,8 @@ def pause(turn: int = 0) -> None:
     """
     global _pauses
     _pauses += 1
-    if watchers and not _pauses % WATCHED_PAUSES:
-        for watch in tuple(watchers):
-            watch()
+    if not _pauses % WATCHED_PAUSES:
+        call_watchers()
     if turn > YIELDS and _cores_are_shared:
         time.sleep(NAP)
     else:

@@ -3,6 +3,8 @@
 A rank that waits ends the test by its limit of time.
 """
 
+import time
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -14,6 +16,7 @@ from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.models import transformer
 from parallel.nn.norm import LayerNorm
 from parallel.nn.router import RouterSettings
+from parallel.pipeline import runner
 from parallel.runtime.consistency_check import RankLeft, StepFailed
 
 TOKENS, LENGTH, WIDTH, SAMPLES = 24, 12, 12, 12
@@ -360,3 +363,20 @@ def test_an_error_in_the_middle_of_a_call(comm, monkeypatch, layout, number):
         assert "it is broken" in str(error), error
     finally:
         monkeypatch.undo()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("layout", ["pp", "zb"])
+def test_an_error_of_a_stage_that_sends_nothing_more(comm, monkeypatch, layout):
+    """The other stages wait for its messages, asleep between polls for most of the time, and have a notice of it."""
+
+    def broken(array):
+        time.sleep(0.1)
+        raise MemoryError("it is broken")
+
+    case = Case(Communicator(comm), layout)
+    case.step()
+    if case.is_victim:
+        monkeypatch.setattr(runner, "to_host", broken)
+    with pytest.raises((MemoryError, StepFailed), match="it is broken") if comm.size > 1 else nullcontext():
+        case.step()
