@@ -12,6 +12,7 @@ from parallel.parameter_server.event_order import EventOrder
 from parallel.parameter_server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
 from parallel.parameter_server.shard_store import AsyncStore, SyncStore
 from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart
+from parallel.runtime.consistency_check import StepFailed
 
 
 class TrainingFailed(RuntimeError):
@@ -40,6 +41,7 @@ class ServerLoop:
         self.applied: Counter[int] = Counter()  # applied pushes by key
         self.parts = 0  # most parts of a step so far
         self.rests = self._awaited_rests = 0  # quiescent points
+        self._awaited_steps = 0
         self.stop_requested = False
         self.problem: str | None = None  # reason of this rank's failure; empty if another rank failed
         self._over: set[int] = set()  # ranks that have sent their last message
@@ -64,7 +66,8 @@ class ServerLoop:
 
         Raises `TrainingFailed` if any rank fails or all workers are dead.
         """
-        self._serve(lambda: self._reach >= steps)
+        self._awaited_steps = steps
+        self._serve(lambda: self._expect_steps() and self._reach >= steps)
         if len(self._gone) == len(self._workers):
             raise TrainingFailed("all workers are dead")
         return self._last == steps
@@ -72,7 +75,16 @@ class ServerLoop:
     def until_quiescent(self) -> None:
         """Serve until all living workers wait in `quiesce` and updates are made; `TrainingFailed` if any rank fails."""
         self._awaited_rests += 1
+        self._awaited_steps = 0
         self._serve(lambda: self.rests >= self._awaited_rests)
+
+    def _expect_steps(self) -> bool:
+        """Return True; StepFailed if a worker that waits in `quiesce` has made fewer steps than this rank awaits."""
+        for worker, clock in zip(self._workers, self.clocks):
+            if worker in self._resting and clock < self._awaited_steps:
+                here = f"rank {worker} waits for all ranks after {clock} steps"
+                raise StepFailed(f"{here}, and a server for step {self._awaited_steps}")
+        return True
 
     def catch_up(self) -> None:
         """Handle all received messages that are allowed, without waiting for more; called by `ServerReplicas`."""
@@ -239,6 +251,7 @@ class ServerLoop:
         self._resting[envelope.source] = envelope
         self.order.note(envelope)
         self.remind()
+        self._expect_steps()
         self._release()
 
     def _release(self) -> None:

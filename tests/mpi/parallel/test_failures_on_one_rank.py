@@ -380,3 +380,21 @@ def test_an_error_of_a_stage_that_sends_nothing_more(comm, monkeypatch, layout):
         monkeypatch.setattr(runner, "to_host", broken)
     with pytest.raises((MemoryError, StepFailed), match="it is broken") if comm.size > 1 else nullcontext():
         case.step()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "async"])
+def test_a_worker_that_has_missed_a_step(comm, consistency):
+    """As after an exception that the program has caught on this rank alone."""
+    if comm.size == 1:
+        pytest.skip("no workers")
+    x, y = np.eye(12, dtype=np.float32), np.arange(12) % 4
+    made = Engine(
+        nn.mlp([12, 8, 4]), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), layout="ps", consistency=consistency
+    )
+    with pytest.raises(StepFailed, match=r"rank \d waits for all ranks after 2 steps, and a server for step 3"), made:
+        made.step(x, y)
+        if comm.rank != comm.size - 1:
+            made.step(x, y)
+        made.step(x, y)
+        made.evaluate(x, y)
