@@ -107,7 +107,7 @@ class Parameter:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        """Parameter that belongs to no engine, with a copy of the values, if they are in memory."""
+        """Copy the parameter, with its values if they are in memory; no engine has the copy."""
         made: Parameter = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(deepcopy(vars(self), memo))
