@@ -163,6 +163,7 @@ class TrainEngine(BaseEngine):
 
     _unchanged = consistency_check.NOTHING
     _ownership: ModelOwnership
+    _fingerprint: Fingerprint
     leaves_values = False
     """True if `close` leaves the model its values."""
 
@@ -174,7 +175,6 @@ class TrainEngine(BaseEngine):
         loss: Any,
         optimizer: Optimizer,
         settings: Settings,
-        fingerprint: Fingerprint,
         teams: Sequence[Sequence[int]] | None = None,
         on_mesh: ModelOnMesh | None = None,
     ):
@@ -186,11 +186,11 @@ class TrainEngine(BaseEngine):
         self._axis = None if on_mesh is None else on_mesh.axis
         self._shares_experts = on_mesh is not None and on_mesh.experts is not None
         self.parameters = [one.parameter for one in context.flat.places] if on_mesh is None else on_mesh.parameters
-        self._parts, self._loss, self._optimizer, self._fingerprint = parts, loss, optimizer, fingerprint
+        self._parts, self._loss, self._optimizer = parts, loss, optimizer
         self.settings, self._workers = settings, len(teams)
         self.point = MeetingPoint(self._comm)
         self.resources.callback(self.point.leave, "the engine's constructor")  # no-op after any other end
-        self._sync = StepSync(context, self._comm, self.point, teams, fingerprint)
+        self._sync = StepSync(context, self._comm, self.point, teams, self._fingerprint)
         blocks, clip = None if on_mesh is None else on_mesh.blocks, settings.clip or None
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, clip, blocks)
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling

@@ -86,7 +86,7 @@ class DataParallelEngine(TrainEngine):
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
         check_settings(settings, comm.Get_size())
         self._own(comm, model, settings)
-        fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
+        self._fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
         self._ownership.start()
         self._mesh = DeviceMesh(comm, mesh_of(settings, comm.Get_size()))
         self.resources.callback(self._mesh.close)
@@ -110,7 +110,7 @@ class DataParallelEngine(TrainEngine):
         spans = parts[0].spans
         if self._groups.teams is not None:
             spans = replicas.allgather([span for one in parts for span in one.mine])
-        super().__init__(context, parts, spans, here.loss, optimizer, settings, fingerprint, teams, here)
+        super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self._workers = self._plan.ranks
         self.ledger = MemoryLedger(self._memory.allocated)
         self._guard_results = lru_cache(64)(lambda model, x: model.outline(x))  # which guarded operators keep

@@ -133,7 +133,7 @@ class Parameter:
 
     @property
     def cut(self) -> TensorCut | None:
-        """Of a shard: which part of the logical tensor it is."""
+        """Part of the logical tensor that a shard is; None of a whole tensor."""
         return None
 
     @property

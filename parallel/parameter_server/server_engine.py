@@ -31,7 +31,7 @@ from parallel.parameter_server.key_assignment import buckets_of, keys_of
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains
 from parallel.parameter_server.server_host import ServerHost, open_order
-from parallel.parameter_server.server_loop import TrainingFailed
+from parallel.parameter_server.server_loop import TrainingFailed, cause_of
 from parallel.parameter_server.server_memory import of_shard, of_worker
 from parallel.parameter_server.server_settings import ServerContext, refuse_servers
 from parallel.parameter_server.worker_trainer import WorkerTrainer
@@ -345,12 +345,3 @@ class ParameterServer(BaseEngine):
             self.point.meet("failures")
             raise_on_all(self._comm, problem, "the training has ended", consistency_check.StepFailed)
             raise
-
-
-def cause_of(error: BaseException) -> BaseException | None:
-    """Cause that this rank reports of the end of the training; None if only another rank knows it."""
-    if not isinstance(error, TrainingFailed):
-        return error
-    if not isinstance(error.__cause__, Exception | None):
-        return error.__cause__  # SystemExit and the like
-    return error if str(error) else None

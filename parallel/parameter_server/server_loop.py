@@ -19,6 +19,15 @@ class TrainingFailed(RuntimeError):
     """The training has failed on all ranks; the text is the reason, or empty if another rank failed."""
 
 
+def cause_of(error: BaseException) -> BaseException | None:
+    """Cause that this rank reports of the end of the training; None if only another rank knows it."""
+    if not isinstance(error, TrainingFailed):
+        return error
+    if not isinstance(error.__cause__, Exception | None):
+        return error.__cause__  # SystemExit and the like
+    return error if str(error) else None
+
+
 class ServerLoop:
     """Server of shard `here`, or its replica: handles requests on a `store`; worker i is the rank ``workers[i]``."""
 

@@ -96,11 +96,9 @@ class Pipeline(TrainEngine):
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
         units = units_of(model)
         facts = [("schedule", plan.name), ("placement", plan.placement.routes), ("number of units", len(units))]
-        lines = enumerate(to_csv(plan.actions).splitlines())
-        actions = [(f"the line of stage {stage}", line) for stage, line in lines]
+        actions = [(f"the line of stage {at}", line) for at, line in enumerate(to_csv(plan.actions).splitlines())]
         self._own(comm, model, settings)
-        everyone = comm
-        fingerprint = agreed(comm, model, loss, optimizer, settings.seed, [*facts, *actions])
+        self._fingerprint = agreed(comm, model, loss, optimizer, settings.seed, [*facts, *actions])
         if plan.stages != self.mesh.sizes[AXIS]:
             raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
         self._ownership.start()
@@ -110,7 +108,7 @@ class Pipeline(TrainEngine):
         self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS, EXPERT_TENSOR))
         self.resources.callback(self._mesh.close)
         self.remarks = (*remarks, *self._mesh.remarks, *unpaired(plan, settings), *self._ownership.remarks)
-        here = place_model(model, loss, self._mesh, settings)
+        here, everyone = place_model(model, loss, self._mesh, settings), comm
         comm = here.replicas
         whole = plan_of(here.whole, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
         self._sequences, self._model = here.sequences, LengthModel(here.model, here.loss)
@@ -135,7 +133,7 @@ class Pipeline(TrainEngine):
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
         teams = sorted(self.mesh.groups([AXIS, CONTEXT, TENSOR]))
-        super().__init__(context, parts, spans, here.loss, optimizer, settings, fingerprint, teams, here)
+        super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self.ledger = MemoryLedger(context.memory.allocated)
         portion.expect(self.ledger, len(optimizer.states()), [()] * portion.replicas)
         self.refresh()

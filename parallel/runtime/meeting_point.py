@@ -54,7 +54,7 @@ _unfinished: list[Any] = []
 
 
 class Notice(NamedTuple):
-    """What a rank says that leaves: a meeting or a call that it was in until its end goes on without it."""
+    """Message of a rank that leaves. Meetings and calls that have ended for it end for the others, too."""
 
     met: int  # meetings that have ended for it
     finished: int  # those of them whose call it has finished
