@@ -50,7 +50,7 @@ def trained(comm, router, steps=range(2), save=None, load=None, **changed):
         if load:
             engine.load(load)
         reports = [engine.step(*batch(step)) for step in steps]
-        evaluation = engine.evaluate(*batch(9, 3), loss.correct)
+        evaluation = engine.evaluate(*batch(9), loss.correct)  # cut as a step
         if save:
             engine.save(save)
         seen = [(one.loss, one.norm, one.terms, one.counts) for one in reports]
