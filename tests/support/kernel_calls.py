@@ -84,6 +84,8 @@ def call_operators():
     nn.add_rows(numbers(8, 16), targets, x, numbers(4, 1))
     nn.weighted_rows(numbers(8, 16), targets, numbers(4, 1), x, numbers(4, 16))
     nn.row_products(numbers(8, 16), targets, x)
+    nn.softmax(x)
+    nn.top_k(x, 2)
 
 
 def call_updates():
@@ -97,6 +99,7 @@ def call_updates():
             step(w, g, m, v, spare, scalars)
         updates.lamb_moments(g, m, v, spare, scalars)
         updates.lamb(w, m, v, spare, scalars)
+        updates.average(w, g, spare, 0.9, 0.1)
         updates.squares(w, 16, np.zeros(8), np.zeros(4))
 
 
