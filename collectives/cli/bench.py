@@ -28,7 +28,6 @@ from collectives.benchmark.timing import MODES
 from collectives.benchmark.verdict import judge
 from collectives.cli import launcher
 from collectives.cli.arguments import names_of, picture_file, words
-from collectives.runtime.compiled_program import load_compiler
 
 LONGEST = 1 << 26
 """Bytes up to which messages are timed; longer ones are extrapolated."""
@@ -110,7 +109,6 @@ def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, 
 
 def bench(args: argparse.Namespace) -> Report:
     """Run all measurements of the command line, print rows as they complete, and return the report."""
-    load_compiler()  # takes up to a second, which would be counted as the first row's
     plain = MPI.COMM_WORLD
     comm = Communicator(plain)
     round_trip = comm.message_speed.round_trip or None

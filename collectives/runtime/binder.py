@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import LANDING
 from collectives.runtime.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
 from collectives.runtime.ops import Combiner, SidedReduction
-from collectives.runtime.program import LANDING, ElementArray, Program, ScratchMemory, Task
+from collectives.runtime.program import ElementArray, Program, ScratchMemory, Task
 from collectives.schedule.chunks import MemorySpan, aligned, joined, split
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, Side, Step
 from collectives.transport.exchange import Exchange, Stream

@@ -13,11 +13,12 @@ from collectives.buffers.arguments import Buffer
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
 from collectives.buffers.staging import stage
+from collectives.engine.instructions import SOURCE, TARGET
 from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind, copy_array
 from collectives.runtime.call import Blocks, Call, staged
 from collectives.runtime.ops import OP_NAMES, Combiner, on_device
-from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, ScratchMemory, Task
+from collectives.runtime.program import ElementArray, Program, ScratchMemory, Task
 from collectives.runtime.progress import active_requests, run_program
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS

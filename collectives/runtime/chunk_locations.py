@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from collectives.runtime.program import SCRATCH, Task
+from collectives.engine.instructions import SCRATCH
+from collectives.runtime.program import Task
 from collectives.schedule.chunks import MemorySpan, even, joined
 from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Send, Step, numbers
 from collectives.transport.wire import Wire

@@ -13,8 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import CHANNEL_COUNT, HELD, STARTED
 from collectives.errors import Mismatch, OutOfMemory, mismatch
-from collectives.runtime.program_table import CHANNEL_COUNT, HELD, STARTED
 from collectives.runtime.progress import progress_thread
 from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
@@ -92,7 +92,7 @@ class Transports:
         self.edges: dict[int, dict[int, MailboxEdge]] = {}  # by channel and rank
         self.nonblocking = np.zeros(HELD + NONBLOCKING, np.int64)
         self.nonblocking[CHANNEL_COUNT] = NONBLOCKING
-        """Words of the channels of non-blocking calls: see `program_table`."""
+        """Words of the channels of non-blocking calls: see `instructions.STARTED`."""
 
         self._persistent_requests = 0
         largest_tag = comm.Get_attr(MPI.TAG_UB)

@@ -12,19 +12,31 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
-from collectives.runtime import program_table as table
+from collectives.engine.extension import engine
+from collectives.engine.instructions import (
+    CHECK,
+    HELD,
+    IS_ARRAY,
+    IS_OBJECT,
+    IS_SEQUENCE,
+    MAX_DEPTH,
+    REFUSED,
+    RESULT_BITS,
+)
 from collectives.runtime.argument_keys import NO_ARRAY, CallKey, is_constant
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.program import Program
+
+MAX_ENTRIES = 16
+"""Entries of a method for each channel; the oldest one goes first."""
 
 MAX_CHECKS = 256
 """Checks of one call's arguments: one for each number in lists of counts."""
 
 
 def _refuse(*_: Any) -> int:
-    return table.REFUSED
+    return REFUSED
 
 
 def call_functions() -> defaultdict[str, Callable[..., int]]:
@@ -33,7 +45,7 @@ def call_functions() -> defaultdict[str, Callable[..., int]]:
 
 
 class CompiledCallTable:
-    """Compiled programs of one communicator's calls of a form, which take `channels` in turn (see `program_table`).
+    """Compiled programs of one communicator's calls of a form, which take `channels` in turn (see `instructions`).
 
     ``run[name](sendbuf, recvbuf, op, root, algorithm, segments)`` starts the program of a call of a method. It returns
     `DONE` if that has ended, `REFUSED` if there is none, and otherwise a number for `started`.
@@ -45,18 +57,18 @@ class CompiledCallTable:
         self._methods: dict[str, _Method] = {}
 
     def started(self, name: str, number: int) -> tuple[CompiledProgram, int, int]:
-        """The program that a call has started, its channel, and the result of that (see `program_table`).
+        """The program that a call has started, its channel, and the result of that (see `instructions`).
 
         Raises if a message has failed.
         """
-        entry, result = self._methods[name].entries[number // (table.RESULT + 1)], number & table.RESULT
+        entry, result = self._methods[name].entries[number >> RESULT_BITS], number & ((1 << RESULT_BITS) - 1)
         entry.program.note(result)
         return entry.program, entry.channel, result
 
     def unfinished(self, name: str) -> list[CompiledProgram]:
         """Programs of a method's calls that have not ended, and are not held by a request."""
         entries = [] if name not in self._methods else self._methods[name].entries
-        held = self._channels[table.HELD :]
+        held = self._channels[HELD:]
         return [entry.program for entry in entries if not entry.program.ended and not held[entry.channel]]
 
     def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
@@ -81,13 +93,8 @@ class _Method:
     """Compiled programs of one method."""
 
     def __init__(self, channels: np.ndarray) -> None:
-        from collectives.runtime import call_kernel  # needs numba, which takes a while to load
-
-        most = table.MAX_ENTRIES * int(channels[table.CHANNEL_COUNT])
-        self._words = np.zeros(table.ENTRIES + table.ENTRY_WORDS * most, np.int64)
-        self._words[table.CHANNELS] = MPI.Get_address(channels)
         self.entries: list[_Entry] = []
-        self.run: Callable[..., int] = call_kernel.functions().call(self._words)
+        self.run = engine.CallTable(channels, NO_ARRAY)
 
     def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
         """Add a program for the arguments of a key; beyond `MAX_ENTRIES` of a channel forget the oldest one."""
@@ -95,22 +102,19 @@ class _Method:
         if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks) or not key.is_current:
             return
         in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
-        words = np.array([check.words(3 if in_place else 1 << check.argument) for check in checks], np.int64)
+        records = np.array([check.record(3 if in_place else 1 << check.argument) for check in checks], CHECK)
         others = [entry for entry in self.entries if entry.channel != channel]
-        alike = [entry for entry in self.entries if entry.channel == channel][1 - table.MAX_ENTRIES :]
-        self._store([*others, *alike, _Entry(program, channel, words, [check.refers_to for check in checks])])
+        alike = [entry for entry in self.entries if entry.channel == channel][1 - MAX_ENTRIES :]
+        self._store([*others, *alike, _Entry(program, channel, records, [check.refers_to for check in checks])])
 
     def discard(self, program: Program) -> None:
         self._store([entry for entry in self.entries if entry.program.program is not program])
 
     def _store(self, entries: list[_Entry]) -> None:
-        self._words[table.ENTRY_COUNT] = 0  # until the words are those of `entries`: Ctrl-C may come before
+        rows = tuple((one.program.engine, one.checks, one.channel, one.referred) for one in entries)
+        self.run.store(())  # until the entries are these: Ctrl-C may come before
         self.entries = entries
-        for index, entry in enumerate(entries):
-            at = table.ENTRIES + table.ENTRY_WORDS * index
-            checks = MPI.Get_address(entry.checks), len(entry.checks)
-            self._words[at : at + table.ENTRY_WORDS] = entry.program.address, *checks, id(NO_ARRAY), entry.channel
-        self._words[table.ENTRY_COUNT] = len(entries)
+        self.run.store(rows)
 
 
 class _Entry(NamedTuple):
@@ -122,7 +126,7 @@ class _Entry(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """Check of an argument, or of an item in its lists and tuples: see `program_table`."""
+    """Check of an argument, or of an item in its lists and tuples: see `instructions`."""
 
     kind: int
     value: Any
@@ -134,18 +138,18 @@ class _Check(NamedTuple):
     @property
     def is_possible(self) -> bool:
         """False for items too deep, for arrays of counts, and for objects among them that may change their value."""
-        if self.kind == table.IS_OBJECT and self.path and not is_constant(self.value):
+        if self.kind == IS_OBJECT and self.path and not is_constant(self.value):
             return False
         is_buffer = self.argument < 2 and not any(index for index, _ in self.path[:1]) and len(self.path) < 2
-        return len(self.path) <= table.MAX_DEPTH and (self.array is None or is_buffer)
+        return len(self.path) <= MAX_DEPTH and (self.array is None or is_buffer)
 
-    def words(self, buffers: int) -> list[int]:
-        path = [word for step in self.path for word in step]
-        path += [0] * (2 * table.MAX_DEPTH - len(path))
-        array = [0] * 5
+    def record(self, buffers: int) -> tuple[Any, ...]:
+        """Values of the fields of `CHECK`."""
+        path = [*self.path, *[(0, False)] * (MAX_DEPTH - len(self.path))]
+        array = (0, 0, 0, 0)
         if self.array is not None:
-            array = [buffers, id(self.array.dtype), self.array.ndim, self.array.itemsize, self.array.nbytes]
-        return [self.kind, id(self.value), self.length, *array, self.argument, len(self.path), *path]
+            array = buffers, id(self.array.dtype), self.array.ndim, self.array.nbytes
+        return self.kind, id(self.value), self.length, *array, self.argument, len(self.path), path
 
     @property
     def refers_to(self) -> Any:
@@ -156,10 +160,10 @@ class _Check(NamedTuple):
 def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) -> Iterator[_Check]:
     kind = type(value)
     if kind is np.ndarray:
-        yield _Check(table.IS_ARRAY, kind, argument, path, array=value)
+        yield _Check(IS_ARRAY, kind, argument, path, array=value)
     elif kind is list or kind is tuple:
-        yield _Check(table.IS_SEQUENCE, kind, argument, path, len(value))
+        yield _Check(IS_SEQUENCE, kind, argument, path, len(value))
         for index, item in enumerate(value):
             yield from _checks(item, argument, (*path, (index, kind is list)))
     else:
-        yield _Check(table.IS_OBJECT, value, argument, path)
+        yield _Check(IS_OBJECT, value, argument, path)

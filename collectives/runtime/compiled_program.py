@@ -1,30 +1,23 @@
-"""Compile a program to a table, which one compiled function runs; needs numba (the extra ``fast``).
-
-`table_layout` translates it, if a table has all of its operations.
-"""
+"""Programs that the compiled engine runs: `program_rows` translates them, if there are rows for all operations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from threading import RLock
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime import program_table as table
+from collectives.engine.extension import available
+from collectives.engine.instructions import DONE, IGNORED, MISMATCH, REFUSED, SOURCE, TARGET, WAITING, Kind
 from collectives.runtime.program import Program
-from collectives.runtime.progress import active_requests, progress_until, progress_words
-from collectives.runtime.table_layout import NotCompilableError, TableLayout, place_of
-from collectives.transport.mailbox import PID, NodeMemory
-from collectives.transport.shm_messages import CHUNK
-from quant.kernels.availability import has_compiler
-
-ALONE = 1024
-"""Factor of `calls_before_compiling` for a communicator of one rank, which saves only some 4 us per compiled call."""
+from collectives.runtime.program_rows import NoRowsError, ProgramRows
+from collectives.runtime.progress import active_requests, progress_until
+from collectives.transport.mailbox import NodeMemory
 
 YIELDS = 16
-"""Polls of compiled code, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
+"""Polls of the engine, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 
 START_POLLS = 100
 """Polls of the start of a non-blocking call: about 5 us, as much as a pending request costs."""
@@ -35,29 +28,10 @@ POLLED_BYTES = 1 << 9
 AWAITED_BYTES = 1 << 19
 
 NETWORK_POLLS = 400
-"""Most polls of compiled code while it waits for messages between nodes: some 200 us."""
+"""Most polls of the engine while it waits for messages between nodes: some 200 us."""
 
 PATIENT_POLLS = 200
 """Polls between two sleeps of the progress thread: some 10 us."""
-
-
-@cache
-def available() -> bool:
-    """True if kernels are compiled, and objects laid out as compiled code reads them: not in free-threaded Python."""
-    return has_compiler() and object.__basicsize__ == 16
-
-
-def load_compiler() -> None:
-    """Load the compiler, or compiled functions, now; a no-op without numba."""
-    if available():
-        from collectives.runtime import call_kernel
-
-        call_kernel.functions()
-
-
-def calls_before_compiling(usual: int, alone: bool) -> int:
-    """Number of equal calls after which programs are compiled; `alone`: the communicator has one rank."""
-    return usual * (ALONE if alone else 1)
 
 
 class CompiledProgram:
@@ -71,31 +45,19 @@ class CompiledProgram:
     is_waiting, polls = False, 1
 
     def __init__(self, program: Program, node: NodeMemory) -> None:
-        from collectives.runtime import call_kernel  # needs numba, which takes a while to load
-
-        layout = TableLayout(program.steps, program.wire)
-        self.program, self.node, self._operations = program, node, layout.operations
-        reduced = [one.nbytes for one in layout.operations if one.edge is not None and one.kernel]
-        self._spare = np.empty(min(CHUNK, max(reduced, default=0)), np.uint8)
-        self._table = layout.numbers(program.memories, self._spare)
-        self.needs_no_mpi, self._table[table.USES_MPI] = not layout.messages, bool(layout.messages)
-        ranges = [(memory.address, memory.address + memory.array.nbytes) for memory in program.memories]
-        pieces = [piece for operation in layout.operations for piece in operation.pieces if piece.out]
-        self._written = {place_of(ranges, piece.out, piece.nbytes)[0] for piece in pieces}
-        self._table[table.SHARED_CORES], self._table[table.DEFERRED] = self.node.shares_cores, program.deferred
+        rows = ProgramRows(program.steps, program.wire)
+        self.program, self.node, self._rows = program, node, rows.descriptions
+        self._engine, self._messages = rows.program(program.memories)
+        self.needs_no_mpi, self._written = not rows.messages, rows.written(program.memories)
+        self._engine.shares_cores, self._engine.is_deferred = bool(node.shares_cores), program.deferred
         self.deferred = program.deferred
-        self.spins = YIELDS if self.node.shares_cores else self.node.spins * 8  # compiled code polls that much faster
-        if layout.messages:
+        self.spins = YIELDS if node.shares_cores else node.spins * 8  # the engine polls that much faster
+        if rows.messages:
             self.spins = min(self.spins, NETWORK_POLLS)
-        self._table[table.POLLS] = self._table[table.CALL_POLLS] = self.spins
-        self._table[table.PROGRESS] = MPI.Get_address(progress_words)
-        self._words = self._table.data  # the same memory, which Python reads faster
-        self.address = MPI.Get_address(self._table)
-        functions = call_kernel.functions()
-        self._run, self._advance, self.copy = functions.run, functions.advance, functions.copy
-        self._advance_patiently = functions.advance_patiently
-        self.start_for, self.end_for = functions.start(self._table), functions.end(self._table)
-        self.activate_for, self._take_back = functions.activate(self._table), functions.take_back(self._table)
+        self._engine.polls = self._engine.call_polls = self.spins
+        self.start_for, self.end_for = self._engine.start, self._engine.end
+        self.activate_for, self.take_back = self._engine.activate, self._engine.take_back
+        self.runs_for, self.manage = self._engine.runs_for, self._engine.manage
 
     def expect(self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int]) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
@@ -103,35 +65,43 @@ class CompiledProgram:
         The program's source and target begin at the addresses `memories` in them; None for own memory. Their first
         `separate` bytes may not overlap.
         """
-        places = (table.SEND_ARRAY, table.SOURCE), (table.RECV_ARRAY, table.TARGET)
-        for (place, memory), array, address, nbytes in zip(places, arrays, memories, separate, strict=True):
-            words = self._table[place : place + table.ARRAY_WORDS]
-            words[table.WRITTEN], words[table.NBYTES] = memory in self._written, nbytes
-            words[table.MEMORY] = table.IGNORED if address is None else memory
-            words[table.OFFSET] = 0 if address is None else address - MPI.Get_address(array)
+        for number, array, address, nbytes in zip((0, 1), arrays, memories, separate, strict=True):
+            memory = (SOURCE, TARGET)[number]
+            place = (IGNORED, 0) if address is None else (memory, address - MPI.Get_address(array))
+            self._engine.expect(number, memory in self._written, *place, nbytes)
 
     def shorten_calls(self) -> None:
         """Let calls of the program, a non-blocking one, wait for a moment at most."""
-        longest = max((operation.nbytes for operation in self._operations), default=0)
+        longest = max((row.nbytes for row in self._rows), default=0)
         polls = START_POLLS + min(longest, AWAITED_BYTES) // POLLED_BYTES
-        self._table[table.CALL_POLLS] = 0 if self.node.shares_cores else polls
+        self._engine.call_polls = 0 if self.node.shares_cores else polls
+
+    @property
+    def engine(self) -> Any:
+        """The program as the engine has it."""
+        return self._engine
 
     @property
     def ended(self) -> bool:
-        """True once the program has ended, until it is started again; compiled code notes the end."""
-        return self._words[table.STARTED_RUN] == 0
+        """True once the program has ended, until it is started again; the engine notes the end."""
+        return not self._engine.is_running
 
     @property
     def position(self) -> int:
         """Number of the current round."""
-        return int(self._table[table.ROUND])
+        return int(self._engine.round)
+
+    @property
+    def is_startable(self) -> bool:
+        """True if the engine may start the program for its idle persistent request."""
+        return bool(self._engine.is_idle)
 
     def on_arrays(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> bool:
         """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
         result = self.start_on(sendbuf, recvbuf)
-        if result == table.WAITING:
+        if result == WAITING:
             self.go_on()
-        return result != table.REFUSED
+        return result != REFUSED
 
     def go_on(self) -> None:
         """Run to the end after a start, with progress of all active requests meanwhile."""
@@ -141,52 +111,35 @@ class CompiledProgram:
             self.finish()
 
     def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
-        """Start the program on these arrays; the result is as in `program_table`, or an error is raised.
+        """Start the program on these arrays; returns a result of the engine, or an error is raised.
 
         It is `REFUSED` if they are not like those of `expect`.
         """
-        result = self._run(sendbuf, recvbuf, self.address)
-        if result not in (table.DONE, table.REFUSED):
+        result = int(self._engine.run(sendbuf, recvbuf))
+        if result not in (DONE, REFUSED):
             self.note(result)
         return result
 
-    def manage(self, request: object, active: bool) -> None:
-        """Let compiled code start and end the program for its persistent request, which is active now or not."""
-        self._words[table.REQUEST], self._words[table.STARTABLE] = id(request) if active else 0, 1
-
-    @property
-    def is_startable(self) -> bool:
-        """True if compiled code may start the program for its idle persistent request."""
-        return self._words[table.STARTABLE] != 0 and self._words[table.REQUEST] == 0
-
-    def runs_for(self, request: object) -> bool:
-        """True if the program runs for an active request that compiled code manages."""
-        return self._words[table.REQUEST] == id(request)
-
-    def take_back(self, request: object) -> int:
-        """Leave a request that compiled code manages to Python; see `call_kernel.Functions`."""
-        return self._take_back(request)
-
     def note(self, result: int) -> None:
-        """Raise if a message has failed, by the result of a compiled function."""
-        if result <= table.WAITING:
+        """Raise if a message has failed, by a result of the engine."""
+        if result <= WAITING:
             return
-        operation = self._operations[self._table[table.FAILED]]
-        if operation.message is not None:
-            raise operation.message.error(result)
-        assert operation.edge is not None, "only messages fail"
-        if result == table.MISMATCH:
-            raise operation.edge.refuse(None if operation.kind == table.CHECK_MAILBOX else operation.nbytes)
-        raise OSError(f"the memory of process {operation.edge.numbers[PID]} cannot be accessed")
+        row = self._rows[self._engine.failed]
+        if row.message is not None:
+            raise row.message.error(result, self._messages[row.message.number])
+        assert row.edge is not None, "only messages fail"
+        if result == MISMATCH:
+            raise row.edge.refuse(None if row.kind == Kind.EXPECT_NONE else row.nbytes)
+        raise OSError(f"the memory of process {row.edge.link['pid'][0]} cannot be accessed")
 
     def start(self) -> bool:
         """Start the program on the memory it was bound to, and `advance` unless that is `deferred`."""
-        self._words[table.STARTED_RUN] = 1
+        self._engine.is_running = True
         return not self.deferred and self.advance()
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""
-        self.note(self._advance(self.address, 0))
+        self.note(self._engine.advance(0))
         return self.ended
 
     def advance_patiently(self, naps: int) -> int:
@@ -194,11 +147,11 @@ class CompiledProgram:
 
         It sleeps up to `naps` times while it waits for messages.
         """
-        return self._advance_patiently(self.address, PATIENT_POLLS, naps)
+        return int(self._engine.advance_patiently(PATIENT_POLLS, naps))
 
     def poll(self) -> bool:
         """`advance` after some polls for messages; True if the end is reached."""
-        self.note(self._advance(self.address, self.spins))
+        self.note(self._engine.advance(self.spins))
         return self.ended
 
     def finish(self) -> None:
@@ -210,7 +163,7 @@ class CompiledProgram:
 
     def run(self) -> None:
         """Run the program on the memory it was bound to."""
-        self._words[table.STARTED_RUN] = 1
+        self._engine.is_running = True
         self.finish()
 
     def free(self) -> None:
@@ -237,7 +190,7 @@ def compile_program(program: Program, blocking: bool = False) -> CompiledProgram
         try:
             _is_compiling = True
             compiled = CompiledProgram(program, node)
-        except NotCompilableError:
+        except NoRowsError:
             return None
         finally:
             _is_compiling = False

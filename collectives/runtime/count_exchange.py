@@ -9,9 +9,10 @@ from mpi4py import MPI
 from collectives.algorithms.catalog import build, find
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.staging import with_own_datatype
+from collectives.engine.instructions import TARGET
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Call
-from collectives.runtime.program import TARGET, ElementArray, Program, Task
+from collectives.runtime.program import ElementArray, Program, Task
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice

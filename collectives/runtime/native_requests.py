@@ -14,15 +14,13 @@ complete. Handles of both kinds are kept for later requests if `Wait` of the req
 
 from __future__ import annotations
 
-from ctypes import memmove
+from ctypes import memmove, string_at
 from itertools import count
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime import program_table as table
-from collectives.runtime.compiled_program import CompiledProgram, available
+from collectives.engine.extension import engine
 from collectives.runtime.progress import mpi_is_thread_safe, progress_lock
 from collectives.runtime.requests import Request, clear_status
 
@@ -47,34 +45,17 @@ def ended_request() -> Request:
     It has no attributes of its own, which would take as long as a call of the MPI.
     """
     request = _new(EndedRequest)
-    if _take_handle(request):
-        _keep_complete_handles()
-        return _new(EndedRequest, _isend(None, PROC_NULL))
-    return request
+    return request if _take_handle(request) else _new(EndedRequest, _isend(None, PROC_NULL))
 
 
-def _refuse(_: MPI.Request) -> int:
-    return table.REFUSED
+def _refuse(_: MPI.Request) -> bool:
+    return False
 
 
-_take_handle = _keep_handle = _refuse  # until something is compiled
-_handles = np.zeros(table.HANDLES + table.MAX_HANDLES, np.int64)
-
-
-def _keep_complete_handles() -> None:
-    """From now on, keep the complete handles of ended requests for later ones; needs the compiler.
-
-    Calls of the MPI to make and free them would take longer, most of all after long messages, which leave little of the
-    MPI's code in the caches.
-    """
-    global _take_handle, _keep_handle
-    if _take_handle is _refuse and available():
-        from collectives.runtime import call_kernel
-
-        at = MPI._addressof(MPI.REQUEST_NULL) - id(MPI.REQUEST_NULL)
-        _handles[: table.HANDLES_KEPT] = at, _HANDLE_BYTES, _NULL_ADDRESS
-        functions = call_kernel.functions()
-        _take_handle, _keep_handle = functions.take_handle(_handles), functions.keep_handle(_handles)
+_take_handle = _refuse if engine is None else engine.take_handle
+_keep_handle = _refuse if engine is None else engine.keep_handle
+"""Take and keep complete handles of ended requests: calls of the MPI to make and free them would take longer, most of
+all after long messages, which leave little of the MPI's code in the caches."""
 
 
 class GeneralizedHandle:
@@ -133,6 +114,8 @@ _unused: list[GeneralizedHandle | SelfMessageHandle] = []
 _isend, PROC_NULL = MPI.COMM_SELF.Isend, MPI.PROC_NULL
 _new, _wait = MPI.Request.__new__, MPI.Request.Wait
 _HANDLE_BYTES, _NULL_ADDRESS = MPI._sizeof(MPI.REQUEST_NULL), MPI._addressof(MPI.REQUEST_NULL)
+if engine is not None:
+    engine.set_handles(_NULL_ADDRESS - id(MPI.REQUEST_NULL), string_at(_NULL_ADDRESS, _HANDLE_BYTES))
 
 PendingHandle = GeneralizedHandle if MPI.Get_library_version().startswith("Open MPI") else SelfMessageHandle
 
@@ -159,7 +142,7 @@ class NativeRequest(Request, MPI.Request):
         """Write MPI.REQUEST_NULL into this object, as mpi4py has no setter, and keep the handle for a later request."""
         if self._handle is None:  # Ctrl-C came between this and the end
             return
-        copy = self.program.copy if isinstance(self.program, CompiledProgram) else memmove
+        copy = memmove if engine is None else engine.copy
         copy(MPI._addressof(self), _NULL_ADDRESS, _HANDLE_BYTES)
         handle = self.__dict__.pop("_handle", None)
         if handle is not None:
@@ -198,7 +181,7 @@ class EndedRequest(NativeRequest):
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Free the handle, or keep it for a later request, and return True."""
-        if _keep_handle(self):
+        if not _keep_handle(self):
             if self._freed:
                 self._check("Wait")
             _wait(self)
@@ -219,6 +202,5 @@ def free_unused_handles() -> None:
         handle = _unused.pop()
         handle.complete(failed=False)
         handle.request.Wait()
-    while _handles[table.HANDLES_KEPT] and not MPI.Is_finalized():
-        _take_handle(request := MPI.Request())
+    while not MPI.Is_finalized() and _take_handle(request := MPI.Request()):
         request.Wait()

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import DONE, HAS_THREAD, REFUSED, WAITING
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.program import Program
-from collectives.runtime.program_table import DONE, HAS_THREAD, REFUSED, WAITING
 from collectives.runtime.progress import (
     active_requests,
     contains,

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from collectives.engine.instructions import DONE, HELD, REFUSED, STARTED
 from collectives.errors import Mismatch, OutOfMemory
 from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory, common, gather_or_raise
@@ -19,7 +20,7 @@ from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
-from collectives.runtime.compiled_program import CompiledProgram, compile_program, load_compiler
+from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
 from collectives.runtime.desync_check import DesyncChecker
 from collectives.runtime.gpu_program_builder import GpuProgramBuilder
@@ -28,7 +29,6 @@ from collectives.runtime.operation import Operation
 from collectives.runtime.program import Program
 from collectives.runtime.program_builder import ProgramBuilder
 from collectives.runtime.program_cache import MAX_PROGRAMS, ProgramCache
-from collectives.runtime.program_table import DONE, HELD, REFUSED, STARTED
 from collectives.runtime.progress import (
     active_requests,
     lone_requests,
@@ -57,16 +57,14 @@ class Planner:
         checker: DesyncChecker | None = None,
         async_progress: bool = False,
     ) -> None:
-        if async_progress:
-            load_compiler()
         self.transports, self.chooser, self._checker = transports, chooser, checker
         self.comm, self.node, self.nodes = transports.comm, transports.node, transports.nodes
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         builder = ProgramBuilder if transports.sharing.gpu is None else GpuProgramBuilder
         self._builder = builder(transports, async_progress)
-        self.cache = ProgramCache(self.rank, self.size == 1)
+        self.cache = ProgramCache(self.rank)
         self._is_broken = False  # a persistent request was aborted
-        self.nonblocking = ProgramCache(self.rank, self.size == 1, transports.nonblocking)
+        self.nonblocking = ProgramCache(self.rank, transports.nonblocking)
         self._turns = transports.nonblocking.data  # the same memory, which Python reads faster
         self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
         self._count_exchanges: dict[Hashable, CountExchange] = {}
@@ -110,8 +108,6 @@ class Planner:
         if entry is None:
             entry = build.bind_eager(call, choice) if small else build.bind(call, choice, "blocking", device)
             self.cache.add(key, entry)
-        else:
-            self.cache.count_repeat()
         if isinstance(entry, Program) and entry.stream is not None:
             entry.stream.follow(*(buffer.owner for buffer in call.buffers))
         run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(run_program, entry.program)
@@ -245,9 +241,9 @@ class Planner:
                 self._channels.give_back(channel)
             gather_or_raise(self.comm, None if isinstance(bound, Program) else bound)
         assert isinstance(bound, Program), "no rank lacks memory"
-        program = (compile_program(bound) or bound) if bound.deferred else bound
+        program = compile_program(bound) or bound
         request = Request(call.collective, program, self, call, persistent=True)
-        request.channel, request.device, request.alone = channel, call_device(call), self.size == 1
+        request.channel, request.device = channel, call_device(call)
         request.finalizer = weakref.finalize(request, self._finalized.append, (program, channel))
         request.finalizer.atexit = False
         with progress_lock:

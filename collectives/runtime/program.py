@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.runtime.program_table import DONE, REFUSED, WAITING
+from collectives.engine.instructions import DONE, LINE, REFUSED, WAITING
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
 from collectives.transport.exchange import Exchange
-from collectives.transport.shared_heap import LINE
 from collectives.transport.wire import Wire
 from collectives.types import Wait
-
-SOURCE, TARGET, SCRATCH, LANDING = range(4)
-"""Memories of a program: the user's buffers, scratch for forwarded chunks, and landing memory for operands."""
 
 START_POLLS = 8
 """Polls of the start of a non-blocking call: some 3 us, less than a pending request costs."""
@@ -206,11 +202,11 @@ class Program:
             call()
 
     def start_on(self, *_: Any) -> int:
-        """Start a program that `needs_no_mpi`, and wait for a moment at most; the result is as in `program_table`."""
+        """Start a program that `needs_no_mpi`, and wait for a moment at most; returns a result of the engine."""
         return DONE if self.start() or any(self.advance() for _ in range(min(self.polls, START_POLLS))) else WAITING
 
     def runs_for(self, *_: object) -> bool:
-        """False: compiled code does not manage a request of this program (see `call_kernel.Functions`)."""
+        """False: compiled code does not manage a request of this program ."""
         return False
 
     def end_for(self, *_: object) -> int:

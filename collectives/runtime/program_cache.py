@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.engine.instructions import CHANNEL_COUNT, REFUSED
 from collectives.errors import RanksDisagree
-from collectives.runtime import compiled_program
-from collectives.runtime import program_table as table
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, key_fields, with_addresses
 from collectives.runtime.binding import EagerBuffers, memories, separate_bytes, spans_meet
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
-from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
+from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.operation import Operation, orphans
 from collectives.runtime.program import Program
 from collectives.runtime.progress import run_program
@@ -31,10 +30,6 @@ MAX_PROGRAMS = 256
 
 MAX_BYTES = 1 << 28
 """Scratch memory of all cached programs of blocking calls."""
-
-COMPILE_AFTER = 16
-"""Repeated calls after which programs are compiled. Loading compiled code takes up to a second; compiling it, once per
-installation, took 8.5 seconds."""
 
 _ndarray = np.ndarray
 
@@ -47,7 +42,7 @@ class CachedCall(NamedTuple):
     """Cache entry of a call.
 
     ``run(sendbuf, recvbuf)`` runs a blocking call, or returns False if the buffers do not fit; it starts a non-blocking
-    one, with a result of `program_table`.
+    one, and returns a result of the engine.
     """
 
     run: Run
@@ -57,16 +52,15 @@ class CachedCall(NamedTuple):
 class ProgramCache:
     """Cache of the programs of one communicator's blocking calls, or of its non-blocking ones.
 
-    `rank` is for error messages; with `alone` the communicator has one rank. Non-blocking calls take `channels` in turn
-    (words of `program_table`), and a program belongs to one of them.
+    `rank` is for error messages. Non-blocking calls take `channels` in turn (`instructions.STARTED`), and a program
+    belongs to one of them.
 
     Attributes
     ----------
     bound
         Programs, the oldest first, by the properties that calls of one program share, and the channel.
     calls
-        For each channel, calls by `CallKey.arguments`, or by `CallKey.addresses`. Of non-blocking calls only frequent
-        ones.
+        For each channel, calls by `CallKey.arguments`, or by `CallKey.addresses`.
     compiled_calls
         Compiled programs by the arguments of calls, searched first; then `calls` are.
     nbytes
@@ -77,15 +71,13 @@ class ProgramCache:
         Description of an aborted call. Its messages may still arrive, so that no later call can be trusted.
     """
 
-    def __init__(self, rank: int, alone: bool = False, channels: np.ndarray | None = None) -> None:
-        self._rank, self._alone, self._blocking = rank, alone, channels is None
+    def __init__(self, rank: int, channels: np.ndarray | None = None) -> None:
+        self._rank, self._blocking = rank, channels is None
         if channels is None:
             channels = np.array([0, 1, 0], np.int64)  # one channel, which no call holds
         self.bound: dict[Hashable, Entry] = {}
-        self.calls = [dict[Hashable, CachedCall]() for _ in range(channels[table.CHANNEL_COUNT])]
+        self.calls = [dict[Hashable, CachedCall]() for _ in range(channels[CHANNEL_COUNT])]
         self.compiled_calls = CompiledCallTable(channels)
-        self._repeats = 0
-        self._made: set[Hashable] = set()  # arguments of non-blocking calls that were not compiled
         self.nbytes = 0
         self.broken: str | None = None
         self.begins = False
@@ -109,7 +101,7 @@ class ProgramCache:
 
         `found` is the result of ``compiled_calls.run[name]`` for this call.
         """
-        if found != table.REFUSED:
+        if found != REFUSED:
             s, r = arguments[:2]
             _kept = type(s) is list and s[0], type(r) is list and r[0]  # another thread may replace the arrays in lists
             self.compiled_calls.started(name, found)[0].go_on()
@@ -133,14 +125,12 @@ class ProgramCache:
         """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
 
         `key` is what `find` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined operation and a
-        full cache. Once calls are frequent, the program is compiled.
+        full cache.
         """
         entry, calls = self.bound.get(bound), self.calls[channel]
         if key is UNCACHEABLE or entry is None or len(calls) >= 4 * MAX_PROGRAMS or not key.identifies(memories(call)):
             return
         program = entry.program
-        if not self._blocking and not self._is_repeated(key, program):
-            return
         compiled = None if program.stream is not None else self._compile(program, key, call)
         if compiled is not None:
             run: Run = compiled.on_arrays if self._blocking else compiled.start_on
@@ -149,20 +139,8 @@ class ProgramCache:
         elif self._blocking:
             known, run = self._uncompiled(key, entry, call)
             calls[known] = CachedCall(run, program)
-        elif self._calls_are_frequent and program.needs_no_mpi and not program.deferred:
+        elif program.needs_no_mpi and not program.deferred and program.stream is None:
             calls[key.addresses] = CachedCall(program.start_on, program)
-
-    def _is_repeated(self, key: CallKey, program: Program) -> bool:
-        """Count a non-blocking call of host arrays that was made before; False for others."""
-        if program.stream is not None:
-            return False
-        if key.arguments in self._made:
-            self.count_repeat()
-            return True
-        if len(self._made) >= 4 * MAX_PROGRAMS:
-            self._made.clear()
-        self._made.add(key.arguments)
-        return False
 
     def _uncompiled(self, key: CallKey, entry: Entry, call: Call) -> tuple[Hashable, Run]:
         """Key in `calls` of a blocking call that is not compiled, and the function that runs it."""
@@ -171,45 +149,21 @@ class ProgramCache:
             return key.arguments if key.has_addresses else key.addresses, partial(_run, program)
         if isinstance(entry, EagerBuffers):
             run = entry.on_arrays(s, r) if key.plain else None
-            return (key.arguments if run else key.addresses), self._counting(run or entry.on_call(call))
+            return (key.arguments if run else key.addresses), run or entry.on_call(call)
         if program.on_arrays is not None and key.plain and s is not r:
             return key.arguments, program.on_arrays
-        return key.addresses, self._counting(partial(_run, program))
+        return key.addresses, partial(_run, program)
 
     def _compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
-        """Compile a program for calls like this one once calls are frequent; None if that is not possible."""
+        """Compile a program for calls like this one; None if that is not possible."""
         if spans_meet(call):  # blocks of one array: their addresses do not tell which buffer they are in
             return None
-        compiled = compile_program(program, self._blocking) if self._calls_are_frequent else None
+        compiled = compile_program(program, self._blocking)
         if compiled is not None:
             compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))
             if not self._blocking:
                 compiled.shorten_calls()
         return compiled
-
-    @property
-    def _calls_are_frequent(self) -> bool:
-        return self._repeats >= calls_before_compiling(COMPILE_AFTER, self._alone)
-
-    def count_repeat(self) -> None:
-        """Count a repeated call that is not compiled; once calls are frequent, all are forgotten.
-
-        Their programs are then compiled as they are called again.
-        """
-        self._repeats += 1
-        if self._repeats == calls_before_compiling(COMPILE_AFTER, self._alone):
-            self._forget_calls()
-
-    def _counting(self, run: Run) -> Run:
-        """The function `run` that also counts the repeated calls."""
-        if not compiled_program.available():
-            return run
-
-        def counted(sendbuf: Any, recvbuf: Any) -> int:
-            self.count_repeat()
-            return run(sendbuf, recvbuf)
-
-        return counted
 
     # -------------------------------------------------------------------------------- programs
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
+from collectives.engine.extension import engine
+from collectives.engine.instructions import ATTEMPTS, HAS_THREAD, PROGRESS_WORDS
 from collectives.runtime.program import Program
-from collectives.runtime.program_table import ACTIVE_REQUESTS, ATTEMPTS, HAS_THREAD, PROGRESS_WORDS
 from collectives.transport.wire import NAP, pause
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ lone_requests: list[Operation] = []
 """Requests that a thread completes by itself, so that no other thread progresses them; changed as `active_requests`."""
 
 progress_words = np.zeros(PROGRESS_WORDS, np.int64)
-progress_words[ACTIVE_REQUESTS] = id(active_requests)
-"""Words of the process for compiled code: see `program_table`."""
+"""Words of the process, which the engine shares."""
+
+if engine is not None:
+    engine.set_progress(active_requests, progress_words)
 
 progress_lock = threading.RLock()
 """Held while active requests progress, which any thread may do for all others.

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
+from collectives.engine.instructions import DONE, REFUSED, WAITING
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.compiled_program import CompiledProgram, calls_before_compiling, compile_program
+from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.operation import Operation
-from collectives.runtime.program import Program
-from collectives.runtime.program_table import DONE, REFUSED, WAITING
 from collectives.runtime.progress import (
     active_requests,
     lone_requests,
@@ -24,9 +23,6 @@ from collectives.runtime.progress import (
 )
 from collectives.runtime.request_lists import start_all, test_all, wait_all
 from collectives.transport.wire import pause_after_test
-
-COMPILE_AFTER = 10
-"""Starts of a persistent request at which its program is compiled; loading the compiler takes up to a second."""
 
 
 def clear_status(status: MPI.Status | None) -> None:
@@ -81,11 +77,7 @@ class Request(Operation):
     channel: int | None = None
     """Mailbox channel of a persistent request; of a non-blocking one that holds its channel, the number of that."""
 
-    alone = False
-    """The communicator has one rank."""
-
     _freed = _lapsed = False
-    _starts = 0
 
     def __repr__(self) -> str:
         states = {"freed": self._freed, "broken off": self._broken, "under way": self.active}
@@ -123,7 +115,6 @@ class Request(Operation):
                 self._startable = False
                 if self.device is not None:
                     self._context = self.device.capture()
-                self._count_start()
                 self._startable = self.program.start()
                 if not self._startable:
                     self.activate()
@@ -133,12 +124,6 @@ class Request(Operation):
                     raise
                 return
             self._hand_over()
-
-    def _count_start(self) -> None:
-        """Compile the program of a persistent request when it has proved to be one."""
-        self._starts += 1
-        if self._starts == calls_before_compiling(COMPILE_AFTER, self.alone) and isinstance(self.program, Program):
-            self.program = compile_program(self.program) or self.program
 
     def not_startable(self) -> InvalidArgument:
         return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")

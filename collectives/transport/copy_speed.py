@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from quant.kernels.availability import has_compiler
+from collectives.engine.extension import available
 
 if TYPE_CHECKING:
     from collectives.transport.mailbox import NodeMemory
@@ -67,8 +67,8 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 @cache
 def copies_past_caches() -> bool:
-    """True if compiled code copies into shared memory by stores past the caches."""
-    return IS_X86 and has_compiler()
+    """True if the engine copies into shared memory by non-temporal stores."""
+    return IS_X86 and available()
 
 
 def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:

@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import SLOTS
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_wire import DeviceWire, MessageParts
 from collectives.transport.mailbox import (
@@ -24,10 +25,8 @@ from collectives.transport.mailbox import (
     INLINE,
     KIND,
     MASK,
-    PID,
     RECEIVED,
     SENT,
-    SLOTS,
     WORDS,
     MailboxEdge,
     NodeMemory,
@@ -263,7 +262,7 @@ class DeviceNodeTransport(DeviceWire):
         self._memory, self._channel, self._edges, self._mark = memory, channel, edges, mark
         self._device, self._copies, self._cell = device, copies, memory.cells[channel]
         self._chunks = chunks
-        self._watch = PeerWatch({peer: int(edge.numbers[PID]) for peer, edge in edges.items()})
+        self._watch = PeerWatch({peer: int(edge.link["pid"][0]) for peer, edge in edges.items()})
 
     def _edge(self, peer: int) -> MailboxEdge:
         return self._edges[peer]

@@ -24,18 +24,14 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.engine.instructions import LINE, LINK, MOST_SEGMENTS, SLOTS
 from collectives.errors import Mismatch, mismatch
 from collectives.transport.copy_speed import MessageSpeed, copies_past_caches, measure
 from collectives.transport.cross_memory import CrossMemoryAttach, permitted
 from collectives.transport.machine import machine_name, usable_cores
 from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import LINE, SharedHeap, map_all
+from collectives.transport.shared_heap import SharedHeap, map_all
 from collectives.transport.wire import cores_are_shared, pause, share_cores
-
-SLOTS = 16
-"""Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
-ranks share cores. Each has an eager buffer (cell): the cells together do not fit into a core's own cache, so that the
-lines of one have left the receiver's cache before the sender writes it again and need not be taken from there."""
 
 SHORT, SHORT_PARTS = 1 << 10, 64
 """A short message, which has the buffer of its slot, is at most this long, and at most a cell divided by the second
@@ -109,19 +105,8 @@ PROBE_EVERY = 64
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
 
-MOST_SEGMENTS = 32
-
-SENT, ACKED, RECEIVED, PID, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, COPIED_BYTES = range(10)
-SHORT_BYTES, SHORT_OUT, SHORT_IN, CELLS_OUT, CELLS_IN, MY_OFFER, THEIR_OFFER, WRITES = range(10, 18)
-OFFERED, TAKEN, PAST_CACHES, UNTIL_PROBE, OUR_SEGMENTS = range(18, 23)
-PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
-"""Places in `MailboxEdge.numbers`: messages sent to the peer and known to be acknowledged; messages received from it;
-its process; addresses of mailboxes and acknowledgements; bytes of a cell, and bytes up to which a message is copied
-into it; bytes of a short buffer; addresses of the first short buffers, and of the first cells; addresses of the offers
-(`joint_copy`), 1 if these are made, the message of the last one, and chunks of it that this rank copied; comparisons
-for which cells are written past the caches, and messages until the next one (`cell_copy`). Then the number of segments
-of this rank that the peer has mapped, each with its first and end address; and the number of the peer's segments that
-this rank has mapped, each with its first and end address at the peer, and its first address here."""
+SENT, ACKED, RECEIVED = (list(LINK.names or ()).index(name) for name in ("sent", "acknowledged", "received"))
+"""Words of a link that Python counts messages in."""
 
 
 def label(mark: int, nbytes: int) -> int:
@@ -328,7 +313,7 @@ class MailboxEdge:
     """Link to the rank with node rank `peer` on one channel: mailbox offsets and message counts of both directions."""
 
     __slots__ = (
-        "counts", "inbox", "incoming", "mine", "my_ack", "node", "numbers", "outbox", "outgoing", "place", "their_ack",
+        "counts", "inbox", "incoming", "link", "mine", "my_ack", "node", "outbox", "outgoing", "place", "their_ack",
         "theirs",
     )  # fmt: skip
 
@@ -345,40 +330,43 @@ class MailboxEdge:
         self.outgoing = SlotMemory(node.bytes[place], self.outbox * 8 + 8, short_out, short, cells_out, cell)
         self.incoming = SlotMemory(node.bytes[peer], self.inbox * 8 + 8, short_in, short, cells_in, cell)
         self.place = peer
-        self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
-        self.counts = self.numbers.data  # the same memory, which Python reads faster
+        self.link = np.zeros(1, LINK)
+        self.counts = self.link.view(np.int64).data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
-        self.numbers[PID:OFFERED] = (
-            node.readers[peer].pid,
-            here + self.outbox * 8,
-            there + self.inbox * 8,
-            here + self.my_ack * 8,
-            there + self.their_ack * 8,
-            cell,
-            min(cell, node.copied_compiled),
-            short,
-            here + short_out,
-            there + short_in,
-            here + cells_out,
-            there + cells_in,
-            here + self.my_ack * 8 + LINE,
-            there + self.their_ack * 8 + LINE,
-            node.writes and not node.shares_cores,
-        )
         chooses = copies_past_caches() and not node.shares_cores
-        self.numbers[PAST_CACHES : UNTIL_PROBE + 1] = chooses and node.far, PROBE_EVERY if chooses else -1
+        values = {
+            "pid": node.readers[peer].pid,
+            "outbox": here + self.outbox * 8,
+            "inbox": there + self.inbox * 8,
+            "my_ack": here + self.my_ack * 8,
+            "their_ack": there + self.their_ack * 8,
+            "cell_bytes": cell,
+            "copied_bytes": min(cell, node.copied_compiled),
+            "short_bytes": short,
+            "short_out": here + short_out,
+            "short_in": there + short_in,
+            "cells_out": here + cells_out,
+            "cells_in": there + cells_in,
+            "my_offer": here + self.my_ack * 8 + LINE,
+            "their_offer": there + self.their_ack * 8 + LINE,
+            "writes": node.writes and not node.shares_cores,
+            "past_caches": chooses and node.far,
+            "until_probe": PROBE_EVERY if chooses else -1,
+        }
+        for name, value in values.items():
+            self.link[name] = value
         self.update_segments()
 
     def update_segments(self) -> None:
-        """Update in `numbers` the newest shared-memory segments that the two ranks have mapped of each other."""
+        """Update in `link` the newest shared-memory segments that the two ranks have mapped of each other."""
         ours, theirs = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
-        self.numbers[OUR_SEGMENTS], self.numbers[PEER_SEGMENTS] = len(ours), len(theirs)
-        for index, (base, memory) in enumerate(ours):
-            at = OUR_SEGMENTS + 1 + 2 * index
-            self.numbers[at : at + 2] = base, base + memory.size
-        for index, (base, memory) in enumerate(theirs):
-            at = PEER_SEGMENTS + 1 + 3 * index
-            self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
+        link = self.link[0]
+        link["own_segments"], link["peer_segments"] = len(ours), len(theirs)
+        for segment, (base, memory) in zip(link["own"], ours):
+            segment["start"], segment["end"] = base, base + memory.size
+        for segment, (base, memory) in zip(link["theirs"], theirs):
+            segment["start"], segment["end"] = base, base + memory.size
+            segment["here"] = MPI.Get_address(memory)
 
     @property
     def has_unread(self) -> bool:

@@ -21,13 +21,13 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import LINE
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_messages import DeviceCopy, DeviceNodeTransport, DeviceReceive, DeviceSend, Lane
 from collectives.transport.exported_memory import ExportedBlock, ExportedMemory
 from collectives.transport.mailbox import CHANNELS, MailboxEdge, NodeMemory, address_label
 from collectives.transport.peer_kernels import HEAD, MOST_PIECES, PeerKernels, flag_of
 from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import LINE
 from collectives.transport.wire import Iovec
 
 PEER_CELL, PEER_BUDGET = 1 << 20, 1 << 25

@@ -19,15 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.engine.instructions import LINE
 from collectives.errors import OutOfMemory
 from collectives.transport.memory_limits import available_memory
 from collectives.transport.reduced import reduced
 
 MOST = 1 << 48
 """More bytes than any node has; sums over ranks fit in 64 bits."""
-
-LINE = 128
-"""Alignment of arrays and flags: no two share a cache line, or a pair of lines that processors fetch together."""
 
 PAGE, OWN_PAGE = 1 << 21, 1 << 16
 """Segments are multiples of a huge page; longer ones that no other rank maps, of 64 KiB."""

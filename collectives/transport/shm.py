@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from collectives.buffers.memory import view
+from collectives.engine.instructions import SLOTS
 from collectives.transport.exchange import Exchange, Stream
-from collectives.transport.mailbox import SLOTS, MailboxEdge, NodeMemory
+from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentMessage, PersistentTransport
 from collectives.transport.shm_messages import (
     BYTE,

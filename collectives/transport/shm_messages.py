@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.memory import view
+from collectives.engine.instructions import SLOTS
 from collectives.transport.exchange import After
 from collectives.transport.mailbox import (
     ACKED,
@@ -25,7 +26,6 @@ from collectives.transport.mailbox import (
     RECEIVED,
     RENDEZVOUS_BYTES,
     SENT,
-    SLOTS,
     WORDS,
     MailboxEdge,
     address_label,

@@ -25,18 +25,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.memory import view
+from collectives.engine.instructions import SLOTS
 from collectives.transport.device_copies import DeviceCopies
-from collectives.transport.mailbox import (
-    CHANNELS,
-    KIND,
-    MASK,
-    SENT,
-    SLOTS,
-    WORDS,
-    MailboxEdge,
-    NodeMemory,
-    address_label,
-)
+from collectives.transport.mailbox import CHANNELS, KIND, MASK, SENT, WORDS, MailboxEdge, NodeMemory, address_label
 from collectives.transport.shared_heap import HeapSegment, map_all
 from collectives.transport.wire import Iovec
 

@@ -166,8 +166,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     if words[0] == "--version":
         from collectives import __version__
+        from collectives.engine.extension import available
 
-        print(f"chorus {__version__}")
+        print(f"chorus {__version__}, " + ("compiled engine" if available() else "engine in Python: no compiled one"))
         return 0
     try:
         start(words)

@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import OutOfMemory
-from collectives.runtime.compiled_program import load_compiler
 from parallel.checkpoint.tensor_slices import TensorSlice, taken_once
 from parallel.data.sampler import Batch
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
@@ -207,8 +206,6 @@ class TrainEngine(BaseEngine):
         self._clock_problem: BaseException | None = None
         self._pool = PoolLimit(self._comm, context.memory.xp)
         self.resources.callback(self._pool.remove)
-        if context.memory.xp is not np and self._comm.Get_size() > 1:
-            load_compiler()  # now, not in a later step, in which the GPU would be idle
 
     def _hold_parameters(self) -> None:
         """Take the values of all logical parameters and shards; those that are not in memory have none."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.transport.shared_heap import LINE
+from collectives.engine.instructions import LINE
 
 
 def namespace(device: str) -> ModuleType:

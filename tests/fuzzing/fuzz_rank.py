@@ -19,15 +19,11 @@ from pathlib import Path
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.runtime import compiled_program, program_cache, requests
 from collectives.transport import copy_speed
 from fuzzing.sequences import CREATING, LENGTHS, Step, sequence
 from fuzzing.step_runner import FUNCTIONS, StepRunner
 
 LIBRARY = MPI.Get_library_version()
-
-COMPILE_AFTER = 4
-"""Repeated calls after which programs are compiled here: few, so that compiled ones get other arguments, too."""
 
 
 def hangs_natively(step: Step) -> bool:
@@ -128,8 +124,6 @@ def difference(wanted: list[bytes] | None, found: list[bytes] | None) -> str:
 
 def main() -> None:
     """Run the seeds of the command line one after the other, until one of them shows a fault."""
-    program_cache.COMPILE_AFTER = requests.COMPILE_AFTER = COMPILE_AFTER
-    compiled_program.ALONE = 1
     copy_speed.REPEATS = 1  # many communicators are created, which all measure it
     folder, seconds, calls, threads, control, *seeds = sys.argv[1:]
     rank = MPI.COMM_WORLD.Get_rank()

@@ -15,14 +15,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.mpi)
 
 
-@pytest.fixture(autouse=True)
-def compiled_alone(monkeypatch):
-    """Programs of one rank are compiled after as many calls as those of several."""
-    from collectives.runtime import compiled_program
-
-    monkeypatch.setattr(compiled_program, "ALONE", 1)
-
-
 @pytest.fixture
 def folder(world):
     """The same new folder on all ranks of a node."""

@@ -8,7 +8,6 @@ import numpy as np
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
-from collectives.runtime import call_kernel, reduction_kernels
 from parallel.nn import kernels as nn
 from parallel.optim.kernels import compiled_updates as updates
 from quant import NF4, PRESETS, PerGroup, QuantSpec, RowFormat, quantize
@@ -44,14 +43,6 @@ def call_quant():
         for weights in (None, numbers(2, 1)):
             rows.add(wire, x.copy(), np.arange(2), weights)
         rows.products(wire, x, np.arange(2))
-
-
-def call_programs():
-    call_kernel.functions()
-    for name in "?bhilqBHILQfdFD":
-        for ufuncs in reduction_kernels._KERNELS.values():
-            for ufunc in ufuncs:
-                reduction_kernels.kernel_address(ufunc, np.dtype(name))
 
 
 def call_operators():
@@ -122,7 +113,7 @@ def private_kilobytes():
 if __name__ == "__main__":
     recorded = event.RecordingListener()
     with event.install_listener("numba:compile", recorded):
-        for call in (call_quant, call_programs, call_operators, call_updates):
+        for call in (call_quant, call_operators, call_updates):
             call()
     ours = [function for function in kept() if function.py_func.__module__.split(".")[0] != "numba"]
     report = {

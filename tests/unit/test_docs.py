@@ -321,6 +321,7 @@ MODULES = [
     module.name
     for package in (collectives, parallel, quant)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not module.name.endswith("._engine")  # an extension in C
 ]
 SCRIPTS = [
     path

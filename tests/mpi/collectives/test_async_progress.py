@@ -11,7 +11,7 @@ from support.exchange_cases import TABLE, Question
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument
-from collectives.runtime import compiled_program, requests
+from collectives.runtime import compiled_program
 from collectives.runtime.program_builder import DEFERRED_BYTES
 from collectives.runtime.progress import progress_lock, progress_thread
 from collectives.transport import mailbox
@@ -56,7 +56,7 @@ def test_reduced_messages_longer_than_the_short_cells_of_many_ranks(world, monke
     with Communicator(world, async_progress=True) as comm:
         mine, total = np.full(500, rank + 1.0), np.zeros(500)
         bound = comm.Allreduce_init(mine, total, algorithm="ring")
-        for _ in range(requests.COMPILE_AFTER + 2):
+        for _ in range(12):
             total[:] = 0
             bound.Start()
             bound.Wait()

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import warnings
 import weakref
 
 import ml_dtypes
@@ -12,7 +11,7 @@ from mpi4py import MPI
 from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, perform
 
 from collectives import Communicator
-from collectives.runtime import compiled_program, program_cache
+from collectives.runtime import compiled_program
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 DTYPES = ("float32", "float64", "int32", "int64", "uint8")
@@ -20,18 +19,17 @@ COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
 
 
 @pytest.fixture
-def quick(world, monkeypatch):
-    """A communicator that compiles what it does for the third time."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+def quick(world):
+    """A communicator whose programs are compiled."""
     with Communicator(world) as comm:
         yield comm
 
 
 @pytest.fixture
 def slow(world):
-    """One that never gets so far."""
+    """A communicator whose programs Python runs."""
     with Communicator(world) as comm:
-        comm._planner.cache._repeats = comm._planner.nonblocking._repeats = -(10**9)
+        comm._planner.cache._compile = comm._planner.nonblocking._compile = lambda *_: None
         yield comm
 
 
@@ -84,17 +82,6 @@ def test_vectors_arrive(quick, dtype):
             vector = extremes(rank + turn, count, dtype)
             quick.Bcast(vector, turn % size)
             assert vector.tobytes() == extremes(turn % size + turn, count, dtype).tobytes()
-
-
-def test_nothing_is_compiled_before_it_is_worth_it(world, monkeypatch):
-    """Loading numba takes longer than the first calls."""
-    asked = []
-    monkeypatch.setattr(program_cache, "compile_program", asked.append)
-    with Communicator(world) as comm:
-        for _ in range(program_cache.COMPILE_AFTER // 2 - 1):
-            comm.Allreduce(np.ones(3), np.ones(3))
-            comm.Bcast(np.ones(3))
-    assert not asked
 
 
 def ones(count, dtype="f8"):
@@ -351,7 +338,7 @@ def test_equal_calls_are_compiled_in_every_spelling(quick, monkeypatch):
 
 
 def test_a_compiled_rank_and_one_that_is_not(world, monkeypatch):
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2 if world.Get_rank() % 2 else 10**9)
+    monkeypatch.setattr(compiled_program, "available", lambda: world.Get_rank() % 2 == 1)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for turn in range(60):
@@ -389,10 +376,11 @@ def test_late_peers(quick, late):
 
 
 @pytest.mark.parametrize("count", [5, 100])
-@pytest.mark.parametrize("worth", [1, 10**9], ids=["compiled", "in Python"])
-def test_whoever_is_ahead_waits_for_room(world, monkeypatch, worth, count):
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "in Python"])
+def test_whoever_is_ahead_waits_for_room(world, monkeypatch, is_compiled, count):
     """The root of broadcasts runs ahead until there is no room, and swaps then: nothing is lost."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", worth)
+    if not is_compiled:
+        monkeypatch.setattr(compiled_program, "available", lambda: False)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for ahead in range(6):
@@ -478,10 +466,3 @@ def test_a_message_that_is_told_by_its_address(quick):
         else:
             quick.Exscan(mine, before)
             assert (before == rank * (rank - 1) // 2 + rank * turn).all()
-
-
-def test_numba_warns_of_nothing(quick):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(5):
-            quick.Allreduce(ones(3, "i4"), ones(3, "i4"))

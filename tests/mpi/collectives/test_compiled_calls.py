@@ -8,18 +8,18 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.runtime import program_cache
-from collectives.runtime import program_table as table
+from collectives.engine.extension import available
+from collectives.engine.instructions import DONE, REFUSED
+from collectives.runtime.compiled_calls import MAX_ENTRIES
 
-pytest.importorskip("numba")
+pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 
 
 @pytest.fixture
-def quick(world, monkeypatch):
-    """Communicator of several ranks whose calls are compiled at their third repetition."""
+def quick(world):
+    """Communicator of several ranks whose calls are compiled."""
     if world.Get_size() == 1:
         pytest.skip("one rank sends no messages")
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     with Communicator(world) as comm:
         yield comm
 
@@ -27,9 +27,9 @@ def quick(world, monkeypatch):
 def find(comm, name, sendbuf, recvbuf, op=MPI.SUM, root=0, algorithm="auto", segments=None):
     """Run a call in compiled code alone; True if it was found, on all ranks alike."""
     number = comm._calls[name](sendbuf, recvbuf, op, root, algorithm, segments)
-    if not isinstance(number, int) or number == table.REFUSED:
+    if not isinstance(number, int) or number == REFUSED:
         return False
-    if number != table.DONE:
+    if number != DONE:
         comm._run_cached(number, name, sendbuf, recvbuf, op, root, algorithm, segments)
     return True
 
@@ -102,13 +102,13 @@ def test_an_array_that_changes_its_type(quick):
 
 
 def test_the_oldest_calls_are_forgotten(quick):
-    lengths = range(1, table.MAX_ENTRIES + 3)
+    lengths = range(1, MAX_ENTRIES + 3)
     calls = [partial(quick.Bcast, np.zeros(n), 0) for n in lengths]
     for _ in range(9):
         for call in calls:
             call()
     found = [n for n in lengths if find(quick, "Bcast", *[np.zeros(n)] * 2)]
-    assert len(found) == table.MAX_ENTRIES
+    assert len(found) == MAX_ENTRIES
     for call in calls:
         call()
 
@@ -141,6 +141,6 @@ def test_nothing_is_found_after_the_end(quick):
 def test_debug_mode_checks_every_call(world):
     with Communicator(world, debug=True) as comm:
         x, y = np.ones(3), np.zeros(3)
-        for _ in range(program_cache.COMPILE_AFTER + 9):
+        for _ in range(9):
             comm.Allreduce(x, y)
         assert not find(comm, "Allreduce", x, y)

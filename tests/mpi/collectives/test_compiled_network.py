@@ -11,7 +11,7 @@ from support.exchange_cases import ENTRIES, TABLE, Question, perform
 
 from collectives import Communicator
 from collectives.errors import Mismatch
-from collectives.runtime import compiled_program, program_cache
+from collectives.runtime import compiled_program
 
 
 def apart(size):
@@ -29,9 +29,8 @@ def nodes(request, world):
 
 
 @pytest.fixture
-def quick(world, nodes, monkeypatch):
-    """A communicator of several nodes that compiles what it does for the third time."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
+def quick(world, nodes):
+    """A communicator of several nodes whose programs are compiled."""
     with Communicator(world, nodes=nodes) as comm:
         yield comm
 
@@ -71,7 +70,7 @@ def test_messages_between_nodes_are_compiled(quick, count):
 
 
 def test_a_compiled_rank_and_one_that_is_not(world, nodes, monkeypatch):
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2 if world.Get_rank() % 2 else 10**9)
+    monkeypatch.setattr(compiled_program, "available", lambda: world.Get_rank() % 2 == 1)
     with Communicator(world, nodes=nodes) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for turn in range(60):
@@ -83,11 +82,10 @@ def test_a_compiled_rank_and_one_that_is_not(world, nodes, monkeypatch):
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-def test_messages_of_another_length(world, monkeypatch, longer):
+def test_messages_of_another_length(world, longer):
     """A receiver that expects more raises `Mismatch`; of one that expects less MPI itself raises."""
     if world.Get_size() < 2:
         pytest.skip("needs two ranks")
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     comm, rank = Communicator(world, nodes=apart(world.Get_size())), world.Get_rank()
     for count in (4, 8):
         for _ in range(6):
@@ -111,9 +109,8 @@ def test_messages_of_another_length(world, monkeypatch, longer):
 
 
 @pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="this MPI is not for several threads")
-def test_threads_with_a_communicator_each(world, nodes, monkeypatch):
+def test_threads_with_a_communicator_each(world, nodes):
     """Their programs run at the same time, without the interpreter's lock (GIL)."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
 
     def work(comm):
         for turn in range(100):

@@ -12,25 +12,25 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator, wait_all
+from collectives.engine.extension import available
+from collectives.engine.instructions import HAS_THREAD
 from collectives.errors import InvalidArgument
-from collectives.runtime import program_cache, requests
+from collectives.runtime import requests
 from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.native_requests import EndedRequest
-from collectives.runtime.program_table import HAS_THREAD
 from collectives.runtime.progress import active_requests, progress_words
 from collectives.transport.mailbox import NONBLOCKING
 
-pytest.importorskip("numba")
-pytestmark = pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="all is left to Python then")
+pytestmark = pytest.mark.skipif(
+    MPI.Query_thread() != MPI.THREAD_MULTIPLE or not available(), reason="all is left to Python then"
+)
 
 
 @pytest.fixture
-def quick(world, monkeypatch):
+def quick(world):
     """Communicator of several ranks whose calls and persistent requests are compiled soon."""
     if world.Get_size() == 1:
         pytest.skip("one rank sends no messages")
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
-    monkeypatch.setattr(requests, "COMPILE_AFTER", 2)
     with Communicator(world) as comm:
         yield comm
 

@@ -7,7 +7,6 @@ from support.exchange_cases import FORMS, TABLE, Question, perform
 
 from collectives import Communicator
 from collectives.errors import InvalidType
-from collectives.runtime import program_cache
 
 METHODS = [method for method, line in TABLE.items() if line.in_place]
 EQUAL = {"int": int(MPI.IN_PLACE), "-1": -1, "1": 1, "True": True}  # MPI.IN_PLACE is -1 or 1, depending on the MPI
@@ -16,7 +15,6 @@ EQUAL = {"int": int(MPI.IN_PLACE), "-1": -1, "1": 1, "True": True}  # MPI.IN_PLA
 @pytest.fixture
 def quick(world, monkeypatch):
     """A communicator that compiles what it does for the third time."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     with Communicator(world) as comm:
         yield comm
 

@@ -6,19 +6,23 @@ from mpi4py import MPI
 from support.exchange_cases import FORMS
 
 from collectives import Communicator
+from collectives.engine.extension import available
 from collectives.errors import Mismatch
-from collectives.runtime import compiled_program, program_cache, program_table, requests
+from collectives.runtime import compiled_program
 from collectives.transport import mailbox
 
-joint_copy = pytest.importorskip("collectives.runtime.joint_copy", exc_type=ImportError)
-LENGTHS = [joint_copy.LEAST, 3 * joint_copy.CHUNK + 5, (2 * joint_copy.CHUNKS + 5) * joint_copy.CHUNK - 1]
+pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
+
+CHUNK, CHUNKS = 1 << 16, 16
+LEAST = 2 * CHUNK
+"""Bytes of a chunk, the most chunks of a message, and the shortest message that is offered, as in ``mailbox.c``."""
+
+LENGTHS = [LEAST, 3 * CHUNK + 5, (2 * CHUNKS + 5) * CHUNK - 1]
 
 
 @pytest.fixture
 def pair(world, monkeypatch):
     """Communicator of two ranks, whose messages above a cell all go by address; None on the other ranks."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
-    monkeypatch.setattr(requests, "COMPILE_AFTER", 2)
     monkeypatch.setattr(mailbox, "share_cores", lambda: None)
     comm = world.Split(world.Get_rank() > 1)
     if world.Get_size() < 2 or world.Get_rank() > 1:
@@ -79,12 +83,12 @@ def test_a_busy_rank_leaves_all_chunks_to_the_other(pair, busy):
     if pair is None:
         return
     chunks, receiver = 9, pair.Get_rank() == 1
-    data = np.full(chunks * joint_copy.CHUNK, 0 if receiver else 3, np.uint8)
+    data = np.full(chunks * CHUNK, 0 if receiver else 3, np.uint8)
     bcast_twice(pair, data)
     (call,) = pair._planner.cache.calls[0].values()
     program = call.program
     data[:] = 0 if receiver else 5
-    program._words[program_table.STARTED_RUN], is_busy = 1, receiver == (busy == "receiver")
+    program.engine.is_running, is_busy = True, receiver == (busy == "receiver")
     if is_busy:
         program.advance()  # makes the offer, or sends the address
     MPI.Intracomm(pair).Barrier()
@@ -95,7 +99,7 @@ def test_a_busy_rank_leaves_all_chunks_to_the_other(pair, busy):
         MPI.Intracomm(pair).Barrier()
     program.finish()
     assert (data == 5).all()
-    assert not receiver or edge(pair).numbers[mailbox.TAKEN] == (0 if busy == "receiver" else chunks)
+    assert not receiver or edge(pair).link["taken"][0] == (0 if busy == "receiver" else chunks)
 
 
 def test_with_a_rank_that_is_not_compiled(pair, monkeypatch):
@@ -106,7 +110,7 @@ def test_with_a_rank_that_is_not_compiled(pair, monkeypatch):
             monkeypatch.setattr(compiled_program, "available", lambda: False)
         else:
             monkeypatch.undo()
-        data = np.full(joint_copy.LEAST + slow, pair.Get_rank() + 1, np.uint8)
+        data = np.full(LEAST + slow, pair.Get_rank() + 1, np.uint8)
         bcast_twice(pair, data)
         assert (data == 1).all()
 
@@ -115,7 +119,7 @@ def test_messages_of_other_lengths_and_calls_are_not_written(pair):
     """The receiver has offered memory for another message: it raises, and the memory is as it was."""
     if pair is None:
         return
-    rank, chunk = pair.Get_rank(), joint_copy.CHUNK
+    rank, chunk = pair.Get_rank(), CHUNK
     for count in (4 * chunk, 5 * chunk):
         bcast_twice(pair, np.zeros(count, np.uint8))
     data = np.full((4 if rank else 5) * chunk, 1 - rank, np.uint8)
@@ -131,7 +135,7 @@ def test_messages_of_other_lengths_and_calls_are_not_written(pair):
 def test_collectives(pair, method):
     if pair is None:
         return
-    block = 5 * joint_copy.CHUNK // 8 + 3
+    block = 5 * CHUNK // 8 + 3
     whole, part = np.arange(2.0 * block), np.zeros(block)
     rank = pair.Get_rank()
     for turn in range(6):

@@ -10,9 +10,9 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, Request, start_all
+from collectives.engine.instructions import HAS_THREAD
 from collectives.errors import InvalidArgument
 from collectives.runtime.native_requests import GeneralizedHandle, PendingHandle
-from collectives.runtime.program_table import HAS_THREAD
 from collectives.runtime.progress import mpi_is_thread_safe, progress_words
 
 ALL = {

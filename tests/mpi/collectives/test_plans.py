@@ -183,7 +183,7 @@ CHANNELS = mailbox.CHANNELS - mailbox.NONBLOCKING - 1
 
 def wired(request):
     """Whether its messages go through the node's memory, rather than being MPI's."""
-    return not isinstance(request.program.wire, PersistentTransport)
+    return not isinstance(request.program.program.wire, PersistentTransport)
 
 
 @pytest.mark.parametrize("how", ["Free", "del"])

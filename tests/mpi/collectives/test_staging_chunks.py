@@ -13,7 +13,6 @@ from support.fakes import cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import Mismatch, RanksDisagree
-from collectives.runtime import program_cache
 from collectives.transport import staging_chunks
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_messages import ChunkSend, DeviceReceive
@@ -94,7 +93,6 @@ def test_every_length(pinned, places):
 
 @pytest.mark.parametrize("places", PLACES)
 def test_compiled_programs_of_host_arrays(pinned, monkeypatch, places):
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     on_device, root = PLACES[places](pinned.Get_rank()), pinned.Get_size() - 1
     for n in (CELL + 1, 3 * SHORTEST + 5):
         array = array_of(on_device, np.zeros(n, "u1"))
@@ -220,7 +218,6 @@ def reads_nothing(self):
 def test_ranks_that_may_not_read_each_others_memory(gpu, world, monkeypatch, places):
     if world.size == 1:
         pytest.skip("needs two processes")
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     monkeypatch.setattr(NodeMemory, "_reads_and_writes", reads_nothing)
     comm = open_pinned(world)
     assert chunks_of(comm) is not None

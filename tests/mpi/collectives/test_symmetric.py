@@ -451,7 +451,7 @@ def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm, i
 
 def arriving(request):
     """Messages that come to this rank over shared memory in a bound program."""
-    streams = [stream for exchange in request.program.exchanges or () for stream in exchange.streams]
+    streams = [stream for exchange in request.program.program.exchanges or () for stream in exchange.streams]
     return sum(isinstance(operation, shm.MailboxReceive) for stream in streams for operation in stream.operations)
 
 

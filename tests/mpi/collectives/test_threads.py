@@ -10,7 +10,6 @@ from mpi4py import MPI
 from support.tiers import default
 
 from collectives import Communicator, Request
-from collectives.runtime import program_cache
 from collectives.transport.mailbox import NONBLOCKING
 
 pytestmark = [
@@ -130,14 +129,12 @@ def test_all_at_once(world):
 
 def test_threads_that_compile_for_different_types(world):
     """Short calls that are made often are compiled, for one type while those of another are called."""
-    pytest.importorskip("numba")
     dtypes = ["f4", "f8", "i4", "i8", "u1"]
     run(world, [lambda comm, size, dtype=dtype: blocking(comm, size, dtype) for dtype in dtypes])
 
 
-def test_a_thread_waits_while_another_starts_more(comm, monkeypatch):
+def test_a_thread_waits_while_another_starts_more(comm):
     """The program of a request that one thread waits for is not started again by another thread."""
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     with Communicator(comm) as own:
         rank, size = own.Get_rank(), own.Get_size()
         mine = np.zeros(3)

@@ -1,22 +1,21 @@
-"""Calls found by their arguments without numba: blocking and non-blocking, v-forms included."""
+"""Calls found by their arguments without the compiled engine: blocking and non-blocking, v-forms included."""
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.engine.instructions import REFUSED
 from collectives.errors import Mismatch, RanksDisagree
-from collectives.runtime import compiled_program, program_cache
-from collectives.runtime.program_table import REFUSED
+from collectives.runtime import compiled_program
 from collectives.runtime.requests import Request
 from collectives.transport.mailbox import NONBLOCKING
 
 
 @pytest.fixture
 def comm(world, monkeypatch):
-    """Communicator whose calls count as frequent at their third repetition, and are not compiled."""
+    """Communicator whose calls are not compiled."""
     monkeypatch.setattr(compiled_program, "available", lambda: False)
-    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     with Communicator(world) as made:
         yield made
 

@@ -109,7 +109,7 @@ def test_servers_count_updates_of_every_gradient(comm, rule):
         assert made.inner.state()["missed"] == missed
 
 
-@pytest.mark.parametrize("layout", ["local", "sgp", "hogwild"])
+@pytest.mark.parametrize("layout", ["local", "sgp"])
 def test_replicas_take_changed_weights(comm, layout):
     model = tiny_models.model(tied=False)
     with engine(comm, layout, model, AdamW(lr=0.0)) as made:

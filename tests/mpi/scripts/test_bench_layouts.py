@@ -36,6 +36,8 @@ def test_all_layouts_race(world, capsys):
     if world.Get_rank() == 0:
         rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:]}
         assert list(rows) == [*LAYOUTS, *bench_layouts.BOUND]
-        assert all(float(row[0]) > 0 for row in rows.values())
+        times = {name: float(row[0]) for name, row in rows.items()}
+        alone = {"exchange"} if world.Get_size() == 1 else set()  # nothing is exchanged: 0.00 ms
+        assert all(times[name] > 0 for name in times.keys() - alone)
         assert rows[bench_layouts.FIRST][4] == "1.000"
         assert all(0 <= int(rows[name][8].rstrip("%")) <= 100 for name in LAYOUTS)

@@ -22,7 +22,7 @@ from support.differential.random_programs import draw
 
 def end(how: Callable[[int], Any]) -> Any:
     """End this process."""
-    print(f"end {time.monotonic()}", flush=True)
+    print(f"end {time.monotonic()}\n", end="", flush=True)
     return how(3)
 
 
@@ -50,7 +50,7 @@ def main(seed: int, how: str) -> None:
                 ENDS[how]()
             player.play(row.program)
     except Exception as error:
-        print(f"error {time.monotonic()} {error}", flush=True)
+        print(f"error {time.monotonic()} {error}\n", end="", flush=True)
         sys.exit(1)
 
 

@@ -21,7 +21,7 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.buffers import memory, staging
 from collectives.buffers.arguments import vector
-from collectives.runtime import binding, communicator_transports, compiled_program
+from collectives.runtime import binding, communicator_transports
 from collectives.runtime import call as calls
 from collectives.runtime.collective_forms import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
@@ -374,20 +374,6 @@ def test_any_operation_on_one_rank(gpu):
     assert [kind for kind, *_ in gpu.log] == ["copy"] and (z.get() == 3.5).all()
     pair.Free()
     op.Free()
-    comm.Free()
-
-
-def test_one_rank_compiles_nothing_for_the_calls_of_a_training(monkeypatch):
-    """The first compilation takes seconds, and a step makes a few calls."""
-    monkeypatch.setattr(compiled_program, "CompiledProgram", lambda *_: pytest.fail("it is compiled"))
-    comm, x, y = alone(), np.ones(5), np.zeros(5)
-    bound = comm.Allreduce_init(x, y)
-    for _ in range(1000):
-        comm.Allreduce(x, y)
-        comm.Allgather(x, y)
-        comm.Iallreduce(x, y).Wait()
-        bound.Start()
-        bound.Wait()
     comm.Free()
 
 

@@ -13,9 +13,10 @@ from support.loopback import LoopbackHub
 from support.transport_contract import spmd
 
 from collectives.algorithms import catalog
+from collectives.engine.instructions import LANDING, SCRATCH, SOURCE, TARGET
 from collectives.runtime import binder, chunk_locations
 from collectives.runtime.binder import bind
-from collectives.runtime.program import LANDING, SCRATCH, SOURCE, TARGET, ElementArray, Task
+from collectives.runtime.program import ElementArray, Task
 from collectives.schedule import semantics
 from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS

@@ -121,7 +121,6 @@ def _alone(monkeypatch):
     """No progress thread, which would advance the requests, and no compiled programs."""
     monkeypatch.setattr(progress.progress_thread, "ensure", lambda: None)
     monkeypatch.setattr(progress.progress_thread, "wake", lambda: None)
-    monkeypatch.setattr(requests, "COMPILE_AFTER", 0)
     yield
     active_requests.clear()
     lone_requests.clear()

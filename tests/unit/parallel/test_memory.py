@@ -25,10 +25,10 @@ pytestmark = [
 
 PROGRAM = """
 import gc, re, sys
+from importlib.util import find_spec
 import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
-from collectives.runtime.compiled_program import available, load_compiler
 from collectives.runtime.program import Program
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
@@ -59,8 +59,7 @@ def train(widths):
         return taken() - before, sum(engine.ledger.allocated.values()) + scratch()
 
 comm = Communicator(MPI.COMM_WORLD)
-load_compiler()
-if available():  # load what compilations need: the larger model may have kernels of its own
+if find_spec("numba"):  # load what compilations need: the larger model may have kernels of its own
     from numba.core.registry import cpu_target
     cpu_target.target_context.refresh()
 train([64, 32, 10])  # code and libraries are loaded when first used

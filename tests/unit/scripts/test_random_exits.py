@@ -15,7 +15,7 @@ pytestmark = [needs_mpiexec, pytest.mark.timeout(120)]
 @pytest.mark.parametrize("how", default(exits.ENDS, "os._exit in a step"))
 @pytest.mark.parametrize("seed", default([1, 2, 3], 1))
 def test_a_process_that_ends(how, seed):
-    process = start_ranks(3, [exits.__file__, seed, how], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    process = start_ranks(3, ["-m", exits.__name__, seed, how], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     text = ended(process)
     last = time.monotonic()
     (first,) = re.findall(r"^end ([\d.]+)$", text, re.MULTILINE)

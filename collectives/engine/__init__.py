@@ -1,0 +1,1 @@
+"""The engine: bound programs as rows of numbers, and the compiled code that runs them."""

@@ -1,0 +1,163 @@
+"""Data that Python and the compiled engine share: the rows of a program, links between ranks, results.
+
+A program consists of rounds, a round of streams, and a stream of rows that run in order. Streams progress independently
+of each other; rows wait for rows of other streams where that is necessary. A row works on operands: ranges of bytes at
+an offset in one of the program's memories. To run a program on other arrays, only the addresses of memories change.
+
+Each dtype is a struct of ``layout.h``, field by field, with the comments there; a test compares them.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+SLOTS = 16
+"""Messages under way from one rank to another: a rank need not wait for each one to be received, which matters most if
+ranks share cores. Each has a bounce buffer: these do not fit into a core's own cache together, so that the lines of one
+have left the receiver's cache before the sender writes it again and need not be taken from there."""
+
+LINE = 128
+"""Bytes from one flag to the next: two cache lines, a pair of which processors fetch together."""
+
+MOST_SEGMENTS = 32
+"""Segments of a shared heap that a link knows."""
+
+SOURCE, TARGET, SCRATCH, LANDING, ABSOLUTE, IGNORED = range(6)
+"""Memories of a program: the user's buffers, scratch for forwarded chunks, landing memory for operands. Offsets in
+`ABSOLUTE` are addresses, and an array that the program does not use is `IGNORED`."""
+
+
+class Kind(IntEnum):
+    """Kind of a row."""
+
+    SEND = 0
+    RECV = 1
+    LOCAL = 2
+    WAIT_STREAM = 3
+    WAIT_READ = 4
+    NET_SEND = 5
+    NET_RECV = 6
+    NET_WAIT = 7
+    EXPECT_NONE = 8
+
+
+DONE, WAITING, REFUSED, MISMATCH, UNREADABLE, FAILED_IN_MPI = range(6)
+"""Results of the engine. The program has ended; it waits for a peer; nothing was done, as the arguments are not those
+expected, or Python manages the request; a message of another call or length came; the memory of a peer cannot be
+accessed; a function of the MPI has failed."""
+
+RESULT_BITS = 3
+"""Bits of the result in the number that a `CallTable` returns; the entry that was started is in the bits above."""
+
+COPY = -1
+"""`reduction` of a row that only copies."""
+
+ROW = np.dtype(
+    [
+        ("label", "i8"),
+        ("address_label", "i8"),
+        ("nbytes", "i8"),
+        ("number", "i8"),
+        ("first_operand", "i4"),
+        ("operands", "i4"),
+        ("link", "i4"),
+        ("after", "i4"),
+        ("count", "i4"),
+        ("reduction", "i2"),
+        ("kind", "u1"),
+        ("mine_first", "u1"),
+    ]
+)
+
+OPERAND = np.dtype(
+    [
+        ("nbytes", "i8"),
+        ("left_offset", "i8"),
+        ("right_offset", "i8"),
+        ("out_offset", "i8"),
+        ("left", "i4"),
+        ("right", "i4"),
+        ("out", "i4"),
+        ("unused", "i4"),
+    ]
+)
+
+STREAM = np.dtype([("first", "i8"), ("stop", "i8"), ("position", "i8")])
+
+OWN_SEGMENT = np.dtype([("start", "i8"), ("end", "i8")])
+
+PEER_SEGMENT = np.dtype([("start", "i8"), ("end", "i8"), ("here", "i8")])
+
+LINK = np.dtype(
+    [
+        ("sent", "i8"),
+        ("acknowledged", "i8"),
+        ("received", "i8"),
+        ("pid", "i8"),
+        ("outbox", "i8"),
+        ("inbox", "i8"),
+        ("my_ack", "i8"),
+        ("their_ack", "i8"),
+        ("cell_bytes", "i8"),
+        ("copied_bytes", "i8"),
+        ("short_bytes", "i8"),
+        ("short_out", "i8"),
+        ("short_in", "i8"),
+        ("cells_out", "i8"),
+        ("cells_in", "i8"),
+        ("my_offer", "i8"),
+        ("their_offer", "i8"),
+        ("writes", "i8"),
+        ("offered", "i8"),
+        ("taken", "i8"),
+        ("past_caches", "i8"),
+        ("until_probe", "i8"),
+        ("own_segments", "i8"),
+        ("own", OWN_SEGMENT, MOST_SEGMENTS),
+        ("peer_segments", "i8"),
+        ("theirs", PEER_SEGMENT, MOST_SEGMENTS),
+    ]
+)
+
+NET_MESSAGE = np.dtype(
+    [
+        ("peer", "i8"),
+        ("tag", "i8"),
+        ("comm", "i8"),
+        ("datatype", "i8"),
+        ("receives", "i8"),
+        ("request", "i8"),
+        ("error", "i8"),
+        ("count", "i8"),
+        ("status", "i8", 8),
+    ]
+)
+
+MAX_DEPTH = 3
+"""Levels of lists and tuples in an argument of a call whose items are checked."""
+
+CHECK = np.dtype(
+    [
+        ("kind", "i8"),
+        ("value", "i8"),
+        ("length", "i8"),
+        ("buffers", "i8"),
+        ("dtype", "i8"),
+        ("dimensions", "i8"),
+        ("nbytes", "i8"),
+        ("argument", "i8"),
+        ("depth", "i8"),
+        ("path", [("index", "i8"), ("is_list", "i8")], MAX_DEPTH),
+    ]
+)
+
+IS_OBJECT, IS_SEQUENCE, IS_ARRAY = range(3)
+"""`kind` of a check: the same object; a list or tuple of a length; an array."""
+
+STARTED, CHANNEL_COUNT, HELD = range(3)
+"""Words of the channels that calls take in turn: the calls started so far, the number of channels (a power of two), and
+for each one its calls that hold their programs. No other call starts on it meanwhile."""
+
+HAS_THREAD, ATTEMPTS, PROGRESS_WORDS = range(3)
+"""Words of the process: 1 if the progress thread is awake, and how often the program has made progress itself. Then
+their number."""

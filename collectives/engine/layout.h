@@ -1,0 +1,118 @@
+/* Data that the engine and Python share. Each struct is a dtype of collectives.engine.instructions, field by field. */
+#ifndef CHORUS_LAYOUT_H
+#define CHORUS_LAYOUT_H
+
+#include <stdint.h>
+
+enum {
+    SLOTS = 16,          /* messages under way from one rank to another */
+    LINE = 128,          /* bytes from one flag to the next */
+    INLINE = 56,         /* bytes that fit beside a flag */
+    ADDRESSES = 3,       /* most (address, bytes) pairs in a slot */
+    SHORT_SPACING = 2,   /* distance of two short buffers, in their length */
+    SPREAD = 1 << 13,    /* bytes from which messages use all of a bounce buffer in turn */
+    PROBE_EVERY = 64,    /* messages between two comparisons of copies into bounce buffers */
+    MOST_SEGMENTS = 32,  /* segments of a shared heap that a link knows */
+};
+
+#define KIND ((int64_t)1 << 18) /* a flag is the number of its message times this, plus its label */
+
+typedef enum {
+    SEND,         /* send a message through a mailbox */
+    RECV,         /* receive one, and copy it or reduce it into the operands */
+    LOCAL,        /* copy or reduce memory of this rank */
+    WAIT_STREAM,  /* wait until a stream has done a number of rows */
+    WAIT_READ,    /* wait until the receiver has read a message sent by address */
+    NET_SEND,     /* start a send by the MPI */
+    NET_RECV,     /* start a receive by the MPI */
+    NET_WAIT,     /* wait for the end of either */
+    EXPECT_NONE,  /* fail if a message of the peer has arrived */
+} Kind;
+
+typedef struct {
+    int64_t label;          /* of a message beside its flag or in a bounce buffer */
+    int64_t address_label;  /* of a message sent by address, to which the number of addresses is added; 0: none is */
+    int64_t nbytes;         /* of all operands */
+    int64_t number;         /* of the message that was sent by address; 0: nothing is to be acknowledged */
+    int32_t first_operand;  /* index of the first operand */
+    int32_t operands;       /* their number */
+    int32_t link;           /* index of the link to the peer, or of the network message */
+    int32_t after;          /* index of the stream, or of the row of a send, that is waited for */
+    int32_t count;          /* rows that the stream must have done */
+    int16_t reduction;      /* index of the reduction; -1: a copy */
+    uint8_t kind;           /* a Kind */
+    uint8_t mine_first;     /* 1 if the operand of this rank is the left one */
+} Row;
+
+typedef struct {
+    int64_t nbytes;
+    int64_t left_offset;   /* of the left or only operand, in its memory */
+    int64_t right_offset;  /* of the right operand */
+    int64_t out_offset;    /* of the result */
+    int32_t left, right, out;  /* numbers of the memories */
+    int32_t unused;
+} Operand;
+
+typedef struct {
+    int64_t first;     /* index of the first row */
+    int64_t stop;      /* index after the last row */
+    int64_t position;  /* index of the next row */
+} Stream;
+
+typedef struct {
+    int64_t start, end;  /* addresses in this process */
+} OwnSegment;
+
+typedef struct {
+    int64_t start, end;  /* addresses in the peer's process */
+    int64_t here;        /* address of the start in this process */
+} PeerSegment;
+
+typedef struct {
+    int64_t sent;          /* messages sent to the peer */
+    int64_t acknowledged;  /* messages that the peer is known to have read */
+    int64_t received;      /* messages received from the peer */
+    int64_t pid;           /* the peer's process */
+    int64_t outbox;        /* address of the first flag of messages to the peer */
+    int64_t inbox;         /* address of the first flag of messages from the peer */
+    int64_t my_ack;        /* address of the acknowledgement that this rank writes */
+    int64_t their_ack;     /* address of the acknowledgement that the peer writes */
+    int64_t cell_bytes;    /* bytes of a bounce buffer */
+    int64_t copied_bytes;  /* bytes up to which a message is copied into a bounce buffer */
+    int64_t short_bytes;   /* bytes of a short buffer */
+    int64_t short_out;     /* address of the first short buffer of messages to the peer */
+    int64_t short_in;      /* the same of messages from the peer */
+    int64_t cells_out;     /* address of the first bounce buffer of messages to the peer */
+    int64_t cells_in;      /* the same of messages from the peer */
+    int64_t my_offer;      /* address of the Offer that this rank writes */
+    int64_t their_offer;   /* address of the Offer that the peer writes */
+    int64_t writes;        /* 1 if ranks may write each other's memory */
+    int64_t offered;       /* number of the message that this rank has offered memory for */
+    int64_t taken;         /* chunks of it that this rank has copied */
+    int64_t past_caches;   /* comparisons for which bounce buffers are written by non-temporal stores */
+    int64_t until_probe;   /* messages until the next comparison; -1: never */
+    int64_t own_segments;  /* segments of this rank that the peer has mapped */
+    OwnSegment own[MOST_SEGMENTS];
+    int64_t peer_segments; /* segments of the peer that this rank has mapped */
+    PeerSegment theirs[MOST_SEGMENTS];
+} Link;
+
+typedef struct {
+    int64_t left;     /* number of the message and chunks left, as COUNTS * number + chunks */
+    int64_t target;   /* address of the receiver's memory */
+    int64_t nbytes;   /* of the message */
+    int64_t label;    /* that the message must have */
+    int64_t written;  /* of the opposite direction: number and written chunks of the message to the same peer */
+} Offer;
+
+typedef struct {
+    int64_t peer, tag;
+    int64_t comm, datatype;  /* handles of the MPI */
+    int64_t receives;        /* 1 for a receive */
+    int64_t request;         /* handle of the MPI */
+    int64_t error;           /* last error of the MPI */
+    int64_t count;           /* bytes received */
+    int64_t status[8];
+} NetMessage;
+
+#endif

@@ -1,0 +1,187 @@
+/* The Python type CallTable: finds the program of a call by the arguments, and runs it on the call's arrays.
+ *
+ * Arguments other than arrays must be the same objects as in the call that was added, or lists and tuples of these;
+ * arrays must have the same dtype, dimensions and bytes. Everything else is left to Python. */
+#include "numpy.h"
+
+#include <structmember.h>
+
+#include "program.h"
+
+enum { MAX_DEPTH = 3, RESULT_BITS = 3 };
+
+typedef enum { IS_OBJECT, IS_SEQUENCE, IS_ARRAY } CheckKind;
+
+/* Check of an argument, or of an item in its lists and tuples; a row of the dtype CHECK of instructions.py. */
+typedef struct {
+    int64_t kind;       /* a CheckKind */
+    int64_t value;      /* address of the object, or of the type, that is expected */
+    int64_t length;     /* of a list or tuple */
+    int64_t buffers;    /* an array is the send buffer (bit 0), the receive buffer (bit 1) */
+    int64_t dtype;      /* address of the dtype object of an array */
+    int64_t dimensions; /* number of them */
+    int64_t nbytes;     /* of the array */
+    int64_t argument;   /* number of the argument */
+    int64_t depth;      /* levels of lists and tuples above the item */
+    struct {
+        int64_t index;
+        int64_t is_list;
+    } path[MAX_DEPTH];
+} Check;
+
+typedef struct {
+    Program *program;
+    Check *checks;
+    Py_ssize_t check_count;
+    int64_t channel;
+} CallEntry;
+
+typedef struct {
+    int64_t started;        /* calls so far */
+    int64_t channel_count;  /* a power of two */
+    int64_t held[];         /* calls of each channel that hold their programs: no other starts meanwhile */
+} Channels;
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *owned;     /* tuple of the channels' array, an array for calls without one, and the entries' objects */
+    Channels *channels;
+    PyObject *no_array;
+    CallEntry *entries;
+    Py_ssize_t entry_count;
+} CallTable;
+
+static PyObject *find_item(PyObject *const *arguments, const Check *check) {
+    PyObject *found = arguments[check->argument];
+    for (int64_t level = 0; level < check->depth; level++) {
+        int64_t index = check->path[level].index;
+        found = check->path[level].is_list ? PyList_GET_ITEM(found, index) : PyTuple_GET_ITEM(found, index);
+    }
+    return found;
+}
+
+static bool is_like(PyArrayObject *array, const Check *check) {
+    return (int64_t)PyArray_DESCR(array) == check->dtype && PyArray_NDIM(array) == check->dimensions &&
+           PyArray_NBYTES(array) == check->nbytes;
+}
+
+/* True if all checks hold; stores the send and the receive buffer. */
+static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject **buffers) {
+    for (const Check *check = entry->checks, *end = check + entry->check_count; check < end; check++) {
+        PyObject *found = find_item(arguments, check);
+        if (check->kind == IS_OBJECT) {
+            if ((int64_t)found != check->value) return false;
+            continue;
+        }
+        if ((int64_t)Py_TYPE(found) != check->value) return false;
+        if (check->kind == IS_SEQUENCE) {
+            if (Py_SIZE(found) != check->length) return false;
+            continue;
+        }
+        if (!is_like((PyArrayObject *)found, check)) return false;
+        for (int number = 0; number < 2; number++)
+            if (check->buffers & 1 << number) buffers[number] = found;
+    }
+    return true;
+}
+
+/* Start the program of a call: (send buffer, receive buffer, operation, root, algorithm, segments). Returns the result,
+ * and unless that is DONE or REFUSED the number of the entry in the bits above it. */
+static PyObject *call_table(CallTable *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
+    (void)flags, (void)keywords;
+    Channels *channels = self->channels;
+    int64_t channel = channels->started & (channels->channel_count - 1);
+    Py_ssize_t count = channels->held[channel] ? 0 : self->entry_count;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        CallEntry *entry = &self->entries[index];
+        PyObject *buffers[2] = {self->no_array, self->no_array};
+        if (entry->channel != channel || !agrees(arguments, entry, buffers)) continue;
+        Result result = run_on(entry->program, buffers[0], buffers[1]);
+        if (result == REFUSED) continue;
+        channels->started++;
+        return PyLong_FromLong(result ? result + (index << RESULT_BITS) : DONE);
+    }
+    return PyLong_FromLong(REFUSED);
+}
+
+static PyObject *table_call(PyObject *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
+    if (PyVectorcall_NARGS(flags) != 6 || keywords) {
+        PyErr_SetString(PyExc_TypeError, "CallTable: expected six arguments");
+        return NULL;
+    }
+    return call_table((CallTable *)self, arguments, flags, keywords);
+}
+
+/* CallTable(channels, no_array) */
+static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    (void)keywords;
+    PyObject *channels, *no_array;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyArray_Type, &channels, &PyArray_Type, &no_array)) return NULL;
+    CallTable *self = (CallTable *)type->tp_alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->call = table_call;
+    self->owned = PyTuple_Pack(3, channels, no_array, Py_None);
+    self->channels = PyArray_DATA((PyArrayObject *)channels);
+    self->no_array = no_array;
+    return self->owned ? (PyObject *)self : NULL;
+}
+
+static void table_dealloc(CallTable *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyMem_Free(self->entries);
+    Py_XDECREF(self->owned);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* store(entries): replace all entries by a tuple of (program, checks, channel, kept objects). */
+static PyObject *table_store(CallTable *self, PyObject *entries) {
+    if (!PyTuple_CheckExact(entries)) {
+        PyErr_SetString(PyExc_TypeError, "store: expected a tuple");
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(entries);
+    CallEntry *stored = PyMem_New(CallEntry, count ? count : 1);
+    if (stored == NULL) return PyErr_NoMemory();
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *program, *checks, *kept;
+        long long channel;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(entries, index), "OO!LO", &program, &PyArray_Type, &checks, &channel,
+                              &kept)) {
+            PyMem_Free(stored);
+            return NULL;
+        }
+        stored[index] = (CallEntry){(Program *)program, PyArray_DATA((PyArrayObject *)checks),
+                                    PyArray_SIZE((PyArrayObject *)checks), channel};
+    }
+    PyObject *owned = PyTuple_Pack(3, PyTuple_GET_ITEM(self->owned, 0), self->no_array, entries);
+    if (owned == NULL) {
+        PyMem_Free(stored);
+        return NULL;
+    }
+    CallEntry *before = self->entries;
+    PyObject *owned_before = self->owned;
+    self->entries = stored, self->entry_count = count, self->owned = owned;
+    PyMem_Free(before);
+    Py_DECREF(owned_before); /* last: it may run finalizers, which call */
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"store", (PyCFunction)table_store, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(CallTable, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, table_new},         {Py_tp_dealloc, table_dealloc}, {Py_tp_methods, methods},
+    {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, members},       {0, NULL},
+};
+
+PyType_Spec call_table_spec = {"collectives.engine._engine.CallTable", sizeof(CallTable), 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};

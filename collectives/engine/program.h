@@ -1,0 +1,87 @@
+/* A program: rows bound to memory, links and messages, and the position of its run. */
+#ifndef CHORUS_PROGRAM_H
+#define CHORUS_PROGRAM_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+#include "layout.h"
+
+enum { NAP_US = 20 }; /* microseconds of a sleep of the progress thread */
+
+enum { SOURCE, TARGET, SCRATCH, LANDING, ABSOLUTE, IGNORED, MEMORIES };
+
+typedef enum {
+    DONE,           /* the program has ended, or the row is done */
+    WAITING,        /* it waits for a peer */
+    REFUSED,        /* nothing was done: the arguments are not those expected, or Python manages the request */
+    MISMATCH,       /* a message of another call or length has arrived */
+    UNREADABLE,     /* the memory of a peer cannot be accessed */
+    FAILED_IN_MPI,  /* a function of the MPI has failed */
+} Result;
+
+typedef struct {
+    bool written;     /* the program writes it */
+    int memory;       /* number of the memory that begins in it */
+    int64_t offset;   /* of the memory in the array */
+    int64_t nbytes;   /* that may not overlap those of the other array */
+} CallArray;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *arrays;      /* tuple of the arrays below, which it keeps */
+    Row *rows;
+    Operand *operands;
+    Stream *streams;
+    int64_t *rounds;       /* first stream of each round, and the end */
+    Link **links;
+    NetMessage *messages;
+    char *bases[MEMORIES]; /* addresses of the memories; offsets in ABSOLUTE are addresses */
+    CallArray call[2];     /* arrays of a call: send buffer, receive buffer */
+    char *spare;           /* memory into which a peer's memory is read before it is reduced */
+    int64_t spare_bytes;
+    int64_t round_count, round;
+    int64_t failed;        /* index of the row that failed */
+    long polls;            /* without progress after which a wait returns */
+    long call_polls;       /* the same of a call */
+    char shares_cores;     /* the core is yielded between polls */
+    char is_deferred;      /* a start only stores addresses */
+    char uses_mpi;         /* some rows are messages of the MPI */
+    char is_running;       /* from a start to the end */
+    char is_startable;     /* the engine may start it for its persistent request */
+    PyObject *request;     /* active request that the engine advances and ends, else NULL; not owned */
+} Program;
+
+Result advance(Program *program, long polls);
+Result advance_released(Program *program, long polls);
+Result run_on(Program *program, PyObject *sendbuf, PyObject *recvbuf);
+
+/* mailbox.c */
+bool send_message(Program *program, Row *row);
+Result receive_message(Program *program, Row *row);
+Result await_read(Program *program, Row *row);
+Result expect_none(Link *link);
+
+/* network.c */
+Result start_message(NetMessage *message, bool receives, char *address, int64_t nbytes);
+Result test_message(NetMessage *message, int64_t nbytes);
+void set_mpi_functions(void *const *addresses);
+
+/* reduce.c */
+typedef void Reduction(const char *left, const char *right, char *out, int64_t nbytes);
+Reduction *find_reduction(int number);
+bool has_reduction(int number);
+int reduction_number(const char *operation, char kind, int itemsize);
+
+static inline char *address_of(Program *program, int memory, int64_t offset) { return program->bases[memory] + offset; }
+
+static inline void apply_reduction(Row *row, const char *incoming, const char *mine, char *out, int64_t nbytes) {
+    Reduction *reduce = find_reduction(row->reduction);
+    if (row->mine_first)
+        reduce(mine, incoming, out, nbytes);
+    else
+        reduce(incoming, mine, out, nbytes);
+}
+
+#endif
