@@ -1,6 +1,7 @@
 """Pipeline settings: schedule, mesh, micro-batches and cuts; fills in values that were left open."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def resolve(
     def layers(samples: int) -> list[LayerCost]:
         x, y = take(samples)
         x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
-        return measure(units, loss, x, y, recipe, states=len(optimizer.states()), device=settings.device)
+        copies, copy = deepcopy((units, loss))  # passes may change operators, which must be alike on all ranks
+        return measure(copies, copy, x, y, recipe, states=len(optimizer.states()), device=settings.device)
 
     def chosen() -> dict[str, Any]:
         found: dict[str, Any] = {}
