@@ -59,8 +59,9 @@ def test_lists_of_all_kinds(comm, name):
     left, right = (rank - 1) % size, (rank + 1) % size
     mine, sums, got, total = np.full(2000, rank + 1.0), np.zeros((5, 2000)), np.zeros(3), np.zeros(1)
     requests = [comm.Iallreduce(mine, row, algorithm=a) for row, a in zip(sums, ("ring", "mst", "linear") * 2)]
-    requests += [comm.Irecv(got, left, 7), comm.Isend(np.full(3, float(rank)), right, 7)]
-    requests += [MPI.Intracomm(comm).Iallreduce(np.ones(1), total), comm.Ibarrier()]
+    ones, sent = np.ones(1), np.full(3, float(rank))  # mpi4py does not keep what it sends from
+    requests += [comm.Irecv(got, left, 7), comm.Isend(sent, right, 7)]
+    requests += [MPI.Intracomm(comm).Iallreduce(ones, total), comm.Ibarrier()]
     random.Random(rank).shuffle(requests)
     assert all(isinstance(request, MPI.Request) and request for request in requests)
     ALL[name](requests)
