@@ -42,6 +42,9 @@ BLOCKING_CHANNEL = 0
 FIRST_NONBLOCKING = 1
 """First of the `NONBLOCKING` channels for non-blocking calls."""
 
+PROBES = 2
+"""Probes for messages at the end: the first one may only take in what has arrived (Intel MPI)."""
+
 
 class Transports:
     """Shared-memory and MPI transports of one communicator, and the tags of its calls. Creation is collective.
@@ -204,7 +207,7 @@ class Transports:
     def leave(self) -> Mismatch | None:
         """Mark this rank as one that makes no more calls; the error of a message that it, or a peer, has not read."""
         status = MPI.Status()
-        if self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+        if any(self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) for _ in range(PROBES)):
             return mismatch(self.comm.Get_rank(), status.Get_source(), None, status.Get_count(MPI.BYTE))
         return None if self.node is None else self.node.leave(self.edges)
 
