@@ -74,7 +74,7 @@ def loaded(module: str) -> list[Any]:
     sys.modules |= libraries  # type: ignore[arg-type]
     cases = list(flatten(unittest.defaultTestLoader.loadTestsFromName(module)))
     for library in libraries:
-        del sys.modules[library]  # collectives use numba
+        del sys.modules[library]  # what is imported later may use it
     return cases
 
 

@@ -44,7 +44,7 @@ class Operation:
     """A bound program and the state of its run: `begin` or `activate`, then `_advance` by any thread up to the end.
 
     Python code changes the state while holding `progress_lock`. The operations of compiled programs are managed by
-    compiled code where possible (`request_kernel`), from a start until `take_back`.
+    compiled code where possible (`collectives.engine`), from a start until `take_back`.
 
     A signal handler or a finalizer may interrupt a thread at any point, and wait for requests there. The lock does not
     keep it out, as the thread has it. A frame that holds the lock and finds `_running` or `_ending` has interrupted the

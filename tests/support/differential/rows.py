@@ -372,6 +372,15 @@ row("frozen after", program=(do("freeze", pattern="1.*"), *PLAIN))
 row("frozen between", program=(STEP, do("freeze", pattern="*.weight"), *PLAIN))
 row("frozen all but one", program=(do("freeze", pattern="*"), do("freeze", pattern="2.*", trains=True), *PLAIN))
 row("frozen clip", settings={"clip": 0.05}, program=(do("freeze", pattern="1.*"), *PLAIN))
+RELEASED = (
+    do("freeze", pattern="1.*"),
+    *[STEP] * 4,
+    do("freeze", pattern="1.*", trains=True),
+    STEP,
+    STEP,
+    TEST,
+    STATE,
+)
 for name, optimizer in {
     "sgd": decaying,
     "adam": lambda model: Adam(lr=0.01),
@@ -381,15 +390,7 @@ for name, optimizer in {
         f"released {name}",
         optimizer=optimizer,
         tolerance=1e-6,
-        program=(
-            do("freeze", pattern="1.*"),
-            *[STEP] * 4,
-            do("freeze", pattern="1.*", trains=True),
-            STEP,
-            STEP,
-            TEST,
-            STATE,
-        ),
+        program=RELEASED,
     )
 row(
     "released lamb",
@@ -397,15 +398,7 @@ row(
     in_torch=False,
     refusals=LAMB_RULES,
     tolerance=1e-6,
-    program=(
-        do("freeze", pattern="1.*"),
-        *[STEP] * 4,
-        do("freeze", pattern="1.*", trains=True),
-        STEP,
-        STEP,
-        TEST,
-        STATE,
-    ),
+    program=RELEASED,
 )
 row("hook", program=(do("hook", pattern="1.*", factor=2.0), STEP, STEP, do("unhook"), STEP, TEST, STATE))
 row("hook in place", program=(STEP, do("hook", pattern="*.weight", factor=0.5, in_place=True), STEP, STEP, TEST, STATE))
