@@ -45,6 +45,7 @@ class ServerHost:
             self._replicas = ServerReplicas(bus, rank, servers, workers, context.settings.replicas, make)
         self.loops = {rank: make(bus, rank)} if self._replicas is None else self._replicas.servers
         self.loop = self.loops[rank]
+        self.loop.waits_for_rank = self._replicas is None
         self._expect()
 
     def _make(self, bus: Mail, shard: int, order: EventOrder) -> ServerLoop:

@@ -50,6 +50,7 @@ class ServerLoop:
         self.applied: Counter[int] = Counter()  # applied pushes by key
         self.parts = 0  # most parts of a step so far
         self.rests = self._awaited_rests = 0  # quiescent points
+        self.waits_for_rank = False  # quiescent points wait for `until_quiescent`; replicas do not know of the call
         self._awaited_steps = 0
         self.stop_requested = False
         self.problem: str | None = None  # reason of this rank's failure; empty if another rank failed
@@ -85,6 +86,7 @@ class ServerLoop:
         """Serve until all living workers wait in `quiesce` and updates are made; `TrainingFailed` if any rank fails."""
         self._awaited_rests += 1
         self._awaited_steps = 0
+        self._release()
         self._serve(lambda: self.rests >= self._awaited_rests)
 
     def _expect_steps(self) -> bool:
@@ -266,6 +268,8 @@ class ServerLoop:
     def _release(self) -> None:
         """End the workers' `quiesce` if all living ones wait in it, nothing is to be redone, all updates are made."""
         living = len(self._workers) - len(self._gone)
+        if self.waits_for_rank and self.rests == self._awaited_rests:
+            return
         if not self._resting or len(self._resting) < living or self.work.returned or self._reach < min(self.clocks):
             return
         if isinstance(self.store, AsyncStore):

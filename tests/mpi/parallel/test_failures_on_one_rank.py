@@ -16,6 +16,8 @@ from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.models import transformer
 from parallel.nn.norm import LayerNorm
 from parallel.nn.router import RouterSettings
+from parallel.parameter_server.messages import MessageKind
+from parallel.parameter_server.server_loop import HANDLERS
 from parallel.pipeline import runner
 from parallel.runtime.consistency_check import RankLeft, StepFailed
 
@@ -397,4 +399,30 @@ def test_a_worker_that_has_missed_a_step(comm, consistency):
         if comm.rank != comm.size - 1:
             made.step(x, y)
         made.step(x, y)
+        made.evaluate(x, y)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("consistency", ["bsp", "async"])
+def test_workers_that_have_all_missed_a_step(comm, monkeypatch, consistency):
+    """Both servers are still in the step before, and wait for each other's sums, as requests to rest arrive."""
+    if comm.size < 3:
+        pytest.skip("no worker beside two servers")
+
+    def late(loop, envelope):
+        time.sleep(0.1 if comm.rank == 0 else 0.3)
+        tick(loop, envelope)
+        time.sleep(0.0 if comm.rank == 0 else 0.3)
+
+    tick = HANDLERS[MessageKind.TICK]
+    monkeypatch.setitem(HANDLERS, MessageKind.TICK, late)
+    x, y = np.eye(12, dtype=np.float32), np.arange(12) % 4
+    made = Engine(
+        nn.mlp([12, 8, 4]), nn.SoftmaxCrossEntropy(), comm, AdamW(lr=0.01), layout="ps", servers=2,
+        consistency=consistency,
+    )  # fmt: skip
+    with pytest.raises(StepFailed, match=r"rank \d waits for all ranks after 1 steps, and a server for step 2"), made:
+        made.step(x, y)
+        if comm.rank < 2:
+            made.step(x, y)
         made.evaluate(x, y)

@@ -67,6 +67,22 @@ def test_ticks_that_are_late_or_come_twice_change_nothing(rule):
     assert server.until_made(1) is False
 
 
+@pytest.mark.parametrize("rule", ["ssp:1", "async"])
+def test_workers_at_rest_wait_for_the_rank_of_their_server(rule):
+    """It may await a step that all workers have missed."""
+    order = EventOrder()
+    server = ServerLoop(Post(), AsyncStore([], SGD(rate=1.0), None, True), rule_of(rule), [1, 2], [0], 0, order)
+    server.waits_for_rank = True
+    for number in (1, 2):
+        for kind in (MessageKind.TICK, MessageKind.REST):
+            for worker in (1, 2):
+                order.put(Envelope(worker, ServerMessage(kind, clock=number, number=number, ticket=number)))
+        server.catch_up()
+        assert server.rests == number - 1
+        server.until_quiescent()
+        assert server.rests == number
+
+
 def test_a_message_survives_the_wire():
     wire = MessageFormat(3)
     message = ServerMessage(MessageKind.PULL, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 10, 11, 12, 13, 0.1, -2.5, (7, 8, 9))
