@@ -41,6 +41,11 @@ class AveragingStyle:
     def request_stop(self, step: int) -> None:
         self.last = min(self.last, step + self.reach(step))
 
+    def begin_step(self) -> None:
+        """Begin a step of all ranks; RankLeft if one of them has left before it."""
+        self.point.order.begin("step")
+        self.point.expect_begun()
+
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
         """Exchange weights, if due, after an update; returns `sums`, or with an allreduce the total of its ranks."""
         raise NotImplementedError
@@ -79,9 +84,13 @@ class AveragingStyle:
 
     def exchange_status(self, comm: MPI.Intracomm, sums: ReplicaSums, weight: float = 1.0) -> tuple[float, ReplicaSums]:
         """All-gather over `comm`; returns the totals of `weight` and `sums`, and sets `last` to the ranks' minimum."""
-        gathered = np.empty((comm.Get_size(), 4))
-        plain: Any = MPI.Intracomm(comm) or comm  # threads as ranks have no MPI communicator
-        self.point.wait(plain.Iallgather(np.array([weight, self.last, *sums]), gathered).Test)
+        if comm is self.comm:
+            rows = self.point.gather(weight=weight, last=self.last, loss=sums.loss, targets=sums.targets)
+            gathered = np.stack([rows[name] for name in ("weight", "last", "loss", "targets")], axis=1)
+        else:
+            gathered = np.empty((comm.Get_size(), 4))
+            plain: Any = MPI.Intracomm(comm) or comm  # threads as ranks have no MPI communicator
+            self.point.wait(plain.Iallgather(np.array([weight, self.last, *sums]), gathered).Test)
         self.last = float(gathered[:, 1].min())
         return float(gathered[:, 0].sum()), ReplicaSums(float(gathered[:, 2].sum()), float(gathered[:, 3].sum()))
 

@@ -18,6 +18,7 @@ from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
 HEAD = 128  # bytes before the vector in a message: weight and last step, padded so that the vector is aligned
+WEIGHTS = 0  # tag, among those of the meeting point
 
 
 def turns(size: int) -> int:
@@ -74,7 +75,6 @@ class Gossip(AveragingStyle):
         self._out = [_GossipMessage(self.memory, vector) for _ in range(tau + 1)]
         self._in = [_GossipMessage(self.memory, vector) for _ in range(tau + 1)]
         self._coming: dict[int, _GossipMessage] = {}  # by step
-        self._wire = MPI.Intracomm(self.comm).Dup()  # isolates messages of a failed training
 
     def reach(self, step: int) -> int:
         return reach(self.size, self._tau)
@@ -107,7 +107,6 @@ class Gossip(AveragingStyle):
 
     def close(self) -> None:
         self.drain()
-        self._wire.Free()
 
     def abandon(self) -> None:
         for message in self._coming.values():
@@ -121,8 +120,8 @@ class Gossip(AveragingStyle):
         self.mass.keep(0.5)  # the other half is as large
         out.x[...] = self.mass.x
         out.head[...] = self.mass.w, self.last
-        into.request = self._wire.Irecv(into.bytes, source)
-        out.request = self._wire.Isend(out.bytes, to)
+        into.request = self.point.comm.Irecv(into.bytes, source, WEIGHTS)
+        out.request = self.point.comm.Isend(out.bytes, to, WEIGHTS)
         self._coming[step] = into
 
     def _take(self, sent: int, wait: bool) -> None:

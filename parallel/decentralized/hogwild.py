@@ -64,37 +64,38 @@ class Hogwild(AveragingStyle):
             self._count(MPI.SUM, ENDS)
         self._publish(step)
 
+    def begin_step(self) -> None:
+        """As in the base class; ranks do not wait in steps, and may make different numbers of them."""
+        self.point.expect_all()
+
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
         self._publish(step + 1)
         return sums
 
     def drain(self) -> None:
-        self._barrier()
+        self.point.gather()
 
     def mean(self, out: Array) -> None:
         out[...] = self.vector
 
     def begin(self) -> None:
-        self._barrier()
+        self.point.gather()
         if self.rank == 0 and self._count(MPI.MAX, 0) < ENDS:  # steps may be fewer now; a request to end stays
             self._count(MPI.REPLACE, 0)
-        self._barrier()
+        self.point.gather()
 
     def finish(self) -> None:
         super().finish()
-        self._barrier()
+        self.point.meet("step")
         if self.rank == 0:
             self._count(MPI.REPLACE, 0)
-        self._barrier()
+        self.point.gather()
 
     def close(self) -> None:
         self._shared.free()
 
     def abandon(self) -> None:
         self._shared.leave()
-
-    def _barrier(self) -> None:
-        self.point.wait(MPI.Intracomm(self.comm).Ibarrier().Test)
 
     def _publish(self, steps: int) -> None:
         """Publish this rank's number of steps in the shared counter, and check it for stop requests of other ranks."""

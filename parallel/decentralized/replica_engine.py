@@ -158,6 +158,7 @@ class ReplicaEngine(BaseEngine):
             gradient that is not finite; from then on that rank makes no updates.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
+        self.style.begin_step()
         self._take_changes()
         report = self._own(batches)
         step, self.steps = self.steps, self.steps + 1

@@ -135,10 +135,9 @@ class BaseEngine:
 
     def leave(self, error: BaseException | None) -> bool:
         """Leave the engine by an exception, or None; True if all ranks do. Else the others have a notice of it."""
-        if is_shared(error):
+        if error is None or is_shared(error):
             return True
-        if error is not None and not isinstance(error, consistency_check.RankLeft):
-            self.point.leave(f"the engine: {text_of(error)}")
+        self.point.leave(f"the engine: {text_of(error)}")
         return False
 
     def __enter__(self) -> Self:

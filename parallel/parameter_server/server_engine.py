@@ -112,8 +112,8 @@ class ParameterServer(BaseEngine):
         is_server = context.plan.rank in context.servers
         self.point = MeetingPoint(comm)
         self.resources.callback(self.point.leave, "the engine's constructor")
-        watch = (self.point.expect_all,) if not settings.fault_tolerant else ()
-        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), *watch)
+        watch = partial(self.point.watch, settings.fault_tolerant)
+        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), watch)
         self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
@@ -172,6 +172,7 @@ class ParameterServer(BaseEngine):
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         self._is_quiescent = False
+        self.point.order.begin("step")
         with self._shared_errors():
             self._expect_flags()
             clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
@@ -189,10 +190,11 @@ class ParameterServer(BaseEngine):
         if self.settings.fault_tolerant and self._frozen != frozen_of(self.parameters):
             raise ValueError("requires_grad: expected no changes in a training with fault_tolerant, found some")
 
-    def quiesce(self) -> None:
+    def quiesce(self, call: str = "quiesce") -> None:
         """Wait until all living ranks call this, after the same step, and nothing is in flight. Raises `StepFailed`."""
         if self._is_quiescent:
             return
+        self.point.order.begin(call)
         with self._shared_errors(), self._recorder("communication", "quiesce"):
             self._role.quiesce(self.steps)
             self._bus.flush()
@@ -307,14 +309,15 @@ class ParameterServer(BaseEngine):
 
     def meet(self, call: str) -> None:
         """As `BaseEngine.meet`, once all ranks have finished the same step; fault-tolerant ranks do not wait."""
-        self.quiesce()
+        self.quiesce(call)
         if not self.settings.fault_tolerant:
             super().meet(call)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None and not self._failed:
             self.quiesce()
-        if self.leave(error) or self.settings.fault_tolerant:
+        is_left = isinstance(error, consistency_check.RankLeft)
+        if self.leave(error) or (self.settings.fault_tolerant and not is_left):
             self.close()
         else:
             self._is_closed = True
@@ -327,11 +330,11 @@ class ParameterServer(BaseEngine):
             raise consistency_check.StepFailed("the engine has failed before")
         try:
             yield
-        except consistency_check.RankLeft:
-            self._failed = True
-            raise
         except BaseException as error:
             self._failed = True
+            self.point.order.ignore()
+            if isinstance(error, consistency_check.RankLeft):
+                raise
             problem = cause_of(error)
             if self.worker is not None and not isinstance(error, TrainingFailed):
                 self.worker.give_up()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from mpi4py import MPI
 from collectives.runtime.program_end import uncaught_exception
 from collectives.runtime.progress import progress_until
 from collectives.transport.wire import watchers
+from parallel.runtime.call_order import CallOrder, messages, send_to_others
 from parallel.runtime.collective_errors import describe, is_shared, raise_shared
 from parallel.runtime.consistency_check import NOTHING, RankLeft, StepFailed
 
@@ -29,7 +30,10 @@ NOTICE = 1
 LONGEST = 1000
 """Characters of a notice: short messages are sent without a receiver."""
 
-CALLS = ("step", "draw", "evaluate", "state_dict", "load_state_dict", "save", "load", "consensus", "failures", "close")
+CALLS = (
+    *("construction", "step", "draw", "evaluate", "state_dict", "load_state_dict", "save", "load"),
+    *("consensus", "failures", "close"),
+)
 """Calls of engines in which all ranks meet: methods, draws from a shared queue, and the exchange of errors."""
 
 ROW = np.dtype(
@@ -43,6 +47,9 @@ ROW = np.dtype(
         ("largest", np.int64),  # samples of the largest micro-batch
         ("fingerprint", np.int64),  # digest of what must be equal on all ranks
         ("content", np.int64),  # digest of the micro-batches
+        ("weight", np.float64),  # weight of the rank in an average
+        ("loss", np.float64),  # sum of its losses
+        ("last", np.float64),  # number of the last step
     ]
 )
 """Numbers that a rank brings to a meeting."""
@@ -58,6 +65,7 @@ class Notice(NamedTuple):
 
     met: int  # meetings that have ended for it
     finished: int  # those of them whose call it has finished
+    begun: float  # calls that it has begun
     why: str
 
 
@@ -66,22 +74,26 @@ class MeetingPoint:
 
     Attributes
     ----------
+    comm : MPI.Intracomm
+        Communicator of this point alone. Threads as ranks have none of MPI, and send no notices.
+    order : CallOrder
     left : dict of int to Notice
-        Ranks that have left, as far as this rank knows.
+        Ranks that have left, as far as this rank knows, perhaps itself.
     """
 
     def __init__(self, comm: MPI.Intracomm):
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        plain = MPI.Intracomm(comm)  # threads as ranks have no MPI communicator, and send no notices
-        self._has_notices = bool(plain) and self._size > 1
-        self._comm: Any = plain.Dup() if self._has_notices else comm
+        plain = MPI.Intracomm(comm)
+        self._mail = plain.Dup() if plain and self._size > 1 else None  # for notices
+        self.comm: Any = self._mail or comm
+        self.order = CallOrder(self._mail)
         self._rows = np.zeros(self._size, ROW)
         self.left: dict[int, Notice] = {}
         self._met = self._finished = 0
         _open_points.add(self)
 
     def meet(self, call: str, **numbers: Any) -> np.ndarray:
-        """Wait for all ranks to make this call; return their numbers, a `ROW` of each. Collective.
+        """Begin this call and wait for all ranks to make it; return their numbers, a `ROW` of each. Collective.
 
         Raises
         ------
@@ -90,8 +102,13 @@ class MeetingPoint:
         StepFailed
             On all ranks, if they make different calls.
         """
+        self.order.begin(call)
+        return self.gather(**numbers)
+
+    def gather(self, **numbers: Any) -> np.ndarray:
+        """As `meet`, within the present call."""
         row = np.zeros(1, ROW)
-        for name, value in {"call": CALLS.index(call), **numbers}.items():
+        for name, value in {"call": CALLS.index(self.order.call), **numbers}.items():
             row[name] = value
         self._finished = self._met
         self._gather(row)
@@ -105,9 +122,11 @@ class MeetingPoint:
         if self._size == 1:
             self._rows[:] = row
             return
-        request = self._comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
+        request = self.comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
         try:
             self._wait(request.Test, lambda: self._has_left("met", self._met + 1))
+            if self._has_left("met", self._met + 1):  # it began the meeting, and gave it up
+                self.expect_all()
         except BaseException:
             _unfinished.append((request, row, self._rows))
             raise
@@ -122,14 +141,16 @@ class MeetingPoint:
         def ended() -> bool:
             nonlocal complete
             complete = complete or done()
+            if not complete:
+                self._expect_order(compares_calls=True)
             return complete or is_vain()
 
         progress_until(ended)
         if not (complete or done()):  # what a rank sent before its notice has arrived
             self.expect_all()
 
-    def _has_left(self, stage: str, count: int) -> bool:
-        """True if a rank has left before it had `count` meetings, or finished their calls."""
+    def _has_left(self, stage: str, count: float) -> bool:
+        """True if a rank has left before it had `count` meetings, finished their calls, or begun so many calls."""
         return any(getattr(notice, stage) < count for notice in self.notices().values())
 
     def _expect_parts(self) -> None:
@@ -156,17 +177,40 @@ class MeetingPoint:
         finally:
             watchers.remove(self._expect_parts)
 
+    def expect_begun(self) -> None:
+        """Raise RankLeft if a rank has left before it began the present call. Not collective."""
+        if self._has_left("begun", self.order.begun):
+            self.expect_all()
+
     def expect_all(self) -> None:
         """Raise RankLeft if this rank has a notice of another one. Not collective."""
         if self.notices():
             text = "; ".join(f"rank {rank} has left {notice.why}" for rank, notice in sorted(self.left.items()))
             raise RankLeft(f"{NOTHING}; {text}")
 
+    def watch(self, may_leave: bool) -> None:
+        """Raise RankLeft if another rank is in another engine, or has left, unless ranks `may_leave` or die.
+
+        For waits of another kind, in which ranks may be in different calls of this engine. Not collective.
+        """
+        with suppress(MPI.Exception) if may_leave else nullcontext():  # of messages to dead ranks
+            self._expect_order(compares_calls=False)
+        if not may_leave:
+            self.expect_all()
+
+    def _expect_order(self, compares_calls: bool) -> None:
+        """Raise RankLeft, and leave, if the present call takes long and another rank is in another one.
+
+        See `CallOrder.difference`.
+        """
+        text = self.order.difference(compares_calls)
+        if text is not None:
+            self.leave(f"the engine: {text}")
+            raise RankLeft(f"{NOTHING}; {text}")
+
     def notices(self) -> dict[int, Notice]:
         """Receive the notices that have arrived; returns `left`. Not collective."""
-        status = MPI.Status()
-        while self._has_notices and self._comm.Iprobe(MPI.ANY_SOURCE, NOTICE, status):
-            self.left[status.source] = Notice(*self._comm.recv(None, status.source, NOTICE))
+        self.left.update((rank, Notice(*notice)) for rank, notice in messages(self._mail, NOTICE))
         return self.left
 
     def leave(self, why: str) -> None:
@@ -177,10 +221,10 @@ class MeetingPoint:
         if not self.is_open:
             return
         _open_points.discard(self)
-        if self._has_notices and not self.left:
-            notice = tuple(Notice(self._met, self._finished, why[:LONGEST]))
-            others = (rank for rank in range(self._size) if rank != self._rank)
-            _unfinished.extend(self._comm.isend(notice, rank, NOTICE) for rank in others)
+        self.order.leave()
+        if self._mail is not None and not self.left:
+            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, why[:LONGEST])
+            _unfinished.extend(send_to_others(self._mail, tuple(notice), NOTICE))
 
     @property
     def is_open(self) -> bool:
@@ -190,8 +234,9 @@ class MeetingPoint:
     def free(self) -> None:
         """Free the communicator, after a meeting that was the last one. Collective."""
         _open_points.discard(self)
-        if self._has_notices:
-            self._comm.Free()
+        self.order.end()
+        if self._mail is not None:
+            self._mail.Free()
 
 
 def text_of(error: BaseException) -> str:

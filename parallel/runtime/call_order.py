@@ -1,0 +1,136 @@
+"""Order of the calls of all open engines, which all ranks begin in the same order.
+
+Each rank counts the calls that it has begun of each engine. A rank whose call takes long sends its counts to the other
+ranks of this engine. One that waits in another engine, or in another method of the same, finds from them that the two
+have begun calls in different orders. No later message changes that: the two would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from mpi4py import MPI
+
+COUNTS = 2
+"""Tag of messages with counts."""
+
+PATIENCE = 1.0
+"""Seconds of a call after which its rank compares its counts with those of others."""
+
+MOST_CALLS = 64
+"""Calls that a rank remembers, to compare them with those of ranks that are behind."""
+
+_open: list[CallOrder] = []
+
+_numbers = count(1)
+
+
+class Counts(NamedTuple):
+    """Message of a rank whose call takes long."""
+
+    call: str
+    begun: dict[int, float]  # calls that it has begun, by the keys of engines
+
+
+class CallOrder:
+    """Calls of one engine that this rank has begun, in an order with those of other open engines.
+
+    Construction and `end` are collective. `comm` is of the engine alone; None, of threads as ranks, compares nothing.
+    Engines that a thread calls are compared with each other.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None):
+        self._comm = comm
+        key, number = (0, 0) if comm is None else comm.bcast((uuid4().int, next(_numbers)))
+        self._key: int = key
+        self._number: int = number  # of the engine, as rank 0 counts them
+        self.begun: float = 0
+        """Number of calls; inf after `ignore`."""
+
+        self._calls = deque(["construction"], maxlen=MOST_CALLS)  # the last ones, up to the present one
+        self._due, self._is_posted, self._thread = math.inf, False, threading.get_ident()
+        self._latest: dict[int, Counts] = {}  # by rank
+        self._sent: list[MPI.Request] = []
+        self._posts = self._received = 0  # numbers of times that counts were sent to all, and of messages with counts
+        if comm is not None:
+            _open.append(self)
+
+    @property
+    def call(self) -> str:
+        """Name of the present call."""
+        return self._calls[-1]
+
+    def begin(self, call: str) -> None:
+        """Begin a call. Not collective."""
+        self.begun += 1
+        self._calls.append(call)
+        self._due, self._is_posted, self._thread = time.monotonic() + PATIENCE, False, threading.get_ident()
+
+    def ignore(self) -> None:
+        """Compare the calls of this engine no longer: after a failure that ranks find in different calls."""
+        self.begun = math.inf
+
+    def difference(self, compares_calls: bool) -> str | None:
+        """Text on a rank that has begun calls in another order, once the present call takes long. Not collective.
+
+        A rank that has begun call n of one engine, and not call m of another, differs from one that has begun call m,
+        and not call n. With `compares_calls` so does one whose call of the same number has another name.
+        """
+        if time.monotonic() < self._due or self._comm is None:
+            return None
+        orders = [order for order in tuple(_open) if order._thread == self._thread]
+        if not self._is_posted:
+            self._is_posted, self._posts = True, self._posts + 1
+            counts = tuple(Counts(self.call, {order._key: order.begun for order in orders}))
+            self._sent = [one for one in self._sent if not one.Test()] + send_to_others(self._comm, counts, COUNTS)
+        for order in orders:
+            for rank, (call, begun) in order._received_counts().items():
+                differs = begun[order._key] > order.begun and begun.get(self._key, self.begun) < self.begun
+                ago = self.begun - begun[order._key]
+                if compares_calls and order is self and 0 <= ago < len(self._calls):
+                    differs = call != self._calls[-1 - int(ago)]
+                if differs:
+                    here = self._comm.Get_rank(), f"in {self.call} of engine {self._number}"
+                    (first, there), other = sorted([here, (rank, f"in {call} of engine {order._number}")])
+                    where = f"rank {first} is {there}, rank {' '.join(map(str, other))}"
+                    return f"{where}; expected calls in one order on all ranks"
+        return None
+
+    def _received_counts(self) -> dict[int, Counts]:
+        for rank, counts in messages(self._comm, COUNTS):
+            self._latest[rank] = Counts(*counts)
+            self._received += 1
+        return self._latest
+
+    def leave(self) -> None:
+        """End the comparison on this rank. Not collective."""
+        if self in _open:
+            _open.remove(self)
+
+    def end(self) -> None:
+        """Receive all messages: the next communicator might receive one that is in flight. Collective."""
+        self.leave()
+        if self._comm is not None:
+            posts = self._comm.allreduce(self._posts) - self._posts
+            while self._received < posts:
+                self._received_counts()
+            MPI.Request.Waitall(self._sent)
+
+
+def messages(comm: MPI.Intracomm | None, tag: int) -> Iterator[tuple[int, Any]]:
+    """Receive the messages that have arrived; yields (rank, message). Not collective."""
+    status = MPI.Status()
+    while comm is not None and comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+        yield status.source, comm.recv(None, status.source, tag)
+
+
+def send_to_others(comm: MPI.Intracomm, message: Any, tag: int) -> list[MPI.Request]:
+    """Start sending a short message to all other ranks. Not collective."""
+    return [comm.isend(message, rank, tag) for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
