@@ -24,6 +24,7 @@ from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import ParamGroup
 from parallel.runtime.consistency_check import (
     Facts,
+    RankMismatch,
     array_digest,
     call_together,
     check_equal,
@@ -31,6 +32,12 @@ from parallel.runtime.consistency_check import (
     facts_digest,
     raise_difference,
 )
+
+COPIED = (
+    "the model was copied while an open engine had the values, not the same on all ranks; copy it before the engine "
+    "is made, or after it is closed"
+)
+"""Cause of a difference between values."""
 
 
 def agreed(
@@ -48,7 +55,13 @@ def agreed(
         return made, [*more, *made.structure(), *made.properties(), *values]
 
     made, facts = call_together(comm, described)
-    check_equal(comm, facts)
+    try:
+        check_equal(comm, facts)
+    except RankMismatch as error:
+        for one in model.parameters():
+            if one.was_copied and any(f" {what} of {one.name}: " in str(error) for what in ("values", "init")):
+                error.args = (f"{error}; {COPIED}",)
+        raise
     return made
 
 

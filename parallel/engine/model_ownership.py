@@ -86,7 +86,7 @@ class ModelOwnership:
         self._restore()
         self._given = {}
         for parameter in self._parameters:
-            parameter.trained_in = self.layout
+            parameter.trained_in, parameter.was_copied = self.layout, False
 
     def _restore(self) -> None:
         for parameter, init in self._inits.items():

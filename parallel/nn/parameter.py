@@ -80,6 +80,8 @@ class Parameter:
         True after `data` was read; engines reset it after their own passes.
     trained_in : str
         Layout of the engine that has the values, or had them last and left none; "" if there is none.
+    was_copied : bool
+        True of a copy that was made while an engine had the values, until an engine has those of the copy.
     """
 
     shape: tuple[int, ...]
@@ -94,6 +96,7 @@ class Parameter:
     is_held: bool = field(default=False, init=False, repr=False)
     was_read: bool = field(default=False, init=False, repr=False)
     trained_in: str = field(default="", init=False, repr=False)
+    was_copied: bool = field(default=False, init=False, repr=False)
     _data: Array = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +114,7 @@ class Parameter:
         made: Parameter = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(deepcopy(vars(self), memo))
+        made.was_copied |= self.is_held
         made.is_held = made.was_read = False
         return made
 

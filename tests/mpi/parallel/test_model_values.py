@@ -145,6 +145,23 @@ def test_copies_of_a_model_with_values(comm):
         assert first.evaluate(X, Y).loss == loss
 
 
+@pytest.mark.parametrize("layout", ["pp:1f1b", "local"])
+def test_copies_of_a_model_whose_ranks_have_different_values(comm, layout):
+    """The error names the copy as its cause, unless it is about something else."""
+    if comm.size == 1 or (comm.size > 2 and layout == "pp:1f1b"):
+        pytest.skip("ranks have the same, or stages have no units")
+    model = mlp()
+    with engine(comm, model, layout=layout) as first:
+        first.step(X, Y)
+        copied = copy.deepcopy(copy.deepcopy(model))
+        with pytest.raises(RankMismatch, match=r"values of 0.1.weight: .*; the model was copied while an open engine"):
+            engine(comm, copied)
+        copied.items[0].items[1].weight.decay = comm.rank == 0
+        with pytest.raises(RankMismatch, match=r"decay of 0.1.weight: (True|False)$"):
+            engine(comm, copied)
+        first.step(X, Y)
+
+
 @pytest.mark.parametrize("options", WHOLE + OTHERS, indirect=True)
 def test_values_of_a_user(comm, options):
     model = mlp()
