@@ -104,11 +104,11 @@ class Message:
         self.nbytes, self._began = array.nbytes, time.monotonic()
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        if not self.done:
+        if not (done := self.done):  # read once: the other thread may set it now, and the status is of a done message
             self.meeting.expect_alive(self._began)
         elif status is not None:
             status.Set_elements(MPI.BYTE, self.nbytes)
-        return self.done
+        return done
 
     def Wait(self) -> None:
         self.meeting.wait_until(lambda: self.done)

@@ -185,9 +185,9 @@ class ScheduleRunner:
             began = time.perf_counter()
             progress_until(lambda: request.Test(self._status))
             self._recorder.note("communication", "wait", began, time.perf_counter(), action=bound.label)
-        if self._status.Get_count(MPI.BYTE) != buffer.nbytes or not buffer.nbytes:
-            return None
-        return self._xp.asarray(buffer)
+        count = self._status.Get_count(MPI.BYTE)
+        assert count in (0, buffer.nbytes), f"{bound.label}: expected {buffer.nbytes} bytes or none, found {count}"
+        return self._xp.asarray(buffer) if count else None
 
     def _send(self, bound: BoundAction, work: StageWork) -> None:
         result = self._computed.pop(bound.key, None)
