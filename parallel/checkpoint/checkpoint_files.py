@@ -296,8 +296,8 @@ class Checkpoint:
     def restore(self, slices: Iterable[TensorSlice]) -> None:
         """Load the checkpoint's values into the arrays of the slices, after checking with `fit`. Collective.
 
-        Slices of the family `OPTIONAL` that it does not hold in this shape are unchanged. Their owner may have to be
-        notified, as by `parallel.engine.base.TrainEngine.refresh`.
+        Slices of the family `OPTIONAL` that it does not hold in this shape are unchanged, and terms of a sum are 0.
+        Their owner may have to be notified, as by `parallel.engine.base.TrainEngine.refresh`.
         """
         slices = list(slices)
         self.fit(slices)
@@ -310,16 +310,17 @@ class Checkpoint:
     def _copy(self, slices: Iterable[TensorSlice]) -> None:
         readers: dict[str, SafetensorsReader] = {}
         for piece in slices:
-            size = len(piece.array)
-            if size and self.entries.get(piece.name) == ArraySpec(tuple(piece.shape), np.dtype(piece.array.dtype)):
-                file = self._file_of[piece.name]
+            if piece.terms:
+                piece.array[...] = 0
+            for source in piece.sources(self.entries):
+                file, name = self._file_of[source], within_family(source)
                 reader = readers.get(file) or readers.setdefault(file, SafetensorsReader(self.path / file))
-                name = within_family(piece.name)
                 if piece.cut is None:
-                    values = reader.read(name, piece.start, size)
+                    values = reader.read(name, piece.start, len(piece.array))
                 else:
                     values = piece.elements_of(reader.tensor(name))
-                piece.array[...] = array_namespace(piece.array).asarray(values)
+                values = array_namespace(piece.array).asarray(values)
+                piece.array[...] = piece.array + values if piece.terms else values
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ class TensorSlice(NamedTuple):
         True if checkpoints take it from this rank. Every element is in one such slice, on one rank.
     cut : TensorCut or None
         If the array is of a part of the tensor: which. The flattened tensor then has its parts one after another.
+    terms : int
+        If above 0, the tensor is one of so many terms of a sum, with its number in the name:
+        ``"feedback/lost/3/<parameter>"``. Terms of a checkpoint with more are added to those of lower numbers.
     """
 
     name: str
@@ -44,11 +47,22 @@ class TensorSlice(NamedTuple):
     array: Array
     mine: bool
     cut: TensorCut | None = None
+    terms: int = 0
 
     def elements_of(self, whole: np.ndarray) -> np.ndarray:
         """The elements of the slice, from the whole tensor in its shape."""
         part, start = (whole, self.start) if self.cut is None else (self.cut.take(whole), self.start - self.cut.offset)
         return part.reshape(-1)[start : start + len(self.array)]
+
+    def sources(self, entries: Mapping[str, ArraySpec]) -> list[str]:
+        """Names of the tensors of a checkpoint whose sum the slice is: its own, if there in this shape, or terms."""
+        names: Iterable[str] = [self.name]
+        if self.terms:
+            family, kind, number, rest = self.name.split("/", 3)
+            every = (f"{family}/{kind}/{term}/{rest}" for term in count(int(number), self.terms))
+            names = takewhile(entries.__contains__, every)
+        wanted = ArraySpec(tuple(self.shape), np.dtype(self.array.dtype))
+        return [name for name in names if len(self.array) and entries.get(name) == wanted]
 
 
 def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:

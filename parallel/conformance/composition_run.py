@@ -14,6 +14,7 @@ import numpy as np
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.conformance.composition import Composition, simpler
 from parallel.conformance.thread_communicator import run_threads
+from parallel.data_parallel.error_feedback import LOST
 from parallel.grad_compression import NONE
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import SGD, AdamW
@@ -33,7 +34,6 @@ class Observation(NamedTuple):
     value: Any
 
 
-LOST = "feedback/lost/"
 """Beginning of the names of slices of what remains to be sent, the mean of the ranks."""
 
 Launch = Callable[[int, Callable[[Any], Any]], Any]
@@ -134,11 +134,13 @@ class Sent:
             found += [Observation(f"step {step}: loss", report.loss)]
             for name, gradient in tensors(inner, inner.gradient_slices(), "gradient"):
                 self._sums[name] = self._sums.get(name, 0) + gradient / max(report.count, 1)
-        slices, ranks = list(inner.tensor_slices()), inner.state()["ranks"]
+        slices = list(inner.tensor_slices())
         found += tensors(inner, (one for one in slices if one.name.startswith("model/")), "state")
-        kept = (one._replace(name=one.name.replace(LOST, "model/")) for one in slices if one.name.startswith(LOST))
-        every = dict(tensors(inner, kept, "gradient"))
-        return found + [Observation(name, sent + ranks * every.get(name, 0)) for name, sent in self._sums.items()]
+        kept: dict[str, Any] = dict.fromkeys(self._sums, 0.0)
+        for name, term in tensors(inner, (one for one in slices if one.name.startswith(LOST)), "gradient"):
+            parameter = name.split("/", 3)[3]
+            kept[f"gradient model/{parameter}"] += term
+        return found + [Observation(name, sent + kept[name]) for name, sent in self._sums.items()]
 
 
 def data(composition: Composition, step: int) -> tuple[np.ndarray, np.ndarray]:

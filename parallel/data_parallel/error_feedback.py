@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from collectives.compressed import Motion
 from collectives.runtime.request_lists import wait_all
@@ -16,6 +15,9 @@ from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
 from parallel.nn.placement import TensorCut
 from quant.types import Array
+
+LOST = "feedback/lost"
+"""Beginning of the names of residuals in checkpoints; the rank and the parameter follow."""
 
 
 class ErrorFeedbackReducer(PlainReducer):
@@ -43,6 +45,7 @@ class ErrorFeedbackReducer(PlainReducer):
                 context.memory.private("buffers", bucket.span.size, context.wide) for _ in range(2)
             )
         self._sent = False
+        self._state: dict[str, Array] = {}
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]
         self._gaps = [bucket.within(Span(end, span.stop)) for span, end in ends if end < span.stop]
         self._step_scale = START
@@ -56,9 +59,18 @@ class ErrorFeedbackReducer(PlainReducer):
         super().begin()
         self._sent = False
 
+    def end_step(self, applied: bool) -> None:
+        """Forget what was before the step; if it was not `applied`, return to that."""
+        if not applied:
+            self.undo()
+        self._sent = False
+
     def undo(self) -> None:
+        """Restore residual and compressor from before the last exchange, if there was one since `begin`."""
         if self._sent:
             self.residual, self._before = self._before, self.residual
+            for name, array in self.compressor.state().items():
+                array[...] = self._state[name]
             self._sent = False
 
     def bind(self) -> None:
@@ -80,34 +92,17 @@ class ErrorFeedbackReducer(PlainReducer):
             wait_all(self._waiting)
             self._waiting = next(self._rounds, [])
 
-    def average_residual(self, ranks: int) -> None:
-        """Give the first `ranks` ranks equal parts of the sum of all residuals, the others none. Collective."""
-        if self._feedback:
-            self._context.comm.Allreduce(MPI.IN_PLACE, self.residual)
-            self.residual /= ranks
-            self._keep_first(ranks)
-
-    def divide_residual(self, saved: int, ranks: int) -> None:
-        """Divide a residual that all ranks have restored, one of `saved` equal parts, among the first `ranks` ranks."""
-        if self._feedback:
-            self.residual *= saved / ranks
-            self._keep_first(ranks)
-
-    def _keep_first(self, ranks: int) -> None:
-        if self._context.plan.rank >= ranks:
-            self.residual[...] = 0
-
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of the residual (call `average_residual` before) and of the compressor's state, for a checkpoint."""
-        mine = self._context.plan.rank == 0
+        """Slices of this rank's residual, a term of the sum over the ranks, and of the compressor's state."""
+        plan = self._context.plan
         for place in self.bucket.places if self._feedback else ():
             start = place.span.start - self.bucket.span.start
             array = self.residual[start : start + place.size]
-            yield slice_of(place.parameter, "feedback/lost", 0, array, mine)
+            yield slice_of(place.parameter, f"{LOST}/{plan.rank}", 0, array, True)._replace(terms=plan.ranks)
         cut = self.bucket.places[0].parameter.cut  # all tensors of the bucket are on the same ranks
         for name, array in self.compressor.state().items():
             whole = None if cut is None else TensorCut.whole(array.shape, cut.holders)
-            yield TensorSlice(f"feedback/{name}", array.shape, 0, array.reshape(-1), mine, whole)
+            yield TensorSlice(f"feedback/{name}", array.shape, 0, array.reshape(-1), plan.rank == 0, whole)
 
     def close(self) -> None:
         self.compressor.close()
@@ -118,6 +113,7 @@ class ErrorFeedbackReducer(PlainReducer):
             return
         if self._feedback:
             self.vector += self.residual * unit
+        self._state = {name: array.copy() for name, array in self.compressor.state().items()}
         self.residual, self._before, self._sent = self._before, self.residual, True
         yield from self.compressor.exchange(self.vector, self.vector, self.residual, self._step_scale.step)
         if self._feedback:

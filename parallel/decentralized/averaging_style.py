@@ -62,6 +62,12 @@ class AveragingStyle:
         self.comm.Allreduce(MPI.IN_PLACE, out)
         out /= self.size
 
+    def show_mean(self, of: Array) -> None:
+        """Write the mean over ranks of the vectors `of` to the weights, once all ranks that share these are here."""
+        mean = of.copy()
+        self.comm.Allreduce(MPI.IN_PLACE, mean)
+        self.vector[...] = mean / self.size
+
     def begin(self) -> None:
         """Reset internal state when all replicas are equal: at the start, and after global averages."""
 

@@ -28,7 +28,7 @@ from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
-from parallel.optim.optimizer import Optimizer
+from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import describe, raise_on_all, written
 from parallel.runtime.consistency_check import StepFailed
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
@@ -108,7 +108,7 @@ class ReplicaEngine(BaseEngine):
         self.resources.callback(self.point.leave, "the engine's constructor")
         self.ledger.expect(Counter(buffers=entry.buffers(vector.nbytes, settings)), part=settings.layout)
         self._problem: BaseException | None = None
-        self._is_closed = False
+        self._is_closed = self._shows_average = False
         self.style.begin()
 
     def _make_read_only(self) -> None:
@@ -305,17 +305,30 @@ class ReplicaEngine(BaseEngine):
         self._fingerprint.compare(self._comm)
 
     @contextlib.contextmanager
+    def moving_average(self) -> Iterator[None]:
+        """Context in which the mean of all replicas is that of their moving averages."""
+        self._shows_average = True
+        try:
+            yield
+        finally:
+            self._shows_average = False
+
+    @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
         """Context in which the mean of all replicas replaces this rank's; yields (replica, mean). Collective."""
         self._take_changes()
         self.style.drain()
-        vector = self.style.vector
-        self._stash[...] = vector
-        self.style.mean(vector)
+        vector, self._stash[...] = self.style.vector, self.style.vector
+        if self._shows_average:  # a replica without updates has its weights
+            self.style.show_mean(next((one.state[EMA] for one in self._engine.pieces if self.updates), vector))
+        else:
+            self.style.mean(vector)
         self._engine.refresh()
         try:
             yield self._stash, vector
         finally:
+            if self._shows_average:
+                self.style.drain()
             vector[...] = self._stash
             self._engine.refresh()
 

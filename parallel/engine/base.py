@@ -194,7 +194,6 @@ class TrainEngine(BaseEngine):
         self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
         self._hold_parameters()
         self.steps = self.updates = 0
-        self._saved_workers: int | None = None
         self._known_kinds: set[tuple[Any, ...]] = set()
         self._ranges = MovingRanges(context.plan.units)
         self._records = OperatorRecords(context.plan.units, self._comm)
@@ -270,7 +269,7 @@ class TrainEngine(BaseEngine):
         return given, moment
 
     def _step(self, run: Callable[[float], tuple[float, bool, PassResult]]) -> StepReport:
-        """Run one step; if it makes no update, restore the compression residuals from before it.
+        """Run one step; if it makes no update, the state of compression is that from before it.
 
         ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result).
         """
@@ -283,9 +282,8 @@ class TrainEngine(BaseEngine):
             raise
         finally:
             self._runs.clear()
-            if self.updates == updates:
-                for reducer in self._compressed():
-                    reducer.undo()
+            for reducer in self._compressed():
+                reducer.end_step(applied=self.updates > updates)
 
     def _stepped(self, run: Callable[[float], tuple[float, bool, PassResult]]) -> StepReport:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
@@ -395,13 +393,9 @@ class TrainEngine(BaseEngine):
         return [reducer for part in whole for reducer in part.gradients.reducers]
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Yield slices of weights and optimizer state, then compression residuals, which are first averaged in place.
-
-        Collective with compression only.
-        """
+        """Yield slices of weights and optimizer state, then of the state of compression."""
         yield from taken_once(self._sharded.tensor_slices(), self._axis)
         for reducer in self._compressed():
-            reducer.average_residual(self._workers)
             yield from taken_once(reducer.tensor_slices(), self._axis)
 
     def gradient_slices(self) -> Iterator[TensorSlice]:
@@ -410,34 +404,27 @@ class TrainEngine(BaseEngine):
 
     def refresh(self) -> None:
         """Apply values written into the arrays of `tensor_slices`, as after loading a checkpoint. Collective."""
-        if self._saved_workers is not None:
-            for reducer in self._compressed():
-                reducer.divide_residual(self._saved_workers, self._workers)
-        self._saved_workers = None
         self._sharded.refresh()
 
     def state(self) -> dict[str, Any]:
         """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale, moving ranges.
 
-        With compressed gradients also the number of ranks (or pipelines) over which residuals were averaged; if
-        parameters were frozen, the updates that they have missed.
+        If parameters were frozen, also the updates that they have missed.
         """
         state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
         state |= {"ranges": self._ranges.state()} if self._ranges else {}
         state |= {"biases": self._records.state()} if self._records.biases else {}
-        state |= {"missed": self._sharded.missed.state()} if self._sharded.missed else {}
-        return state | ({} if self.context.plan.compress is None else {"ranks": self._workers})
+        return state | ({"missed": self._sharded.missed.state()} if self._sharded.missed else {})
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the counters and loss scale that `state` returned; ValueError, with nothing changed, if invalid."""
         values = expect_mapping(state, "state")
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
-        workers = expect_integer(values, "ranks") if "ranks" in values else None
         ranges, biases = checked_ranges(values.get("ranges", {})), self._records.checked(values.get("biases", {}))
         missed = checked_missed(values.get("missed", {}), self.parameters, updates)
         self.scaling.load(values.get("scaling", {}))
         self._records.load(biases)
-        self.steps, self.updates, self._saved_workers = steps, updates, workers
+        self.steps, self.updates = steps, updates
         self._ranges.load(ranges)
         self._sharded.missed.load(missed, self.parameters)
 

@@ -67,7 +67,7 @@ class DataParallelEngine(TrainEngine):
     TypeError, ValueError, RankMismatch
         If an argument is invalid; on all ranks, if models or settings differ (it names the first difference).
 
-    All methods are collective, except `forecast`, `share`, `state`, `load`, and `tensor_slices` without compression.
+    All methods are collective, except `forecast`, `share`, `state`, `load` and `tensor_slices`.
     """
 
     @frees_on_error

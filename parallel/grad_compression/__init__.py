@@ -36,7 +36,7 @@ class Compressor(Protocol):
         """
 
     def state(self) -> dict[str, Array]:
-        """Arrays to save in a checkpoint, by name, equal on all ranks: writable views."""
+        """Arrays by name, equal on all ranks: writable views. Checkpoints have them; without an update they return."""
 
     def close(self) -> None:
         """Free the communicators and requests that it owns, if any. Collective."""

@@ -105,7 +105,7 @@ class PowerSGD:
 
     def exchange(self, x: Array, out: Array, lost: Array, step: int) -> Motion:
         """As `Compressor.exchange`; the residual is this rank's gradient less the approximate sum / number of ranks."""
-        xp, before = array_namespace(x), self._rights.copy()
+        xp = array_namespace(x)
         lost[...] = x
         for there, here in self._uncompressed:
             self._lefts[here] = x[there]
@@ -124,8 +124,6 @@ class PowerSGD:
         for there, here in self._uncompressed:
             out[there] = self._lefts[here]
             lost[there] = 0
-        finite = xp.isfinite(self._rights).all()  # equal on all ranks: if not, all keep the previous factors
-        self._rights[...] = xp.where(finite, self._rights, before)
 
     def state(self) -> dict[str, Array]:
         """Right factors by name, from which the next step's power iteration starts."""

@@ -175,7 +175,7 @@ class Engine:
         measure : function of (scores, targets), optional
             Summed over micro-batches, such as ``loss.correct``.
         ema : bool
-            True to evaluate the moving average of the weights. Decentralised styles then continue from their mean.
+            True to evaluate the moving average of the weights.
         """
         self._begin("evaluate")
         with self._average(ema):

@@ -14,6 +14,7 @@ from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.step_folders import expect_shallow
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
+from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.engine.fingerprint import array_text
 from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
@@ -142,15 +143,18 @@ def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], st
 def exchanged_average(engine: TrainableEngine) -> Iterator[None]:
     """Context in which the moving average stands in for the weights; nothing changes before the first update."""
     engine.quiesce()
-    if not engine.updates:
+    if isinstance(engine, ReplicaEngine):
+        with engine.moving_average():
+            yield
+    elif not engine.updates:
         yield
-        return
-    _exchange(engine)
-    try:
-        yield
-    finally:
-        engine.quiesce()
+    else:
         _exchange(engine)
+        try:
+            yield
+        finally:
+            engine.quiesce()
+            _exchange(engine)
 
 
 def _exchange(engine: TrainableEngine) -> None:

@@ -9,7 +9,7 @@ def whole(comm, made):
     """All tensors of the state, put together from the slices of all ranks; every element comes from one."""
     tensors, cuts = {}, {}
     for slices in comm.allgather([s._replace(array=s.array.copy()) for s in made.tensor_slices() if s.mine]):
-        for name, shape, start, values, _, cut in slices:
+        for name, shape, start, values, _, cut, _ in slices:
             if cut is not None:
                 cuts.setdefault(name, set()).add(cut)
             tensor, times = tensors.setdefault(name, (np.zeros(math.prod(shape)), np.zeros(math.prod(shape), int)))

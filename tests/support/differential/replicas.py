@@ -54,7 +54,7 @@ class AveragedReplicas:
         self.load_state_dict(self.state_dict())
 
     def average_states(self) -> None:
-        """Set the optimizer state of all to their mean, as before a checkpoint or a use of the moving average."""
+        """Set the optimizer state of all to their mean, as before a checkpoint."""
         for pieces in zip(*(engine.inner._engine.pieces for engine in self.engines)):
             for name in pieces[0].state:
                 mean = np.mean([piece.state[name] for piece in pieces], axis=0)
@@ -62,15 +62,17 @@ class AveragedReplicas:
                     piece.state[name][...] = mean
 
     def evaluate(self, x: Any, y: Any, measure: Any = None, ema: bool = False) -> Evaluation:
-        if ema:
-            self.average_states()
-        return self.engines[0].evaluate(x, y, measure, **({"ema": True} if ema else {}))
+        if not ema:
+            return self.engines[0].evaluate(x, y, measure)
+        before, average = [engine.state_dict() for engine in self.engines], self.state_dict(ema=True)
+        self.load_state_dict(average)
+        found = self.engines[0].evaluate(x, y, measure)
+        for engine, state in zip(self.engines, before):
+            engine.load_state_dict(state)
+        return found
 
     def state_dict(self, ema: bool = False) -> dict[str, np.ndarray]:
-        if ema:
-            self.average_states()
-            return self.engines[0].state_dict(ema=True)
-        states = [engine.state_dict() for engine in self.engines]
+        states = [engine.state_dict(**({"ema": True} if ema else {})) for engine in self.engines]
         return {name: np.mean([state[name] for state in states], axis=0) for name in states[0]}
 
     def load_state_dict(self, state: Any, strict: bool = True) -> None:

@@ -18,30 +18,22 @@ from safetensors.numpy import load_file, save_file
 
 from parallel.checkpoint import safetensors_writer, step_folders
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, all_in, latest, name_of, save
+from parallel.checkpoint.tensor_slices import TensorSlice
 
 SELF = MPI.COMM_SELF
 SHAPES = {"model/0.weight": (3, 5), "model/10.bias": (7,), "model/9.gain": (), "optimizer/m/0.weight": (3, 5)}
 
 
-class Slice(NamedTuple):
-    name: str
-    shape: tuple
-    start: int
-    array: np.ndarray
-    mine: bool = True
-    cut: object = None
-
-
 def whole(offset=0.0, dtype=np.float32, shapes=SHAPES):
     """Each tensor in one slice; element i of tensor t is 100 t + i + offset."""
     values = {name: 100 * at + np.arange(np.prod(shape, dtype=int)) for at, (name, shape) in enumerate(shapes.items())}
-    return [Slice(name, shape, 0, (values[name] + offset).astype(dtype)) for name, shape in shapes.items()]
+    return [TensorSlice(name, shape, 0, (values[name] + offset).astype(dtype), True) for name, shape in shapes.items()]
 
 
 def cut(slices, size=2):
     """The same elements in slices of at most `size`, last ones first."""
     return [
-        Slice(one.name, one.shape, start, one.array[start : start + size])
+        TensorSlice(one.name, one.shape, start, one.array[start : start + size], True)
         for one in slices
         for start in reversed(range(0, len(one.array), size))
     ]

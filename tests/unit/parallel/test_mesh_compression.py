@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.tiers import default
 
+from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.conformance.composition import Composition
 from parallel.conformance.composition_run import difference
 from parallel.conformance.thread_communicator import run_threads
@@ -141,9 +142,19 @@ def test_nothing_is_lost_on_other_meshes(composition):
     assert not difference(continued(composition))
 
 
-@pytest.mark.parametrize("method", ["average_residual", "divide_residual"])
-def test_a_residual_that_is_lost_is_found(method, monkeypatch):
-    monkeypatch.setattr(ErrorFeedbackReducer, method, lambda self, *_: self.residual.fill(0))
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_a_residual_that_is_lost_is_found(lost, monkeypatch):
+    """Those of the first mesh, and those that the second one takes from the checkpoint."""
+    whole = ErrorFeedbackReducer.tensor_slices
+
+    def forgetful(self):
+        self.residual.fill(0)
+        return whole(self)
+
+    if lost == "before":
+        monkeypatch.setattr(ErrorFeedbackReducer, "tensor_slices", forgetful)
+    else:
+        monkeypatch.setattr(TensorSlice, "sources", lambda self, there: [] if self.terms else [self.name])
     assert "differs from one rank" in difference(continued(CONTINUED[0]))
 
 
