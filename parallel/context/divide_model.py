@@ -6,7 +6,6 @@ works on single tokens: `Operator.place` refuses an operator that does not.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import Operator, set_names
 from parallel.nn.placement import PlacementError, Shard
-from parallel.nn.rewrite import replaced
+from parallel.nn.rewrite import copied, linked, replaced
 
 ALGORITHMS: dict[str, type[ContextAttention]] = {
     "ring": RingAttention,
@@ -72,12 +71,12 @@ class NoHeads(CausalAttention):
 
 def _causal(operator: CausalAttention, how: ModelDivision) -> Operator:
     if not operator.heads:
-        return NoHeads()
-    return how.attention(how.axis, how.division, operator.heads)
+        return linked(NoHeads(), operator)
+    return linked(how.attention(how.axis, how.division, operator.heads), operator)
 
 
 def _blockwise(operator: BlockwiseAttention, how: ModelDivision) -> Operator:
-    return how.attention(how.axis, how.division, *operator.heads, operator.mask)
+    return linked(how.attention(how.axis, how.division, *operator.heads, operator.mask), operator)
 
 
 def _part(operator: PartOfTokens, how: ModelDivision) -> Operator:
@@ -97,7 +96,7 @@ def _mixture(operator: MixtureOfExperts, how: ModelDivision) -> Operator:
     if how.division.parts_per_rank > 1:
         each = how.division.parts_per_rank
         raise PlacementError(f"sequence_parts: mixtures of experts take one part on each rank, found {each}")
-    ours = copy.copy(operator)
+    ours = copied(operator)
     ours.router = DividedRouter(operator.router, how.axis, how.division)
     return ours
 

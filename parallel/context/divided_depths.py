@@ -20,6 +20,7 @@ from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from parallel.nn.rewrite import inherit
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
 
@@ -103,11 +104,12 @@ class DividedDepths(MixtureOfDepths):
 
     mixes = (-1,)
     exchanges = True
+    fixed = ("fraction", "width")
 
     def __init__(
         self, whole: MixtureOfDepths, axis: Any, division: SequenceDivision, block_of: Callable[[int], Operator]
     ):
-        vars(self).update(vars(whole))
+        inherit(self, whole)
         self.axis, self.division, self._block_of = axis, division, lru_cache(maxsize=64)(block_of)
         self.block = block_of(self.count(division.length))
 

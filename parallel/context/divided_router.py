@@ -15,6 +15,7 @@ from parallel.context.messages import allgather, allgather_positions
 from parallel.context.sequence_division import SequenceDivision
 from parallel.nn import kernels
 from parallel.nn.expert_choice import within_capacity
+from parallel.nn.rewrite import inherit
 from parallel.nn.router import Router
 from quant.types import Array
 
@@ -33,9 +34,10 @@ class DividedRouter(Router):
     """
 
     mixes = (-1,)
+    fixed = (*Router.fixed, "settings")  # which decide what ranks exchange
 
     def __init__(self, whole: Router, axis: Any, division: SequenceDivision):
-        vars(self).update(vars(whole))
+        inherit(self, whole)
         self.axis, self.division = axis, division
         self.exchanges = bool(whole.settings.balance_loss or whole.settings.capacity is not None)
 

@@ -11,6 +11,7 @@ from parallel.nn.array_checks import expect
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.operator import GradientSink, Operator, PassMode
+from parallel.nn.rewrite import inherit
 from quant.types import Array
 
 
@@ -31,7 +32,7 @@ class DividedPositionEmbedding(PositionEmbedding):
     mixes = ()
 
     def __init__(self, whole: PositionEmbedding, division: SequenceDivision, rank: int):
-        self.context, self.width, self.weight = whole.context, whole.width, whole.weight
+        inherit(self, whole)
         if division.length > self.context:
             raise ValueError(f"length: expected at most {self.context} positions, found {division.length}")
         self.positions = division.positions(rank)
@@ -63,7 +64,7 @@ class DividedDropout(Dropout):
     mixes = ()
 
     def __init__(self, whole: Dropout, blocks: Blocks):
-        super().__init__(whole.rate)
+        inherit(self, whole)
         self.whole, self.blocks = whole, blocks
 
     def members(self) -> Any:

@@ -200,7 +200,7 @@ class TrainEngine(BaseEngine):
         self.selection_biases = self._records.biases
         self._runs: list[PassMode] = []  # of this step's micro-batches
         self._own_counts: list[float] = []  # numbers of targets of this step's micro-batches
-        self._rates = RateClock(0)
+        self._rates, self._own_groups = RateClock(0), optimizer.groups
         self._clock_problem: BaseException | None = None
         self._pool = PoolLimit(self._comm, context.memory.xp)
         self.resources.callback(self._pool.remove)
@@ -313,6 +313,9 @@ class TrainEngine(BaseEngine):
         """Call the schedules of this step; an error is exchanged at its beginning."""
         self._rates, self._clock_problem = RateClock(self._clock, known=(math.nan,)), None
         try:
+            if self._own_groups is not self._optimizer.groups:  # assigned since the last step
+                self._optimizer.check(self.parameters)
+                self._own_groups = self._optimizer.groups
             self._rates = self._optimizer.clock_at(self._clock)
         except BaseException as error:
             self._clock_problem = error

@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives import Communicator
 from parallel.nn.operator import Init, Operator, Parameter
+from parallel.nn.rewrite import unlink
 from parallel.runtime.consistency_check import raise_together
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -59,7 +60,7 @@ class ModelOwnership:
     """
 
     def __init__(self, comm: Communicator, model: Operator, layout: str):
-        self.layout, self._parameters = layout, model.parameters()
+        self.layout, self._model, self._parameters = layout, [model], model.parameters()
         raise_together(comm, _problem(self._parameters))
         for parameter in self._parameters:
             _owners[parameter] = ref(self)
@@ -113,7 +114,9 @@ class ModelOwnership:
             if parameter in values:
                 parameter.data = values[parameter]
             del _owners[parameter]
-        self._parameters, self._given = [], {}
+        for model in self._model:
+            unlink(model)
+        self._model, self._parameters, self._given = [], [], {}
 
 
 def _on_host(values: Array) -> np.ndarray:

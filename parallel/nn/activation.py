@@ -48,7 +48,11 @@ class GELU(Activation):
     vectors = 8
 
     def __init__(self, tanh: bool = False):
-        self.tanh, self.kernel = tanh, "gelu_tanh" if tanh else "gelu"
+        self.tanh = tanh
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return "gelu_tanh" if self.tanh else "gelu"
 
 
 class SiLU(Activation):

@@ -22,6 +22,8 @@ class CausalAttention(Operator):
     "Attention Is All You Need", 2017).
     """
 
+    fixed = ("heads",)
+
     def __init__(self, heads: int):
         self.heads = heads
 

@@ -81,6 +81,8 @@ class BlockwiseAttention(Operator):
     mask : AttentionMask
     """
 
+    fixed = ("heads",)
+
     def __init__(self, heads: int, kv_heads: int | None = None, mask: AttentionMask = CAUSAL):
         self.heads, self.mask = Heads.of(heads, kv_heads), mask
 

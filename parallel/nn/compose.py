@@ -26,6 +26,8 @@ class Sequential(Operator):
     `parallel.tensor` cuts operators by names or patterns of names, is for whole models.
     """
 
+    fixed = ("cuts",)
+
     def __init__(self, *items: Operator | Iterable[Operator], cuts: Mapping[str, str] | None = None):
         given: Any = items[0] if len(items) == 1 and isinstance(items[0], Iterable) else items
         self.items: list[Operator] = list(given)

@@ -20,14 +20,18 @@ class Dropout(Operator):
     """Of a shard: its features."""
 
     def __init__(self, rate: float):
-        if not 0 <= rate < 1:
-            raise ValueError(f"Dropout: expected a rate from 0 to below 1, found {rate}")
         self.rate = rate
+        self._expect_rate()
+
+    def _expect_rate(self) -> None:
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"Dropout: expected a rate from 0 to below 1, found {self.rate}")
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Apply dropout to x; in training, saves the mask, of one byte per element."""
         if not run.training or not self.rate:
             return x, None
+        self._expect_rate()  # which may have been assigned
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
         expect(len(x) == len(run.samples), self, expected, x)
         samples = kernels.array_namespace(x).asarray(run.samples)

@@ -15,6 +15,7 @@ class Embedding(Operator):
     """
 
     mixes = ()
+    fixed = ("vocabulary", "width")
 
     def __init__(self, vocabulary: int, width: int, *, init: Init | None = None):
         self.vocabulary, self.width = vocabulary, width
@@ -74,6 +75,8 @@ class PositionEmbedding(Operator):
 
     `weight`, of shape (context, width), starts with `init`, by default normal with deviation 0.02.
     """
+
+    fixed = ("context", "width")
 
     def __init__(self, context: int, width: int, *, init: Init | None = None):
         self.context, self.width = context, width

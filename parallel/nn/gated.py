@@ -24,6 +24,7 @@ class SwiGLU(Operator):
     """
 
     mixes = (-1,)
+    fixed = ("features",)
 
     def __init__(self, features: int):
         self.features = features

@@ -40,6 +40,7 @@ class Linear(Operator):
     """
 
     mixes = (-1,)
+    fixed = ("inputs", "outputs", "rows", "columns")
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: Init | None = None, first: bool = False):
         self.inputs, self.outputs, self.first = inputs, outputs, first

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -80,6 +80,9 @@ class OperatorOutline(NamedTuple):
         return 3 * self.flops - self.skipped
 
 
+_ABSENT = object()
+
+
 class Operator:
     """Base class of layers. Parameters and operators in attributes, or in lists, tuples and dicts there, belong to it.
 
@@ -95,6 +98,39 @@ class Operator:
 
     writes_records: bool = False
     """True if forward passes write `PassMode.terms` or `PassMode.records`."""
+
+    fixed: Sequence[str] = ()
+    """Names of attributes by which an operator is cut or divided: of one with copies they cannot be assigned."""
+
+    if not TYPE_CHECKING:  # which knows the attributes without it
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute, also of the copies that engines have of the operator (`parallel.nn.rewrite.linked`).
+
+            ValueError, with nothing changed, if a copy was made for the value before, or has one of its own.
+            """
+            copies = self._copies_with(name) if "_copies" in vars(self) else ()
+            object.__setattr__(self, name, value)
+            for one in copies:
+                object.__setattr__(one, name, value)
+
+    def _copies_with(self, name: str) -> list[Operator]:
+        """Copies, and their copies, that have the same value of an attribute; none of the name and private ones."""
+        if name == "name" or name.startswith("_"):
+            return []
+        before, found = vars(self).get(name, _ABSENT), list[Operator]()
+        for one in filter(None, (copy() for copy in vars(self).get("_copies", ()))):
+            if name in one.fixed or vars(one).get(name, _ABSENT) is not before:
+                raise ValueError(
+                    f"{type(self).__name__} {self.name}: {name} cannot be assigned while an engine has the model, as "
+                    "it was cut, divided or built by that; expected it before the engine is made"
+                )
+            found += [one, *one._copies_with(name)]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes, for `copy` and `pickle`; links to copies that engines have are those of this object."""
+        return {name: value for name, value in vars(self).items() if name not in ("_copies", "_original")}
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""

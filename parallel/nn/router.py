@@ -7,6 +7,7 @@ sequence, so that they do not depend on micro-batches, accumulation or ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,6 +141,7 @@ class Router(Operator):
 
     mixes: tuple[int, ...] | None = (1, -1)
     writes_records = True
+    fixed: Sequence[str] = ("width", "experts")
 
     def __init__(self, width: int, experts: int, settings: RouterSettings | None = None):
         self.width, self.experts, self.settings = width, experts, settings or RouterSettings()
@@ -147,6 +149,16 @@ class Router(Operator):
         self.weight = Parameter((width, experts), normal(1 / math.sqrt(max(width, 1))))
         self.noise = Parameter((width, experts), normal(0.0)) if self.settings.noise else None
         self.bias = SelectionBias(experts, self.settings.bias_rate) if self.settings.bias_rate else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any operator; ValueError for settings of a router with other parameters or biases."""
+        if name == "settings" and "bias" in vars(self):
+            value.expect_experts(self.experts)
+            _expect(value.noise == (self.noise is not None), "noise", "as at first", value.noise)
+            _expect(bool(value.bias_rate) == (self.bias is not None), "bias_rate", "0, or not, as at first", value)
+        super().__setattr__(name, value)
+        if name == "settings" and (bias := vars(self).get("bias")) is not None:
+            bias.rate = value.bias_rate
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         expect_last(self, x, self.width)

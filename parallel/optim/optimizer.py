@@ -21,10 +21,10 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from numbers import Real
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -60,6 +60,8 @@ def _is_rate(value: object) -> bool:
 @dataclass(kw_only=True, eq=False)
 class Optimizer(metaclass=TorchNames):
     """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
+
+    Hyperparameters may be assigned between steps, on all ranks alike.
 
     Bias corrections count the updates of each parameter, without those in which it was frozen (`OptimizerSpan.missed`).
 
@@ -102,6 +104,25 @@ class Optimizer(metaclass=TorchNames):
         groups = tuple(map(ParamGroup.of, self.groups))
         self.groups, self._table = groups, GroupTable(groups)
 
+    if not TYPE_CHECKING:  # which knows the fields without it
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set a hyperparameter, which counts from the next step on.
+
+            ValueError, with nothing changed, for values that the constructor refuses, or that need other state vectors;
+            TypeError for what is no hyperparameter.
+            """
+            is_field = any(one.name == name and one.init for one in fields(self))
+            if "_table" in vars(self) and (is_field or not hasattr(self, name)):
+                made = replace(self, **{name: value})
+                if (found := made.states()) != self.states():
+                    kept = f"vectors {', '.join(self.states()) or 'none'}; {value!r} needs {', '.join(found) or 'none'}"
+                    raise ValueError(f"{name}: the optimizer has the state {kept}; expected it in the constructor")
+                if name == "groups":
+                    value, self._table = made.groups, made._table
+                    self._known_runs.clear()
+            object.__setattr__(self, name, value)
+
     @property
     def lr(self) -> Rate:
         """Learning rate by PyTorch's name."""
@@ -110,6 +131,15 @@ class Optimizer(metaclass=TorchNames):
     @lr.setter
     def lr(self, rate: Rate) -> None:
         self.rate = rate
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay by PyTorch's name."""
+        return self.decay
+
+    @weight_decay.setter
+    def weight_decay(self, decay: float) -> None:
+        self.decay = decay
 
     def states(self) -> tuple[str, ...]:
         """Names of all state vectors, such as ("m", "v", "ema"), each as long as the weights."""

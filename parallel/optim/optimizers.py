@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
@@ -70,6 +70,16 @@ class Adam(Optimizer):
         expect("beta1", self.beta1, 0 <= self.beta1 < 1, "0 <= beta1 < 1")
         expect("beta2", self.beta2, 0 <= self.beta2 < 1, "0 <= beta2 < 1")
         expect("eps", self.eps, 1e-30 <= self.eps < math.inf, "a number from 1e-30 on")  # not 0 in float32
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """`beta1` and `beta2`, as in PyTorch."""
+        return self.beta1, self.beta2
+
+    @betas.setter
+    def betas(self, pair: tuple[float, float]) -> None:
+        made = replace(self, beta1=pair[0], beta2=pair[1])  # both are checked before one is set
+        self.beta1, self.beta2 = made.beta1, made.beta2
 
     def moments(self) -> tuple[str, ...]:
         return ("m", "v")

@@ -34,7 +34,7 @@ from parallel.nn.placement import (
     Shard,
     TensorCut,
 )
-from parallel.nn.rewrite import replaced
+from parallel.nn.rewrite import copied, linked, replaced
 from parallel.tensor.gradient_sums import with_gradient_sums
 from parallel.tensor.grouped_shards import GroupedShards, SumCopies, holders
 from parallel.tensor.mixture_shards import ExpertCut, cut_experts
@@ -104,7 +104,7 @@ def cut(
     y = ours.place(axis.name, Replicate(), set())
     if isinstance(y, Shard) and type(loss) is SoftmaxCrossEntropy:
         assert y.units is not None
-        loss = VocabularyCrossEntropy(axis, y.units, algorithm, loss.smoothing)
+        loss = VocabularyCrossEntropy(axis, y.units, algorithm, loss)
     return ours, loss
 
 
@@ -147,7 +147,7 @@ class Cutter:
         if isinstance(operator, PositionEmbedding):
             return PositionsOfPart(operator, self.axis)
         if isinstance(operator, Dropout):
-            return DropoutOfPart(operator.rate, self.axis)
+            return DropoutOfPart(operator, self.axis)
         has_parameters = any(isinstance(value, Parameter) for _, value in operator.members())
         divides = self.each > 1 and has_parameters and works_by_part(operator)
         return EqualParts(operator, self.each) if divides else None
@@ -215,7 +215,7 @@ def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
     division = linear.columns.divided(cutter.shards)
 
     def shard(number: int, features: Features, units: tuple[int, int], sharers: range | None = None) -> Linear:
-        made = copy.copy(linear)
+        made = copied(linear)
         made.weight = cutter.part(linear.weight, number, 1, features, units, sharers)
         made.outputs = made.weight.shape[1]
         made.bias = None if linear.bias is None else cutter.part(linear.bias, number, 0, features, units, sharers)
@@ -242,7 +242,7 @@ def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
     """Linear layer cut by inputs: x sharded, y a sum over the ranks, to which the bias is added once."""
     division, shards = linear.rows.divided(cutter.shards), {}
     for number in cutter.numbers:
-        shards[number] = shard = copy.copy(linear)
+        shards[number] = shard = copied(linear)
         shard.weight = cutter.part(linear.weight, number, 0, division.own, division.bounds[number])
         shard.inputs, shard.bias = shard.weight.shape[0], None
     return cutter.sum(shards, division.placement, linear.bias)
@@ -253,7 +253,7 @@ def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
     bounds, features = cutter.bounds(Features(attention.heads))
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
-        shards[number] = shard = copy.copy(attention)
+        shards[number] = shard = copied(attention)
         shard.heads = stop - start
     return [Shards(cutter.axis.name, _unless_empty(shards, bounds), features, features)]
 
@@ -267,7 +267,7 @@ def _grouped_heads(attention: BlockwiseAttention, cutter: Cutter) -> list[Operat
     whole = groups >= cutter.shards or each == 1
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
-        shards[number] = shard = copy.copy(attention)
+        shards[number] = shard = copied(attention)
         shard.heads = Heads((stop - start) * each, stop - start) if whole else Heads(stop - start, 1)
     return [Shards(cutter.axis.name, _unless_empty(shards, bounds), takes, gives)]
 
@@ -280,13 +280,13 @@ def _unless_empty(shards: Mapping[int, Operator], bounds: Mapping[int, tuple[int
 def _gate(gate: SwiGLU, cutter: Cutter) -> list[Operator]:
     """Gated activation cut by features: gates with their values."""
     bounds, features = cutter.bounds(Features(gate.features))
-    shards = {number: SwiGLU(stop - start) for number, (start, stop) in bounds.items()}
+    shards = {number: linked(SwiGLU(stop - start), gate) for number, (start, stop) in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
 def _mixture(mixture: MixtureOfExperts, cutter: Cutter) -> list[Operator]:
     """Mixture whose experts are cut; the router and a shared expert are on every rank, for whole sequences."""
-    ours = copy.copy(mixture)
+    ours = copied(mixture)
     ours.experts = cut_experts(mixture.experts, cutter, cutter.experts)  # type: ignore[assignment]
     return [OnWholeSequence(ours, cutter.axis) if cutter.sequence else ours]
 
@@ -294,7 +294,7 @@ def _mixture(mixture: MixtureOfExperts, cutter: Cutter) -> list[Operator]:
 def _dropout(dropout: Dropout, cutter: Cutter, width: int) -> list[Operator]:
     """Dropout of sharded features, of `width` altogether; masks are parts of the whole mask."""
     bounds, features = cutter.bounds(Features(width))
-    shards = {number: DropoutShard(dropout.rate, width, *units) for number, units in bounds.items()}
+    shards = {number: DropoutShard(dropout, width, *units) for number, units in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
 
 
@@ -316,7 +316,7 @@ def _unembedding(output: Unembedding, cutter: Cutter) -> list[Operator]:
     bounds, features = cutter.bounds(vocabulary)
     shards: dict[int, Operator] = {}
     for number, units in bounds.items():
-        shards[number] = shard = copy.copy(output)
+        shards[number] = shard = copied(output)
         shard.weight = cutter.part(output.weight, number, 0, vocabulary, units)
     return cutter.spread(shards, Shards(cutter.axis.name, shards, COPIES, features))
 

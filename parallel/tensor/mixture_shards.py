@@ -15,7 +15,6 @@ over all shards: with as many shards, any number of ranks has the same bits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from parallel.nn.expert_group import Assignments, ExpertGroup
 from parallel.nn.linear import Linear
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Features, PlacementError, unit_bounds
+from parallel.nn.rewrite import copied
 from parallel.tensor.exchange import allreduce, tree_sum
 from quant.types import Array
 
@@ -149,8 +149,8 @@ def cut_experts(group: ExpertGroup, cutter: Any, how: ExpertCut) -> GroupShards:
 
 def _own(expert: Operator, cutter: Any, number: int) -> Operator:
     """Copy of an expert that one rank of the axis has: its parameters are whole parts of their tensors."""
-    ours = copy.copy(expert)
-    for name, value in vars(expert).items():
+    ours = copied(expert)
+    for name, value in expert.__getstate__().items():
         setattr(ours, name, _owned(value, cutter, number))
     return ours
 
@@ -181,7 +181,7 @@ def _slice(expert: Operator, cutter: Any, number: int, slices: range) -> Operato
         raise PlacementError(f"etp: expected experts of two linear layers and what is between, found {label(expert)}")
     if any(item.mixes != () or item.parameters() for item in inner):
         raise PlacementError(f"etp: expected elementwise operators between an expert's layers, found {label(expert)}")
-    first, last = (copy.copy(one) for one in linear)
+    first, last = (copied(one) for one in linear)
     units = unit_bounds(linear[0].outputs, len(slices))[number - slices[0]]
     hidden = linear[0].columns
     first.weight = cutter.part(first.weight, number, 1, hidden, units, among=slices)

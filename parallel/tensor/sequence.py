@@ -6,7 +6,6 @@ Norms, dropout, biases and residual sums work on these parts; the exchanges are 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement, Replicate, Shard
+from parallel.nn.rewrite import copied, inherit
 from parallel.tensor.exchange import allgather
 from parallel.tensor.redistribute import GatherSequence
 from quant.types import Array
@@ -119,7 +119,7 @@ class EqualParts(SequenceParts, PartOfTokens):
         self.each = each
 
     def divided(self, division: SequenceDivision, rank: int) -> EqualParts:
-        ours = copy.copy(self)
+        ours = copied(self)
         ours.places = tuple(division.part_slices(rank))
         return ours
 
@@ -139,11 +139,12 @@ class PositionsOfPart(DividedPositionEmbedding, PartOfTokens):
     """
 
     def __init__(self, whole: PositionEmbedding, axis: Any):
-        self.context, self.width, self.weight, self.axis = whole.context, whole.width, whole.weight, axis
+        inherit(self, whole)
+        self.axis = axis
         self.every: Array | None = None
 
     def divided(self, division: SequenceDivision, rank: int) -> PositionsOfPart:
-        ours = copy.copy(self)
+        ours = copied(self)
         ours.every = DividedPositionEmbedding(self, division, rank).positions
         return ours
 
@@ -165,8 +166,8 @@ class DropoutOfPart(Dropout, PartOfTokens):
 
     mixes = ()
 
-    def __init__(self, rate: float, axis: Any):
-        super().__init__(rate)
+    def __init__(self, dropout: Dropout, axis: Any):
+        inherit(self, dropout)
         self.axis = axis
         self.whole: DividedDropout | None = None
 
@@ -175,8 +176,8 @@ class DropoutOfPart(Dropout, PartOfTokens):
         return iter(())
 
     def divided(self, division: SequenceDivision, rank: int) -> DropoutOfPart:
-        ours = copy.copy(self)
-        ours.whole = DividedDropout(Dropout(self.rate), division.blocks(rank))
+        ours = copied(self)
+        ours.whole = DividedDropout(inherit(object.__new__(Dropout), self), division.blocks(rank))
         return ours
 
     def _mask(self, samples: Array, shape: tuple[int, ...], key: tuple[int, int], position: int = 0) -> Array:

@@ -24,6 +24,7 @@ from parallel.nn.compose import Sequential, Wrapper
 from parallel.nn.dropout import Dropout
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
 from parallel.nn.placement import Placement, Shard
+from parallel.nn.rewrite import inherit
 from parallel.tensor.exchange import tree_sum
 from parallel.tensor.redistribute import CopyToShards
 from quant.types import Array
@@ -179,8 +180,8 @@ class AddBias(Operator):
 class DropoutShard(Dropout):
     """Dropout of the features from `start` to `stop` of `width`; its mask is that part of the whole mask."""
 
-    def __init__(self, rate: float, width: int, start: int, stop: int):
-        super().__init__(rate)
+    def __init__(self, whole: Dropout, width: int, start: int, stop: int):
+        inherit(self, whole)
         self.width, self.start, self.stop = width, start, stop
         self.part = start, stop
 

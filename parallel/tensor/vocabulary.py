@@ -14,6 +14,7 @@ from parallel.nn.kernels.storage import narrow, widen
 from parallel.nn.loss import NO_RESULT, SoftmaxCrossEntropy
 from parallel.nn.operator import ArraySpec, GradientSink, OperatorOutline, Parameter, PassMode
 from parallel.nn.placement import Placement, PlacementError, Shard
+from parallel.nn.rewrite import inherit
 from parallel.tensor.exchange import Operands, allgather, allreduce, tree_sum
 from quant.types import Array
 
@@ -25,7 +26,8 @@ class EmbeddingShard(Embedding):
     """
 
     def __init__(self, whole: Embedding, weight: Parameter, start: int, stop: int):
-        self.vocabulary, self.width, self.weight = whole.vocabulary, whole.width, weight
+        inherit(self, whole)
+        self.weight = weight
         self.start, self.stop = start, stop
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
@@ -61,23 +63,29 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         Classes of every logical shard; a rank holds as many shards as any other.
     algorithm : str
         Of the sums.
-    smoothing : float
-        Over all classes, of all ranks.
+    whole : SoftmaxCrossEntropy, optional
+        Loss of the user, which has the smoothing: over all classes, of all ranks.
     """
 
     exchanges = True
     errors: Any = None
     """Notes errors between exchanges (`Operands`)."""
 
-    def __init__(self, axis: Any, units: Sequence[int], algorithm: str = "auto", smoothing: float = 0.0):
-        super().__init__(smoothing)
+    def __init__(
+        self, axis: Any, units: Sequence[int], algorithm: str = "auto", whole: SoftmaxCrossEntropy | None = None
+    ):
         self.axis, self.units, self.algorithm = axis, tuple(units), algorithm
+        self._whole = whole or SoftmaxCrossEntropy()
         each = len(units) // axis.size
         self.lengths = [sum(units[rank * each : (rank + 1) * each]) for rank in range(axis.size)]
         ends, here = list(accumulate(units)), slice(axis.rank * each, (axis.rank + 1) * each)
         start = sum(self.lengths[: axis.rank])
         self._start = start
         self._bounds = [(stop - count - start, stop - start) for stop, count in zip(ends[here], units[here])]
+
+    @property
+    def smoothing(self) -> float:  # type: ignore[override]
+        return self._whole.smoothing
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         xp, scores = kernels.array_namespace(y), widen(as_matrix(y))

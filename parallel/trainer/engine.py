@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -22,6 +22,7 @@ from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_ownership import expect_free
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import Operator
+from parallel.nn.rewrite import unlink
 from parallel.optim.optimizer import Optimizer
 from parallel.runtime.collective_errors import collective_call, is_shared
 from parallel.runtime.consistency_check import call_together, check_equal
@@ -104,6 +105,7 @@ class Engine:
             strategy.check(settings, self._comm.Get_size())
             if settings.batch != DEFAULTS.batch and settings.batch_tokens is None:
                 strategy.check_batch(settings, self._comm.Get_size())
+            opened.callback(unlink, model)
             model, remarks = call_together(self._comm, lambda: with_transforms(model, settings)), tuple[str, ...]()
             if not strategy.measures or example is not None:
                 job = TrainJob(model, loss, self._comm, optimizer)  # type: ignore[arg-type]
@@ -120,6 +122,16 @@ class Engine:
             self._workers = strategy.workers(settings, self._comm.Get_size())
             self._is_checked = self._is_closed = self._is_left = False
             self._opened = opened.pop_all()
+
+    if not TYPE_CHECKING:  # which knows the attributes without it
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """AttributeError for attributes of an engine that is made: another value would not be used."""
+            if "_opened" in vars(self) and not name.startswith("_"):
+                raise AttributeError(
+                    f"{name}: expected it in the constructor of an engine; those of `optimizer` can be assigned"
+                )
+            object.__setattr__(self, name, value)
 
     # ------------------------------------------------------------------------------------------ training
 

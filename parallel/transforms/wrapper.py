@@ -1,11 +1,10 @@
 """Copies of models in which operators are wrapped; parameters are shared and keep their names."""
 
 from collections.abc import Callable
-from copy import copy
 
 from parallel.nn.compose import Wrapper
 from parallel.nn.operator import Operator
-from parallel.nn.rewrite import with_operators
+from parallel.nn.rewrite import copied, with_operators
 
 
 class WrappedOperator(Wrapper):
@@ -21,8 +20,8 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
 
     def build(operator: Operator) -> Operator:
         if id(operator) not in made:
-            new = copy(operator)
-            for name, value in vars(operator).items() if not isinstance(operator, WrappedOperator) else ():
+            new = copied(operator)
+            for name, value in operator.__getstate__().items() if not isinstance(operator, WrappedOperator) else ():
                 setattr(new, name, with_operators(value, build))
             made[id(operator)] = change(new)
         return made[id(operator)]

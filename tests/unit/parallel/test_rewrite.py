@@ -34,3 +34,10 @@ def test_replaced_in_all_containers():
     assert type(holder.pair) is Pair and holder.pair.right == 3 and holder.width == (1, 2)
     assert isinstance(model.items[0].pair.left, ReLU) and model.items[0].items[0] is shared
     assert ours.items[1] is not linear and ours.items[1].weight is linear.weight
+
+
+def test_containers_without_operators_are_shared():
+    """What a user changes in them counts for the copy too."""
+    model = Holder(ReLU())
+    model.table = {"of": [1, (2, 3)]}
+    assert replaced(model, lambda operator: None).table is model.table

@@ -123,7 +123,7 @@ def test_cross_entropy_of_extreme_scores(ranks, extreme, smoothing):
 
     def rank_main(axis):
         units = [7 // ranks + (rank < 7 % ranks) for rank in range(ranks)]
-        loss = VocabularyCrossEntropy(axis, units, smoothing=smoothing)
+        loss = VocabularyCrossEntropy(axis, units, whole=SoftmaxCrossEntropy(smoothing))
         part = slice(sum(units[: axis.rank]), sum(units[: axis.rank + 1]))
         found, saved = loss.forward(np.ascontiguousarray(scores[..., part]), targets)
         assert found == pytest.approx(total, rel=1e-12)
