@@ -60,7 +60,7 @@ DECLARATIONS = (
         "Allreduce",
         calls.allreduce,
         "Reduce the vectors of all ranks, element by element, into every rank's `recvbuf`.\n\n"
-        'All ranks get the same bits, unless the requested algorithm is documented otherwise (``"census"``).',
+        'All ranks get the same bits, unless the requested algorithm is ``"census"`` or ``"ordered_census"``.',
         (_OPERANDS, _SAME),
     ),
     Declaration(

@@ -43,6 +43,7 @@ from parallel.checkpoint.step_folders import (
     write_text,
 )
 from parallel.checkpoint.tensor_slices import OPTIONAL, PlannedTensor, TensorSlice, natural_key, plan, within_family
+from parallel.nn.array_checks import whole_number
 from parallel.nn.operator import ArraySpec
 from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.vector_memory import to_host
@@ -106,8 +107,7 @@ def save(
         On all ranks, if any of them fails, or if the directory has checkpoints of another run; earlier checkpoints are
         unchanged. `NotRemoved` if the new one was written.
     """
-    if keep < 1:
-        raise ValueError(f"keep: expected 1 or more, found {keep}")
+    keep = whole_number("keep", keep, 1)
     held = [piece for piece in slices if piece.mine and len(piece.array)]
     target = directory / name_of(step)
     trouble = f"checkpoint {target} was not written"

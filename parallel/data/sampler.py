@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from parallel.nn.array_checks import whole_number
 from parallel.runtime.validation import exact_integers, expect_integer, expect_mapping, is_real, widened
 
 Item = TypeVar("Item")
@@ -155,17 +156,9 @@ class Sampler:
         window: int | None = None,
     ):
         micro_batch = global_batch if micro_batch is None else micro_batch
-        for name, value, least in (
-            ("count", count, 0),
-            ("global_batch", global_batch, 1),
-            ("micro_batch", micro_batch, 1),
-            ("seed", seed, 0),
-            ("window", 1 if window is None else window, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}: expected {least} or more, found {value}")
-        self.count, self.global_batch, self.micro_batch = count, global_batch, micro_batch
-        self.seed, self.shuffle, self.window = seed, shuffle, window
+        self.count, self.global_batch = whole_number("count", count), whole_number("global_batch", global_batch, 1)
+        self.micro_batch, self.seed = whole_number("micro_batch", micro_batch, 1), whole_number("seed", seed)
+        self.shuffle, self.window = shuffle, None if window is None else whole_number("window", window, 1)
         self.steps_per_epoch = -(-count // global_batch)
         self.epoch = self.step = 0
         self._size = max(1, count if window is None or not shuffle else min(window, count))
@@ -317,8 +310,7 @@ def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
     the iteration: after the last item, an exception, Ctrl-C, or `close` (which Python calls when the iterator is
     collected). A generator is then closed; an error of that is raised. The source must not call MPI.
     """
-    if depth < 0:
-        raise ValueError(f"depth: expected 0 or more, found {depth}")
+    depth = whole_number("depth", depth)
     return _ahead(source, depth) if depth else iter(source)
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from parallel.data.sampler import Sampler
+from parallel.nn.array_checks import whole_number
 
 
 class PaddedSequences:
@@ -81,7 +82,10 @@ class TokenSampler(Sampler):
         window: int | None = None,
     ):
         super().__init__(len(lengths), global_tokens, micro_tokens, seed, shuffle=shuffle, window=window)
-        self._lengths, self._most = np.asarray(lengths, np.int64), most
+        self._lengths, self._most = (
+            np.asarray(lengths, np.int64),
+            None if most is None else whole_number("most", most, 1),
+        )
         self._starts = lru_cache(2)(self._starts_of)
 
     def steps_in(self, epoch: int) -> int:

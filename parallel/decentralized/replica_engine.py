@@ -94,9 +94,9 @@ class ReplicaEngine(BaseEngine):
             model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory
         )
         self.resources.callback(self._engine.close)
-        self.remarks = self._engine.remarks
+        self._engine._ownership.name(settings.layout)
+        self.remarks, self.parameters = self._engine.remarks, self._engine.parameters
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
-        self.parameters = self._engine.parameters
         self._recorder = self._engine.context.recorder
         vector = self._stash = memory.private("parameters", 0, self._engine.context.wide)
         for piece in self._engine.pieces:  # none if there are no parameters

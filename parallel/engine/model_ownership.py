@@ -89,6 +89,12 @@ class ModelOwnership:
         for parameter in self._parameters:
             parameter.trained_in, parameter.was_copied = self.layout, False
 
+    def name(self, layout: str) -> None:
+        """Name the layout of which the engine is a part."""
+        self.layout = layout
+        for parameter in self._parameters:
+            parameter.trained_in = layout
+
     def _restore(self) -> None:
         for parameter, init in self._inits.items():
             parameter.init = init

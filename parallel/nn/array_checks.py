@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from numbers import Number
+from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,20 @@ from parallel.nn.operator import ArraySpec, GradientSink, Operator, Parameter
 from quant.types import Array
 
 Error = TypeVar("Error", bound=BaseException)
+
+
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """An option that is an integer, also of NumPy; TypeError for others, bools too, ValueError below `least`.
+
+    >>> whole_number("keep", np.int64(3))
+    3
+    """
+    expected = f"{name}: expected an integer from {least} on, found {value!r}"
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(expected)
+    if (number := index(value)) < least:
+        raise ValueError(expected)
+    return number
 
 
 def label(operator: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect
+from parallel.nn.array_checks import elements, expect, whole_number
 from parallel.nn.compose import Sequential
 from parallel.nn.kernels import causal_attention
 from parallel.nn.linear import Linear
@@ -25,7 +25,7 @@ class CausalAttention(Operator):
     fixed = ("heads",)
 
     def __init__(self, heads: int):
-        self.heads = heads
+        self.heads = whole_number("heads", heads)
 
     def _expect(self, x: Any) -> None:
         fits = len(x.shape) == 3 and x.shape[2] % (3 * self.heads) == 0
@@ -97,7 +97,7 @@ def self_attention(width: int, heads: int, *, init: Init | None = None, init_out
     Maps shape (batch, length, width) to the same shape. `init` and `init_out` are the initial weights of the
     projections.
     """
-    if heads < 1 or width % heads:
+    if whole_number("heads", heads) < 1 or whole_number("width", width) % heads:
         raise ValueError(f"self_attention: expected a width that is a multiple of the heads, found {width} and {heads}")
     inner, outer = Linear(width, 3 * width, init=init), Linear(width, width, init=init_out)
     inner.columns, outer.rows = Features(heads, (width // heads,) * 3), Features(heads, (width // heads,))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallel.nn.array_checks import whole_number
+
 
 class KeyRanges(NamedTuple):
     """Keys that each query of a tile sees, as numbers within the tile of keys: `low` up to but excluding `high`."""
@@ -52,8 +54,7 @@ class AttentionMask:
     documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.window < 0:
-            raise ValueError(f"window: expected 0 (no limit) or more, found {self.window}")
+        whole_number("window", self.window)
         if any(second <= first for first, second in zip((0, *self.documents), self.documents)):
             raise ValueError(f"documents: expected ascending positions above 0, found {self.documents}")
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect
+from parallel.nn.array_checks import elements, expect, whole_number
 from parallel.nn.attention_mask import CAUSAL, AttentionMask
 from parallel.nn.attention_tiles import (
     KEYS,
@@ -27,8 +27,9 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, heads: int, kv_heads: int | None) -> "Heads":
         """Checked numbers; by default as many key/value heads as query heads."""
-        kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        heads = whole_number("heads", heads, 1)
+        kv_heads = heads if kv_heads is None else whole_number("kv_heads", kv_heads, 1)
+        if heads % kv_heads:
             raise ValueError(f"attention: expected heads that the kv heads divide, found {heads} and {kv_heads}")
         return cls(heads, kv_heads)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect, expect_floats, stored, widened
+from parallel.nn.array_checks import elements, expect, expect_floats, stored, whole_number, widened
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -22,7 +22,8 @@ from quant.types import Array
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+    rows, columns = size if isinstance(size, tuple) else (size, size)
+    return whole_number("window", rows, 1), whole_number("window", columns, 1)
 
 
 class Conv2d(Operator):
@@ -54,8 +55,9 @@ class Conv2d(Operator):
         init: Init | None = None,
         first: bool = False,
     ):
-        self.inputs, self.outputs, self.first = inputs, outputs, first
-        self.window, self.stride, self.padding = _pair(window), stride, padding
+        self.inputs, self.outputs = whole_number("inputs", inputs), whole_number("outputs", outputs)
+        self.window, self.first = _pair(window), first
+        self.stride, self.padding = whole_number("stride", stride, 1), whole_number("padding", padding)
         fan = inputs * math.prod(self.window)
         self.weight = Parameter((outputs, inputs, *self.window), init or normal(1 / math.sqrt(max(fan, 1))))
         self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None
@@ -108,7 +110,7 @@ class _Pool2d(Operator):
 
     def __init__(self, window: int | tuple[int, int], stride: int | None = None):
         self.window = _pair(window)
-        self.stride = self.window[0] if stride is None else stride
+        self.stride = self.window[0] if stride is None else whole_number("stride", stride, 1)
 
     def _over(self, x: Any) -> tuple[int, int]:
         expect(len(x.shape) == 4, self, "an array of shape (batch, channels, height, width)", x)

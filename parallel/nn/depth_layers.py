@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel.nn.array_checks import whole_number
 from parallel.nn.compose import Sequential
 from parallel.nn.depths import MixtureOfDepths
 
@@ -26,8 +27,7 @@ class DepthLayers:
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"depths: expected a fraction above 0 up to 1, found {self.fraction:g}")
-        if self.every < 1:
-            raise ValueError(f"depths: expected a distance of blocks from 1, found {self.every}")
+        whole_number("depths: every", self.every, 1)
 
     @classmethod
     def parse(cls, text: str) -> DepthLayers:

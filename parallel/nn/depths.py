@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect
+from parallel.nn.array_checks import elements, expect, whole_number
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -65,7 +65,8 @@ class MixtureOfDepths(Operator):
     def __init__(self, block: Operator, width: int, fraction: float, predictor_loss: float = 1.0):
         if not 0 < fraction <= 1:
             raise ValueError(f"MixtureOfDepths: expected a fraction above 0 up to 1, found {fraction}")
-        self.block, self.width, self.fraction, self.predictor_loss = block, width, fraction, predictor_loss
+        self.block, self.width = block, whole_number("width", width)
+        self.fraction, self.predictor_loss = fraction, predictor_loss
         self.weight = Parameter((width, 1), normal(1 / math.sqrt(max(width, 1))))
         self.predictor = Parameter((width + 1, 1), constant(0.0), decay=False)
 

@@ -3,7 +3,16 @@
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import as_matrix, elements, expect, expect_last, expect_range, stored, widened
+from parallel.nn.array_checks import (
+    as_matrix,
+    elements,
+    expect,
+    expect_last,
+    expect_range,
+    stored,
+    whole_number,
+    widened,
+)
 from parallel.nn.operator import ArraySpec, GradientSink, Init, Operator, OperatorOutline, Parameter, PassMode, normal
 from quant.types import Array
 
@@ -18,7 +27,7 @@ class Embedding(Operator):
     fixed = ("vocabulary", "width")
 
     def __init__(self, vocabulary: int, width: int, *, init: Init | None = None):
-        self.vocabulary, self.width = vocabulary, width
+        self.vocabulary, self.width = whole_number("vocabulary", vocabulary), whole_number("width", width)
         self.weight = Parameter((vocabulary, width), init or normal(0.02))
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
@@ -79,7 +88,7 @@ class PositionEmbedding(Operator):
     fixed = ("context", "width")
 
     def __init__(self, context: int, width: int, *, init: Init | None = None):
-        self.context, self.width = context, width
+        self.context, self.width = whole_number("context", context), whole_number("width", width)
         self.weight = Parameter((context, width), init or normal(0.02))
 
     def _expect(self, x: Any) -> None:

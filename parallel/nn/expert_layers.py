@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel.nn.array_checks import whole_number
 from parallel.nn.compose import Sequential
 from parallel.nn.feed_forward import feed_forward
 from parallel.nn.mixture import MixtureOfExperts
@@ -67,8 +68,8 @@ class ExpertLayers:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"experts: expected a distance of blocks from 1, found {self.every}")
+        whole_number("experts", self.experts, 1)
+        whole_number("experts: every", self.every, 1)
         self.router.expect_experts(self.experts)
 
     @classmethod

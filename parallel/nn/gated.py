@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect_last
+from parallel.nn.array_checks import elements, expect_last, whole_number
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.dropout import Dropout
@@ -27,7 +27,7 @@ class SwiGLU(Operator):
     fixed = ("features",)
 
     def __init__(self, features: int):
-        self.features = features
+        self.features = whole_number("features", features)
 
     def _halves(self, x: Array) -> tuple[Array, Array]:
         xp = kernels.array_namespace(x)
@@ -69,10 +69,10 @@ def gated_transformer(
     `parallel.nn.models.transformer`, whose arguments it takes.
     `kv_heads`, by default `heads`, divides `heads`. The feed-forward layer has 8/3 `width` hidden features, rounded up.
     """
-    if heads < 1 or width % heads:
+    if whole_number("heads", heads) < 1 or whole_number("width", width) % heads:
         raise ValueError(f"heads: expected a divisor of the width {width}, found {heads}")
     groups, hidden = BlockwiseAttention(heads, kv_heads).heads.groups, -(-8 * width // 3)
-    init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
+    init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(whole_number("layers", layers), 1)))
 
     def linear(inputs: int, outputs: int, rows: Features, columns: Features) -> Linear:
         made = Linear(inputs, outputs, bias=False, init=init_out if columns == residual else init)

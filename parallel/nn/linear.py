@@ -5,7 +5,7 @@ from typing import Any
 
 from parallel.nn import kernels
 from parallel.nn.activation import Activation
-from parallel.nn.array_checks import as_matrix, elements, expect, expect_last, stored, widened
+from parallel.nn.array_checks import as_matrix, elements, expect, expect_last, stored, whole_number, widened
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
@@ -43,7 +43,8 @@ class Linear(Operator):
     fixed = ("inputs", "outputs", "rows", "columns")
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: Init | None = None, first: bool = False):
-        self.inputs, self.outputs, self.first = inputs, outputs, first
+        self.inputs, self.outputs = whole_number("inputs", inputs), whole_number("outputs", outputs)
+        self.first = first
         self.rows, self.columns = Features(inputs), Features(outputs)
         self.weight = Parameter((inputs, outputs), init or normal(1 / math.sqrt(max(inputs, 1))))
         self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None

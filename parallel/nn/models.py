@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parallel.nn.activation import ReLU
+from parallel.nn.array_checks import whole_number
 from parallel.nn.attention import self_attention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import Conv2d, MaxPool2d
@@ -32,6 +33,7 @@ def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool | str = 
     ReLU; with `recompute`, hidden layers are computed again in the backward pass. Weights start normal, with variance
     2 / inputs before a ReLU (He et al., 2015).
     """
+    widths = [whole_number("widths", width) for width in widths]
     if len(widths) < 2:
         raise ValueError(f"mlp: expected at least two widths, found {list(widths)}")
     whole = whole_units(recompute, "mlp")
@@ -106,7 +108,7 @@ def transformer(
     the residual stream with 0.02 / sqrt(2 layers) (Radford et al., "Language Models are Unsupervised Multitask
     Learners", 2019).
     """
-    init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
+    init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(whole_number("layers", layers), 1)))
     embedding = Embedding(vocabulary, width, init=init)
     units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *_dropouts(dropout)])]
     if experts is not None and layers < experts.every:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect_last
+from parallel.nn.array_checks import elements, expect_last, whole_number
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, constant
 from quant.types import Array
 
@@ -18,7 +18,7 @@ class LayerNorm(Operator):
     bias: Parameter | None
 
     def __init__(self, width: int, eps: float = 1e-5):
-        self.width, self.eps = width, eps
+        self.width, self.eps = whole_number("width", width), eps
         self.gain = Parameter((width,), constant(1.0), decay=False)
         self.bias = Parameter((width,), constant(0.0), decay=False)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import elements, expect, expect_last
+from parallel.nn.array_checks import elements, expect, expect_last, whole_number
 from parallel.nn.expert_choice import best_in_groups, capacity_of, within_capacity
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, normal
 from parallel.nn.selection_bias import SelectionBias
@@ -76,7 +76,8 @@ class RouterSettings:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        _expect(self.choices >= 1, "choices", "at least 1", self.choices)
+        for name in ("choices", "groups", "chosen_groups"):
+            whole_number(f"router: {name}", getattr(self, name), 1)
         weighted = "at least 2, or weights unnormalized (divided by itself, one is always 1)"
         _expect(self.choices > 1 or not self.normalize, "choices", weighted, self.choices)
         _expect(self.scores in ("softmax", "sigmoid"), "scores", "softmax or sigmoid", self.scores)
@@ -144,7 +145,8 @@ class Router(Operator):
     fixed: Sequence[str] = ("width", "experts")
 
     def __init__(self, width: int, experts: int, settings: RouterSettings | None = None):
-        self.width, self.experts, self.settings = width, experts, settings or RouterSettings()
+        self.width, self.experts = whole_number("width", width), whole_number("experts", experts, 1)
+        self.settings = settings or RouterSettings()
         self.settings.expect_experts(experts)
         self.weight = Parameter((width, experts), normal(1 / math.sqrt(max(width, 1))))
         self.noise = Parameter((width, experts), normal(0.0)) if self.settings.noise else None

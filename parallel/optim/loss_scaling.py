@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from parallel.nn.array_checks import whole_number
 from parallel.runtime.validation import expect_mapping
 
 
@@ -54,6 +55,8 @@ class LossScale:
     stuck: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("interval", "patience", "good", "skipped", "stuck"):
+            whole_number(name, getattr(self, name), name == "interval")
         for name, good, expected in (
             ("floor", 0 < self.floor < math.inf, "a positive number"),
             ("ceiling", self.floor <= self.ceiling < math.inf, f"a number from floor = {self.floor} on"),

@@ -44,6 +44,13 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 }
 
 
+def _real(name: str, value: Any) -> float:
+    try:
+        return real_number(value)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+
+
 @dataclass(init=False)
 class LRSchedule:
     """Learning-rate schedule, callable with a step: a function of `SCHEDULES` by name, and its settings.
@@ -67,7 +74,7 @@ class LRSchedule:
         except TypeError as error:
             raise ValueError(f"schedule {name}: {error}") from None
         for key, value in settings.items():
-            whole = key in ("warm_up", "steps")
+            whole, value = key in ("warm_up", "steps"), _real(key, value)
             if not 0 <= value < math.inf or (whole and int(value) != value):
                 raise ValueError(f"{key}: expected {'a whole' if whole else 'a'} number from 0 on, found {value}")
         if settings.get("warm_up", 0) > settings.get("steps", math.inf):

@@ -1,6 +1,5 @@
 """Checks of what users give an engine: batches that are the same on all ranks, data sets, epochs."""
 
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -29,16 +28,6 @@ def expect_data(data: Any) -> None:
     if not (hasattr(data, "take") and hasattr(data, "__len__")):
         found = type(data).__name__
         raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found a {found}")
-
-
-def expect_epoch(epoch: Any) -> None:
-    """Raise TypeError for an epoch that is no integer, ValueError for a negative one."""
-    try:
-        number = index(epoch)
-    except TypeError:
-        raise TypeError(f"epoch: expected an integer from 0 on, found {epoch!r}") from None
-    if number < 0:
-        raise ValueError(f"epoch: expected an integer from 0 on, found {epoch!r}")
 
 
 def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:

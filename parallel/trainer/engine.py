@@ -21,6 +21,7 @@ from parallel.engine.memory_ledger import MemoryLedger
 from parallel.engine.microbatch_pass import Measure
 from parallel.engine.model_ownership import expect_free
 from parallel.engine.settings import DEFAULTS, Settings
+from parallel.nn.array_checks import whole_number
 from parallel.nn.operator import Operator
 from parallel.nn.rewrite import unlink
 from parallel.optim.optimizer import Optimizer
@@ -30,7 +31,7 @@ from parallel.runtime.left_windows import free_left
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
-from parallel.trainer.batch_check import expect_data, expect_epoch, expect_same
+from parallel.trainer.batch_check import expect_data, expect_same
 from parallel.trainer.engine_options import expect_parts, with_options, with_transforms
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import FailedBatches, TrainableEngine, TrainJob, batches_of, strategy_of
@@ -63,7 +64,6 @@ class Engine:
     inner : engine of the strategy
     settings : with all open choices made
     model, optimizer
-    remarks : choices that were made, for the user
 
     Raises
     ------
@@ -116,7 +116,7 @@ class Engine:
                 )
             self.settings = settings
             self.inner: TrainableEngine = strategy.engine_class(settings)(model, loss, self._comm, optimizer, settings)
-            self.remarks = (*remarks, *self.inner.remarks)
+            self._remarks = (*remarks, *self.inner.remarks)
             self._pool = WorkQueue(self._comm, partial(self.inner.meet, "draw")) if settings.pool else None
             self._run_id = new_run(self._comm)
             self._workers = strategy.workers(settings, self._comm.Get_size())
@@ -208,7 +208,7 @@ class Engine:
         """
         self._expect_open("batches")
         expect_data(data)
-        expect_epoch(epoch)
+        whole_number("epoch", epoch)
         settings = self.settings if batch is None else replace(self.settings, batch=batch)
         if batch is not None and settings.batch_tokens is not None:
             raise ValueError(f"batch: expected none beside batch_tokens={settings.batch_tokens}, found {batch}")
@@ -246,6 +246,11 @@ class Engine:
         return list(made()) if training and self._strategy.pulls_work else made()
 
     # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Choices that were made, and what else the user should know."""
+        return self._remarks
 
     @property
     def steps(self) -> int:
@@ -303,6 +308,7 @@ class Engine:
         """
         self._begin("save")
         collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
+        keep = whole_number("keep", keep, 1)
         check_equal(self._comm, [("keep", keep), *((name, json.dumps(facts[name])) for name in sorted(facts))])
         about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
         about |= {"ranks": self._comm.Get_size(), "user": facts}
@@ -311,7 +317,8 @@ class Engine:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest in a directory, written in any layout; returns the facts given to `save`.
 
-        CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or optimizer.
+        CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or state vectors. A
+        remark if these are of another optimizer.
         """
         self._begin("load")
         folder: Path | None = Path(path)
@@ -325,6 +332,7 @@ class Engine:
         engine_checkpoint.fit_engine(found, self.inner, self.optimizer)
         engine_checkpoint.restore_engine(found, self.inner)
         self._run_id = found.run
+        self._remarks = (*self._remarks, *engine_checkpoint.other_optimizer(found, self.optimizer))
         return dict(found.facts.get("user", {}))
 
     def _average(self, ema: bool) -> Any:

@@ -66,6 +66,14 @@ def fit_engine(found: Checkpoint, engine: TrainableEngine, optimizer: Optimizer)
     found.fit(engine.tensor_slices())
 
 
+def other_optimizer(found: Checkpoint, optimizer: Optimizer) -> tuple[str, ...]:
+    """Remark on a checkpoint of an optimizer of another name with the same state vectors, as AdamW and LAMB have."""
+    before, name = found.facts.get("optimizer"), optimizer.describe()["name"]
+    if not isinstance(before, dict) or before.get("name", name) == name or not optimizer.states():
+        return ()
+    return (f"{found.path}: {', '.join(optimizer.states())} are those of {before['name']}, and {name} continues",)
+
+
 def restore_engine(found: Checkpoint, engine: TrainableEngine, sampler: Callable[[], None] = lambda: None) -> None:
     """Load a checkpoint that fits into an engine; `sampler` is called before the engine's refresh. Collective.
 

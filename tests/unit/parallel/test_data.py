@@ -150,7 +150,7 @@ def test_no_samples():
 
 @pytest.mark.parametrize("name", ["count", "global_batch", "micro_batch", "seed"])
 def test_arguments(name):
-    with pytest.raises(ValueError, match=f"{name}: expected . or more, found -1"):
+    with pytest.raises(ValueError, match=f"{name}: expected an integer from . on, found -1"):
         Sampler(**{"count": 1, "global_batch": 1} | {name: -1})
 
 
@@ -262,7 +262,7 @@ def test_an_error_while_the_source_is_closed():
 
 
 def test_depth_below_zero():
-    with pytest.raises(ValueError, match="depth: expected 0 or more, found -1"):
+    with pytest.raises(ValueError, match="depth: expected an integer from 0 on, found -1"):
         prefetch([], -1)
 
 

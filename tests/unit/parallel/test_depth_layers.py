@@ -23,7 +23,7 @@ X = ArraySpec((2, 16), np.dtype(np.int64))
         ("0.5,", "expected text such as 0.125"),
         ("0", "expected a fraction above 0 up to 1, found 0"),
         ("1.5", "expected a fraction above 0 up to 1, found 1.5"),
-        ("0.5,every=0", "expected a distance of blocks from 1, found 0"),
+        ("0.5,every=0", "every: expected an integer from 1 on, found 0"),
     ],
 )
 def test_malformed_text(text, message):

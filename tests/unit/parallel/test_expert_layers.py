@@ -44,8 +44,8 @@ def test_text(text, expected):
         ("8,capacity=inf", "capacity to be a finite number above 0, found inf"),
         ("8,scale=0", "scale to be a number above 0"),
         ("8,k=4,groups=2,chosen-groups=2", "chosen_groups to be 1 to 1 of 2, found 2"),
-        ("8,every=0", "expected a distance of blocks from 1, found 0"),
-        ("0", "choices to be at most 0 of 0 experts"),
+        ("8,every=0", "every: expected an integer from 1 on, found 0"),
+        ("0", "experts: expected an integer from 1 on, found 0"),
     ],
 )
 def test_malformed_text(text, message):

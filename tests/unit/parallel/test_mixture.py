@@ -135,7 +135,7 @@ def test_expert_that_returns_another_width():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"choices": 0}, "choices to be at least 1, found 0"),
+        ({"choices": 0}, "choices: expected an integer from 1 on, found 0"),
         ({"scores": "tanh"}, "scores to be softmax or sigmoid, found tanh"),
         ({"choices": 1}, r"choices to be at least 2, or weights unnormalized \(.*\), found 1"),
         ({"capacity": 0.0}, "capacity to be a finite number above 0, found 0.0"),
@@ -143,7 +143,7 @@ def test_expert_that_returns_another_width():
         ({"priority": "score"}, "priority to be position without a capacity, found score"),
         ({"scale": 0.0}, "scale to be a number above 0, found 0.0"),
         ({"scale": math.inf}, "scale to be a number above 0, found inf"),
-        ({"groups": 0}, "chosen_groups to be 1 to 0 of 0"),
+        ({"groups": 0}, "groups: expected an integer from 1 on, found 0"),
         ({"groups": 2, "chosen_groups": 2}, "chosen_groups to be 1 to 1 of 2, found 2"),
         ({"jitter": 1.0}, "jitter"),
         ({"z_loss": -1.0}, "z_loss to be a number from 0"),

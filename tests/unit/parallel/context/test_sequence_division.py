@@ -87,7 +87,7 @@ def test_key_ranges_are_the_mask(name, mask):
         (lambda: SequenceDivision("diagonal", 8, 2), "expected one of contiguous, zigzag, striped; found 'diagonal'"),
         (lambda: SequenceDivision("zigzag", 8, 3, 8), "expected parts that 3 ranks divide, found 8"),
         (lambda: SequenceDivision("zigzag", -1, 1), "no negative length"),
-        (lambda: AttentionMask(window=-1), "expected 0 .no limit. or more, found -1"),
+        (lambda: AttentionMask(window=-1), "window: expected an integer from 0 on, found -1"),
         (lambda: AttentionMask(documents=(4, 4)), "expected ascending positions above 0"),
     ],
 )
