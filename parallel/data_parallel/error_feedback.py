@@ -111,8 +111,12 @@ class ErrorFeedbackReducer(PlainReducer):
         unit = self.vector.dtype.type(self._step_scale.unit)
         if not unit:  # nothing to learn from on any rank
             return
+        places = self.bucket.places
+        frozen = [self.bucket.within(place.span) for place in places if not place.parameter.requires_grad]
         if self._feedback:
             self.vector += self.residual * unit
+        for part in frozen:  # whose residuals wait until they are released
+            self.vector[part] = 0
         self._state = {name: array.copy() for name, array in self.compressor.state().items()}
         self.residual, self._before, self._sent = self._before, self.residual, True
         yield from self.compressor.exchange(self.vector, self.vector, self.residual, self._step_scale.step)
@@ -122,3 +126,7 @@ class ErrorFeedbackReducer(PlainReducer):
             self.vector[gap] = 0
             if self._feedback:
                 self.residual[gap] = 0
+        for part in frozen:
+            self.vector[part] = 0
+            if self._feedback:
+                self.residual[part] = self._before[part]

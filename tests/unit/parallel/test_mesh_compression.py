@@ -16,6 +16,7 @@ from parallel.engine import compression
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
+from parallel.grad_compression import parse
 from parallel.mesh.mesh import Mesh
 from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import SoftmaxCrossEntropy
@@ -175,3 +176,22 @@ def test_a_restart_continues_bit_for_bit(tmp_path):
         return found
 
     assert all(went_on == again for went_on, again in run_threads(4, run))
+
+
+@pytest.mark.parametrize("how", ["int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.1", "powersgd:1"])
+def test_frozen_parameters_have_no_gradient_and_keep_their_residuals(how):
+    """Else the norm, by which others are clipped, has residuals, which are lost."""
+
+    def run(comm):
+        made = model()
+        with Engine(made, SoftmaxCrossEntropy(), comm, optimizer(), options(how, "dp=2,tp=2")) as engine:
+            for number in range(2):
+                step(engine, number)
+            made.requires_grad_(False)
+            before = [one.array.copy() for one in engine.inner.tensor_slices() if "/lost/" in one.name]
+            norm = step(engine, 2).norm
+            after = [one.array.copy() for one in engine.inner.tensor_slices() if "/lost/" in one.name]
+            return norm, all(map(np.array_equal, before, after)), len(before)
+
+    for norm, is_kept, count in run_threads(4, run):
+        assert norm == 0 and is_kept and (count > 0) == parse(how).feedback
