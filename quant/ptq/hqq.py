@@ -28,7 +28,8 @@ def hqq(
     best = quantize(w, spec, seed=0)
     if not best.size:
         return best
-    rows = to_rows(np.ascontiguousarray(w, np.float32), spec.granularity)
+    # In float64: far from 0, a zero point has few digits of float32 left after the point.
+    rows = to_rows(w, spec.granularity).astype(np.float64)
     blocks = best.layout.blocks
     starts = np.arange(0, blocks.length, blocks.size)
     counts = np.diff(np.append(starts, blocks.length))
@@ -39,9 +40,9 @@ def hqq(
     for _ in range(steps):
         off = rows - to_rows(current.dequantize(), spec.granularity)
         # Proximal step of the norm: small differences shrink to 0, large ones stay almost unchanged.
-        size = np.maximum(abs(off), np.float32(1e-30))
+        size = np.maximum(abs(off), 1e-30)
         error = np.sign(off) * np.maximum(size - size ** (norm - 1) / beta, 0)
-        q = to_rows(current.integers().astype(np.float32), spec.granularity)
+        q = to_rows(current.integers(), spec.granularity)
         zeros = np.add.reduceat(q - (rows - error) / spread_scales, starts, axis=1) / counts
         current = quantize(w, spec, seed=0, scales=scales, zeros=zeros)
         loss = _loss(w, current, norm)

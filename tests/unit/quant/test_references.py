@@ -1,4 +1,4 @@
-"""Observers, GPTQ, AWQ and k-means beside slow references in float64, on data that are hard to quantise.
+"""Codes, observers, GPTQ, AWQ, HQQ and k-means beside slow references in float64, on data that are hard to quantise.
 
 Data stay away from 0, have outliers, dead inputs or few samples. A sample of the cases runs by default, 5,000 with
 `full`.
@@ -9,11 +9,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from quant import MXFP4, PerChannel, PerGroup, PerTensor, QuantSpec, grouped, kernels, quantize
+from quant import PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
+from quant.formats import GREATEST, MINIFLOATS
 from quant.observers import Ema, Entropy, MeanSquare, MinMax, Percentile
-from quant.ptq import awq, gptq
+from quant.ptq import awq, gptq, hqq
 from quant.scaling.codebook import EXACT, fit_groups, kmeans_exact, kmeans_lloyd
-from quant.scaling.scales import spread
+from quant.scaling.scales import LARGEST, spread
+from quant.spec.granularity import to_rows
+from quant.spec.quant_spec import CHOICES, SCALE_BITS
 
 F = np.float32
 CANDIDATES = 256
@@ -43,6 +46,105 @@ def hard(rng, shape):
     if rng.random() < 0.2:
         x[rng.random(shape) < 0.5] = 0
     return x
+
+
+# ------------------------------------------------------------------------------------------ codes of every spec
+
+SCALES = [*(form for form in SCALE_BITS if not form.startswith("uint")), Scales("e4m3", parent=Scales("fp32"))]
+SCALES += [Scales(f"uint{bits}", kind, Scales("fp32")) for bits in (4, 8) for kind in (PerTensor(), PerChannel(0))]
+GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(-1), *map(PerGroup, (1, 5, 8, 32)), PerGroup(3, 0)]
+
+
+def any_spec(rng, x, fits=lambda spec: True):
+    """A spec out of all that fit, and whose formats have room for the scales and zero points of an array."""
+    while True:
+        spec = None
+        fields = {name: str(rng.choice(allowed)) for name, allowed in CHOICES.items() if rng.random() < 0.5}
+        if fields.get("code", "linear") == "linear":
+            fields |= {name: bool(rng.integers(2)) for name in ("signed", "symmetric") if rng.random() < 0.5}
+        else:
+            fields.pop("q_range", None)
+        fields |= {"granularity": GRANULARITIES[rng.integers(len(GRANULARITIES))]}
+        try:
+            spec = QuantSpec(int(rng.integers(1, 9)), scale=SCALES[rng.integers(len(SCALES))], **fields)
+            if fits(spec) and quantize(x, spec, seed=0) is not None:
+                return spec
+        except ValueError as error:
+            assert spec is None or "fit " in str(error), error
+
+
+def ideal_scale(x, spec):
+    """Scale of a group of elements before its rounding; None for asymmetric specs, whose ranges may be extended."""
+    most = max(x.max(), 0.0) if not spec.signed else x[np.argmax(abs(x))] if spec.q_range == "peak" else abs(x).max()
+    if not spec.symmetric:
+        low, high = (min(x.min(), 0.0), max(x.max(), 0.0)) if spec.zero == "integer" else (x.min(), x.max())
+        return None if spec.zero != "integer" else (high - low) / (spec.q_max - spec.q_min)
+    if spec.code == "nf4":
+        return most
+    if spec.minifloat:
+        largest = MINIFLOATS[spec.code].largest
+        octave = np.floor(np.log2(most)) - np.floor(np.log2(largest)) if most else -127
+        return 2.0 ** max(octave, -127) if spec.scales.format == "e8m0" else most / largest
+    half = 2.0 ** (spec.bits - 1)
+    divisors = {"restricted": half - 1, "full": half, "centred": half - 0.5, "peak": -half}
+    return most / (divisors[spec.q_range] if spec.signed else spec.q_max)
+
+
+def expect_scale(found, ideal, outer, spec):
+    """A scale is its ideal rounded to its format; `outer` is the largest ideal one of the array."""
+    form = spec.scales.format
+    if spec.scales.parent is not None:
+        assert abs(found - ideal) <= max(outer / LARGEST[form], 1e-40) * 0.51 + ideal * 2.0**-4 * (form == "e4m3") or (
+            ideal and found <= outer / LARGEST[form] * 1.001  # at least one unit
+        )
+    elif form == "e8m0":
+        assert found == ideal if spec.minifloat else ideal * (1 - 1e-6) <= found <= max(2 * ideal, 2.0**-127)
+    else:
+        digits, lowest = (24, -126) if form == "fp32" else (MINIFLOATS[form].mantissa + 1, MINIFLOATS[form].lowest)
+        assert abs(found - ideal) <= abs(ideal) * (2.0**-digits + 3e-7) + 2.0 ** (lowest - digits + 1)
+
+
+@cases(60)
+def test_codes(seeds):
+    """Every element has the nearest of all values that its group's codes stand for, and scales are as defined."""
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        x = np.clip(hard(rng, (int(rng.integers(1, 4)), int(rng.choice([1, 2, 7, 40])))), -3e38, 3e38).astype(F)
+        spec = any_spec(rng, x)
+        q = quantize(x, spec, seed=0)
+        blocks, rows = q.layout.blocks, to_rows(x, spec.granularity).astype(np.float64)
+        decoded = to_rows(q.dequantize(), spec.granularity).astype(np.float64)
+        scales, zeros = q.scales().astype(np.float64), q.zeros()
+        groups = [
+            (row, group, slice(group * blocks.size, (group + 1) * blocks.size))
+            for row in range(blocks.rows)
+            for group in range(blocks.per_row)
+        ]
+        ideals = {} if spec.code == "kmeans" else {(r, g): ideal_scale(rows[r, at], spec) for r, g, at in groups}
+        outer = max((ideal for ideal in ideals.values() if ideal is not None), default=0)
+        for row, group, at in groups:
+            scale, zero = scales[row, group], 0.0 if zeros is None else float(zeros[row, group])
+            if spec.linear:
+                all_codes = np.arange(spec.q_min, spec.q_max + 1) - zero
+            else:
+                all_codes = (q.levels()[row, group] if spec.code == "kmeans" else q.levels()).astype(np.float64)
+            all_codes = all_codes[np.isfinite(all_codes)]
+            off = abs(decoded[row, at] - np.clip(scale * all_codes, -GREATEST, GREATEST)[:, None])
+            assert (off.min(axis=0) <= abs(decoded[row, at]) * 1e-6 + 1e-45).all()  # values of codes, and no others
+            chosen = all_codes[off.argmin(axis=0)]
+            ideal = ideals.get((row, group))
+            if ideal is not None:
+                expect_scale(scale, ideal, outer, spec)
+            unit = (ideal if spec.divisor == "inverse" and ideal is not None else scale) or 1.0
+            far = abs(rows[row, at] / unit - all_codes[:, None]).min(axis=0)
+            slack = (abs(rows[row, at] / unit) + abs(zero) + 1) * 2.0**-21
+            step = np.diff(np.sort(all_codes)).max(initial=0.0) if spec.rounding == "stochastic" else 0.0
+            if not spec.symmetric and spec.scales == Scales("fp32"):  # none clips by more than Z is rounded
+                exact = spec.zero == "fp32" and abs(zero) < 2**12 and spec.rounding != "stochastic"
+                limit = (0.5 + 2.0**-10 if exact else 1 + 2.0**-8) * scale
+                assert (abs(decoded[row, at] - rows[row, at]) <= limit + abs(rows[row, at]) * 1e-6).all()
+            if scale and not (spec.divisor == "inverse" and ideal is None):
+                assert (abs(rows[row, at] / unit - chosen) <= far + slack + step).all()
 
 
 # ------------------------------------------------------------------------------------------ observers
@@ -178,17 +280,11 @@ def test_data_away_from_zero_keep_their_range(bits, symmetric):
 
 # ------------------------------------------------------------------------------------------ weights and their inputs
 
-SPECS = [
-    QuantSpec(4, granularity=PerChannel(0)),
-    QuantSpec(3, granularity=PerChannel(-2), rounding="half_away"),
-    QuantSpec(4),
-    QuantSpec(2, symmetric=False, granularity=PerTensor()),
-    grouped(3, 8),
-    grouped(4, 5, "bf16"),
-    grouped(4, 8, symmetric=False),
-    grouped(2, 16, symmetric=False, zero="fp16"),
-    MXFP4,
-]
+
+def one_by_one(spec):
+    """True for specs with which inputs are rounded one after another."""
+    found = spec.scales.parent is None and spec.q_range != "peak" and spec.code != "kmeans"
+    return found and spec.rounding != "stochastic" and spec.granularity not in (PerChannel(-1), PerGroup(3, 0))
 
 
 def problem(seed):
@@ -200,7 +296,7 @@ def problem(seed):
     if rng.random() < 0.5:
         x = x + rng.standard_normal((samples, 1)) * x.std()
     x[:, rng.random(inputs) < rng.choice([0, 0.3, 1], p=[0.5, 0.45, 0.05])] = 0
-    return w, x, SPECS[rng.integers(len(SPECS))]
+    return w, x, any_spec(rng, w, one_by_one)
 
 
 def product_loss(q, w, x, divisor=1.0):
@@ -253,7 +349,7 @@ def test_awq(seeds):
     for seed in seeds:
         w, x, spec = problem(seed)
         spec = spec.replace(rounding="nearest_even")
-        sizes = abs(x).mean(axis=0)
+        sizes = abs(x).mean(axis=0).astype(F).astype(np.float64)
         q, s = awq(w, x.T @ x, sizes, spec)
         sizes[sizes == 0] = sizes[sizes > 0].min(initial=np.inf) if sizes.any() else 1
         losses = []
@@ -266,6 +362,45 @@ def test_awq(seeds):
                 continue
         scale = float(((w @ x.T) ** 2).sum())
         assert product_loss(q, w, x, s) <= min(losses) * (1 + 1e-4) + 1e-9 * scale
+
+
+def robust_loss(w, decoded, norm):
+    return float((abs(decoded.astype(np.float64) - w) ** norm).sum())
+
+
+def hqq_in_float64(w, spec, norm, beta=10.0):
+    """Least loss of the steps of half-quadratic splitting, each group with zero points of its own."""
+    start = quantize(w, spec, seed=0)
+    size, rows = start.layout.blocks.size, to_rows(w, spec.granularity).astype(np.float64)
+    scales = np.where(start.scales() == 0, 1, start.scales())
+    current, least = start, robust_loss(w, start.dequantize(), norm)
+    for _ in range(20):
+        off = rows - to_rows(current.dequantize(), spec.granularity)
+        shrunk = np.sign(off) * np.maximum(abs(off) - np.maximum(abs(off), 1e-30) ** (norm - 1) / beta, 0)
+        codes = to_rows(current.integers(), spec.granularity).astype(np.float64)
+        zeros = np.empty(scales.shape)
+        for row, group in np.ndindex(scales.shape):
+            at = slice(group * size, (group + 1) * size)
+            zeros[row, group] = np.mean(codes[row, at] - (rows - shrunk)[row, at] / scales[row, group])
+        current = quantize(w, spec, seed=0, scales=scales, zeros=zeros)
+        loss = robust_loss(w, current.dequantize(), norm)
+        if loss >= least:
+            break
+        least, beta = loss, beta * 1.01
+    return least
+
+
+@cases(20)
+def test_hqq(seeds):
+    """No worse than the usual zero points, and as good as the steps in float64."""
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        w = np.clip(hard(rng, (int(rng.integers(1, 4)), int(rng.integers(1, 40)))), -3e4, 3e4).astype(F)
+        spec = any_spec(rng, w, lambda spec: not spec.symmetric and spec.zero != "integer")
+        norm = float(rng.uniform(0.3, 0.9))
+        found = robust_loss(w, hqq(w, spec, norm).dequantize(), norm)
+        assert found <= robust_loss(w, quantize(w, spec, seed=0).dequantize(), norm)
+        assert found <= hqq_in_float64(w, spec, norm) * (1 + 1e-9) + 1e-30
 
 
 # ------------------------------------------------------------------------------------------ k-means
