@@ -58,10 +58,16 @@ MINIFLOATS = {
 """Formats of OCP "8-bit floating point" and "Microscaling formats" (2023), fp16 and bf16."""
 
 
-def as_float32(name: str, x: Any) -> Any:
-    """Array of real numbers in float32, the same if it is one. TypeError, naming the argument, for other elements."""
+def expect_real(name: str, x: Any) -> Any:
+    """The array itself. TypeError, naming the argument, unless its elements are real numbers."""
     if x.dtype.kind not in "fiub" and x.dtype.name != "bfloat16":
         raise TypeError(f"{name}: expected real numbers, found {x.dtype}")
+    return x
+
+
+def as_float32(name: str, x: Any) -> Any:
+    """Array of real numbers in float32, the same if it is one. TypeError, naming the argument, for other elements."""
+    expect_real(name, x)
     with np.errstate(over="ignore"):  # infinity is looked for where it matters
         return x.astype(np.float32, copy=False)
 

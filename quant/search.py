@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quant.formats import expect_real
+
 Choice = tuple[int, ...]
 """Option index of every layer."""
 
@@ -45,7 +47,8 @@ class SearchTable:
 
     def __post_init__(self) -> None:
         for name in ("costs", "losses"):
-            object.__setattr__(self, name, np.array(getattr(self, name), np.float64))
+            given = expect_real(name, np.asarray(getattr(self, name)))
+            object.__setattr__(self, name, given.astype(np.float64))
         if self.costs.ndim != 2 or self.costs.shape != self.losses.shape or not self.costs.size:
             shapes = f"{self.costs.shape} and {self.losses.shape}"
             raise ValueError(f"costs and losses: expected shape (layers, options), found {shapes}")

@@ -18,6 +18,7 @@ import numpy as np
 
 from parallel.data.sampler import Dataset
 from parallel.data.shards import OPEN_SHARDS, ShardIndex
+from parallel.runtime.validation import exact_integers
 
 HELD_OUT = 10
 """One in so many samples of .npz files, documents of pydoc, or bytes of text files is for the test."""
@@ -70,7 +71,7 @@ class TokenWindows:
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(x, y) of the windows at `indices`: int64, both of shape (windows, length)."""
-        indices = np.asarray(indices, np.int64)
+        indices = exact_integers(indices, "indices")
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"windows {indices.min()} to {indices.max()} of a text that has {len(self)}")
         places = indices[:, None] * (self.stride or self.length) + np.arange(self.length + 1)
@@ -363,7 +364,7 @@ def _text(name: str, train: np.ndarray, test: np.ndarray, length: int) -> Learni
     parts = TokenWindows(train, length), TokenWindows(test, length)
     if not len(parts[0]):
         raise ValueError(
-            f"{name}: {len(train)} bytes for training are too few for one window of {length} + 1; "
+            f"{name}: expected {length} + 1 bytes for training or more, found {len(train)}, too few for one window; "
             "a shorter length may do"
         )
     return LearningTask(name, *parts, "bytes", (length,), 256)

@@ -12,6 +12,7 @@ import numpy as np
 
 from parallel.data.sampler import Sampler
 from parallel.nn.array_checks import whole_number
+from parallel.runtime.validation import exact_integers
 
 
 class PaddedSequences:
@@ -40,7 +41,7 @@ class PaddedSequences:
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(x, y) of some sequences: int64 of shape (sequences, longest), padded with token 0 and target -1."""
-        indices = np.asarray(indices, np.int64)
+        indices = exact_integers(indices, "indices")
         shape = len(indices), int(self.lengths[indices].max(initial=0))
         x, y = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         for row, index in enumerate(indices.tolist()):
@@ -82,10 +83,8 @@ class TokenSampler(Sampler):
         window: int | None = None,
     ):
         super().__init__(len(lengths), global_tokens, micro_tokens, seed, shuffle=shuffle, window=window)
-        self._lengths, self._most = (
-            np.asarray(lengths, np.int64),
-            None if most is None else whole_number("most", most, 1),
-        )
+        self._lengths = exact_integers(lengths, "lengths")
+        self._most = None if most is None else whole_number("most", most, 1)
         self._starts = lru_cache(2)(self._starts_of)
 
     def steps_in(self, epoch: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 
 from parallel.data.sampler import Dataset
-from parallel.runtime.validation import is_real
+from parallel.runtime.validation import exact_integers, is_real
 
 INDEX = "index.json"
 
@@ -74,7 +74,7 @@ class ConcatDataset:
         return len(self._sizes)
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        indices = np.asarray(indices, np.int64)
+        indices = exact_integers(indices, "indices")
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of a data set that has {len(self)}")
         parts = np.searchsorted(self._starts, indices, side="right") - 1

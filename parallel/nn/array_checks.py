@@ -16,6 +16,15 @@ from quant.types import Array
 Error = TypeVar("Error", bound=BaseException)
 
 
+def is_single(value: Any) -> bool:
+    """True for a Python number that is finite in float32.
+
+    >>> is_single(0.5), is_single(1e39), is_single(10**400)
+    (True, False, False)
+    """
+    return isinstance(value, float | int) and abs(value) <= float(np.finfo(np.float32).max)
+
+
 def whole_number(name: str, value: Any, least: int = 0) -> int:
     """An option that is an integer, also of NumPy; TypeError for others, bools too, ValueError below `least`.
 

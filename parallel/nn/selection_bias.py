@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from parallel.nn.array_checks import is_single
+
 
 class SelectionBias:
     """Bias per expert, added to scores where experts are chosen, but not in their weights (DeepSeek-V3, 2412.19437).
@@ -33,7 +35,7 @@ class SelectionBias:
 
     def load(self, state: Any) -> None:
         """Restore `state`; ValueError unless it has a finite number for every expert."""
-        numbers = isinstance(state, list) and all(isinstance(value, float | int) for value in state)
-        if not numbers or len(state) != len(self.values) or not np.isfinite(np.array(state, np.float64)).all():
+        numbers = isinstance(state, list) and all(map(is_single, state))
+        if not numbers or len(state) != len(self.values):
             raise ValueError(f"selection bias: expected {len(self.values)} numbers, found {state!r}")
         self.values = np.array(state, np.float32)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn import kernels
+from parallel.nn.array_checks import is_single
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
 from parallel.nn.rewrite import operators_in
 from parallel.transforms.wrapper import WrappedOperator
@@ -148,7 +149,7 @@ def checked_ranges(state: Any) -> dict[str, list[float]]:
     if not isinstance(state, dict):
         raise ValueError(f"ranges: expected them by name, found {state!r}")
     for name, bounds in state.items():
-        numbers = isinstance(bounds, list) and all(isinstance(bound, float | int) for bound in bounds)
-        if not numbers or len(bounds) not in (0, 2) or not all(map(math.isfinite, bounds)) or bounds != sorted(bounds):
+        numbers = isinstance(bounds, list) and all(map(is_single, bounds))
+        if not numbers or len(bounds) not in (0, 2) or bounds != sorted(bounds):
             raise ValueError(f"ranges: expected [low, high] or [] for {name}, found {bounds!r}")
     return state

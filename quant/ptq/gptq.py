@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.formats import as_float32
+from quant.formats import as_float32, expect_real
 from quant.ptq.candidates import least_loss
 from quant.quantize import quantize
 from quant.spec.granularity import PerChannel, PerGroup, PerTensor
@@ -45,10 +45,13 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
 
 
 def check_moments(w: np.ndarray, moments: np.ndarray) -> None:
-    """Raise ValueError unless `moments` are finite second moments of the inputs of the weight matrix `w`."""
+    """Raise ValueError unless `moments` are finite second moments of the inputs of the weight matrix `w`.
+
+    TypeError unless they are real numbers.
+    """
     if w.ndim != 2 or moments.shape != (w.shape[1],) * 2:
         raise ValueError(f"moments of shape {moments.shape} for weights of shape {w.shape}")
-    if not np.isfinite(moments).all() or (np.diag(moments) < 0).any():
+    if not np.isfinite(expect_real("moments", moments)).all() or (np.diag(moments) < 0).any():
         raise ValueError("moments: expected finite numbers, and none below 0 on the diagonal")
 
 

@@ -1,30 +1,44 @@
-"""Conversions, `int(...)`, `float(...)` and `.astype(...)`, of values from outside a function: none loses anything.
+"""Conversions of values from outside a function, such as `int(...)` and `.astype(...)`: none loses anything.
 
-The test finds conversions of a function's arguments, of what a loop over them yields, and of results of callables that
-users hand in, in the syntax trees. Each remaining one has a reason here. New ones check their value: by
+The test finds conversions of a function's arguments, of names and loops that take values from them, and of results of
+callables that users hand in, in the syntax trees. Each remaining one has a reason here. New ones check their value: by
 `operator.index`, `real_number`, `widened` or `exact_integers` (`parallel.runtime.validation`).
 """
 
 import ast
 
+import numpy as np
 import pytest
 from support.sources import SOURCES
 
 PACKAGES = ("collectives", "parallel", "quant")
 
-OWN = ("benchmark", "cli", "conformance", "analysis", "forecast", "planner", "kernels")
-"""Folders without values of users' programs: figures, command lines, checks; and kernels, whose callers check."""
+OWN = ("benchmark", "conformance", "analysis", "forecast", "kernels")
+"""Folders without values of users: figures and checks; and kernels, whose callers check."""
+
+TYPES = {name for name in np.sctypeDict if isinstance(name, str)}
+ARRAYS = ("asarray", "array", "ascontiguousarray", "asfortranarray", "require", "fromiter")
+"""NumPy's functions that convert to a dtype, if they have one: the second argument, or dtype=."""
 
 NUMBER = "a number of the device's runtime"
 CHECKED = "the function has checked the value"
 COMPUTED = "a number that the package has computed"
+TEXT = "digits of a text; a ValueError for others"
 EXACT = "the new type holds all values of the old one"
 ROUNDED = "rounding to the type of training, as documented"
 
 ALLOWED = {
     "collectives/buffers/device_memory.py DeviceMemory._number": NUMBER,
+    "collectives/buffers/dlpack.py read": "an IntEnum",
+    "collectives/cli/arguments.py numbers": TEXT,
+    "collectives/cli/document_algorithms.py times": COMPUTED,
+    "collectives/cli/gpu_bandwidth.py _stream": NUMBER,
+    "collectives/cli/gpu_bandwidth.py bounds": NUMBER,
+    "collectives/cli/gpu_probe.py _between": NUMBER,
+    "collectives/cli/gpu_report.py step": TEXT,
     "collectives/runtime/argument_keys.py _part": "integers of NumPy",
     "collectives/runtime/call.py _root": CHECKED,
+    "collectives/runtime/communicator_transports.py Transports.__init__": "an attribute of the MPI",
     "collectives/runtime/compiled_program.py CompiledProgram.advance_patiently": COMPUTED,
     "collectives/runtime/compiled_program.py CompiledProgram.start_on": COMPUTED,
     "collectives/runtime/gpu_program.py _GpuCall._plan": COMPUTED,
@@ -33,33 +47,73 @@ ALLOWED = {
     "collectives/runtime/program_rows.py NetworkMessage.error": COMPUTED,
     "collectives/selection/timing_file.py _positive": CHECKED,
     "collectives/transport/device_messages.py DeviceNodeTransport.__init__": COMPUTED,
+    "collectives/transport/exported_memory.py ExportedMemory.allocate": NUMBER,
+    "collectives/transport/gpu_channel.py set_place": "bytes of a handle",
     "collectives/transport/gpu_kernels.py GpuKernels.__init__": NUMBER,
+    "collectives/transport/gpu_kernels.py GpuKernels._reduce": COMPUTED,
+    "collectives/transport/peer_kernels.py PeerKernels.put": COMPUTED,
+    "collectives/transport/peer_kernels.py PeerKernels.take": COMPUTED,
     "parallel/checkpoint/tensor_slices.py natural_key": "digits of a name",
+    "parallel/cli/bench_dispatch.py copies_between": COMPUTED,
+    "parallel/cli/bench_pipeline.py overhead": COMPUTED,
+    "parallel/cli/compare_compression.py cells": COMPUTED,
+    "parallel/cli/compare_small_models.py arguments.lambda": TEXT,
+    "parallel/cli/kill_ranks.py KilledRun.accuracy": COMPUTED,
+    "parallel/cli/plan_arguments.py positive": TEXT,
+    "parallel/cli/plan_cluster.py whole_number": TEXT,
+    "parallel/cli/plan_graph.py mesh_sizes": TEXT,
+    "parallel/cli/quantize_model.py search_widths": "compared with the value itself",
+    "parallel/cli/train_run.py TrainingRun.steps": COMPUTED,
+    "parallel/cli/verify_regret.py best": COMPUTED,
+    "parallel/cli/verify_regret.py train": COMPUTED,
+    "parallel/context/divided_router.py DividedRouter._of_tokens": "from narrow to wide floats",
     "parallel/data/datasets.py _classes": COMPUTED,
     "parallel/data/datasets.py _pair": CHECKED,
     "parallel/data/sequences.py PaddedSequences.__init__": COMPUTED,
     "parallel/data/sequences.py _cuts": COMPUTED,
     "parallel/data/shards.py ShardWriter.add": CHECKED,
     "parallel/data/shards.py _typed": CHECKED,
+    "parallel/data_parallel/sharded_optimizer.py ShardedOptimizer._allgather": COMPUTED,
+    "parallel/engine/base.py TrainEngine._typed": ROUNDED,
+    "parallel/engine/fingerprint.py text_of": "an array of one element",
     "parallel/engine/model_on_mesh.py shards_of": COMPUTED,
     "parallel/expert/hierarchical_route.py HierarchicalRoute.__init__": COMPUTED,
     "parallel/grad_compression/__init__.py lambda": CHECKED,
+    "parallel/grad_compression/__init__.py parse": TEXT,
+    "parallel/grad_compression/powersgd.py PowerSGD.exchange": COMPUTED,
     "parallel/nn/array_checks.py expect_range.judge_largest": "for a message",
     "parallel/nn/array_checks.py expect_range.judge_smallest": "for a message",
+    "parallel/nn/depth_layers.py DepthLayers.parse": TEXT,
+    "parallel/nn/depth_layers.py _within_block": TEXT,
     "parallel/nn/loss.py MSE.count": COMPUTED,
     "parallel/nn/router.py Router._length": COMPUTED,
     "parallel/nn/router.py Router._of_tokens": "from narrow to wide floats",
+    "parallel/nn/selection_bias.py SelectionBias.load": CHECKED,
+    "parallel/nn/selection_bias.py SelectionBias.update": COMPUTED,
+    "parallel/optim/grad_norm.py total": COMPUTED,
     "parallel/optim/lr_schedules.py LRSchedule.__init__": "compared with the value itself",
     "parallel/optim/optimizer.py Optimizer.update": CHECKED,
     "parallel/optim/optimizer.py _is_rate": CHECKED,
     "parallel/parameter_server/event_order.py EventOrder.note": "an IntEnum",
     "parallel/parameter_server/worker_trainer.py WorkerTrainer._pass": ROUNDED,
+    "parallel/pipeline/config.py _numbers": TEXT,
+    "parallel/pipeline/config.py resolve.layers": ROUNDED,
+    "parallel/planner/choice_search.py ChoiceProblem.cost": COMPUTED,
+    "parallel/planner/graph_stages.py StagePlanner._sending": COMPUTED,
+    "parallel/planner/machines.py Device._curve": COMPUTED,
+    "parallel/planner/step_time.py _replica_seconds": COMPUTED,
+    "parallel/planner/step_time.py message_seconds": COMPUTED,
     "parallel/ptq/calibration.py InputMoments.add": EXACT,
+    "parallel/ptq/mixed_inputs.py _elements": COMPUTED,
     "parallel/runtime/resources.py format_bytes": "for a message",
     "parallel/runtime/step_report.py in_units": "compared with the value itself",
+    "parallel/runtime/validation.py real_number": "an array of one element",
     "parallel/runtime/validation.py widened": CHECKED,
+    "parallel/tensor/cut_model.py Cutter._cut": TEXT,
+    "parallel/trainer/task_setup.py flops": COMPUTED,
     "parallel/trainer/task_setup.py prepare.lambda": ROUNDED,
     "parallel/transforms/fake_quantized_input.py FakeQuantizedInput.forward": COMPUTED,
+    "parallel/transforms/fake_quantized_input.py MovingRange.load": CHECKED,
     "parallel/transforms/fake_quantized_input.py MovingRange.state": COMPUTED,
     "parallel/transforms/fake_quantized_input.py fake_quantized": COMPUTED,
     "parallel/transforms/quantizable_layers.py expect_finite": "for a message",
@@ -67,6 +121,8 @@ ALLOWED = {
     "quant/observers/histogram.py Histogram.observe": COMPUTED,
     "quant/observers/histogram.py Histogram.total": COMPUTED,
     "quant/ptq/awq.py awq.loss": EXACT,
+    "quant/ptq/gptq.py _compensated": EXACT,
+    "quant/ptq/gptq.py _inverse_root": CHECKED,
     "quant/ptq/gptq.py gptq.lambda": EXACT,
     "quant/ptq/gptq.py product_loss": EXACT,
     "quant/ptq/hqq.py _loss": EXACT,
@@ -76,10 +132,13 @@ ALLOWED = {
     "quant/quantize.py _floats": "checked; codes are computed in float32",
     "quant/quantize.py _nonfinite_message": "for a message",
     "quant/scaling/codebook.py fit_groups": EXACT,
+    "quant/scaling/codebook.py kmeans_exact": EXACT,
+    "quant/scaling/codebook.py kmeans_lloyd": EXACT,
     "quant/scaling/codebook.py stored_levels": "for a message",
     "quant/scaling/scales.py halves": "the format of the scales",
     "quant/scaling/scales.py numbers_of": EXACT,
     "quant/scaling/scales.py zero_point": "a whole number of 8 bits",
+    "quant/search.py _in_units": "compared with the value itself",
     "quant/search.py dynamic": COMPUTED,
     "quant/spec/granularity.py whole_number": CHECKED,
 }
@@ -103,6 +162,9 @@ class Conversions(ast.NodeVisitor):
             self.names.append(node.name)
         for loop in node.generators if isinstance(node, LOOPS) else [node] if isinstance(node, ast.For) else []:
             self.note_target(loop.target, loop.iter)
+        if isinstance(node, ast.Assign | ast.NamedExpr):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self.note_names(target, node.value)
         if isinstance(node, ast.Call):
             self.note_call(node)
         self.generic_visit(node)
@@ -125,12 +187,16 @@ class Conversions(ast.NodeVisitor):
         if any(map(self.comes_in, several)):
             self.outside[-1] |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
 
+    def note_names(self, target, value):
+        """Names that an assignment of values from outside sets."""
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, its in zip(target.elts, value.elts):
+                self.note_names(one, its)
+        elif isinstance(target, ast.Name | ast.Tuple) and self.comes_in(value):
+            self.outside[-1] |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+
     def note_call(self, node):
-        value = None
-        if isinstance(node.func, ast.Name) and node.func.id in ("int", "float") and node.args:
-            (value, *_) = node.args
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "astype":
-            value = node.func.value
+        value = converted(node)
         if value is not None and self.comes_in(value):
             self.found.append((".".join(self.names), ast.unparse(node)))
 
@@ -144,6 +210,24 @@ class Conversions(ast.NodeVisitor):
         if not isinstance(inner, ast.Name) or inner.id not in self.outside[-1]:
             return False
         return called or inner.id not in ("self", "cls")
+
+
+def converted(call):
+    """Value that a call converts to another type; None if it converts none."""
+    function, arguments = call.func, call.args
+    if isinstance(function, ast.Attribute):
+        if function.attr in ("astype", "item"):
+            return function.value
+        typed = len(arguments) > 1 or any(keyword.arg == "dtype" for keyword in call.keywords)
+        numpys = isinstance(function.value, ast.Name) and function.value.id in ("np", "xp", "cupy")
+        converts = numpys and (function.attr in TYPES or (typed and function.attr in ARRAYS))
+        return arguments[0] if arguments and converts else None
+    if isinstance(function, ast.Name) and arguments:
+        if function.id in ("int", "float"):
+            return arguments[0]
+        if function.id == "map" and isinstance(arguments[0], ast.Name) and arguments[0].id in ("int", "float"):
+            return arguments[1]
+    return None
 
 
 def modules():
@@ -174,6 +258,15 @@ def test_conversions_of_values_from_outside():
         ("def f(some): return [int(n) for n in some]", True),
         ("def f(a, b):\n for one in (a, b): one.astype('f4')", True),
         ("def f(self): return int(self._loss.count(1))", True),
+        ("def f(x):\n y = x[0]\n return int(y)", True),
+        ("def f(x): return int(y) if (y := x.n) else 0", True),
+        ("def f(x): return tuple(map(int, x))", True),
+        ("def f(x): return np.int64(x)", True),
+        ("def f(x): return np.asarray(x, np.float32)", True),
+        ("def f(x): return np.array(x, dtype=int)", True),
+        ("def f(x): return x.item()", True),
+        ("def f(x): return np.asarray(x)", False),
+        ("def f(x): return operator.index(x)", False),
         ("def f(self): return int(self._count)", False),
         ("def f(x): return int(index)", False),
     ],

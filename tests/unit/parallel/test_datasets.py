@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from parallel.data import datasets
 from parallel.data.datasets import TASKS, ArrayDataset, TokenWindows, documentation, from_npz, load
 from parallel.data.sampler import Sampler
+from parallel.data.sequences import PaddedSequences, TokenSampler
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -184,6 +185,16 @@ def test_windows_that_are_not_there(index):
         TokenWindows(np.zeros(10, np.uint8), 3).take(np.array([index]))
 
 
+@pytest.mark.parametrize("index", [0.5, 1.0, True, "1"])
+def test_indices_that_are_no_integers(index):
+    with pytest.raises(ValueError, match="indices: expected integers"):
+        TokenWindows(np.zeros(10, np.uint8), 3).take([index])
+    with pytest.raises(ValueError, match="indices: expected integers"):
+        PaddedSequences([np.arange(5)]).take([index])
+    with pytest.raises(ValueError, match="lengths: expected integers"):
+        TokenSampler([index], 60)
+
+
 def test_every_place_of_a_long_text_through_the_sampler():
     windows = TokenWindows(np.arange(250, dtype=np.uint8), 10, stride=1)
     sampler = Sampler(len(windows), 32, 5, seed=2)
@@ -292,7 +303,7 @@ def test_texts_that_are_too_short(tmp_path, text):
     path = tmp_path / "text.txt"
     path.write_bytes(text)
     with pytest.raises(
-        ValueError, match=rf"text.txt: {len(text)} bytes for training are too few for one window of 8 \+ 1"
+        ValueError, match=rf"text.txt: expected 8 \+ 1 bytes for training or more, found {len(text)}, too few"
     ):
         load(str(path), length=8)
 

@@ -181,7 +181,9 @@ def test_bias_follows_the_load():
     np.testing.assert_allclose(weights, [[0, 0, 1 / (1 + math.exp(-1))]])
 
 
-@pytest.mark.parametrize("wrong", [[0.0], [0.0, math.nan, 0.0], "abc", [0.0, "a", 1.0], None])
+@pytest.mark.parametrize(
+    "wrong", [[0.0], [0.0, math.nan, 0.0], "abc", [0.0, "a", 1.0], [0, 1e39, 0], [0, 10**400, 0], None]
+)
 def test_bias_from_a_wrong_checkpoint(wrong):
     bias = SelectionBias(3, 0.5)
     with pytest.raises(ValueError, match="selection bias: expected 3 numbers"):

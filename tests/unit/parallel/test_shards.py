@@ -50,6 +50,8 @@ def test_samples_are_those_of_the_arrays(tmp_path, scale, kind):
     for bad in ([9], [-1]):
         with pytest.raises(IndexError, match="of a data set that has 9"):
             task.train.take(np.array(bad))
+    with pytest.raises(ValueError, match="indices: expected integers"):
+        task.train.take(np.array([1.5]))
 
 
 def test_windows_of_tokens_lie_in_one_shard(tmp_path):

@@ -151,7 +151,11 @@ def noted(operator, *inputs, training=True):
     return run
 
 
-@pytest.mark.parametrize("state", [[], {"0": 1}, {"0": [1.0]}, {"0": [2.0, 1.0]}, {"0": [0.0, float("nan")]}], ids=str)
+@pytest.mark.parametrize(
+    "state",
+    [[], {"0": 1}, {"0": [1.0]}, {"0": [2.0, 1.0]}, {"0": [0.0, float("nan")]}, {"0": [0, 1e39]}, {"0": [0, 10**400]}],
+    ids=lambda state: f"{state!s:.20}",
+)
 def test_ranges_of_a_checkpoint_that_are_none(state):
     with pytest.raises(ValueError, match=r"^ranges: expected"):
         checked_ranges(state)

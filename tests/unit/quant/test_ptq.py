@@ -113,6 +113,8 @@ def test_gptq_of_other_kinds():
         for method in (gptq, lambda *given: awq(given[0], given[1], np.ones(200), given[2])):
             with pytest.raises(ValueError, match="moments: expected finite numbers, and none below 0"):
                 method(w, wrong, grouped(4, 32))
+    with pytest.raises(TypeError, match="moments: expected real numbers, found complex128"):
+        gptq(w, np.eye(200) * 1j, grouped(4, 32))
     with pytest.raises(ValueError, match="moments with damping 0: expected a positive definite matrix"):
         gptq(w, np.ones((200, 200)), grouped(4, 32), damping=0)
     for spec in (

@@ -11,6 +11,12 @@ from quant.search import SEARCHES, SearchTable, dynamic, milp
 pytest.importorskip("scipy")
 
 
+@pytest.mark.parametrize("costs, losses", [([[1j]], [[1.0]]), ([[1]], [[2j]]), ([["1"]], [[1.0]])])
+def test_tables_of_other_than_real_numbers(costs, losses):
+    with pytest.raises(TypeError, match="expected real numbers"):
+        SearchTable(costs, losses)
+
+
 def brute(table, budget):
     """Enumerate all choices: the reference, for a few layers."""
     best = table.cheapest(budget)
