@@ -3,11 +3,13 @@
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+Result = TypeVar("Result")
 
 
 def quartiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -19,6 +21,20 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
 
+
+def read_report(path: Path, what: str, make: Callable[[bytes], Result]) -> Result:
+    """Result of `make` for the content of a file; ValueError if it has another form than `what`."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("no plain file")
+        return make(path.read_bytes())
+    except FORM_ERRORS as error:
+        found = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: expected {what}, found another form ({found})") from error
+
+
+FORM_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of a reader that finds other values than those it expects."""
 
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 """Suffixes of pictures."""

@@ -1,5 +1,6 @@
 """Result rows: JSON fields of one measured configuration, its bandwidths, and merging of several launches."""
 
+import json
 import statistics
 from typing import Any
 
@@ -57,6 +58,30 @@ def make_row(
 
 def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
     return {"mpi": mpi_name(), "ranks": ranks, "machine": machine(), **extra, "rows": rows}
+
+
+def checked_report(data: bytes) -> Report:
+    """Report in a JSON file; errors of any kind unless its rows are those of `make_row`."""
+    report: Report = json.loads(data)
+    for row in report["rows"]:
+        for name, like in {**LIKE, **dict.fromkeys(row.keys() & LABELS)}.items():
+            if not isinstance(row[name], KINDS[type(like)]):
+                raise ValueError(f"{name} is {row[name]!r}")
+    if type(report["ranks"]) is not int or not isinstance(report.get("flag_round_trip"), KINDS[type(None)]):
+        raise ValueError("no numbers")
+    return report
+
+
+LIKE = make_row("allreduce", "ring", 1, 8, Timing(1.0, 1.0, 1.0, 1.0, 1, 0), None)
+"""A row; fields that are None here may be."""
+
+LABELS = {"mode", "in_place", "segments", "chosen", "chosen_segments", "expected_us"}
+KINDS: dict[type, Any] = {
+    str: str,
+    int: int,
+    float: int | float,
+    type(None): str | int | float | None,
+}
 
 
 def merge(reports: list[Report]) -> Report:

@@ -6,12 +6,18 @@ import re
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
+MOST = 1 << 50
+"""Bytes; more are taken for a slip."""
+
+
 def parse_size(text: str) -> int:
     """Bytes named by `text`: a whole number and an optional K, M or G (powers of 1024)."""
     match = re.fullmatch(r"([0-9]{1,30})([KMG]?)(?:I?B)?", text.strip().upper())
     if not match:
         raise argparse.ArgumentTypeError(f"expected a number and perhaps K, M or G, as in 64K; found {text!r}")
-    return int(match[1]) * UNITS[match[2]]
+    if (size := int(match[1]) * UNITS[match[2]]) > MOST:
+        raise argparse.ArgumentTypeError(f"expected at most 2^50 bytes, found {text!r}")
+    return size
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -11,8 +11,11 @@ from quant import PerGroup, PerTensor, QuantSpec, parse
 
 
 def words(text: str) -> list[str]:
-    """Argument type: a comma-separated list of words, without blanks and repetitions."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    """Argument type: a comma-separated list of words, one at least, without blanks and repetitions."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected a name, found {text!r}")
+    return found
 
 
 def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -21,7 +24,7 @@ def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
 
     def names(text: str) -> list[str]:
         found = known if text == "all" else words(text)
-        if unknown := [name for name in found or [text] if name not in known]:
+        if unknown := [name for name in found if name not in known]:
             raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}, all")
         return found
 

@@ -7,7 +7,6 @@ then join them with --merge a.json b.json.
 """
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
@@ -21,8 +20,8 @@ from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
 from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.overlap import overlap_lines
-from collectives.benchmark.reports import check_writable, write
-from collectives.benchmark.result_rows import Report, make_report, merge
+from collectives.benchmark.reports import check_writable, read_report, write
+from collectives.benchmark.result_rows import Report, checked_report, make_report, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.benchmark.verdict import judge
@@ -31,6 +30,8 @@ from collectives.cli.arguments import names_of, picture_file, words
 
 LONGEST = 1 << 26
 """Bytes up to which messages are timed; longer ones are extrapolated."""
+
+REPORT = "a report of chorus bench collectives --json"
 
 MODE_HELP = ("plain calls, the default", "time I... and Wait", "time Start and Wait")
 
@@ -42,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add, count = parser.add_argument, launcher.at_least(1, int)
     add("--collective", type=collective_list, default="allreduce", metavar="NAME,...", help="names, or all")
     add("--algorithm", type=words, default="auto", metavar="NAME,...", help="auto, names, or all (default auto)")
-    add("--segments", type=count, metavar="K", help="pipeline each message in K segments")
+    add("--segments", type=launcher.at_least(1, int, 1 << 16), metavar="K", help="pipeline each message in K segments")
     add("--sizes", type=parse_sizes, default="8:64M", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:64M)")
     add("--against", choices=("native", "none"), default="native", help="collective to race (default native)")
     dtypes, memories = names_of("dtype", DTYPES), names_of("memory", MEMORIES)
@@ -71,8 +72,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"argument --algorithm: {error}")
     try:
-        args.merge = args.merge and merge([json.loads(path.read_text()) for path in args.merge])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        args.merge = args.merge and merge([read_report(path, REPORT, checked_report) for path in args.merge])
+    except ValueError as error:
         parser.error(f"argument --merge: {error}")
     fault = None
     if MPI.COMM_WORLD.Get_rank() == 0:

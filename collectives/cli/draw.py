@@ -126,7 +126,7 @@ def _messages(axis: Axes, messages: dict[Arrow, str], crowd: int) -> None:
 def parse() -> argparse.Namespace:
     """Parse the command line; `nodes` of the result has the node of every rank, or is None."""
     parser = ProgramParser(__doc__)
-    add, count = parser.add_argument, at_least(1, int)
+    add, count = parser.add_argument, at_least(1, int, 1 << 12)
     add("--collective", required=True, choices=list(CATALOG), metavar="NAME", help=", ".join(CATALOG))
     add("--algorithm", required=True, metavar="NAME", help="one of the catalogue's for the collective")
     add("--ranks", type=count, default=5, metavar="P", help="number of ranks (default 5)")

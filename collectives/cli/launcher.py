@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from typing import Any, NoReturn, TextIO
 
 from mpi4py import MPI
 from tqdm import tqdm
+
+from collectives.errors import InvalidArgument
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 
@@ -32,7 +35,7 @@ class ProgramParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line, without the usage, and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 
 class LauncherParser(ProgramParser):
@@ -50,8 +53,12 @@ class LauncherParser(ProgramParser):
         sys.exit(status)
 
 
-def at_least(low: float, kind: type) -> Any:
-    """Make an argument type: a finite number of type `kind`, `low` or more."""
+MOST = (1 << 31) - 1
+"""Largest number of an option without a limit of its own; a larger one is taken for a slip."""
+
+
+def at_least(low: float, kind: type, most: float = MOST) -> Any:
+    """Make an argument type: a number of type `kind` from `low` to `most`."""
     expected = "a whole number" if kind is int else "a number"
 
     def number(text: str) -> Any:
@@ -59,8 +66,10 @@ def at_least(low: float, kind: type) -> Any:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not low <= value < float("inf"):
+        if value is None or not low <= value:
             raise argparse.ArgumentTypeError(f"expected {expected} from {low} on, found {text!r}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"expected {expected} of at most {most}, found {text!r}")
         return value
 
     return number
@@ -74,15 +83,33 @@ PATIENCE = 2.0
 """Seconds in which all ranks meet an error of the user's; a rank that meets it alone then ends the others."""
 
 
+LONGEST_WORD = 400
+"""Characters of a word in an error message; of a longer one, such as a slip of the user's, both ends are shown."""
+
+
+def one_line(message: str) -> str:
+    """A message in one line that can be read."""
+    words = (f"{w[:60]}...{w[-20:]}" if len(w) > LONGEST_WORD else w for w in message.split())
+    return " ".join(words)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def user_message(error: BaseException) -> str | None:
     """One line for an error that the user causes; None for an error of the program.
 
-    Those are files that cannot be opened, and a ValueError in the form of this project: "expected ..., found ...".
+    Those are files that cannot be opened, full disks, sizes beyond the memory, environment variables, and a ValueError
+    in the form of this project: "expected ..., found ...".
     """
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+        return one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    if isinstance(error, MemoryError):
+        return one_line(f"expected sizes that fit into memory: {str(error) or 'it is full'}")
     is_usual = type(error) is ValueError and "expected " in str(error)
-    return " ".join(str(error).split()) if is_usual or isinstance(error, FileNotFoundError) else None
+    is_usual |= isinstance(error, InvalidArgument) and str(error).startswith("CHORUS_")  # an environment variable
+    is_usual |= isinstance(error, OSError) and error.errno in FULL
+    return one_line(str(error)) if is_usual or isinstance(error, FileNotFoundError) else None
 
 
 def end_with(message: str) -> NoReturn:
@@ -95,6 +122,7 @@ def end_with(message: str) -> NoReturn:
         print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     if not together:
         MPI.COMM_WORLD.Abort(2)
+        exit_now(2)  # an Abort may return
     sys.exit(2)
 
 
@@ -117,6 +145,7 @@ def run(main: Callable[[], int], before_exit: Callable[[], None] = lambda: None)
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+        exit_now(1)  # an Abort may return
     sys.stdout.flush()
     MPI.COMM_WORLD.Barrier()
     before_exit()

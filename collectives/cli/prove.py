@@ -134,7 +134,8 @@ def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorith
 
 def main() -> int:
     parser = ProgramParser(__doc__)
-    parser.add_argument("--max-size", type=at_least(1, int), default=64, help="largest number of ranks (default 64)")
+    count = at_least(1, int, 1 << 12)
+    parser.add_argument("--max-size", type=count, default=64, help="largest number of ranks (default 64)")
     parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
     arguments = parser.parse_args()
     collectives = arguments.collective or list(catalog.CATALOG)

@@ -61,9 +61,21 @@ def known(path: Path, reads_only: bool) -> tuple[TimingTable | None, str | None]
     except FileNotFoundError:
         return TimingTable(), None
     except DamagedTable as error:
-        return TimingTable(), str(error) if reads_only else f"{error}; it is begun anew"
+        if reads_only:
+            return TimingTable(), str(error)
+        if is_own(path.read_bytes()):
+            return TimingTable(), f"{error}; it is begun anew"
+        return None, f"{path}: expected a timing table, found another file; {ADVICE}"
     except (OSError, TableError) as error:
-        return None, f"{error}; move it away, or choose another with --table"
+        return None, f"{error}; {ADVICE}"
+
+
+ADVICE = "move it away, or choose another with --table"
+
+
+def is_own(content: bytes) -> bool:
+    """True for what is left of a timing table."""
+    return timing_file.FORMAT.encode() in content or len(content) < 2
 
 
 def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
@@ -128,10 +140,10 @@ def main() -> int:
     args = parse()
     plain = MPI.COMM_WORLD
     table, message = plain.bcast(known(args.table, args.show) if plain.Get_rank() == 0 else None)
+    if table is None:
+        launcher.end_with(message)
     if message:
         launcher.say(f"# {message}")
-    if table is None:
-        return 1
     launcher.say(f"# {timing_file.mpi_name()}; {plain.Get_size()} ranks; {timing_file.machine()}")
     launcher.say(f"# {args.table}")
     wrong = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +50,10 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_loads(lines: Iterable[Mapping[str, Any]]) -> list[ExpertLoad]:
-    """Loads of all routers in the lines of a metrics file (`parallel.benchmark.metrics`); empty without mixtures."""
+    """Loads of all routers in the lines of a metrics file (`parallel.benchmark.metrics`); empty without mixtures.
+
+    Errors of any kind (`FORM_ERRORS`) for lines that are no metrics.
+    """
     rows: dict[str, list[tuple[int, list[int], list[int]]]] = {}
     for line in lines:
         counts = line.get("counts", {})
@@ -58,7 +61,7 @@ def expert_loads(lines: Iterable[Mapping[str, Any]]) -> list[ExpertLoad]:
             router, _, word = name.rpartition(" ")
             if word == "chosen":
                 rows.setdefault(router, []).append((line["step"], chosen, counts[f"{router} dropped"]))
-    return [ExpertLoad(router, *map(np.array, zip(*found))) for router, found in rows.items()]
+    return [ExpertLoad(router, *map(_numbers, zip(*found), (1, 2, 2))) for router, found in rows.items()]
 
 
 class ExpertTraffic(NamedTuple):
@@ -105,7 +108,14 @@ def expert_traffic(lines: Iterable[Mapping[str, Any]]) -> list[ExpertTraffic]:
             if word == "copies":
                 share = traffic[f"{experts} seconds"] / max(line["seconds"], 1e-300)
                 rows.setdefault(experts, []).append((line["step"], copies, traffic[f"{experts} between nodes"], share))
-    return [ExpertTraffic(experts, *map(np.array, zip(*found))) for experts, found in rows.items()]
+    return [ExpertTraffic(experts, *map(_numbers, zip(*found), (1, 1, 1, 1))) for experts, found in rows.items()]
+
+
+def _numbers(values: Sequence[Any], ndim: int) -> np.ndarray:
+    array = np.array(values)
+    if array.dtype.kind not in "if" or array.ndim != ndim or not np.isfinite(array).all():
+        raise ValueError(f"expected numbers in {ndim} dimensions, found {array.dtype} in {array.ndim}")
+    return array
 
 
 def _cuts(count: int, parts: int) -> np.ndarray:

@@ -14,6 +14,15 @@ Report = Mapping[str, Any]
 """Rows of a machine, with its number of ranks, and the model and the tokens of a step."""
 
 
+def checked(report: Report) -> Report:
+    """The report itself; errors of any kind unless it has what is plotted."""
+    if not rates(report) or not isinstance(report["model"], str):
+        raise ValueError("no rows")
+    for row in report["rows"]:
+        row["nodes"] + sum(row["bytes"][kind] for kind in KINDS)
+    return report
+
+
 def rates(report: Report) -> dict[tuple[int, bool], Mapping[str, float]]:
     """Quartiles of tokens per second, by ranks along tp and sequence parallelism."""
     return {

@@ -79,12 +79,19 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file up to the first invalid line; an empty list if the file does not exist."""
+    """Read a metrics file as `parse` does; an empty list if the file does not exist."""
+    return parse(path.read_bytes()) if path.is_file() else []
+
+
+def parse(data: bytes) -> list[dict[str, Any]]:
+    """JSON objects, one a line, up to the first line that is none."""
     lines: list[dict[str, Any]] = []
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
+    for text in data.splitlines():
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(line, dict):
+            break
+        lines.append(line)
     return lines

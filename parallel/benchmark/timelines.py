@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from collectives.benchmark.reports import read_report
 from parallel.pipeline.schedule.actions import Action, parse
 from parallel.pipeline.schedule.activation_memory import peaks, versions
 from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
@@ -52,10 +53,11 @@ def measured(path: Path) -> TimelineBand:
     A step ends where a computation recurs. It has no messages. Of several ranks with the same stage the first is taken.
     ValueError if the file has no step of a pipeline.
     """
-    try:
-        entries = json.loads(path.read_text())["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a trace ({error})") from None
+    return read_report(path, "a trace with the step of a pipeline", _last_step)
+
+
+def _last_step(trace: bytes) -> TimelineBand:
+    entries = json.loads(trace)["traceEvents"]
     spans = [(action, entry) for entry in entries if (action := _action(entry))]
     threads: dict[int, dict[tuple[int, int], dict[Action, PipelineEvent]]] = defaultdict(lambda: defaultdict(dict))
     for action, entry in sorted(spans, key=lambda span: span[1]["ts"]):
@@ -66,7 +68,7 @@ def measured(path: Path) -> TimelineBand:
             step.clear()
         step[action] = event
     if not threads:
-        raise ValueError(f"{path}: nothing in this trace is named like an action of a pipeline, such as 2F0")
+        raise ValueError("nothing in this trace is named like an action of a pipeline, such as 2F0")
     lines = [of[min(of)].values() for _, of in sorted(threads.items())]
     zero = min(event.start for line in lines for event in line)
     shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]

@@ -21,6 +21,7 @@ from parallel.nn.models import build
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.trainer.task_setup import expect_fit
 
 DATA = {"gpt": "pydoc", "mlp": "digits"}  # default data by model
 
@@ -63,17 +64,21 @@ def begin(options: argparse.Namespace, together: bool = False) -> tuple[Communic
     """Set BLAS threads; return communicator, data, and endless iterator of this rank's micro-batch of each step.
 
     With `together` a step has one micro-batch, which all ranks get. Steps with fewer samples are skipped. Collective.
-    ValueError if the data have no classes or bytes, or fewer samples than a step.
+    ValueError if the data have no classes or bytes, do not fit the model, or have fewer samples than a step.
     """
     keep_freed_memory()
     limit_threads(options.threads)
     comm, task = Communicator(MPI.COMM_WORLD), load(options.data, length=options.length)
+    expect_fit(options.model, task)
     if task.kind == "values":
         raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
     shares, share = (1, 0) if together else (comm.Get_size(), comm.Get_rank())
     total = shares * options.micro_batch
     if len(task.train) < total:
-        raise ValueError(f"--micro-batch: a step takes {total} samples, and {task.name} has {len(task.train)}")
+        raise ValueError(
+            f"--micro-batch: expected at most {len(task.train)} samples in a step, as many as {task.name} has, "
+            f"found {total}"
+        )
     steps = Sampler(len(task.train), total, options.micro_batch).ahead()
     batches = (next(step.batches(task.train, [share])) for step in steps if step.samples == total)
     return comm, task, batches

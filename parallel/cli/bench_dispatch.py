@@ -87,11 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     axis, owners = MeshAxis("ep", rank, size, comm), [options.experts] * size
     nodes = comm.nodes or (0,) * size
     limit = options.token_nodes or min(2, max(nodes) + 1)
-    try:
-        choices = token_choices(options.tokens, options.choices, np.repeat(nodes, owners).tolist(), limit, seed=rank)
-    except ValueError as error:
-        say(f"chorus bench dispatch: error: {error}")
-        return 2
+    choices = token_choices(options.tokens, options.choices, np.repeat(nodes, owners).tolist(), limit, seed=rank)
     weights = np.zeros((options.tokens, sum(owners)), np.float32)
     np.put_along_axis(weights, choices, np.float32(1 / options.choices), axis=1)
     chosen = Assignments.from_weights(weights)

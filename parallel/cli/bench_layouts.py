@@ -41,7 +41,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--turns", type=workload.COUNT, default=15, metavar="N", help="turns after one to warm up (default 15)")
     named = names_of("layout", LAYOUTS)
     add("--layouts", type=named, default=list(LAYOUTS), metavar="NAMES", help=f"with commas; always {FIRST}")
-    add("--first-mb", type=float, default=1.0, metavar="X", help="size of the smallest buckets (default 1)")
+    size = launcher.at_least(0, float, 1 << 20)
+    add("--first-mb", type=size, default=1.0, metavar="X", help="size of the smallest buckets (default 1)")
     options = parser.parse_args(argv)
     workload.choose_data(parser, options)
     options.layouts = [FIRST, *(name for name in LAYOUTS if name in options.layouts and name != FIRST)]

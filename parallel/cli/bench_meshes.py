@@ -10,7 +10,7 @@ after the first ones of each turn, and the bytes of a rank by kind; a plot has t
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.benchmark.reports import read_report, write
 from collectives.cli import launcher
+from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine, mpi_name
-from parallel.benchmark.mesh_scaling_plots import draw_mesh_scaling, rates
+from parallel.benchmark.mesh_scaling_plots import checked, draw_mesh_scaling, rates
 from parallel.cli.measure_scaling import RankPrefixes
 from parallel.engine.memory_ledger import KINDS
 from parallel.engine.settings import complete
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training
@@ -72,7 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
     add("files", type=Path, nargs="*", metavar="FILE", help="rows to plot, JSON")
-    add("--plot", type=Path, metavar="FILE", help="plot the rows of files, and measure nothing")
+    add("--plot", type=picture_file, metavar="FILE", help="plot the rows of files, and measure nothing")
     add("--output", type=Path, metavar="FILE", help="rows, JSON")
     add("--model", default="gpt:small", metavar="NAME", help="a gpt (default gpt:small)")
     add("--length", type=at_least(1, int), default=64, metavar="N", help="tokens of a sample (default 64)")
@@ -85,13 +88,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def plot(path: Path, files: Sequence[Path]) -> None:
+    """Plot the rows of files; ValueError if one has others."""
+    rows = "rows of chorus bench meshes --output"
+    draw_mesh_scaling(path, [read_report(one, rows, lambda data: checked(json.loads(data))) for one in files])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, and write rows; or plot those of files."""
     options = parse(argv)
     comm = Communicator(MPI.COMM_WORLD)
     if options.plot is not None:
-        if comm.Get_rank() == 0:
-            draw_mesh_scaling(options.plot, [json.loads(path.read_text()) for path in options.files])
+        collective_call(comm, partial(plot, options.plot, options.files), "no plot", root=0)
         return 0
     keep_freed_memory()
     limit_threads(1)
@@ -100,8 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     tokens = options.length * options.batch
     found = {"mpi": mpi_name(), "machine": machine(), "model": options.model, "tokens": tokens, "rows": rows}
     if comm.Get_rank() == 0:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        write(options.output, found)
     for (count, sequence), rate in rates(found).items():
         what = f"tp={count}" + ", sequence" * sequence
         say(f"{what:15} {rate['median']:8.0f} tokens/s  (quartiles {rate['q1']:.0f} to {rate['q3']:.0f})")

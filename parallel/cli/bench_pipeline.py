@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = launcher.LauncherParser(__doc__)
     add, named = parser.add_argument, names_of("schedule", SCHEDULES)
     add("--schedules", type=named, default=list(SCHEDULES), metavar="NAMES", help="default all")
-    add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
-    add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of F, B and W (default 100)")
+    add("--microbatches", type=at_least(1, int, 1 << 16), default=8, metavar="M", help="default 8")
+    add("--milliseconds", type=at_least(0.0, float, 1e6), default=100.0, metavar="T", help="of F, B, W (default 100)")
     args, comm = parser.parse_args(argv), MPI.COMM_WORLD.Dup()
     ranks, good = comm.Get_size(), True
     say(f"{ranks} stages, {args.microbatches} micro-batches, F, B and W of {args.milliseconds:g} ms each")

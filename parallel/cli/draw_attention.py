@@ -12,7 +12,7 @@ import argparse
 
 from collectives.benchmark.reports import PICTURES
 from collectives.cli.arguments import picture_file
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.attention_plots import draw_divisions
 from parallel.context.ring_steps import ring_work
 from parallel.context.sequence_division import DIVISIONS, SequenceDivision
@@ -21,12 +21,12 @@ from parallel.nn.attention_mask import AttentionMask
 
 def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
-    add = result.add_argument
-    add("--ranks", type=int, default=4, metavar="C", help="ranks that share a sequence (default 4)")
-    add("--length", type=int, default=32, metavar="S", help="positions of the sequence (default 32)")
+    add, count, width = result.add_argument, at_least(1, int, 1 << 17), at_least(0, int)
+    add("--ranks", type=count, default=4, metavar="C", help="ranks that share a sequence (default 4)")
+    add("--length", type=count, default=32, metavar="S", help="positions of the sequence (default 32)")
     add("--division", choices=list(DIVISIONS), action="append", metavar="NAME", help="default: all; may be repeated")
     add("--full", action="store_true", help="no causal mask: queries see later keys too")
-    add("--window", type=int, default=0, metavar="W", help="queries see keys at a distance below W (default: any)")
+    add("--window", type=width, default=0, metavar="W", help="queries see keys at a distance below W (default: any)")
     add("-o", "--output", type=picture_file, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
     return result
 

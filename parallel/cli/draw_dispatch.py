@@ -36,7 +36,7 @@ INSIDE, BETWEEN = LinearCost(1e-6, 1e-10), LinearCost(20e-6, 4e-9)
 
 def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
-    add, count = result.add_argument, at_least(1, int)
+    add, count, size = result.add_argument, at_least(1, int, 1 << 12), at_least(1, int)
     add("--ranks", type=count, default=4, metavar="P", help="default 4")
     add("--per-node", type=count, metavar="N", help="ranks of a node (default: all)")
     add("--tokens", type=count, default=1, metavar="T", help="tokens of each rank (default 1)")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--token-nodes", type=count, metavar="M", help="nodes of a token's experts (default 2, if there are)")
     add("--route", choices=ROUTES, default="direct", help="default direct")
     add("--combine", action="store_true", help="the way back of the results, and their sums")
-    add("--row-bytes", type=count, default=4 << 20, metavar="B", help="bytes of a token's row (default 4 MiB)")
+    add("--row-bytes", type=size, default=4 << 20, metavar="B", help="bytes of a token's row (default 4 MiB)")
     add("--seed", type=at_least(0, int), default=0, metavar="S", help="of the choices (default 0)")
     add("-o", "--output", type=picture_file, metavar="FILE", help="a picture")
     return result

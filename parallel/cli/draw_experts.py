@@ -14,8 +14,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from collectives.benchmark.reports import read_report
 from collectives.cli.arguments import picture_file
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark import metrics
 from parallel.benchmark.expert_load import ExpertLoad, ExpertTraffic, expert_loads, expert_traffic
 from parallel.benchmark.expert_plots import plot_expert_loads
@@ -25,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
     add("metrics", type=Path, help="file that chorus train --json has written")
-    add("--rows", type=int, default=8, metavar="N", help="lines for each router (default 8)")
+    add("--rows", type=at_least(1, int), default=8, metavar="N", help="lines for each router (default 8)")
     add("-o", "--output", type=picture_file, metavar="FILE", help="a picture")
     return result
 
@@ -48,17 +49,25 @@ def as_text(loads: Sequence[ExpertLoad], traffic: Sequence[ExpertTraffic], rows:
     return "\n\n".join(blocks)
 
 
+METRICS = "the metrics of a model with mixtures of experts, as gpt-moe"
+
+
+def read(data: bytes) -> tuple[list[ExpertLoad], list[ExpertTraffic]]:
+    """Loads and traffic in a metrics file; ValueError if there are none."""
+    lines = metrics.parse(data)
+    loads = expert_loads(lines)
+    if not loads:
+        raise ValueError("no choices of experts")
+    return loads, expert_traffic(lines)
+
+
 def main() -> int:
     command = parser()
     arguments = command.parse_args()
-    if arguments.rows < 1:
-        command.error(f"--rows: expected 1 or more, found {arguments.rows}")
-    if not arguments.metrics.is_file():
-        command.error(f"{arguments.metrics}: no such file")
-    loads = expert_loads(metrics.read(arguments.metrics))
-    if not loads:
-        command.error(f"{arguments.metrics}: expected the metrics of a model with mixtures of experts, as gpt-moe")
-    traffic = expert_traffic(metrics.read(arguments.metrics))
+    try:
+        loads, traffic = read_report(arguments.metrics, METRICS, read)
+    except ValueError as error:
+        command.error(str(error))
     if arguments.output is None:
         print(as_text(loads, traffic, arguments.rows))
         return 0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from collectives.benchmark.reports import PICTURES
 from collectives.cli.arguments import picture_file
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.mesh_plots import draw_holdings
 from parallel.benchmark.tensor_parts import Holding, holdings, unlike
 from parallel.engine.settings import Settings
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add("--mesh", default="dp=2,tp=2", metavar="AXES", help="as of chorus train (default dp=2,tp=2)")
     add("--parallel", default="pp", metavar="LAYOUT", help="of stages, as of chorus train, such as pp:zb-v")
     add("--model", default="gpt:tiny", metavar="NAME", help="as of chorus train (default gpt:tiny)")
-    add("--classes", type=int, default=256, metavar="N", help="tokens or classes (default 256)")
+    add("--classes", type=at_least(1, int), default=256, metavar="N", help="tokens or classes (default 256)")
     add("-o", "--output", type=picture_file, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
     return result
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from collectives.benchmark.reports import PICTURES
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 from parallel.benchmark.timelines import measured, picture, simulated, summary
 from parallel.pipeline.schedule import timeline as draw
 from parallel.pipeline.schedule.actions import from_csv, to_csv
@@ -51,13 +51,13 @@ def duration(text: str) -> Fraction:
 
 def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
-    add = result.add_argument
+    add, count = result.add_argument, at_least(1, int, 1 << 14)
     known = f"{', '.join(SCHEDULES)}; or a file of your own, NAME.csv; may be repeated"
     add("--schedule", required=True, action="append", metavar="NAME", help=known)
-    add("--stages", type=int, metavar="P", help="ranks along the pipeline (default 4, or the lines of the .csv)")
-    add("--microbatches", type=int, metavar="M", help="of a step (default 8, or those in the .csv)")
-    add("--virtual", type=int, metavar="V", help="parts of the model on a stage, for interleaved (default 2)")
-    add("--steps", type=int, default=1, metavar="N", help="steps without a flush, for pipedream (default 1)")
+    add("--stages", type=count, metavar="P", help="ranks along the pipeline (default 4, or the lines of the .csv)")
+    add("--microbatches", type=count, metavar="M", help="of a step (default 8, or those in the .csv)")
+    add("--virtual", type=count, metavar="V", help="parts of the model on a stage, for interleaved (default 2)")
+    add("--steps", type=count, default=1, metavar="N", help="steps without a flush, for pipedream (default 1)")
     add("--placement", choices=list(PLACEMENTS), default="loop", help="which parts of the model are where in a .csv")
     add("--forward", type=duration, default=Fraction(1), metavar="T", help="time of a stage's forward (default 1)")
     add("--backward", type=duration, default=Fraction(1), metavar="T", help="of its input gradient (default 1)")

@@ -20,13 +20,13 @@ from parallel.expert.placements import ExpertPlacement, MixtureSize, placements
 
 def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
-    add, count = result.add_argument, at_least(1, int)
+    add, count, size = result.add_argument, at_least(1, int, 1 << 12), at_least(1, int)
     add("--ranks", type=count, default=8, metavar="P", help="default 8")
     add("--tp", type=count, default=2, metavar="T", help="ranks of the model axis, in the third placement (default 2)")
     add("--experts", type=count, default=8, metavar="E", help="default 8")
     add("--choices", type=count, default=2, metavar="K", help="experts of a token (default 2)")
-    add("--tokens", type=count, default=2048, metavar="N", help="of a replica and step (default 2048)")
-    add("--width", type=count, default=256, metavar="H", help="of a token; experts have 4 H / K hidden (default 256)")
+    add("--tokens", type=size, default=2048, metavar="N", help="of a replica and step (default 2048)")
+    add("--width", type=size, default=256, metavar="H", help="of a token; experts have 4 H / K hidden (default 256)")
     add("-o", "--output", type=picture_file, metavar="FILE", help="a picture")
     return result
 

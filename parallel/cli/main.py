@@ -109,10 +109,12 @@ def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader of the output, such as head, has ended
         try:
             sys.exit(entry())
-        except OSError as error:
-            if error.filename is None:
+        except Exception as error:
+            from collectives.cli.launcher import user_message
+
+            if (message := user_message(error)) is None:
                 raise
-            raise UsageError(f"{os.fsdecode(error.filename)}: {error.strerror}") from error
+            raise UsageError(message) from error
     from collectives.cli import launcher
 
     if least > 1 or EXPECTED in os.environ:
@@ -128,8 +130,8 @@ def check_ranks(size: int, least: int) -> None:
     wanted = int(text)
     if size != wanted:
         raise UsageError(
-            f"mpiexec started {wanted} processes, and MPI has {size} rank: it belongs to another MPI than the "
-            "one that mpi4py loads; set MPIEXEC, or set MPI4PY_LIBMPI to the library of this mpiexec"
+            f"mpiexec started {wanted} processes, and MPI has {size} rank{'s' * (size != 1)}: it belongs to another "
+            "MPI than the one that mpi4py loads; set MPIEXEC, or set MPI4PY_LIBMPI to the library of this mpiexec"
         )
     if size < least:
         raise UsageError(f"expected {least} ranks or more, found {size}: -n {least} starts them")
@@ -144,7 +146,11 @@ def start(words: list[str]) -> None:
         raise UsageError(f"-n: chorus {name} runs in one process")
     if ranks is not None and rank is not None:
         raise UsageError("-n: this already runs under mpiexec; give the number of ranks there, or here, not twice")
-    helps = not {"-h", "--help"}.isdisjoint(rest)
+    if helps := not {"-h", "--help"}.isdisjoint(rest):
+        rest = ["--help"]  # beside an option that selects a program and lacks its value
+    for word in rest:
+        if word.startswith("--") and word.endswith("=--"):  # argparse would drop the value
+            raise UsageError(f"argument {word.removesuffix('=--')}: expected a value, found '--'")
     if program.mpi and rank is None and not helps:
         if ranks or program.start:
             launch(program, name, ranks or program.start, rest)

@@ -68,7 +68,7 @@ def table(stages: int, microbatches: int) -> str:
 
 def main() -> int:
     parser = ProgramParser(__doc__)
-    add, count = parser.add_argument, at_least(1, int)
+    add, count = parser.add_argument, at_least(1, int, 1 << 12)
     add("--stages", type=count, default=16, metavar="P", help="most stages (default 16)")
     add("--microbatches", type=count, default=64, metavar="M", help="most micro-batches (default 64)")
     add("--jobs", type=count, default=os.cpu_count(), metavar="N", help="processes (default: cores)")

@@ -39,10 +39,7 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
     if settings.batch_tokens is not None:  # the batch depends on the data
         strategy.check_batch(sized(settings, task.train), ranks)
-    family = settings.model.partition(":")[0]
-    if family in MODELS and task.is_text != MODELS[family].is_text:
-        fits = ", ".join(name for name, other in MODELS.items() if other.is_text == task.is_text)
-        raise ValueError(f"model: {task.name} is for {fits}, found {settings.model}")
+    family = expect_fit(settings.model, task)
     if ranks > len(task.train):
         raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
     if not task.is_text:
@@ -53,6 +50,15 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     steps = steps_of(settings, task)
     model = transformed(build(settings.model, task.inputs, task.outputs, **options), settings, steps)
     return task, model, _optimizer(settings, steps)
+
+
+def expect_fit(model: str, task: LearningTask) -> str:
+    """Family of a model's name. ValueError if it takes text and the data are none, or conversely."""
+    family = model.partition(":")[0]
+    if family in MODELS and task.is_text != MODELS[family].is_text:
+        fits = ", ".join(name for name, other in MODELS.items() if other.is_text == task.is_text)
+        raise ValueError(f"model: expected one of {fits} for {task.name}, found {model}")
+    return family
 
 
 def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) -> LearningTask:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.benchmark.size_arguments import parse_size
+from collectives.cli.launcher import ProgramParser, at_least
 from quant import Q4_0, Q8_0, QuantizedArray, QuantSpec, grouped, kernels, quantize
 from quant.io import ggml_blocks
 
@@ -31,7 +33,6 @@ SPECS = {
     "Q4_0": Q4_0,
 }
 FORMS = {"numba": ("compiled",), "numpy": ()}
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class QuantContestant(NamedTuple):
@@ -42,12 +43,6 @@ class QuantContestant(NamedTuple):
     right: Callable[[], bool]
 
 
-def size_of(text: str) -> int:
-    """Parse a number of bytes with an optional suffix K, M or G (powers of 1024): an argparse type."""
-    unit = UNITS.get(text[-1:].upper(), 1)
-    return count_of(text[:-1] if unit > 1 else text) * unit
-
-
 def specs_of(text: str) -> dict[str, QuantSpec]:
     """Parse names of `SPECS` with commas in between: an argparse type."""
     names = text.split(",")
@@ -55,13 +50,6 @@ def specs_of(text: str) -> dict[str, QuantSpec]:
     if unknown:
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(SPECS)}, found {unknown[0]!r}")
     return {name: SPECS[name] for name in names}
-
-
-def count_of(text: str) -> int:
-    """Parse a number from 1 on: an argparse type."""
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, found {text!r}")
-    return int(text)
 
 
 def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantContestant]:
@@ -124,16 +112,11 @@ def race(contestants: list[QuantContestant], turns: int) -> dict[str, list[float
 
 def main() -> None:
     """Run the benchmark and print a line of speeds per contestant."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # errors are one line
-    )
-    parser.add_argument("--size", type=size_of, default=size_of("64M"), help="bytes of the float32 array (default 64M)")
-    parser.add_argument(
-        "--specs", type=specs_of, default=",".join(SPECS), help=f"with commas (default {','.join(SPECS)})"
-    )
-    parser.add_argument("--turns", type=count_of, default=9, help="of each, after one to warm up (default 9)")
+    parser, specs = ProgramParser(__doc__), ",".join(SPECS)
+    parser.add_argument("--size", type=parse_size, default="64M", help="bytes of the float32 array (default 64M)")
+    parser.add_argument("--specs", type=specs_of, default=specs, help=f"with commas (default {specs})")
+    turns = "of each, after one to warm up (default 9)"
+    parser.add_argument("--turns", type=at_least(1, int), default=9, help=turns)
     options = parser.parse_args()
     x = np.random.default_rng(1).standard_normal(max(options.size // 128, 1) * 32).astype(np.float32)
     copy = np.empty_like(x)

@@ -72,6 +72,7 @@ def test_number_of_ranks(words, ranks, rest):
         (["-n", "2"], "expected a command"),
         (["train", "-n"], "-n: expected a number of ranks, 1 or more, found ''"),
         (["train", "-n", "0"], "-n: expected a number of ranks, 1 or more, found '0'"),
+        (["draw", "pipeline", "--stages=--"], "argument --stages: expected a value, found '--'"),
         (["prove", "pipelines", "-n", "2"], "chorus prove pipelines runs in one process"),
         (["bench", "servers"], "chorus bench servers needs 2 ranks and was not started under mpiexec: add -n 2"),
     ],
@@ -103,6 +104,8 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("chorus 0.")
     done = run("draw", "pipeline", "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: chorus draw pipeline")
+    done = run("plan", "--cluster", "--help")  # without the option's value
+    assert done.returncode == 0 and done.stdout.startswith("usage: chorus plan --cluster")
 
 
 def test_one_process():

@@ -28,8 +28,8 @@ def test_as_a_picture(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--ranks", 0), "expected a rank or more"),
-        (("--window", -1), "window: expected 0 (no limit) or more, found -1"),
+        (("--ranks", 0), "expected a whole number from 1 on"),
+        (("--window", -1), "window: expected a whole number from 0 on, found '-1'"),
         (("-o", "a.txt"), "expected a name that ends in"),
     ],
 )

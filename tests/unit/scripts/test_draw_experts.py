@@ -65,8 +65,8 @@ def test_wrong_requests(tmp_path):
     path = written(tmp_path, LINES[1:2])
     for arguments, message in (
         ((path,), "expected the metrics of a model with mixtures of experts"),
-        ((tmp_path / "none",), "no such file"),
-        ((path, "--rows", 0), "--rows: expected 1 or more, found 0"),
+        ((tmp_path / "none",), "No such file or directory"),
+        ((path, "--rows", 0), "--rows: expected a whole number from 1 on, found '0'"),
     ):
         done = script(*arguments)
         assert done.returncode == 2 and message in done.stderr

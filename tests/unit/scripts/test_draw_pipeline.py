@@ -120,7 +120,7 @@ def test_traces_without_a_step_are_refused(tmp_path, text, told):
     "arguments, told",
     [
         ("--schedule 1f1c", "schedule: expected one of naive, gpipe"),
-        ("--schedule 1f1b --stages 0", "stages: expected at least 1, found 0"),
+        ("--schedule 1f1b --stages 0", "stages: expected a whole number from 1 on, found '0'"),
         ("--schedule 1f1b --virtual 2", "virtual: 1f1b has 1 parts"),
         ("--schedule 1f1b --forward -1", "-1: expected a number from 0 on"),
         ("--schedule 1f1b --message 1/0", "1/0: expected a number from 0 on"),

@@ -64,6 +64,9 @@ def test_a_damaged_table_is_begun_anew_but_no_other_is_touched(tmp_path):
         path.write_text(json.dumps(to_json(TABLE) | strange))
         table, message = tune.known(path, False)
         assert table is None and "move it away" in message
+    path.write_text("notes")
+    table, message = tune.known(path, False)
+    assert table is None and "expected a timing table, found another file; move it away" in message
     assert tune.known(path / "beneath a file", False)[0] is None
     table, message = tune.known(tmp_path, False)
     assert table is None and f"{tmp_path} is no plain file; move it away" in message
@@ -85,8 +88,9 @@ def test_a_newer_table_is_left_alone(monkeypatch, tmp_path, capsys):
     path.write_text(json.dumps(to_json(TABLE) | {"version": 2}))
     before = path.read_bytes()
     monkeypatch.setattr("sys.argv", ["tune.py", "--collective", "barrier", "--table", str(path)])
-    assert tune.main() == 1
-    assert "is of version 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        tune.main()
+    assert "is of version 2" in capsys.readouterr().err
     assert path.read_bytes() == before
 
 

@@ -26,7 +26,7 @@ def run(*words, ranks=1, **variables):
     [
         ("bench quant --specs zz", "expected some of int8_g128"),
         ("bench quant --turns 0", "expected a whole number from 1 on, found '0'"),
-        ("bench quant --size zz", "expected a whole number from 1 on, found 'zz'"),
+        ("bench quant --size zz", "expected a number and perhaps K, M or G, as in 64K; found 'zz'"),
         ("bench layouts --data nosuch", "neither a file nor one of digits"),
         ("bench layouts --data /", "expected a sharded data set"),
     ],
@@ -45,6 +45,21 @@ def test_one_line_of_all_ranks():
 def test_a_wrong_number_of_ranks_in_the_environment():
     status, lines = run("-m", "parallel.cli.main", "bench", "collectives", CHORUS_RANKS="xyz")
     assert status == 2 and lines[-1].endswith("CHORUS_RANKS: expected the number of ranks that -n started, found 'xyz'")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrong_variable_of_the_environment(ranks):
+    words = ["train", "--model", "mlp:tiny", "--steps", "1"]
+    status, lines = run("-m", "parallel.cli.main", *words, ranks=ranks, CHORUS_DEBUG="zz")
+    assert status == 2 and len(lines) == 1 and "error: CHORUS_DEBUG: expected 1, true, yes or on" in lines[0]
+
+
+def test_a_full_disk():
+    with open("/dev/full", "w") as full:
+        words = ["draw", "pipeline", "--schedule", "1f1b"]
+        command = [sys.executable, "-m", "parallel.cli.main", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert ended.returncode == 2 and ended.stderr.splitlines() == ["chorus: error: [Errno 28] No space left on device"]
 
 
 PROGRAM = """
