@@ -66,7 +66,7 @@ def at_least(low: float, kind: type, most: float = MOST) -> Any:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not low <= value:
+        if value is None or not low <= value < float("inf"):
             raise argparse.ArgumentTypeError(f"expected {expected} from {low} on, found {text!r}")
         if value > most:
             raise argparse.ArgumentTypeError(f"expected {expected} of at most {most}, found {text!r}")

@@ -63,7 +63,6 @@ class ReplicaEngine(BaseEngine):
 
     Attributes
     ----------
-    style
     steps, updates : steps of this rank, and updates of its replica
     flat, ledger : as of `DataParallelEngine`
 
