@@ -106,7 +106,8 @@ def user_message(error: BaseException) -> str | None:
         return one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
     if isinstance(error, MemoryError):
         return one_line(f"expected sizes that fit into memory: {str(error) or 'it is full'}")
-    is_usual = type(error) is ValueError and "expected " in str(error)
+    shared = getattr(error, "on_all_ranks", False)  # `parallel.runtime.collective_errors`, of a file on one rank
+    is_usual = type(error) is ValueError and (shared or "expected " in str(error))
     is_usual |= isinstance(error, InvalidArgument) and str(error).startswith("CHORUS_")  # an environment variable
     is_usual |= isinstance(error, OSError) and error.errno in FULL
     return one_line(str(error)) if is_usual or isinstance(error, FileNotFoundError) else None

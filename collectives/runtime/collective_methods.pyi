@@ -133,7 +133,7 @@ class CollectiveMethods(Inherited):
     ) -> None:
         """Reduce the vectors of all ranks, element by element, into every rank's `recvbuf`.
 
-        All ranks get the same bits, unless the requested algorithm is documented otherwise (``"census"``).
+        All ranks get the same bits, unless the requested algorithm is ``"census"`` or ``"ordered_census"``.
 
         Parameters
         ----------

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.reports import read_report, write
+from collectives.benchmark.reports import check_writable, read_report, write
 from collectives.cli import launcher
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import at_least, say
@@ -101,14 +101,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot is not None:
         collective_call(comm, partial(plot, options.plot, options.files), "no plot", root=0)
         return 0
+    collective_call(comm, partial(check_writable, options.output), "--output", root=0)
     keep_freed_memory()
     limit_threads(1)
     job = {"data": "pydoc", "model": options.model, "length": options.length, "batch": options.batch}
     rows = measure(comm, job | {"steps": options.steps + WARM_UP}, options.turns)
     tokens = options.length * options.batch
     found = {"mpi": mpi_name(), "machine": machine(), "model": options.model, "tokens": tokens, "rows": rows}
-    if comm.Get_rank() == 0:
-        write(options.output, found)
+    collective_call(comm, partial(write, options.output, found), "--output", root=0)
     for (count, sequence), rate in rates(found).items():
         what = f"tp={count}" + ", sequence" * sequence
         say(f"{what:15} {rate['median']:8.0f} tokens/s  (quartiles {rate['q1']:.0f} to {rate['q3']:.0f})")

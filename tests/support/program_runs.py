@@ -6,6 +6,8 @@ import subprocess
 import sys
 from unittest import mock
 
+from collectives.cli import launcher
+
 
 def call(main, *arguments):
     """Run `main` with these arguments: exit status and output, as from a process of its own."""
@@ -15,4 +17,10 @@ def call(main, *arguments):
             status = main() or 0
         except SystemExit as end:
             status = end.code
+        except Exception as error:
+            message = launcher.user_message(error)
+            if message is None:
+                raise
+            print(message, file=err)
+            status = 2
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())

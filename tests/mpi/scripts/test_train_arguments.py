@@ -74,7 +74,7 @@ WRONG = {
     "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks ({size}) than samples (1)"),
     "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, gpt-moe, found 'mlq'"),
     "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
-    "model for bytes": (lambda tmp: ["--model", "gpt"], "model: digits is for mlp, convnet, found gpt"),
+    "model for bytes": (lambda tmp: ["--model", "gpt"], "model: expected one of mlp, convnet for digits, found gpt"),
     "no file": (lambda tmp: ["--data", tmp / "none.npz"], "neither a file nor one of digits"),
     "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
     "momentum": (lambda tmp: ["--momentum", "0.5"], "momentum: it belongs to sgd, and the optimizer is adamw"),

@@ -30,7 +30,7 @@ def problem(ends):
 
 def check(folder, ranks, count, programs):
     launch = Launch(MPIEXEC, ranks, "support.wrong_command_lines", folder)
-    status, output = launch.run([str(count), *programs], limit=60 + 3 * count * len(programs))
+    status, output = launch.run([str(count), *programs], limit=120 + 4 * count * len(programs))
     lines = [launch.lines(rank) for rank in range(ranks)]
     assert status == 0, (lines[0][-1:], output)
     ends = list(zip(*([line for line in its if "status" in line] for its in lines)))
@@ -40,6 +40,7 @@ def check(folder, ranks, count, programs):
 
 
 @needs_mpiexec
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_some_of_every_program(ranks, tmp_path):
     check(tmp_path, ranks, 2, [name for name, number in CASES if number == ranks])
