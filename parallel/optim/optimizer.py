@@ -21,7 +21,8 @@ added in the order of the vector. Parameters with ``decay=False`` (biases and ga
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -110,11 +111,17 @@ class Optimizer(metaclass=TorchNames):
             """Set a hyperparameter, which counts from the next step on.
 
             ValueError, with nothing changed, for values that the constructor refuses, or that need other state vectors;
-            TypeError for what is no hyperparameter.
+            TypeError for what is no hyperparameter; classes derived elsewhere may have attributes of their own.
             """
-            is_field = any(one.name == name and one.init for one in fields(self))
-            if "_table" in vars(self) and (is_field or not hasattr(self, name)):
-                made = replace(self, **{name: value})
+            names = [one.name for one in fields(self) if one.init]
+            is_made, is_derived = "_table" in vars(self), not type(self).__module__.startswith(f"{__package__}.")
+            if is_made and not is_derived and not hasattr(self, name):
+                raise TypeError(f"{name}: expected one of {', '.join(names)}, an option of {type(self).__name__}")
+            if is_made and name in names:
+                made = copy(self)
+                del made._table
+                vars(made)[name] = value
+                made.__post_init__()
                 if (found := made.states()) != self.states():
                     kept = f"vectors {', '.join(self.states()) or 'none'}; {value!r} needs {', '.join(found) or 'none'}"
                     raise ValueError(f"{name}: the optimizer has the state {kept}; expected it in the constructor")

@@ -126,8 +126,12 @@ class Engine:
     if not TYPE_CHECKING:  # which knows the attributes without it
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """AttributeError for attributes of an engine that is made: another value would not be used."""
-            if "_opened" in vars(self) and not name.startswith("_"):
+            """AttributeError for attributes of an engine that is made: another value would not be used.
+
+            Derived classes may have attributes of their own.
+            """
+            is_own = type(self).__module__ != __name__ and not hasattr(self, name)
+            if "_opened" in vars(self) and not name.startswith("_") and not is_own:
                 raise AttributeError(
                     f"{name}: expected it in the constructor of an engine; those of `optimizer` can be assigned"
                 )

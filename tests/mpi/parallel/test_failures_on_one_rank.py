@@ -183,7 +183,7 @@ class Case:
             self.fault.at, self.fault.error = point, error
 
     def step(self):
-        """Steps until an error; replicas raise it some steps later, or, if ranks do not wait in steps, when they meet."""
+        """Steps until an error. Replicas raise it some steps later; if ranks do not wait in steps, when they meet."""
         for _ in range(4):
             self.engine.step(next(iter(self.engine.batches(self.data))))
         if self.layout == "hogwild":

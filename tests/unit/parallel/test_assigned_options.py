@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from support.differential.columns import Column
 from support.differential.tasks import MLP
 
@@ -105,6 +106,38 @@ def test_what_the_constructor_refuses_is_refused(name, value, error):
     with pytest.raises(error, match=r"expected|unexpected"):
         setattr(optimizer, name, value)
     assert optimizer.describe() == before and not hasattr(optimizer, "amsgrad")
+
+
+class Counting(SGD):
+    """Optimizer of a user's, with a constructor and an attribute of its own."""
+
+    def __init__(self):
+        super().__init__(rate=0.1)
+
+    def update(self, *args, **options):
+        self.calls = getattr(self, "calls", 0) + 1
+        super().update(*args, **options)
+
+
+class Tagged(Engine):
+    """Engine of a user's, with an attribute of its own."""
+
+    def step(self, *args, **options):
+        self.tag = "used"
+        return super().step(*args, **options)
+
+
+def test_derived_classes_have_attributes_of_their_own():
+    optimizer = Counting()
+    with Tagged(MLP.model(), MLP.loss(), MPI.COMM_SELF, optimizer) as engine:
+        engine.step(*MLP.batch(0, 8))
+        with pytest.raises(AttributeError):
+            engine.inner = None
+    assert optimizer.calls == 1 and engine.tag == "used"
+    optimizer.lr = 0.2
+    assert optimizer.rate == 0.2
+    with pytest.raises(ValueError, match="decay: expected"):
+        optimizer.decay = -1
 
 
 def test_a_group_without_parameters_fails_the_step_on_all_ranks():
