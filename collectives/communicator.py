@@ -19,7 +19,14 @@ from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import shape_and_dtype
 from collectives.buffers.memory import on_gpu
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Mismatch, NotCopied
-from collectives.runtime.agreement import agree_on_gpu, agree_on_nodes, common, gather_or_raise, without_attributes
+from collectives.runtime.agreement import (
+    Agreement,
+    agree_on_gpu,
+    agree_on_nodes,
+    common,
+    gather_or_raise,
+    without_attributes,
+)
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
 from collectives.runtime.call import BYTE, Call, is_in_place
@@ -34,9 +41,12 @@ from collectives.runtime.progress import progress_thread, progress_until
 from collectives.runtime.requests import Request
 from collectives.selection.cost_model import Costs
 from collectives.selection.select import Selection
-from collectives.selection.timing_file import broadcast_table
+from collectives.selection.timing_file import broadcast_table, warn_without_table
 from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
+from collectives.transport import device
 from collectives.transport.copy_speed import MessageSpeed
+from collectives.transport.placement import NodePlacement, place_ranks
+from collectives.transport.reduced import reduced
 
 Tuning = bool | str | os.PathLike[str] | TimingTable | None
 
@@ -178,23 +188,29 @@ class Communicator(CollectiveMethods):
         self.constant = next((name for name, constant in PREDEFINED.items() if comm is constant), None)
         # Also a barrier that progresses all active operations: no rank waits for them in the blocking calls below.
         bits = common(plain, (MPI.Query_thread() == MPI.THREAD_MULTIPLE) | (not async_progress) << 1)
-        self._threads, self._async_progress = bool(bits & 1), not bits & 2
+        threads, has_thread = bool(bits & 1), not bits & 2
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
-        self._cuda_aware, self._shared = cuda_aware, shared
-        self._given_nodes = agree_on_nodes(plain, nodes)
-        self._gpu = agree_on_gpu(plain, gpu)
-        transports = Transports(without_attributes(plain), cuda_aware, shared, self._given_nodes, self._gpu)
-        if self._async_progress and transports.nodes is not None and not self._threads:
-            transports.free()
-            transports.comm.Free()
+        given, transfer = agree_on_nodes(plain, nodes), agree_on_gpu(plain, gpu)
+        aware = bool(reduced(plain, device.cuda_aware() if cuda_aware is None else cuda_aware, MPI.LAND))
+        (table, unusable), private = broadcast_table(plain, tuning), without_attributes(plain)
+        placement = place_ranks(private, shared and not aware, given)
+        if has_thread and placement.nodes is not None and not threads:
+            private.Free()
             raise InvalidArgument(
                 MPI.ERR_ARG, "async_progress: expected MPI.THREAD_MULTIPLE between several nodes, found less on a rank"
             )
-        self._checker = DesyncChecker(plain) if checks else None
-        self._rank, self._size = plain.Get_rank(), plain.Get_size()
-        self._tuning = broadcast_table(transports.comm, tuning)
-        chooser = AlgorithmChooser(transports, self._tuning, self._threads)
-        self._planner = Planner(transports, chooser, self._checker, self._async_progress)
+        self._open(private, placement, Agreement(threads, has_thread, checks, aware, shared, given, transfer, table))
+        if unusable is not None and self._rank == 0:
+            warn_without_table(unusable)
+
+    def _open(self, private: MPI.Intracomm, placement: NodePlacement, agreed: Agreement) -> None:
+        """Prepare for calls: with messages on `private`, of these ranks, and settings `agreed` by them. Collective."""
+        self._agreed, self._threads = agreed, agreed.threads
+        self._rank, self._size = private.Get_rank(), private.Get_size()
+        transports = Transports(private, placement, agreed.aware, agreed.gpu)
+        self._checker = DesyncChecker(private) if agreed.checks else None
+        chooser = AlgorithmChooser(transports, agreed.table, agreed.threads)
+        self._planner = Planner(transports, chooser, self._checker, agreed.async_progress)
         if self._checker is None:
             self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
             self._calls = self._planner.cache.compiled_calls.run
@@ -271,7 +287,7 @@ class Communicator(CollectiveMethods):
 
     @property
     def message_speed(self) -> MessageSpeed:
-        """Speed of messages on the slowest node, measured at creation.
+        """Speed of messages on the slowest node, measured when its ranks first share memory.
 
         Zeros if a node has no shared memory, or fewer cores than ranks.
         """
@@ -386,25 +402,25 @@ class Communicator(CollectiveMethods):
     # -------------------------------------------------------------------------------- new communicators and release
 
     def _adopt(self, comm: Any) -> Any:
-        """Wrap a new mpi4py communicator in a `Communicator` with this one's settings; keep MPI.COMM_NULL as it is."""
+        """Wrap a new mpi4py communicator in a `Communicator` with this one's settings; keep MPI.COMM_NULL as it is.
+
+        It has what this one's ranks have agreed on, measured and mapped, if this one is not closed.
+        """
         if comm == MPI.COMM_NULL:
             return comm
-        nodes = None
-        if self._given_nodes is not None:
-            group, mine = comm.Get_group(), self.Get_group()
-            nodes = [self._given_nodes[rank] for rank in group.Translate_ranks(None, mine)]
-            group.Free()
-            mine.Free()
-        return type(self)(
-            comm,
-            debug=self._checker is not None,
-            cuda_aware=self._cuda_aware,
-            shared=self._shared,
-            nodes=nodes,
-            tuning=self._tuning,
-            async_progress=self._async_progress,
-            gpu=self._gpu,
-        )
+        group, mine = comm.Get_group(), self.Get_group()
+        ranks = group.Translate_ranks(None, mine)
+        group.Free()
+        mine.Free()
+        agreed, placement = self._agreed.part(ranks), None
+        if self._planner is not None:
+            placement = self._planner.transports.placement.part(ranks)
+        made = type(self).__new__(type(self), comm)
+        private = without_attributes(MPI.Intracomm(comm))
+        if placement is None:
+            placement = place_ranks(private, agreed.shared and not agreed.aware, agreed.nodes)
+        made._open(private, placement, agreed)
+        return made
 
     def Idup(self, info: MPI.Info | None = None) -> Any:
         """Non-blocking Dup: return a plain mpi4py communicator, usable once the request completes, and the request."""

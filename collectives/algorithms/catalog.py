@@ -350,6 +350,18 @@ def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Frac
     return Fraction(eval(code, {"min": min, "max": max, "__builtins__": {}, **_values(size, segments, nodes)}))
 
 
+@lru_cache(maxsize=4096)
+def evaluate_all(formulas: tuple[str, ...], size: int, segments: int = 1) -> tuple[float, ...]:
+    """Values of several formulas as floats, which takes less time than exact ones; see `evaluate`."""
+    code = compile(f"({', '.join(formulas)},)", "formulas", "eval")
+    return tuple(eval(code, {"min": min, "max": max, "__builtins__": {}, **_floats(size, segments)}))
+
+
+@lru_cache(maxsize=256)
+def _floats(p: int, k: int) -> dict[str, float]:
+    return {name: float(value) for name, value in _values(p, k, 1).items()}
+
+
 @lru_cache(maxsize=256)
 def _values(p: int, k: int, N: int) -> dict[str, Fraction | int]:
     """Values of the names in formulas."""

@@ -8,12 +8,11 @@ With several ranks on a node, the nodes are moved, each with its ranks.
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Integers = NDArray[np.int64]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _rotation(number: int, origin: int, others: Integers, count: int) -> Integers:

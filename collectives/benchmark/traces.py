@@ -5,18 +5,27 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpi4py import MPI
 
 from collectives.analysis import draw
+from collectives.engine.instructions import COPY, Kind
 from collectives.schedule.steps import Schedule
 
 Entry: TypeAlias = dict[str, Any]
 
 PINGS = 50
+
+LABELS = {
+    Kind.SEND: "send",
+    Kind.NET_SEND: "send",
+    Kind.RECV: "receive",
+    Kind.NET_RECV: "receive",
+    Kind.CALL: "call",
+}
 
 
 def span(rank: int, node: int, name: str, kind: str, start: float, end: float, **more: Any) -> Entry:
@@ -51,11 +60,11 @@ def of_calls(
     kinds: Sequence[str],
     times: Sequence[float],
 ) -> list[Entry]:
-    """Trace entries of one rank's collective: nested spans for all of it, its rounds, and the calls in a round.
+    """Trace entries of one rank's collective: nested spans for all of it, its rounds, and the rows of a round.
 
-    `begins` are the positions of the rounds in the program, as in `Program.begins`; `kinds` describe the calls; `times`
-    are the beginnings of the calls, and the end of the last one. `schedule` and `count`, the chunks of the vector,
-    label the rounds.
+    `begins` are rounds of the schedule and the number of rows before each; `kinds` describe the rows in the order of
+    their ends; `times` are the beginnings of the rows, and the end of the last one. `schedule` and `count`, the chunks
+    of the vector, label the rounds.
     """
     entries = [span(rank, node, title, "collective", times[0], times[-1])]
     stops = (*(at for _, at in begins[1:]), len(kinds))
@@ -66,13 +75,12 @@ def of_calls(
     return entries
 
 
-def kind_of(call: Callable[[], object], waits: bool) -> str:
-    """Label of one call in a collective: wait, copy, start (of messages), swap, or the function's name, such as add."""
-    if waits:
-        return "wait"
-    function = getattr(call, "func", call)
-    name = getattr(function, "__qualname__", type(function).__name__).lower()
-    return next((word for word in ("copy", "start", "swap") if word in name), name.rsplit(".")[-1])
+def kind_of(row: Any) -> str:
+    """Label of a row of a program: send, receive, reduce, copy, wait or call."""
+    kind = Kind(row["kind"])
+    if kind == Kind.LOCAL:
+        return "copy" if row["reduction"] == COPY else "reduce"
+    return LABELS.get(kind, "wait")
 
 
 def offset(comm: MPI.Intracomm) -> float:

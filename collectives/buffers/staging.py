@@ -29,6 +29,9 @@ from collectives.buffers.datatypes import element_of
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.types import Wait
 
+MOST_RUNS, RUN_BYTES, RUN_SPAN = 1024, 1 << 16, 1 << 20
+"""Most runs of bytes of a buffer that are copied one by one, and most bytes in and between them; MPI packs others."""
+
 Calls = Sequence[Callable[[], object] | Wait]
 """Calls and waits in order; a `Wait` may be tested until it is complete instead."""
 
@@ -102,10 +105,11 @@ class PackedStaging(Staging):
     byte, whatever it spans: mpi4py divides the memory it is given by the extent.
     """
 
-    __slots__ = ("_at", "_keep", "_whole")
+    __slots__ = ("_at", "_keep", "_span", "_whole")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool, host: np.ndarray | None = None) -> None:
         super().__init__(buffer, load, store)
+        self._span = _span(buffer)
         self.host = np.empty(buffer.nbytes, np.uint8) if host is None else host
         self._keep = buffer.owner, np.zeros(1, np.uint8)
         at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute displacements from any address
@@ -131,8 +135,40 @@ class PackedStaging(Staging):
     def _unpack(self) -> None:
         self._whole.Unpack(self.host, 0, self._at, MPI.COMM_SELF)
 
+    def loading_from(self, memory: np.ndarray) -> Callable[[], object]:
+        """Load step for such a buffer that begins at another address, that of `memory`."""
+        return partial(self._whole.Pack, _at_address(memory), self.host, 0, MPI.COMM_SELF)
+
+    def storing_to(self, memory: np.ndarray) -> Callable[[], object]:
+        """Store step for such a buffer that begins at another address, that of `memory`."""
+        return partial(self._whole.Unpack, self.host, 0, _at_address(memory), MPI.COMM_SELF)
+
+    def runs(self) -> list[tuple[int, int]] | None:
+        """Offsets from the buffer's address, and lengths, of the runs of bytes that are packed; None if too many.
+
+        MPI packs the positions of all bytes, a digit at a time: so it tells the layout of any datatype.
+        """
+        low, high = self._span
+        if self.host.nbytes > RUN_BYTES or high - low > RUN_SPAN:
+            return None
+        digits = np.ascontiguousarray(np.arange(high - low, dtype="<u4").view(np.uint8).reshape(-1, 4).T)
+        packed = np.empty((4, self.host.nbytes), np.uint8)
+        for digit, into in zip(digits, packed):
+            at = MPI.buffer.fromaddress(MPI.Get_address(digit) - low, 1)
+            self._whole.Pack(at, into, 0, MPI.COMM_SELF)
+        positions = np.ascontiguousarray(packed.T).view("<u4")[:, 0].astype(np.int64) + low
+        starts = np.flatnonzero(np.diff(positions, prepend=-2 + low) != 1)
+        if len(starts) > MOST_RUNS:
+            return None
+        lengths = np.diff(starts, append=len(positions))
+        return list(zip(positions[starts].tolist(), lengths.tolist()))
+
     def free(self) -> None:
         self._whole.free()
+
+
+def _at_address(memory: np.ndarray) -> MPI.buffer:
+    return MPI.buffer.fromaddress(MPI.Get_address(memory), 1)
 
 
 class OwnedDatatype(MPI.Datatype):

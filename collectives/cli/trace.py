@@ -19,8 +19,11 @@ from collectives.benchmark import traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
 from collectives.benchmark.size_arguments import format_size, parse_size
 from collectives.cli import launcher
+from collectives.engine import interpreter
+from collectives.runtime.program import Program
 
 WARMUP = 5
+POLLS = 1000
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -58,7 +61,7 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
     n = elements(case, arguments.bytes, kind.itemsize, size)
     buffers = CaseBuffers(case, comm, n, kind, arguments.memory)
     request = getattr(comm, case.method + "_init")(*buffers.args, algorithm=name, segments=segments)
-    program = getattr(request.program, "program", request.program)  # step by step, which the engine runs as one
+    program = request.program
     for _ in range(WARMUP):
         buffers.advance()
         request.Start()
@@ -67,22 +70,40 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
     buffers.advance()
     buffers.poison()
     plain.Barrier()
-    times = [time.perf_counter()]  # at which each call began, and the last one ended
-    for call in program.calls:
-        call()
-        times.append(time.perf_counter())
+    finished, times = recorded_rows(program)
     if buffers.wrong():
         raise RuntimeError(f"rank {rank}: the result of the recorded call is wrong")
-    kinds = [traces.kind_of(call, test is not None) for call, test in zip(program.calls, program.tests, strict=True)]
+    kinds = [traces.kind_of(program.rows.rows[row]) for row in finished]
     schedule = catalog.build(collective, name, rank, size, 0, segments, nodes)
     count = catalog.blocks(collective, name, size) * segments
     start = plain.allreduce(times[0] - ahead, MPI.MIN)
     aligned = [moment - ahead - start for moment in times]
     title = f"{collective}, {name}, {format_size(n * kind.itemsize)} bytes"
-    mine = traces.of_calls(title, rank, nodes[rank], schedule, count, program.begins, kinds, aligned)
+    mine = traces.of_calls(title, rank, nodes[rank], schedule, count, first_rows(program), kinds, aligned)
     request.Free()
     entries = plain.gather(mine)
     return None if entries is None else [*traces.names(nodes), *chain.from_iterable(entries)]
+
+
+def recorded_rows(program: Program) -> tuple[list[int], list[float]]:
+    """Run a program in the interpreter; return its rows in the order of their ends, and the start and these ends."""
+    finished, times = [], [time.perf_counter()]
+    engine = interpreter.RowProgram(*program.rows)
+
+    def note(row: int) -> None:
+        finished.append(row)
+        times.append(time.perf_counter())
+
+    engine.finished, engine.is_running = note, True
+    while engine.is_running:
+        program.note(engine.advance(POLLS))
+    return finished, times
+
+
+def first_rows(program: Program) -> list[tuple[int, int]]:
+    """Rounds of the schedule, and the number of rows before each."""
+    rows = program.rows
+    return [(index, int(rows.streams["first"][rows.rounds[number]])) for index, number in program.begins]
 
 
 def main(argv: list[str] | None = None) -> int:

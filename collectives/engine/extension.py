@@ -1,13 +1,16 @@
-"""The compiled engine, if this installation has it: it is built where a C compiler is at hand (``setup.py``)."""
+"""The engine in use: the compiled one, if a C compiler was at hand at the installation, or else the interpreter."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import numpy as np
+
+from collectives.engine import interpreter, row_operands
 
 engine: Any
 """The extension, or None."""
@@ -25,17 +28,30 @@ def available() -> bool:
     return engine is not None
 
 
+def engine_class(name: str) -> Any:
+    """Class `RowProgram` or `CallTable` of the engine in use."""
+    return getattr(engine if available() else interpreter, name)
+
+
 @cache
 def use_mpi() -> None:
-    """Give the engine the functions of the MPI that this process has loaded."""
+    """Give the compiled engine the functions of the MPI that this process has loaded."""
     from mpi4py import MPI  # initializes MPI, which other users of this module do not need
 
     library = ctypes.CDLL(MPI.__file__)  # whose functions include those of the MPI that it is linked to
     engine.set_mpi(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in MPI_FUNCTIONS))
 
 
-def reduction_number(ufunc: np.ufunc, dtype: np.dtype[Any]) -> int:
-    """Number of a reduction for rows; -1 if the engine does not have it for the dtype."""
-    if dtype.isbuiltin != 1 or dtype.char in "gG" or not dtype.isnative:  # of other packages; long double
-        return -1
-    return int(engine.reduction(ufunc.__name__, dtype.kind, dtype.itemsize))
+def reduction_number(function: Callable[..., Any], ufunc: Any, dtype: np.dtype[Any]) -> int:
+    """Number of the reduction ``function(left, right, out=out)`` for rows; -1 if the engine in use does not have it.
+
+    `ufunc` is the function of NumPy that it has the values of.
+    """
+    if not available():
+        return row_operands.reduction(function, dtype)
+    number = -1
+    if isinstance(ufunc, np.ufunc) and dtype.isbuiltin == 1 and dtype.char not in "gG" and dtype.isnative:
+        number = int(engine.reduction(ufunc.__name__, dtype.kind, dtype.itemsize))
+    if number >= 0:
+        row_operands.reductions[number] = function, dtype
+    return number

@@ -19,12 +19,36 @@ have left the receiver's cache before the sender writes it again and need not be
 LINE = 128
 """Bytes from one flag to the next: two cache lines, a pair of which processors fetch together."""
 
+WORDS = LINE // 8
+"""Words of 8 bytes from one flag to the next."""
+
+INLINE = 56
+"""Bytes that fit beside a flag."""
+
+ADDRESSES = 3
+"""Most (address, bytes) pairs in a slot."""
+
+SHORT_SPACING = 2
+"""Distance of two short buffers, in their length: a processor that reads one fetches lines after its end, too, and the
+sender would have to take these back."""
+
+SPREAD = 1 << 13
+"""Bytes from which messages shorter than a bounce buffer use all of it in turn, for the same reason as all slots."""
+
+LABELS = 64
+"""Labels of a mark: of messages of so many bytes beside the flag, and of others; see `mailbox.label`."""
+
+KIND = 1 << 18
+"""Flags are the number of the message times this, plus its label. Numbers have 45 bits: enough for a year of
+messages."""
+
 MOST_SEGMENTS = 32
 """Segments of a shared heap that a link knows."""
 
-SOURCE, TARGET, SCRATCH, LANDING, ABSOLUTE, IGNORED = range(6)
-"""Memories of a program: the user's buffers, scratch for forwarded chunks, landing memory for operands. Offsets in
-`ABSOLUTE` are addresses, and an array that the program does not use is `IGNORED`."""
+SOURCE, TARGET, SCRATCH, LANDING, SEND_BUFFER, RECEIVE_BUFFER, ABSOLUTE, IGNORED, MEMORIES = range(9)
+"""Memories of a program: the user's buffers, scratch for forwarded chunks, landing memory for operands. Where source or
+target is a packed copy, the user's buffer is `SEND_BUFFER` or `RECEIVE_BUFFER`. Offsets in `ABSOLUTE` are addresses;
+an array that the program does not use is `IGNORED`. Then their number."""
 
 
 class Kind(IntEnum):
@@ -39,12 +63,14 @@ class Kind(IntEnum):
     NET_RECV = 6
     NET_WAIT = 7
     EXPECT_NONE = 8
+    CALL = 9
 
 
-DONE, WAITING, REFUSED, MISMATCH, UNREADABLE, FAILED_IN_MPI = range(6)
+DONE, WAITING, REFUSED, MISMATCH, UNREADABLE, FAILED_IN_MPI, RAISED, QUEUED = range(8)
 """Results of the engine. The program has ended; it waits for a peer; nothing was done, as the arguments are not those
 expected, or Python manages the request; a message of another call or length came; the memory of a peer cannot be
-accessed; a function of the MPI has failed."""
+accessed; a function of the MPI has failed; a Python function has raised an error, which the engine raises; the call
+waits for its channel, and nothing was done yet."""
 
 RESULT_BITS = 3
 """Bits of the result in the number that a `CallTable` returns; the entry that was started is in the bits above."""
@@ -57,6 +83,8 @@ ROW = np.dtype(
         ("label", "i8"),
         ("address_label", "i8"),
         ("nbytes", "i8"),
+        ("part", "i8"),
+        ("done", "i8"),
         ("number", "i8"),
         ("first_operand", "i4"),
         ("operands", "i4"),
@@ -83,6 +111,21 @@ OPERAND = np.dtype(
 )
 
 STREAM = np.dtype([("first", "i8"), ("stop", "i8"), ("position", "i8")])
+
+SCALE = np.dtype(
+    [
+        ("pieces", "i8"),
+        ("grain", "i8"),
+        ("itemsize", "i8"),
+        ("mark", "i8"),
+        ("call_bytes", "i8"),
+        ("cell_bytes", "i8"),
+        ("part", "i8"),
+        ("streamed", "i8"),
+        ("length", "i8"),
+        ("starts", "i8", 4),
+    ]
+)
 
 OWN_SEGMENT = np.dtype([("start", "i8"), ("end", "i8")])
 
@@ -119,6 +162,9 @@ LINK = np.dtype(
     ]
 )
 
+SENT, ACKNOWLEDGED, RECEIVED = range(3)
+"""Words of a link that count messages."""
+
 NET_MESSAGE = np.dtype(
     [
         ("peer", "i8"),
@@ -151,8 +197,9 @@ CHECK = np.dtype(
     ]
 )
 
-IS_OBJECT, IS_SEQUENCE, IS_ARRAY = range(3)
-"""`kind` of a check: the same object; a list or tuple of a length; an array."""
+IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE = range(5)
+"""`kind` of a check: the same object; a list or tuple of a length; an array; another object with a buffer; the same
+operation or datatype of a user's, not freed."""
 
 STARTED, CHANNEL_COUNT, HELD = range(3)
 """Words of the channels that calls take in turn: the calls started so far, the number of channels (a power of two), and

@@ -11,6 +11,7 @@ enum {
     ADDRESSES = 3,       /* most (address, bytes) pairs in a slot */
     SHORT_SPACING = 2,   /* distance of two short buffers, in their length */
     SPREAD = 1 << 13,    /* bytes from which messages use all of a bounce buffer in turn */
+    LABELS = 64,         /* labels of a mark: messages of so many bytes beside the flag, and others */
     PROBE_EVERY = 64,    /* messages between two comparisons of copies into bounce buffers */
     MOST_SEGMENTS = 32,  /* segments of a shared heap that a link knows */
 };
@@ -27,16 +28,19 @@ typedef enum {
     NET_RECV,     /* start a receive by the MPI */
     NET_WAIT,     /* wait for the end of either */
     EXPECT_NONE,  /* fail if a message of the peer has arrived */
+    CALL,         /* call a Python function, again and again while it returns False */
 } Kind;
 
 typedef struct {
     int64_t label;          /* of a message beside its flag or in a bounce buffer */
     int64_t address_label;  /* of a message sent by address, to which the number of addresses is added; 0: none is */
     int64_t nbytes;         /* of all operands */
+    int64_t part;           /* bytes of the parts in which the message travels through bounce buffers; 0: in one */
+    int64_t done;           /* bytes of the parts that are done in this run */
     int64_t number;         /* of the message that was sent by address; 0: nothing is to be acknowledged */
     int32_t first_operand;  /* index of the first operand */
     int32_t operands;       /* their number */
-    int32_t link;           /* index of the link to the peer, or of the network message */
+    int32_t link;           /* index of the link to the peer, of the network message, or of the function */
     int32_t after;          /* index of the stream, or of the row of a send, that is waited for */
     int32_t count;          /* rows that the stream must have done */
     int16_t reduction;      /* index of the reduction; -1: a copy */
@@ -58,6 +62,19 @@ typedef struct {
     int64_t stop;      /* index after the last row */
     int64_t position;  /* index of the next row */
 } Stream;
+
+typedef struct {
+    int64_t pieces;      /* into which the elements of a call are cut */
+    int64_t grain;       /* elements of which all pieces but the last are multiples, if there are enough */
+    int64_t itemsize;    /* bytes of an element */
+    int64_t mark;        /* of the call, without its length */
+    int64_t call_bytes;  /* bytes of the call for each element */
+    int64_t cell_bytes;  /* bytes of a bounce buffer */
+    int64_t part;        /* bytes of the parts of long messages */
+    int64_t streamed;    /* bytes of the longest message that travels in parts */
+    int64_t length;      /* elements for which operands and labels are set now */
+    int64_t starts[4];   /* first chunk of source, target and scratch in the order of the chunks, and the end */
+} Scale;
 
 typedef struct {
     int64_t start, end;  /* addresses in this process */

@@ -91,7 +91,7 @@ static bool peer_has_mapped(Link *link, int64_t address, int64_t nbytes) {
 /* True if the receiver is to read a message where it is: too long to be copied, or in memory that it has mapped. */
 static bool goes_by_address(Program *program, Row *row, Link *link) {
     if (!row->address_label) return false;
-    if (row->nbytes > link->copied_bytes) return true;
+    if ((row->part ? row->part : row->nbytes) > link->copied_bytes) return true;
     Operand *operand = operands_of(program, row);
     for (int at = 0; at < row->operands; at++)
         if (!peer_has_mapped(link, (int64_t)left_of(program, operand + at), operand[at].nbytes)) return false;
@@ -104,35 +104,80 @@ static bool has_room(Link *link) {
     return link->sent + 1 - link->acknowledged <= SLOTS;
 }
 
-/* Send a message; false if no slot is free. */
+/* Label of a message, or of a part of one, beside its flag or in a bounce buffer. */
+static int64_t label_of(const Row *row, int64_t nbytes) {
+    if (!row->part) return row->label;
+    return row->label / LABELS * LABELS + (nbytes <= INLINE ? nbytes : INLINE + 1);
+}
+
+/* Bytes of the next part of a message. */
+static int64_t next_part(const Row *row) {
+    int64_t left = row->nbytes - row->done;
+    return row->part && row->part < left ? row->part : left;
+}
+
+/* Bytes of a message that lie together in one operand. */
+typedef struct {
+    Operand *operand;
+    int64_t start, nbytes;
+} Run;
+
+/* The run of a message from byte `start` on, of at most `nbytes`. */
+static Run run_at(Program *program, Row *row, int64_t start, int64_t nbytes) {
+    Operand *operand = operands_of(program, row);
+    for (; start >= operand->nbytes; operand++) start -= operand->nbytes;
+    int64_t left = operand->nbytes - start;
+    return (Run){operand, start, left < nbytes ? left : nbytes};
+}
+
+/* Send a part of a message, from byte `start` on, beside the flag or in a bounce buffer. */
+static void send_part(Program *program, Row *row, Link *link, int64_t start, int64_t nbytes) {
+    int64_t number = ++link->sent, flag = link->outbox + (number & (SLOTS - 1)) * LINE;
+    char *data = (char *)flag + 8;
+    if (nbytes > INLINE) {
+        data = bounce_buffer(link, nbytes, number, link->short_out, link->cells_out);
+        *(int64_t *)(flag + 8) = nbytes;
+    }
+    bool is_short = nbytes <= link->short_bytes;
+    for (int64_t done = 0; done < nbytes;) {
+        Run run = run_at(program, row, start + done, nbytes - done);
+        const char *source = left_of(program, run.operand) + run.start;
+        if (is_short)
+            copy_bytes(data + done, source, run.nbytes);
+        else
+            copy_into_cell(link, data + done, source, run.nbytes);
+        done += run.nbytes;
+    }
+    store_flag(flag, number * KIND + label_of(row, nbytes));
+}
+
+static void send_addresses(Program *program, Row *row, Link *link) {
+    int64_t number = row->number = ++link->sent, flag = link->outbox + (number & (SLOTS - 1)) * LINE;
+    int64_t *words = (int64_t *)flag + 1;
+    Operand *operand = operands_of(program, row);
+    for (int at = 0; at < row->operands; at++) {
+        *words++ = (int64_t)left_of(program, operand + at);
+        *words++ = operand[at].nbytes;
+    }
+    store_flag(flag, number * KIND + row->address_label + row->operands);
+}
+
+/* Send a message; false if no slot is free for all of it. */
 bool send_message(Program *program, Row *row) {
     Link *link = program->links[row->link];
     if (!has_room(link)) return false;
-    int64_t number = ++link->sent, flag = link->outbox + (number & (SLOTS - 1)) * LINE;
-    Operand *operand = operands_of(program, row);
-    if (goes_by_address(program, row, link)) {
-        int64_t *words = (int64_t *)flag + 1;
-        for (int at = 0; at < row->operands; at++) {
-            *words++ = (int64_t)left_of(program, operand + at);
-            *words++ = operand[at].nbytes;
-        }
-        row->number = number;
-        store_flag(flag, number * KIND + row->address_label + row->operands);
+    if (!row->done && goes_by_address(program, row, link)) {
+        send_addresses(program, row, link);
         return true;
     }
-    char *data = (char *)flag + 8;
-    if (row->nbytes > INLINE) {
-        data = bounce_buffer(link, row->nbytes, number, link->short_out, link->cells_out);
-        *(int64_t *)(flag + 8) = row->nbytes;
-    }
-    bool is_short = row->nbytes <= link->short_bytes;
-    for (int at = 0; at < row->operands; data += operand[at++].nbytes)
-        if (is_short)
-            copy_bytes(data, left_of(program, operand + at), operand[at].nbytes);
-        else
-            copy_into_cell(link, data, left_of(program, operand + at), operand[at].nbytes);
     row->number = 0;
-    store_flag(flag, number * KIND + row->label);
+    do {
+        int64_t nbytes = next_part(row);
+        send_part(program, row, link, row->done, nbytes);
+        row->done += nbytes;
+    } while (row->done < row->nbytes && has_room(link));
+    if (row->done < row->nbytes) return false;
+    row->done = 0;
     return true;
 }
 
@@ -144,7 +189,7 @@ bool send_message(Program *program, Row *row) {
  * into the receiver's. The word has the number of the message too, so that no chunk of a later message is taken. */
 
 static bool is_offered(Row *row, Link *link) {
-    return row->nbytes >= 2 * CHUNK && link->writes && row->reduction < 0 && row->operands == 1;
+    return row->nbytes >= 2 * CHUNK && !row->part && link->writes && row->reduction < 0 && row->operands == 1;
 }
 
 static int64_t chunk_bytes(int64_t nbytes) { return (nbytes + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK) * CHUNK; }
@@ -230,10 +275,12 @@ static char *mapped_here(Link *link, int64_t address, int64_t nbytes) {
     return NULL;
 }
 
-static void receive_eager(Program *program, Row *row, const char *data) {
-    Operand *operand = operands_of(program, row);
-    for (int at = 0; at < row->operands; data += operand[at++].nbytes)
-        apply(program, row, operand + at, data, 0, operand[at].nbytes);
+static void receive_part(Program *program, Row *row, const char *data, int64_t start, int64_t nbytes) {
+    for (int64_t done = 0; done < nbytes;) {
+        Run run = run_at(program, row, start + done, nbytes - done);
+        apply(program, row, run.operand, data + done, run.start, run.nbytes);
+        done += run.nbytes;
+    }
 }
 
 /* Receive bytes from the peer's address `origin` into an operand, from its byte `start` on; false if unreadable. */
@@ -267,34 +314,40 @@ static Result receive_by_address(Program *program, Row *row, const int64_t *runs
     return DONE;
 }
 
-/* Receive the next message of the peer. */
+/* Receive a message that the peer has sent by its addresses. */
+static Result receive_addresses(Program *program, Row *row, Link *link, int64_t number, int64_t count, int64_t *words) {
+    int64_t total = 0;
+    if (count < 1 || count > ADDRESSES) return MISMATCH;
+    for (int64_t at = 0; at < count; at++) total += words[2 * at + 1];
+    if (total != row->nbytes) return MISMATCH;
+    if (is_offered(row, link) && count == 1)
+        return read_offered(row, link, number, words[0], mapped_here(link, words[0], row->nbytes));
+    return receive_by_address(program, row, words);
+}
+
+/* Receive the next message of the peer, or as many parts of it as have arrived. */
 Result receive_message(Program *program, Row *row) {
     Link *link = program->links[row->link];
-    int64_t number = link->received + 1, flag = link->inbox + (number & (SLOTS - 1)) * LINE;
-    int64_t found = load_flag(flag) - number * KIND;
-    bool offers = is_offered(row, link);
-    if (offers) offer(row, link, number, out_of(program, operands_of(program, row)));
-    if (found < 0) return WAITING;
-    int64_t *words = (int64_t *)flag + 1;
-    if (found == row->label) {
-        if (row->nbytes <= INLINE)
-            receive_eager(program, row, (char *)words);
-        else if (words[0] == row->nbytes)
-            receive_eager(program, row, bounce_buffer(link, row->nbytes, number, link->short_in, link->cells_in));
-        else
-            return MISMATCH;
-    } else {
-        int64_t addresses = found - row->address_label, total = 0;
-        if (addresses < 1 || addresses > ADDRESSES) return MISMATCH;
-        for (int64_t at = 0; at < addresses; at++) total += words[2 * at + 1];
-        if (total != row->nbytes) return MISMATCH;
-        Result result = offers && addresses == 1
-            ? read_offered(row, link, number, words[0], mapped_here(link, words[0], row->nbytes))
-            : receive_by_address(program, row, words);
-        if (result != DONE) return result;
-    }
-    link->received = number;
-    store_flag(link->my_ack, number); /* the slot has been read when the peer sees it free */
+    do {
+        int64_t number = link->received + 1, flag = link->inbox + (number & (SLOTS - 1)) * LINE;
+        int64_t found = load_flag(flag) - number * KIND, nbytes = next_part(row), *words = (int64_t *)flag + 1;
+        if (is_offered(row, link)) offer(row, link, number, out_of(program, operands_of(program, row)));
+        if (found < 0) return WAITING;
+        if (found == label_of(row, nbytes) && (nbytes <= INLINE || words[0] == nbytes)) {
+            char *data = (char *)words;
+            if (nbytes > INLINE) data = bounce_buffer(link, nbytes, number, link->short_in, link->cells_in);
+            receive_part(program, row, data, row->done, nbytes);
+            row->done += nbytes;
+        } else {
+            Result result = MISMATCH;
+            if (!row->done) result = receive_addresses(program, row, link, number, found - row->address_label, words);
+            if (result != DONE) return result;
+            row->done = row->nbytes;
+        }
+        link->received = number;
+        store_flag(link->my_ack, number); /* the slot has been read when the peer sees it free */
+    } while (row->done < row->nbytes);
+    row->done = 0;
     return DONE;
 }
 

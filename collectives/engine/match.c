@@ -10,7 +10,7 @@
 
 enum { MAX_DEPTH = 3, RESULT_BITS = 3 };
 
-typedef enum { IS_OBJECT, IS_SEQUENCE, IS_ARRAY } CheckKind;
+typedef enum { IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE } CheckKind;
 
 /* Check of an argument, or of an item in its lists and tuples; a row of the dtype CHECK of instructions.py. */
 typedef struct {
@@ -18,9 +18,9 @@ typedef struct {
     int64_t value;      /* address of the object, or of the type, that is expected */
     int64_t length;     /* of a list or tuple */
     int64_t buffers;    /* an array is the send buffer (bit 0), the receive buffer (bit 1) */
-    int64_t dtype;      /* address of the dtype object of an array */
+    int64_t dtype;      /* address of the dtype object of an array, or of the format of another buffer */
     int64_t dimensions; /* number of them */
-    int64_t nbytes;     /* of the array */
+    int64_t nbytes;     /* of the array; -1: any */
     int64_t argument;   /* number of the argument */
     int64_t depth;      /* levels of lists and tuples above the item */
     struct {
@@ -34,6 +34,7 @@ typedef struct {
     Check *checks;
     Py_ssize_t check_count;
     int64_t channel;
+    int64_t least, most; /* elements of calls for which a program for any length is the right one */
 } CallEntry;
 
 typedef struct {
@@ -63,15 +64,16 @@ static PyObject *find_item(PyObject *const *arguments, const Check *check) {
 
 static bool is_like(PyArrayObject *array, const Check *check) {
     return (int64_t)PyArray_DESCR(array) == check->dtype && PyArray_NDIM(array) == check->dimensions &&
-           PyArray_NBYTES(array) == check->nbytes;
+           (check->nbytes < 0 || PyArray_NBYTES(array) == check->nbytes);
 }
 
-/* True if all checks hold; stores the send and the receive buffer. */
-static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject **buffers) {
+/* True if all checks but those of buffers' memory hold; stores the send and the receive buffer, and their checks. */
+static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject **buffers, const Check **checks) {
     for (const Check *check = entry->checks, *end = check + entry->check_count; check < end; check++) {
         PyObject *found = find_item(arguments, check);
-        if (check->kind == IS_OBJECT) {
+        if (check->kind == IS_OBJECT || check->kind == IS_HANDLE) {
             if ((int64_t)found != check->value) return false;
+            if (check->kind == IS_HANDLE && PyObject_IsTrue(found) != 1) return false; /* mpi4py's: not freed */
             continue;
         }
         if ((int64_t)Py_TYPE(found) != check->value) return false;
@@ -79,11 +81,44 @@ static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject 
             if (Py_SIZE(found) != check->length) return false;
             continue;
         }
-        if (!is_like((PyArrayObject *)found, check)) return false;
+        if (check->kind == IS_ARRAY && !is_like((PyArrayObject *)found, check)) return false;
         for (int number = 0; number < 2; number++)
-            if (check->buffers & 1 << number) buffers[number] = found;
+            if (check->buffers & 1 << number) buffers[number] = found, checks[number] = check;
     }
     return true;
+}
+
+/* Memory of a buffer: an array's, or by the buffer protocol, whose `view` the caller releases. */
+static bool open_memory(PyObject *object, const Check *check, Memory *memory, Py_buffer *view) {
+    if (check == NULL || check->kind == IS_ARRAY) {
+        PyArrayObject *array = (PyArrayObject *)object;
+        int flags = PyArray_FLAGS(array);
+        *memory = (Memory){PyArray_BYTES(array), PyArray_NBYTES(array),
+                           flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_F_CONTIGUOUS), flags & NPY_ARRAY_WRITEABLE};
+        return true;
+    }
+    if (PyObject_GetBuffer(object, view, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    *memory = (Memory){view->buf, view->len, true, !view->readonly};
+    bool is_like = view->ndim == check->dimensions && (check->nbytes < 0 || view->len == check->nbytes) &&
+                   !strcmp(view->format ? view->format : "B", (const char *)(intptr_t)check->dtype);
+    if (!is_like) PyBuffer_Release(view);
+    return is_like;
+}
+
+/* Start the program of an entry on the buffers of a call. */
+static Result start_entry(CallEntry *entry, PyObject **buffers, const Check **checks, bool is_held) {
+    Memory memories[2];
+    Py_buffer views[2] = {{.obj = NULL}, {.obj = NULL}};
+    Result result = REFUSED;
+    if (open_memory(buffers[0], checks[0], &memories[0], &views[0]) &&
+        open_memory(buffers[1], checks[1], &memories[1], &views[1]))
+        result = (is_held ? queue_on : run_on)(entry->program, &memories[0], &memories[1], entry->least, entry->most);
+    for (int number = 0; number < 2; number++)
+        if (views[number].obj) PyBuffer_Release(&views[number]);
+    return result;
 }
 
 /* Start the program of a call: (send buffer, receive buffer, operation, root, algorithm, segments). Returns the result,
@@ -92,14 +127,16 @@ static PyObject *call_table(CallTable *self, PyObject *const *arguments, size_t 
     (void)flags, (void)keywords;
     Channels *channels = self->channels;
     int64_t channel = channels->started & (channels->channel_count - 1);
-    Py_ssize_t count = channels->held[channel] ? 0 : self->entry_count;
-    for (Py_ssize_t index = 0; index < count; index++) {
+    bool is_held = channels->held[channel] > 0;
+    for (Py_ssize_t index = 0; index < self->entry_count; index++) {
         CallEntry *entry = &self->entries[index];
         PyObject *buffers[2] = {self->no_array, self->no_array};
-        if (entry->channel != channel || !agrees(arguments, entry, buffers)) continue;
-        Result result = run_on(entry->program, buffers[0], buffers[1]);
+        const Check *checks[2] = {NULL, NULL};
+        if (entry->channel != channel || !agrees(arguments, entry, buffers, checks)) continue;
+        Result result = start_entry(entry, buffers, checks, is_held);
         if (result == REFUSED) continue;
         channels->started++;
+        if (result == RAISED) return NULL;
         return PyLong_FromLong(result ? result + (index << RESULT_BITS) : DONE);
     }
     return PyLong_FromLong(REFUSED);
@@ -135,7 +172,7 @@ static void table_dealloc(CallTable *self) {
     Py_DECREF(type);
 }
 
-/* store(entries): replace all entries by a tuple of (program, checks, channel, kept objects). */
+/* store(entries): replace all entries by a tuple of (program, checks, channel, least, most, kept objects). */
 static PyObject *table_store(CallTable *self, PyObject *entries) {
     if (!PyTuple_CheckExact(entries)) {
         PyErr_SetString(PyExc_TypeError, "store: expected a tuple");
@@ -146,14 +183,14 @@ static PyObject *table_store(CallTable *self, PyObject *entries) {
     if (stored == NULL) return PyErr_NoMemory();
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *program, *checks, *kept;
-        long long channel;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(entries, index), "OO!LO", &program, &PyArray_Type, &checks, &channel,
-                              &kept)) {
+        long long channel, least, most;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(entries, index), "OO!LLLO", &program, &PyArray_Type, &checks, &channel,
+                              &least, &most, &kept)) {
             PyMem_Free(stored);
             return NULL;
         }
         stored[index] = (CallEntry){(Program *)program, PyArray_DATA((PyArrayObject *)checks),
-                                    PyArray_SIZE((PyArrayObject *)checks), channel};
+                                    PyArray_SIZE((PyArrayObject *)checks), channel, least, most};
     }
     PyObject *owned = PyTuple_Pack(3, PyTuple_GET_ITEM(self->owned, 0), self->no_array, entries);
     if (owned == NULL) {

@@ -1,4 +1,4 @@
-/* The Python type Program: a bound program that the engine runs, and the requests that it manages. */
+/* The Python type RowProgram: a bound program that the engine runs, and the requests that it manages. */
 #include "numpy.h"
 
 #include <structmember.h>
@@ -26,35 +26,72 @@ PyObject *set_progress(PyObject *module, PyObject *const *args, Py_ssize_t count
 
 /* ------------------------------------------------------------------------------------------ runs */
 
-/* `advance`, without the GIL if messages of the MPI are in the program: its functions may wait for a thread that waits
- * for the GIL. */
-Result advance_released(Program *program, long polls) {
+/* `advance`, with up to `naps` sleeps while the program waits. Without the GIL if it sleeps, or if messages of the MPI are
+ * in the program: functions of the MPI may wait for a thread that waits for the GIL. One thread at a time advances a
+ * program, and none while a frame that it has interrupted does. */
+Result advance_released(Program *program, long polls, long naps) {
+    if (program->is_busy) return WAITING;  /* first: it may have ended, and not returned */
     if (!program->is_running) return DONE; /* a frame that has interrupted the caller has run it to the end */
-    if (!program->uses_mpi) return advance(program, polls);
-    PyThreadState *thread = PyEval_SaveThread();
-    Result result = advance(program, polls);
-    PyEval_RestoreThread(thread);
+    program->is_busy = 1;
+    bool releases = program->uses_mpi || naps;
+    if (releases) program->thread = PyEval_SaveThread();
+    Result result;
+    while ((result = advance(program, polls)) == WAITING && naps-- > 0) usleep(NAP_US);
+    if (releases) PyEval_RestoreThread(program->thread);
+    program->thread = NULL;
+    program->is_busy = 0;
     return result;
 }
 
-static bool fits(PyObject *array, const CallArray *expected) {
-    int flags = PyArray_FLAGS((PyArrayObject *)array);
-    if (!(flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_F_CONTIGUOUS)) || !(flags & NPY_ARRAY_ALIGNED)) return false;
-    return flags & NPY_ARRAY_WRITEABLE || !expected->written;
+static bool fits(const Memory *memory, const CallArray *expected) {
+    bool is_aligned = (uintptr_t)memory->data % (uintptr_t)expected->alignment == 0;
+    return memory->is_dense && is_aligned && (memory->is_writable || !expected->written);
 }
 
-/* Start a program on two arrays of the lengths and dtypes of the call that it was bound for. */
-Result run_on(Program *program, PyObject *sendbuf, PyObject *recvbuf) {
+/* Set the length of a program for any length by an array; false if it is not between `least` and `most`, or another
+ * array has another one. */
+static bool set_length(const Memory *array, const CallArray *expected, int64_t *length, int64_t least, int64_t most) {
+    if (!expected->per_element) return true;
+    int64_t elements = array->nbytes / expected->per_element;
+    if (elements * expected->per_element != array->nbytes || elements < least || elements > most) return false;
+    if (*length >= 0 && *length != elements) return false;
+    *length = elements;
+    return true;
+}
+
+/* True if a program can run on two arrays: of the dtypes of the call that it was bound for, and of its lengths or of any
+ * between `least` and `most` elements, which `length` then is. */
+static bool accepts(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most, int64_t *length) {
     const CallArray *send = &program->call[0], *recv = &program->call[1];
-    if (!fits(sendbuf, send) || !fits(recvbuf, recv)) return REFUSED;
-    char *source = PyArray_BYTES((PyArrayObject *)sendbuf) + send->offset;
-    char *target = PyArray_BYTES((PyArrayObject *)recvbuf) + recv->offset;
-    if (send->nbytes && recv->nbytes && source < target + recv->nbytes && target < source + send->nbytes)
-        return REFUSED; /* they overlap, which Python reports as an error */
-    program->bases[send->memory] = source;
-    program->bases[recv->memory] = target;
+    if (!fits(sendbuf, send) || !fits(recvbuf, recv)) return false;
+    *length = -1;
+    if (program->scale &&
+        (!set_length(sendbuf, send, length, least, most) || !set_length(recvbuf, recv, length, least, most)))
+        return false;
+    if (!send->nbytes || !recv->nbytes) return true;
+    int64_t sent = *length < 0 ? send->nbytes : *length * send->per_element;
+    int64_t received = *length < 0 ? recv->nbytes : *length * recv->per_element;
+    char *source = sendbuf->data + send->offset;
+    char *target = recvbuf->data + recv->offset;
+    return source >= target + received || target >= source + sent; /* Python reports an overlap as an error */
+}
+
+/* Start a program on two arrays that it accepts. */
+Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most) {
+    int64_t length;
+    if (!accepts(program, sendbuf, recvbuf, least, most, &length)) return REFUSED;
+    if (length >= 0) resize(program, length);
+    const CallArray *send = &program->call[0], *recv = &program->call[1];
+    program->bases[send->memory] = sendbuf->data + send->offset;
+    program->bases[recv->memory] = recvbuf->data + recv->offset;
     program->is_running = 1;
-    return program->is_deferred ? WAITING : advance_released(program, program->call_polls);
+    return program->is_deferred ? WAITING : advance_released(program, program->call_polls, 0);
+}
+
+/* QUEUED if a program accepts two arrays, for a call that waits for its channel. */
+Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most) {
+    int64_t length;
+    return accepts(program, sendbuf, recvbuf, least, most, &length) ? QUEUED : REFUSED;
 }
 
 /* ------------------------------------------------------------------------------------------ construction */
@@ -63,78 +100,130 @@ static void *data_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)arr
 
 static int64_t length_of(PyObject *array) { return PyArray_SIZE((PyArrayObject *)array); }
 
-/* Program(rows, operands, streams, rounds, links, messages, spare): arrays of the dtypes in instructions.py, `links` of
- * the addresses of links; the caller keeps the links. */
+/* Links of the records in a tuple of arrays; NULL if there is an error. */
+static Link **links_of(PyObject *records) {
+    Py_ssize_t count = PyTuple_GET_SIZE(records);
+    Link **links = PyMem_New(Link *, count ? count : 1);
+    if (links == NULL) return (Link **)PyErr_NoMemory();
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *one = PyTuple_GET_ITEM(records, at);
+        if (!PyArray_CheckExact(one) || PyArray_ITEMSIZE((PyArrayObject *)one) != sizeof(Link)) {
+            PyErr_SetString(PyExc_TypeError, "RowProgram: expected records of links");
+            PyMem_Free(links);
+            return NULL;
+        }
+        links[at] = data_of(one);
+    }
+    return links;
+}
+
+/* RowProgram(rows, operands, streams, rounds, bases, links, messages, spare, calls): arrays of the dtypes in
+ * instructions.py, `links` a tuple of records, `calls` a tuple of functions. */
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     (void)keywords;
-    if (PyTuple_GET_SIZE(args) != 7) {
-        PyErr_SetString(PyExc_TypeError, "Program: expected seven arrays");
+    PyObject *rows, *operands, *streams, *rounds, *bases, *links, *messages, *spare, *calls;
+    PyTypeObject *array = &PyArray_Type, *tuple = &PyTuple_Type;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!O!O!", array, &rows, array, &operands, array, &streams, array, &rounds,
+                          array, &bases, tuple, &links, array, &messages, array, &spare, tuple, &calls))
         return NULL;
-    }
-    for (Py_ssize_t at = 0; at < 7; at++) {
-        PyObject *one = PyTuple_GET_ITEM(args, at);
-        if (!PyArray_CheckExact(one) || !PyArray_IS_C_CONTIGUOUS((PyArrayObject *)one)) {
-            PyErr_SetString(PyExc_TypeError, "Program: expected contiguous arrays");
+    const struct {
+        PyObject *array;
+        size_t itemsize;
+    } typed[] = {{rows, sizeof(Row)},        {operands, sizeof(Operand)},    {streams, sizeof(Stream)},
+                 {rounds, sizeof(int64_t)},  {messages, sizeof(NetMessage)}, {bases, sizeof(int64_t)}};
+    for (size_t at = 0; at < sizeof(typed) / sizeof(typed[0]); at++) {
+        PyArrayObject *one = (PyArrayObject *)typed[at].array;
+        if (!PyArray_IS_C_CONTIGUOUS(one) || PyArray_ITEMSIZE(one) != (Py_ssize_t)typed[at].itemsize) {
+            PyErr_SetString(PyExc_TypeError, "RowProgram: expected contiguous arrays of the dtypes of instructions.py");
             return NULL;
         }
     }
-    PyObject *operand = PyTuple_GET_ITEM(args, 1);
-    if (PyArray_ITEMSIZE((PyArrayObject *)PyTuple_GET_ITEM(args, 0)) != sizeof(Row) ||
-        PyArray_ITEMSIZE((PyArrayObject *)operand) != sizeof(Operand)) {
-        PyErr_SetString(PyExc_TypeError, "Program: rows or operands are not of the dtypes of instructions.py");
+    if (length_of(bases) != MEMORIES || length_of(rounds) < 1) {
+        PyErr_SetString(PyExc_ValueError, "RowProgram: expected an address of each memory, and bounds of rounds");
         return NULL;
     }
     Program *self = (Program *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
     self->arrays = Py_NewRef(args);
-    self->rows = data_of(PyTuple_GET_ITEM(args, 0));
-    self->operands = data_of(operand);
-    self->streams = data_of(PyTuple_GET_ITEM(args, 2));
-    self->rounds = data_of(PyTuple_GET_ITEM(args, 3));
-    self->round_count = length_of(PyTuple_GET_ITEM(args, 3)) - 1;
-    self->links = data_of(PyTuple_GET_ITEM(args, 4));
-    self->messages = data_of(PyTuple_GET_ITEM(args, 5));
-    self->uses_mpi = length_of(PyTuple_GET_ITEM(args, 5)) > 0;
-    self->spare = data_of(PyTuple_GET_ITEM(args, 6));
-    self->spare_bytes = length_of(PyTuple_GET_ITEM(args, 6));
-    for (int at = 0; at < 2; at++) self->call[at].memory = IGNORED;
+    if (!(self->links = links_of(links))) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->rows = data_of(rows);
+    self->operands = data_of(operands);
+    self->row_count = length_of(rows);
+    self->streams = data_of(streams);
+    self->rounds = data_of(rounds);
+    self->round_count = length_of(rounds) - 1;
+    self->bases = data_of(bases);
+    self->messages = data_of(messages);
+    self->uses_mpi = length_of(messages) > 0;
+    self->spare = data_of(spare);
+    self->spare_bytes = length_of(spare);
+    self->calls = calls;
+    for (int at = 0; at < 2; at++) self->call[at] = (CallArray){.memory = IGNORED, .alignment = 1};
     return (PyObject *)self;
 }
 
 static void program_dealloc(Program *self) {
     PyTypeObject *type = Py_TYPE(self);
+    PyMem_Free(self->links);
     Py_XDECREF(self->arrays);
+    Py_XDECREF(self->scale_arrays);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
-/* place(memory, address): set the address of a memory. */
-static PyObject *program_place(Program *self, PyObject *args) {
-    int memory;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(args, "iK", &memory, &address)) return NULL;
-    if (memory < 0 || memory >= ABSOLUTE) {
-        PyErr_SetString(PyExc_ValueError, "place: expected the number of a memory");
+/* scale(record, units, order, bounds, may_choose): let the program run for any length. */
+static PyObject *program_scale(Program *self, PyObject *args) {
+    PyObject *record, *units, *order, *bounds, *may_choose;
+    PyTypeObject *array = &PyArray_Type;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!", array, &record, array, &units, array, &order, array, &bounds, array,
+                          &may_choose))
+        return NULL;
+    bool fits = PyArray_ITEMSIZE((PyArrayObject *)record) == sizeof(Scale) && length_of(record) == 1 &&
+                PyArray_ITEMSIZE((PyArrayObject *)units) == sizeof(Operand) && length_of(may_choose) == self->row_count &&
+                length_of(units) == length_of(PyTuple_GET_ITEM(self->arrays, 1)) &&
+                length_of(bounds) >= length_of(order) + SCRATCH + 1;
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "scale: expected arrays for the rows of the program");
         return NULL;
     }
-    self->bases[memory] = (char *)(uintptr_t)address;
+    Py_XSETREF(self->scale_arrays, Py_NewRef(args));
+    self->scale = data_of(record);
+    self->units = data_of(units);
+    self->order = data_of(order);
+    self->bounds = data_of(bounds);
+    self->may_choose = data_of(may_choose);
     Py_RETURN_NONE;
 }
 
-/* expect(number, written, memory, offset, nbytes): describe the array with a number in `run`. */
+/* resize(elements): set operands and labels for calls of a length. */
+static PyObject *program_resize(Program *self, PyObject *length) {
+    long long elements = PyLong_AsLongLong(length);
+    if (elements == -1 && PyErr_Occurred()) return NULL;
+    if (self->scale) resize(self, elements);
+    Py_RETURN_NONE;
+}
+
+/* expect(number, written, memory, offset, nbytes, per_element, alignment): describe the array with a number in `run`. */
 static PyObject *program_expect(Program *self, PyObject *args) {
     int number, written, memory;
-    long long offset, nbytes;
-    if (!PyArg_ParseTuple(args, "ipiLL", &number, &written, &memory, &offset, &nbytes)) return NULL;
-    if (number < 0 || number > 1 || memory < 0 || memory >= MEMORIES || memory == ABSOLUTE) {
+    long long offset, nbytes, per_element, alignment;
+    if (!PyArg_ParseTuple(args, "ipiLLLL", &number, &written, &memory, &offset, &nbytes, &per_element, &alignment))
+        return NULL;
+    if (number < 0 || number > 1 || memory < 0 || memory >= MEMORIES || memory == ABSOLUTE || alignment < 1) {
         PyErr_SetString(PyExc_ValueError, "expect: expected the numbers of an array and of a memory");
         return NULL;
     }
-    self->call[number] = (CallArray){written, memory, offset, nbytes};
+    self->call[number] = (CallArray){written, memory, offset, nbytes, per_element, alignment};
     Py_RETURN_NONE;
 }
 
 /* ------------------------------------------------------------------------------------------ methods */
+
+/* A result as an object; NULL if an error is set. */
+static PyObject *result_or_error(Result result) { return result == RAISED ? NULL : PyLong_FromLong(result); }
 
 static bool has_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
     if (least <= count && count <= most) return true;
@@ -142,17 +231,33 @@ static bool has_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
     return false;
 }
 
+/* Memory of an array. */
+static Memory memory_of(PyObject *array) {
+    int flags = PyArray_FLAGS((PyArrayObject *)array);
+    return (Memory){PyArray_BYTES((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array),
+                    flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_F_CONTIGUOUS), flags & NPY_ARRAY_WRITEABLE};
+}
+
 static PyObject *program_run(Program *self, PyObject *const *args, Py_ssize_t count) {
     if (!has_arguments(count, 2, 2)) return NULL;
-    if (!PyArray_CheckExact(args[0]) || !PyArray_CheckExact(args[1])) return PyLong_FromLong(REFUSED);
-    return PyLong_FromLong(run_on(self, args[0], args[1]));
+    if (!PyArray_Check(args[0]) || !PyArray_Check(args[1])) return PyLong_FromLong(REFUSED);
+    Memory memories[2] = {memory_of(args[0]), memory_of(args[1])};
+    return result_or_error(run_on(self, &memories[0], &memories[1], 0, INT64_MAX));
+}
+
+/* accepts(sendbuf, recvbuf): true if `run` would start the program. */
+static PyObject *program_accepts(Program *self, PyObject *const *args, Py_ssize_t count) {
+    if (!has_arguments(count, 2, 2)) return NULL;
+    if (!PyArray_Check(args[0]) || !PyArray_Check(args[1])) Py_RETURN_FALSE;
+    Memory memories[2] = {memory_of(args[0]), memory_of(args[1])};
+    return PyBool_FromLong(queue_on(self, &memories[0], &memories[1], 0, INT64_MAX) == QUEUED);
 }
 
 static PyObject *program_advance(Program *self, PyObject *const *args, Py_ssize_t count) {
     if (!has_arguments(count, 1, 1)) return NULL;
     long polls = PyLong_AsLong(args[0]);
     if (polls == -1 && PyErr_Occurred()) return NULL;
-    return PyLong_FromLong(advance_released(self, polls));
+    return result_or_error(advance_released(self, polls, 0));
 }
 
 /* advance_patiently(polls, naps): without the GIL, with up to `naps` sleeps while the program waits. */
@@ -160,19 +265,13 @@ static PyObject *program_advance_patiently(Program *self, PyObject *const *args,
     if (!has_arguments(count, 2, 2)) return NULL;
     long polls = PyLong_AsLong(args[0]), naps = PyLong_AsLong(args[1]);
     if (PyErr_Occurred()) return NULL;
-    Result result = DONE;
-    if (self->is_running) {
-        PyThreadState *thread = PyEval_SaveThread();
-        while ((result = advance(self, polls)) == WAITING && naps-- > 0) usleep(NAP_US);
-        PyEval_RestoreThread(thread);
-    }
-    return PyLong_FromLong(result);
+    return result_or_error(advance_released(self, polls, naps));
 }
 
 /* Make a request active; WAITING if no progress thread is awake. */
 static Result activate(Program *self, PyObject *request) {
     progress_words[1]++;
-    if (PyList_Append(active_requests, request) < 0) return -1;
+    if (PyList_Append(active_requests, request) < 0) return RAISED;
     self->request = request;
     return progress_words[0] ? DONE : WAITING;
 }
@@ -188,14 +287,12 @@ static bool deactivate(Program *self) {
 
 static bool is_idle(Program *self) { return self->is_startable && self->request == NULL; }
 
-static PyObject *result_or_error(Result result) { return (int)result < 0 ? NULL : PyLong_FromLong(result); }
-
 /* start(request): start the program for its persistent request. REFUSED if that is left to Python; WAITING if the
  * request is active, and the progress thread must be woken. */
 static PyObject *program_start(Program *self, PyObject *request) {
     if (!is_idle(self)) return PyLong_FromLong(REFUSED);
     self->is_running = 1;
-    Result result = advance_released(self, 0);
+    Result result = advance_released(self, 0, 0);
     return result_or_error(result == DONE ? DONE : activate(self, request));
 }
 
@@ -209,9 +306,9 @@ static PyObject *program_end(Program *self, PyObject *const *args, Py_ssize_t co
     if (self->request != args[0]) return PyLong_FromLong(is_idle(self) ? DONE : REFUSED);
     bool patient = count == 2;
     if (patient) progress_words[1]++;
-    Result result = advance_released(self, patient && PyList_GET_SIZE(active_requests) == 1 ? self->polls : 0);
+    Result result = advance_released(self, patient && PyList_GET_SIZE(active_requests) == 1 ? self->polls : 0, 0);
     if (result == DONE && !deactivate(self)) return NULL;
-    return PyLong_FromLong(result);
+    return result_or_error(result);
 }
 
 /* take_back(request): leave a request to Python. WAITING if it is active, DONE if it is persistent and idle, REFUSED if
@@ -242,9 +339,11 @@ static PyObject *program_is_idle(Program *self, void *closure) {
 }
 
 static PyMethodDef methods[] = {
-    {"place", (PyCFunction)program_place, METH_VARARGS, NULL},
+    {"scale", (PyCFunction)program_scale, METH_VARARGS, NULL},
+    {"resize", (PyCFunction)program_resize, METH_O, NULL},
     {"expect", (PyCFunction)program_expect, METH_VARARGS, NULL},
     {"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL, NULL},
+    {"accepts", (PyCFunction)(void (*)(void))program_accepts, METH_FASTCALL, NULL},
     {"advance", (PyCFunction)(void (*)(void))program_advance, METH_FASTCALL, NULL},
     {"advance_patiently", (PyCFunction)(void (*)(void))program_advance_patiently, METH_FASTCALL, NULL},
     {"start", (PyCFunction)program_start, METH_O, NULL},
@@ -277,4 +376,4 @@ static PyType_Slot slots[] = {
     {Py_tp_members, members},   {Py_tp_getset, properties},       {0, NULL},
 };
 
-PyType_Spec program_spec = {"collectives.engine._engine.Program", sizeof(Program), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec program_spec = {"collectives.engine._engine.RowProgram", sizeof(Program), 0, Py_TPFLAGS_DEFAULT, slots};

@@ -10,7 +10,7 @@
 
 enum { NAP_US = 20 }; /* microseconds of a sleep of the progress thread */
 
-enum { SOURCE, TARGET, SCRATCH, LANDING, ABSOLUTE, IGNORED, MEMORIES };
+enum { SOURCE, TARGET, SCRATCH, LANDING, SEND_BUFFER, RECEIVE_BUFFER, ABSOLUTE, IGNORED, MEMORIES };
 
 typedef enum {
     DONE,           /* the program has ended, or the row is done */
@@ -19,6 +19,8 @@ typedef enum {
     MISMATCH,       /* a message of another call or length has arrived */
     UNREADABLE,     /* the memory of a peer cannot be accessed */
     FAILED_IN_MPI,  /* a function of the MPI has failed */
+    RAISED,         /* a Python function has raised an error */
+    QUEUED,         /* nothing was done yet: the call waits for its channel */
 } Result;
 
 typedef struct {
@@ -26,7 +28,16 @@ typedef struct {
     int memory;       /* number of the memory that begins in it */
     int64_t offset;   /* of the memory in the array */
     int64_t nbytes;   /* that may not overlap those of the other array */
+    int64_t per_element; /* bytes of the array for each element of a program for any length; 0: the length is fixed */
+    int64_t alignment;   /* of its address */
 } CallArray;
+
+/* Memory of an argument of a call. */
+typedef struct {
+    char *data;
+    int64_t nbytes;
+    bool is_dense, is_writable;
+} Memory;
 
 typedef struct {
     PyObject_HEAD
@@ -37,7 +48,15 @@ typedef struct {
     int64_t *rounds;       /* first stream of each round, and the end */
     Link **links;
     NetMessage *messages;
-    char *bases[MEMORIES]; /* addresses of the memories; offsets in ABSOLUTE are addresses */
+    int64_t row_count;
+    Scale *scale;          /* of a program for any length, else NULL */
+    PyObject *scale_arrays; /* tuple of the arrays of the scale, which the program keeps */
+    const Operand *units;  /* operands in chunks */
+    const int64_t *order;  /* chunks in the order of each memory */
+    int64_t *bounds;       /* ends of the chunks in each memory, in elements */
+    const uint8_t *may_choose; /* of each row: a message long enough may go by its address */
+    char **bases;          /* addresses of the memories; offsets in ABSOLUTE are addresses */
+    PyObject *calls;       /* tuple of functions */
     CallArray call[2];     /* arrays of a call: send buffer, receive buffer */
     char *spare;           /* memory into which a peer's memory is read before it is reduced */
     int64_t spare_bytes;
@@ -48,14 +67,20 @@ typedef struct {
     char shares_cores;     /* the core is yielded between polls */
     char is_deferred;      /* a start only stores addresses */
     char uses_mpi;         /* some rows are messages of the MPI */
+    char is_busy;          /* a thread advances it, or a frame that this one has interrupted */
+    PyThreadState *thread; /* that advances it without the GIL, else NULL */
     char is_running;       /* from a start to the end */
     char is_startable;     /* the engine may start it for its persistent request */
     PyObject *request;     /* active request that the engine advances and ends, else NULL; not owned */
 } Program;
 
 Result advance(Program *program, long polls);
-Result advance_released(Program *program, long polls);
-Result run_on(Program *program, PyObject *sendbuf, PyObject *recvbuf);
+Result advance_released(Program *program, long polls, long naps);
+Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most);
+Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most);
+
+/* scale.c */
+void resize(Program *program, int64_t elements);
 
 /* mailbox.c */
 bool send_message(Program *program, Row *row);

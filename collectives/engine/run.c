@@ -28,6 +28,17 @@ static Result start_network(Program *program, Row *row) {
     return start_message(program->messages + row->link, receives, address, row->nbytes);
 }
 
+/* Call the function of a row. */
+static Result call_function(Program *program, Row *row) {
+    PyThreadState *thread = program->thread;
+    if (thread) PyEval_RestoreThread(thread);
+    PyObject *found = PyObject_CallNoArgs(PyTuple_GET_ITEM(program->calls, row->link));
+    Result result = found == NULL ? RAISED : found == Py_False ? WAITING : DONE;
+    Py_XDECREF(found);
+    if (thread) PyEval_SaveThread();
+    return result;
+}
+
 /* Run a row as far as possible. */
 static Result attempt(Program *program, Row *row) {
     switch ((Kind)row->kind) {
@@ -48,6 +59,8 @@ static Result attempt(Program *program, Row *row) {
         return expect_none(program->links[row->link]);
     case NET_WAIT:
         return test_message(program->messages + row->link, row->nbytes);
+    case CALL:
+        return call_function(program, row);
     case NET_SEND:
     case NET_RECV:
         break;
@@ -61,7 +74,10 @@ static Result run_streams(Program *program, Stream *stream, Stream *stop, bool *
     *moved = false;
     for (; stream < stop; stream++) {
         while (stream->position < stream->stop) {
-            Result one = attempt(program, program->rows + stream->position);
+            Row *row = program->rows + stream->position;
+            int64_t done = row->done;
+            Result one = attempt(program, row);
+            if (row->done != done) *moved = true;
             if (one > WAITING) {
                 program->failed = stream->position;
                 return one;

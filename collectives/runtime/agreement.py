@@ -1,5 +1,7 @@
 """Agreement of all ranks: argument errors, node numbers, and a persistent request's memory and mailbox channel."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from operator import index
 from typing import NamedTuple, TypeVar
@@ -12,7 +14,9 @@ from collectives.runtime.binding import buffer_spans
 from collectives.runtime.call import Call, staged
 from collectives.runtime.progress import progress_until
 from collectives.selection.select import forwards_data
-from collectives.transport.mailbox import CHANNELS, NONBLOCKING, NodeMemory
+from collectives.selection.timing_table import TimingTable
+from collectives.transport.mailbox import NodeMemory
+from collectives.transport.mailbox_layout import CHANNELS, NONBLOCKING
 
 Value = TypeVar("Value")
 
@@ -72,6 +76,23 @@ def agree_on_gpu(comm: MPI.Intracomm, transfer: str) -> str:
     except ValueError:
         given = InvalidArgument(MPI.ERR_ARG, f"gpu: expected one of {TRANSFERS}, found {transfer!r}")
     return TRANSFERS[min(gather_or_raise(comm, given))]
+
+
+class Agreement(NamedTuple):
+    """Settings of a communicator, equal on all ranks; communicators that are made of it have them too."""
+
+    threads: bool  #: all ranks may call MPI from several threads
+    async_progress: bool
+    checks: bool  #: debug mode
+    aware: bool  #: arrays on GPUs are passed to MPI
+    shared: bool  #: ranks of a node share memory if possible
+    nodes: tuple[int, ...] | None  #: node of every rank, if given by the user
+    gpu: str  #: best transfer of GPU arrays that may be used
+    table: TimingTable | None
+
+    def part(self, ranks: Sequence[int]) -> Agreement:
+        """Settings of a communicator of these ranks."""
+        return self if self.nodes is None else self._replace(nodes=tuple(self.nodes[rank] for rank in ranks))
 
 
 class MemoryVisibility(NamedTuple):

@@ -29,9 +29,9 @@ class AlgorithmChooser:
     def __init__(self, transports: Transports, table: TimingTable | None, threads: bool) -> None:
         node, nodes = transports.node, transports.nodes
         cores = node.cores if node is not None and node.crowded and node.on_one_machine else None
-        costs = measured_costs(transports.message_speed, transports.network_speed)
+        costs = measured_costs(transports.message_speed, transports.placement.network)
         shares_link = transports.pinning.shares_gpu
-        self._speed = MeasuredSpeed(transports.message_speed, transports.network_speed)
+        self._speed = MeasuredSpeed(transports.message_speed, transports.placement.network)
         self.selector = Selector(transports.comm.Get_size(), nodes, table, cores, costs, shares_link)
         self._native = table is not None and not transports.aware and threads
 

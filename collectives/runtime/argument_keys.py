@@ -19,11 +19,43 @@ _ndarray, _IN_PLACE = np.ndarray, MPI.IN_PLACE
 NO_ARRAY = np.empty(0, np.uint8)
 """Array of a call that has none."""
 
+CPU = 1
+"""DLPack's number of host memory."""
+
 DENSE = 0x3
 """NumPy's flags of an array without gaps, in C or Fortran order."""
 
 _CONSTANTS = {id(value): value for value in vars(MPI).values() if isinstance(value, (MPI.Op, MPI.Datatype))}
 """MPI's predefined operations and datatypes by id. Held here, so that no other object gets their ids."""
+
+
+class Identity:
+    """Hashable key that compares objects by identity; keeps them alive, so that their ids are not reused."""
+
+    __slots__ = ("_ids", "_objects")
+
+    def __init__(self, *objects: object) -> None:
+        self._objects, self._ids = objects, tuple(map(id, objects))
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self._ids == other._ids
+
+
+def is_handle(value: Any) -> bool:
+    """True for operations and datatypes of users."""
+    return isinstance(value, MPI.Op | MPI.Datatype) and id(value) not in _CONSTANTS
+
+
+def _handle_key(value: Any) -> Any:
+    """Key of an operation or a datatype, which never changes its meaning until it is freed; TypeError if it was."""
+    if id(value) in _CONSTANTS:
+        return id(value)
+    if isinstance(value, MPI.Op | MPI.Datatype) and value:
+        return Identity(value)
+    raise TypeError
 
 
 def is_constant(value: Any) -> bool:
@@ -55,17 +87,55 @@ def describe(spec: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     if type(spec) is _ndarray:
         return spec, (spec.shape, spec.dtype)
+    if isinstance(spec, _ndarray):
+        return np.asarray(spec), (type(spec), spec.shape, spec.dtype)
     if spec is None or spec is _IN_PLACE:
         return None, ()
     if is_cupy(spec):
         memory = spec.data
         return spec, (spec.shape, spec.dtype, spec.strides, memory.ptr, memory.device_id)
-    if type(spec) not in (list, tuple) or not 2 <= len(spec) <= 4 or type(spec[0]) is not _ndarray:
+    if type(spec) not in (list, tuple):
+        return view_of(spec)
+    if not 2 <= len(spec) <= 4 or is_cupy(spec[0]):
         raise TypeError
-    data = spec[0]
+    data, key = (spec[0], (spec[0].dtype,)) if type(spec[0]) is _ndarray else view_of(spec[0])
     if len(spec) == 2:
-        return data, (data.nbytes, data.dtype, _part(spec[1]))
-    return data, (data.nbytes, data.dtype, *map(_part, spec[1:]))
+        return data, (data.nbytes, *key, _part(spec[1]))
+    return data, (data.nbytes, *key, *map(_part, spec[1:]))
+
+
+def view_of(obj: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
+    """Array on the memory of another object, and its key; TypeError if it has none in host memory, or none at all."""
+    if isinstance(obj, _ndarray):
+        return np.asarray(obj), (type(obj), obj.shape, obj.dtype)
+    if on_host(obj):
+        try:
+            array = np.from_dlpack(obj)
+        except (BufferError, RuntimeError, ValueError):
+            raise TypeError from None
+        return array, (type(obj), array.shape, array.dtype)
+    memory = memoryview(obj)
+    if not memory.nbytes or not memory.contiguous:
+        raise TypeError
+    return np.frombuffer(obj, np.uint8), (type(obj), memory.shape, memory.format)
+
+
+def held(spec: Any) -> Any:
+    """Object that keeps the memory of a buffer argument in its place: an array, or a view of another buffer.
+
+    The user may replace the array in a list, or resize a bytearray.
+    """
+    obj = spec[0] if type(spec) is list else spec
+    try:
+        return obj if obj is None or obj is _IN_PLACE or isinstance(obj, _ndarray) else memoryview(obj)
+    except (TypeError, ValueError):
+        return obj
+
+
+def on_host(obj: Any) -> bool:
+    """True for objects with DLPack in host memory, as the tensors of PyTorch."""
+    device = getattr(type(obj), "__dlpack_device__", None)
+    return device is not None and device(obj)[0] == CPU
 
 
 def _part(value: Any) -> Any:
@@ -79,11 +149,9 @@ def _part(value: Any) -> Any:
         return value
     if kind is _ndarray and value.dtype.kind in "iu":
         return value.dtype, value.shape, value.tobytes()
-    if id(value) in _CONSTANTS:
-        return id(value)
     if isinstance(value, np.integer):
         return int(value)
-    raise TypeError
+    return _handle_key(value)
 
 
 def counts_key(counts: Any) -> Any:
@@ -111,14 +179,25 @@ class CallKey(NamedTuple):
         return with_addresses(self.arguments, self.sendbuf, self.recvbuf)
 
     def identifies(self, memories: tuple[int | None, int | None]) -> bool:
-        """True if calls with this key are like the one with these memories, which has an operation of MPI's own.
+        """True if calls with this key are like the one with these memories.
 
-        They are not if memory begins outside of the arrays: other arrays may have none there. Operations of users are
-        freed, and their ids reused.
+        They are not if memory begins outside of the arrays: other arrays may have none there.
         """
         ends = zip(memories, (self.sendbuf, self.recvbuf))
-        inside = all(at is None or 0 <= at - place_of(array)[0] <= array.nbytes for at, array in ends)
-        return inside and self.arguments[1] in _CONSTANTS
+        return all(at is None or 0 <= at - place_of(array)[0] <= array.nbytes for at, array in ends)
+
+    def suits_any_length(self, length: int) -> bool:
+        """True for a call that is not looked up, or whose arrays without counts grow with its length."""
+        if self is UNCACHEABLE or not length:
+            return bool(length)
+        return self.plain and all(array.nbytes % length == 0 for array in (self.sendbuf, self.recvbuf))
+
+    def offsets(self, memories: tuple[int | None, int | None]) -> tuple[int | None, ...] | None:
+        """Offsets of these memories in the arrays, None for memory elsewhere; None for calls that cannot be found."""
+        if self is UNCACHEABLE or not (type(self.sendbuf) is type(self.recvbuf) is _ndarray):
+            return None
+        pairs = zip(memories, (self.sendbuf, self.recvbuf))
+        return tuple(None if at is None else at - MPI.Get_address(array) for at, array in pairs)
 
     @property
     def is_current(self) -> bool:
@@ -127,7 +206,7 @@ class CallKey(NamedTuple):
             arguments, s, r = key_fields(self.arguments[0], *self.given)
         except TypeError:
             return False
-        return arguments == self.arguments and s is self.sendbuf and r is self.recvbuf
+        return arguments == self.arguments and _same_memory(s, self.sendbuf) and _same_memory(r, self.recvbuf)
 
     @property
     def has_addresses(self) -> bool:
@@ -138,6 +217,11 @@ class CallKey(NamedTuple):
     def plain(self) -> bool:
         """True if each buffer is an array without counts, displacements or datatype."""
         return len(self.arguments) == 9 or max(map(len, self.arguments[5:])) <= 2
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    """True for the same array, or two views of the same object with a buffer."""
+    return one is other or (type(one) is type(other) is _ndarray and MPI.Get_address(one) == MPI.Get_address(other))
 
 
 UNCACHEABLE = CallKey((), NO_ARRAY, NO_ARRAY)
@@ -159,9 +243,9 @@ def key_fields(
         segments = counts_key(segments)
     if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
         s, r = sendbuf, recvbuf
-        arguments = name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype
+        arguments = name, _handle_key(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype
         return arguments, s, r
     (send, sent), (recv, received) = describe(sendbuf), describe(recvbuf)
     if send is None:
         send = NO_ARRAY if recv is None else recv
-    return (name, id(op), root, algorithm, segments, sent, received), send, send if recv is None else recv
+    return (name, _handle_key(op), root, algorithm, segments, sent, received), send, send if recv is None else recv

@@ -13,32 +13,29 @@ from collectives.buffers.arguments import Buffer
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
 from collectives.buffers.staging import stage
-from collectives.engine.instructions import SOURCE, TARGET
+from collectives.engine.assembly import Instruction, MemoryOperand, Place
+from collectives.engine.instructions import SOURCE, TARGET, Kind
 from collectives.errors import InvalidArgument
-from collectives.runtime.binder import bind, copy_array
+from collectives.runtime.argument_keys import Identity
+from collectives.runtime.binder import bind
 from collectives.runtime.call import Blocks, Call, staged
+from collectives.runtime.local_work import copy_array
 from collectives.runtime.ops import OP_NAMES, Combiner, on_device
-from collectives.runtime.program import ElementArray, Program, ScratchMemory, Task
-from collectives.runtime.progress import active_requests, run_program
+from collectives.runtime.packing import Packing, is_packed
+from collectives.runtime.program import Local, Program
+from collectives.runtime.program_memory import ElementArray, ScratchMemory, Task
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
-from collectives.selection.timing_table import AlgorithmChoice
-from collectives.transport.mailbox import MARKS
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice
+from collectives.transport.mailbox import MARKS, mark_of
 from collectives.transport.wire import Wire
-from collectives.types import Wait
 
 SEGMENT = 1 << 18
 """Bytes of a segment of a long message over a network: a few fit its queues, and the second-level cache."""
 
 LINE = 64
 """Bytes; chunks of a vector are multiples where it is long enough."""
-
-SLOT = 4096
-"""Bytes up to which a blocking call uses eager buffers."""
-
-READY = 0x401
-"""NumPy's flags of an array without gaps, in C or Fortran order, and of a C-contiguous, writeable one."""
 
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
@@ -55,7 +52,7 @@ def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: 
     else:
         lengths = tuple(piece for length in call.lengths for piece in even(length, choice.segments))
     source, target = _places(memory, sent, lengths, parts), _places(TARGET, received, lengths, parts)
-    return Task(schedule, lengths, source, target, itemsize, SEGMENT)
+    return Task(schedule, lengths, source, target, itemsize, SEGMENT, is_aligned(call))
 
 
 def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -> dict[int, MemorySpan]:
@@ -72,8 +69,9 @@ class BufferEnds(NamedTuple):
 
     source: ElementArray
     target: ElementArray
-    first: list[Callable[[], object] | Wait]
-    last: list[Callable[[], object] | Wait]
+    first: list[Local]
+    last: list[Local]
+    places: tuple[int, int] = (SOURCE, TARGET)
 
 
 def span(call: Call, blocks: Blocks) -> int:
@@ -95,9 +93,14 @@ def changes_target(call: Call) -> bool:
 
 
 def separate_bytes(call: Call) -> tuple[int, int]:
-    """Bytes of source and target, from their addresses on, that may not overlap: 0 in place or if one is not used."""
+    """Bytes of source and target, from their addresses on, that may not overlap.
+
+    0 in place, if one is not used, or if one has gaps.
+    """
     source, target = call.source, call.target
     if source is None or target is None or source is target or not (call.send_blocks and call.recv_blocks):
+        return 0, 0
+    if not (source.contiguous and target.contiguous):
         return 0, 0
     sent, received = buffer_spans(call)
     return sent * call.unit.itemsize, received * call.unit.itemsize
@@ -108,7 +111,7 @@ def spans_meet(call: Call) -> bool:
     source, target = call.source, call.target
     if source is None or target is None or source.device != target.device:
         return False
-    sent, received = separate_bytes(call) if source.contiguous and target.contiguous else (0, 0)
+    sent, received = separate_bytes(call)
     meet = source.address < target.address + received and target.address < source.address + sent
     return bool(sent and received) and meet
 
@@ -136,37 +139,51 @@ def _blocks_overlap(call: Call) -> bool:
     return False
 
 
-def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
-    """Source and target arrays for the program: the user's memory if usable directly, else staging copies of it."""
-    first: list[Callable[[], object] | Wait] = []
-    last: list[Callable[[], object] | Wait] = []
+def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True) -> BufferEnds:
+    """Source and target arrays for the program: the user's memory if usable directly, else staging copies of it.
 
-    def memory(buffer: Buffer | None, span: int, load: bool, store: bool) -> ElementArray:
+    If it `relocates`, copies of buffers on the host are packed by instructions, from any place.
+    """
+    packing = Packing()
+    first, last = packing.first, packing.last
+
+    def memory(buffer: Buffer | None, number: int, span: int, load: bool, store: bool) -> ElementArray:
         if buffer is None:
             return ElementArray((device or np).empty(0, call.unit), 0)
         if device is not None or not staged(buffer):
             return ElementArray((device.view if device else view)(buffer.address, span, call.unit), buffer.address)
-        staging = stage(buffer, load, store)
-        first.extend(staging.loading)
-        last.extend(staging.storing)
-        return ElementArray(staging.host.view(call.unit), MPI.Get_address(staging.host))
+        if relocates and is_packed(buffer):
+            host = packing.copy_of(buffer, number, load, store)
+        else:
+            staging = stage(buffer, load, store)
+            first.extend(staging.loading)
+            last.extend(staging.storing)
+            host = staging.host
+        return ElementArray(host.view(call.unit), MPI.Get_address(host))
+
+    def copy(source: Any, target: Any, start: Place, end: Place) -> Instruction | Callable[[], object]:
+        if device is not None:
+            return partial(copy_array, target, source)
+        return Instruction(Kind.LOCAL, [MemoryOperand(target.nbytes, start, out=end)])
 
     spans, stores = buffer_spans(call), changes_target(call)
     if call.separate_output:
-        source = memory(call.target, spans[0], True, True)
+        source = memory(call.target, SOURCE, spans[0], True, True)
         target = ElementArray.allocate(spans[1], call.unit, device or np)
-        last.insert(0, partial(copy_array, source.array[: spans[1]], target.array))
+        last.insert(0, copy(target.array, source.array[: spans[1]], Place(TARGET, 0), Place(SOURCE, 0)))
     elif call.source is call.target:
-        source = target = memory(call.target, spans[1], bool(call.send_blocks), stores)
+        source = target = memory(call.target, TARGET, spans[1], bool(call.send_blocks), stores)
+        if packing.places[TARGET] != TARGET:
+            packing.places[SOURCE] = packing.places[TARGET]
     elif call.copy_input:
-        target = memory(call.target, spans[1], True, stores)
+        target = memory(call.target, TARGET, spans[1], True, stores)
         source = ElementArray.allocate(spans[0], call.unit, device or np)
-        copy = partial(copy_array, source.array, target.array[: spans[0]])
-        first.append(copy if device is None else device.working(copy))
+        step = copy(target.array[: spans[0]], source.array, Place(TARGET, 0), Place(SOURCE, 0))
+        first.append(step if isinstance(step, Instruction) or device is None else device.working(step))
     else:
-        source = memory(call.source, spans[0], bool(call.send_blocks), False)
-        target = memory(call.target, spans[1], False, stores)
-    return BufferEnds(source, target, first, last)
+        source = memory(call.source, SOURCE, spans[0], bool(call.send_blocks), False)
+        target = memory(call.target, TARGET, spans[1], False, stores)
+    return BufferEnds(source, target, first, last, (packing.places[0], packing.places[1]))
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
@@ -206,6 +223,10 @@ def bind_call(
     )
     if call.separate_output or call.copy_input:
         program.nbytes += (ends.target if call.separate_output else ends.source).array.nbytes
+    if ends.places != program.places:
+        program.places = ends.places
+        program.nbytes += sum(buffer.nbytes for buffer in call.buffers if is_packed(buffer))
+        program.place(memories(call))
     return program
 
 
@@ -222,9 +243,22 @@ def reduce_kernel(call: Call) -> Combiner | None:
     return Combiner(bind_bytes, kernel.commutative)
 
 
-def needs_staging(call: Call) -> bool:
-    """True if some buffer of the call is on a device or not contiguous: a host program then works on dense copies."""
-    return any(map(staged, call.buffers))
+def is_aligned(call: Call) -> bool:
+    """True if the elements that a call reduces are aligned in its buffers; staging memory always is."""
+    return all(staged(buffer) or buffer.address % call.unit.alignment == 0 for buffer in call.buffers)
+
+
+def alignments(call: Call) -> tuple[int, int]:
+    """Alignments of source and target that programs rely on."""
+    least = call.unit.alignment if is_aligned(call) else 1
+    source, target = (1 if buffer is None or staged(buffer) else least for buffer in (call.source, call.target))
+    return source, target
+
+
+def is_bound_anew(call: Call, choice: AlgorithmChoice) -> bool:
+    """True if a program on the host cannot serve other calls: staging copies belong to the memory of one call."""
+    moves = choice.algorithm != NATIVE
+    return any(staged(buffer) and not (moves and is_packed(buffer)) for buffer in call.buffers)
 
 
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:
@@ -232,99 +266,44 @@ def call_mark(call: Call, choice: AlgorithmChoice) -> int:
 
     By it a receiver detects messages of another call.
     """
+    nbytes = 0 if call.v_form and call.collective in ("scatter", "gather", "alltoall") else call.nbytes
+    return mark_of(mark_without_length(call, choice), nbytes)  # in v-forms ranks know their own lengths only
+
+
+def mark_without_length(call: Call, choice: AlgorithmChoice) -> int:
+    """Checksum, below `MARKS`, of all arguments that must be equal but the length; see `mark_of`."""
     facts: list[object] = [call.collective, call.root, choice.algorithm, choice.segments]
     if call.combine is not None:
         facts += [str(call.unit), OP_NAMES.get(call.op, "user-defined")]
-    if not (call.v_form and call.collective in ("scatter", "gather", "alltoall")):  # there ranks know their own lengths
-        facts.append(call.nbytes)
     return zlib.crc32(repr(facts).encode()) % MARKS
 
 
-def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> Hashable:
-    """Cache key of the program that a call can use; with `addresses` it contains those of the call's buffers."""
+def program_key(
+    call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None, offsets: Hashable = None
+) -> Hashable:
+    """Cache key of the program that a call can use; with `addresses` it contains those of the call's buffers.
+
+    `offsets` are those of the memories in the arrays of calls that are found by their arguments.
+    """
     source, target = call.source, call.target
+    layouts = [(Identity(one.datatype), one.count, one.counts, one.displs) for one in call.buffers if staged(one)]
     return (
-        (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op, call.separate_output),
-        (tuple(call.send_blocks.items()), tuple(call.recv_blocks.items()), source is target),
+        (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op),
+        (tuple(call.send_blocks.items()), tuple(call.recv_blocks.items())),
+        (source is target, call.separate_output, call.copy_input),
         None if device is None else device.number,
+        is_aligned(call),
+        tuple(layouts),
+        offsets,
         source.address if addresses and source is not None else None,
         target.address if addresses and target is not None else None,
     )
-
-
-class EagerBuffers(NamedTuple):
-    """A program with buffers of its own, for short messages: copied into before it runs, and out of afterwards."""
-
-    program: Program
-    source: np.ndarray
-    target: np.ndarray
-    loads: bool
-    stores: bool
-
-    def on_call(self, call: Call) -> Callable[..., bool]:
-        """Function that runs the program on the memory of a call."""
-        load = view(call.source.address, self.source.size, call.unit) if self.loads and call.source else None
-        store = view(call.target.address, self.target.size, call.unit) if self.stores and call.target else None
-
-        def run(*_: Any) -> bool:
-            if load is not None:
-                self.source[:] = load
-            run_program(self.program)
-            if store is not None:
-                store[:] = self.target
-            return True
-
-        return run
-
-    def on_arrays(self, s: np.ndarray, r: np.ndarray) -> Callable[[Any, Any], bool] | None:
-        """Function (sendbuf, recvbuf) that runs the program on arrays like these, or returns False if they are not.
-
-        None if the arrays are not dense.
-        """
-        if not (s.flags.c_contiguous and r.flags.c_contiguous):
-            return None
-        load = _reshape_like(self.source, s) if self.loads else None
-        store = _reshape_like(self.target, r) if self.stores else None
-        program, calls, one_array = self.program, self.program.calls, s is r
-
-        def run(sendbuf: Any, recvbuf: Any) -> bool:  # `overlaps` and `run_program` inlined: a tenth of its time
-            owners = sendbuf.base is None and recvbuf.base is None and sendbuf is not recvbuf
-            if not (owners or one_array) and np.may_share_memory(sendbuf, recvbuf):
-                return False
-            if store is not None and recvbuf.flags.num & READY != READY:
-                return False
-            if load is not None:
-                if not sendbuf.flags.c_contiguous:
-                    return False
-                load[...] = sendbuf
-            if active_requests:
-                run_program(program)
-            else:
-                for step in calls:
-                    step()
-            if store is not None:
-                recvbuf[...] = store
-            return True
-
-        return run
 
 
 def overlaps(one: np.ndarray, other: np.ndarray) -> bool:
     """True if two dense arrays share memory."""
     owners = one.base is None and other.base is None and one is not other
     return not owners and np.may_share_memory(one, other)
-
-
-def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:
-    return buffer.view(np.uint8).view(array.dtype).reshape(array.shape)
-
-
-def fits_eager_buffers(call: Call) -> bool:
-    """True if the call can use eager buffers: up to `SLOT` bytes, no gaps, no temporary copy of input or output."""
-    if max(buffer_spans(call)) * call.unit.itemsize > SLOT or call.separate_output or call.copy_input:
-        return False
-    sides = call.send_blocks, call.recv_blocks
-    return all(sum(call.lengths[block] for block in blocks) == span(call, blocks) for blocks in sides)
 
 
 def memories(call: Call) -> tuple[int | None, int | None]:

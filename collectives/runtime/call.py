@@ -19,6 +19,7 @@ from collectives.buffers.arguments import Buffer
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import InPlace
 from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, OutOfRange
+from collectives.runtime.argument_keys import Identity
 from collectives.runtime.ops import Combiner, combine
 
 Blocks: TypeAlias = Mapping[int, int]
@@ -173,26 +174,11 @@ def _unit(buffer: Buffer) -> np.dtype[Any]:
     return buffer.dtype if buffer.dtype is not None else np.dtype((np.void, buffer.itemsize))
 
 
-class _Identity:
-    """Hashable key that compares objects by identity; keeps them alive, so that their ids are not reused."""
-
-    __slots__ = ("_ids", "_objects")
-
-    def __init__(self, *objects: object) -> None:
-        self._objects, self._ids = objects, tuple(map(id, objects))
-
-    def __hash__(self) -> int:
-        return hash(self._ids)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._ids == other._ids
-
-
 def _identity(op: MPI.Op, buffer: Buffer) -> Hashable:
     """Cache key of a reduction: handle of a predefined operation, else identity of operation and datatype."""
     # A user's function gets the datatype as an argument, and two derived types of equal size may mean different things.
     # MPI gives the handles of freed operations and datatypes to new ones.
-    return op.handle if op.is_predefined else _Identity(op, buffer.datatype)
+    return op.handle if op.is_predefined else Identity(op, buffer.datatype)
 
 
 def _with_op(call: Call, source: Buffer, op: MPI.Op) -> Call:

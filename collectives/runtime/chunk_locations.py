@@ -5,7 +5,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from collectives.engine.instructions import SCRATCH
-from collectives.runtime.program import Task
+from collectives.runtime.program_memory import Task
 from collectives.schedule.chunks import MemorySpan, even, joined
 from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Send, Step, numbers
 from collectives.transport.wire import Wire
@@ -33,18 +33,21 @@ class RoundShape(NamedTuple):
 class ChunkLocations:
     """Memory location of every chunk as a task's steps are bound in order: its source, then target or scratch memory.
 
-    `asynchronous`: local work runs on a stream. `shapes`: treatment of each round; `scratch_length` and
+    `lands`: no message is reduced from the sender's memory. `shapes`: treatment of each round; `scratch_length` and
     `landing_length`: elements of the two memories.
     """
 
-    def __init__(self, task: Task, wire: Wire, asynchronous: bool) -> None:
-        self._task, self._wire, self._asynchronous = task, wire, asynchronous
+    def __init__(self, task: Task, wire: Wire, lands: bool) -> None:
+        self._task, self._wire, self._lands = task, wire, lands
         self._location: dict[int, MemorySpan] = dict(task.source)
         self._written = {c for step in chain.from_iterable(task.schedule) for c in numbers(written(step))}
         self._unchanged = [c for c in sorted(task.target) if c in task.source and c not in self._written]
         self._destination = dict(task.target)
         self.scratch_length = 0
-        for chunk in sorted(self._written.difference(task.target)):
+        self.scratch_chunks = sorted(self._written.difference(task.target))
+        """Chunks in scratch memory, in the order of their places."""
+
+        for chunk in self.scratch_chunks:
             start = self.scratch_length
             self.scratch_length += self._length(chunk)
             self._destination[chunk] = MemorySpan(SCRATCH, start, self.scratch_length)
@@ -132,7 +135,7 @@ class ChunkLocations:
         Not if another step must take effect first, nor if the results overwrite memory that may still be sent.
         """
         first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
-        if self._asynchronous or any(isinstance(step, RecvReduce) for step in steps[first:]):
+        if self._lands or any(isinstance(step, RecvReduce) for step in steps[first:]):
             return False
         if any(self._wire.split_size(step.peer, self.nbytes(step.chunks)) is None for step in arrivals):
             return False

@@ -1,9 +1,11 @@
 """Transports of one communicator: mailboxes in shared memory for peers of the node, MPI for all others.
 
-Messages of different communicators cannot match: each has a duplicate of its MPI communicator and mailboxes of its own.
+Messages of different communicators cannot match: each has a duplicate of its MPI communicator and mailboxes of its own,
+in memory that all communicators of a node's ranks share.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -16,20 +18,18 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.engine.instructions import CHANNEL_COUNT, HELD, STARTED
 from collectives.errors import Mismatch, OutOfMemory, mismatch
 from collectives.runtime.progress import progress_thread
-from collectives.schedule.topology import Nodes, numbered
 from collectives.selection.timing_table import Form
-from collectives.transport import network_speed
 from collectives.transport.copy_speed import MessageSpeed
-from collectives.transport.device import cuda_aware
 from collectives.transport.device_copies import pin_mailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
 from collectives.transport.device_wire import DeviceTransport
 from collectives.transport.gpu_channel import GpuChannel
-from collectives.transport.mailbox import NONBLOCKING, MailboxEdge, NodeMemory
-from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.mailbox import MailboxEdge, open_mailboxes
+from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.transport.mpi_transport import MpiTransport
 from collectives.transport.peer_messages import PeerLinks, PeerTransport
-from collectives.transport.reduced import reduced
+from collectives.transport.placement import NodePlacement
 from collectives.transport.shared_gpu import share_gpu
 from collectives.transport.shared_heap import MOST, SharedHeap
 from collectives.transport.shm import NodeAwareTransport
@@ -49,39 +49,20 @@ PROBES = 2
 class Transports:
     """Shared-memory and MPI transports of one communicator, and the tags of its calls. Creation is collective.
 
-    Ranks of one node share memory if `shared` and the system permits it on all nodes, but not with device memory
-    (`aware`, by default if MPI supports it, on all ranks): no rank knows where its peers' messages are, and both ends
-    of a message must use the same transport. `nodes`, the node of every rank, is by default determined by MPI;
-    afterwards it is None if all are on one. `gpu`, the best transfer of device memory to use where that is possible:
-    "kernel", by the kernels of a GPU that all ranks share, or between GPUs with peer access; "pinned", through pinned
-    memory; "staged".
+    Ranks of one node use the memory of their `placement`, if there is any; there is none with device memory (`aware`):
+    no rank knows where its peers' messages are, and both ends of a message must use the same transport. `gpu`, the best
+    transfer of device memory to use where that is possible: "kernel", by the kernels of a GPU that all ranks share, or
+    between GPUs with peer access; "pinned", through pinned memory; "staged". Arguments are equal on all ranks.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        aware: bool | None,
-        shared: bool,
-        nodes: Sequence[int] | None,
-        gpu: str = "staged",
-    ) -> None:
-        self.comm = comm
-        named = None if nodes is None else numbered(nodes)
-        neighbours = _neighbours(comm, named)
-        self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
-        self.aware = bool(reduced(comm, cuda_aware() if aware is None else aware, MPI.LAND))
-        self.heap = SharedHeap(comm, None)
-        self.node: NodeMemory | None = None
-        if shared and not self.aware:
-            heap = SharedHeap(comm, neighbours)
-            with suppress(OSError):
-                self.node, self.heap = NodeMemory(neighbours, comm, heap), heap
-        if self.node is None:
-            neighbours.Free()
+    def __init__(self, comm: MPI.Intracomm, placement: NodePlacement, aware: bool, gpu: str = "staged") -> None:
+        self.comm, self.placement, self.nodes, self.aware = comm, placement, placement.nodes, aware
+        self.node, has_cupy = open_mailboxes(comm, placement, "cupy" in sys.modules)
+        self.heap = SharedHeap(comm) if self.node is None else self.node.heap
         everyone = self.node if self.nodes is None else None
         self.alone = comm.Get_size() == 1
-        self.sharing = share_gpu(comm, everyone, gpu == "kernel")
-        pins = gpu in ("kernel", "pinned") and self.sharing.gpu is None and not (self.alone or self.aware)
+        self.sharing = share_gpu(comm, everyone, gpu == "kernel" and has_cupy)
+        pins = gpu != "staged" and has_cupy and self.sharing.gpu is None and not (self.alone or self.aware)
         self.pinning = pin_mailboxes(comm, self.node, self.nodes, pins)
         self.chunks: StagingChunks | None = None
         self._cut: Callable[[int], int] | None = None
@@ -89,9 +70,6 @@ class Transports:
             self.chunks = None if self.node is None else share_chunks(self.node)
             self._cut = partial(part_size, most=largest_part(comm.Get_size()))
         self._buffers = PinnedBuffers()
-        self.network_speed = network_speed.NetworkSpeed()
-        if self.nodes is not None:
-            self.network_speed = network_speed.measure(comm, self.nodes)
         self.edges: dict[int, dict[int, MailboxEdge]] = {}  # by channel and rank
         self.nonblocking = np.zeros(HELD + NONBLOCKING, np.int64)
         self.nonblocking[CHANNEL_COUNT] = NONBLOCKING
@@ -100,6 +78,16 @@ class Transports:
         self._persistent_requests = 0
         largest_tag = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if largest_tag is None else int(largest_tag)) // 2
+
+    def reserve(self, channel: int) -> bool:
+        """Allocate the mailboxes of a channel unless it has them; False on all ranks if one cannot. Collective."""
+        if self.node is None or channel in self.node.channels:
+            return True
+        found = self.node.add_channel(channel)
+        if found and self.pinning.mailboxes is not None:
+            with suppress(RuntimeError):  # the device copies from and to other memory too, but takes more time
+                self.pinning.mailboxes.pin(self.node.ranges()[-1])
+        return found
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Allocate a uint8 array of `nbytes`, in shared memory if the ranks of the node share any. Collective."""
@@ -154,12 +142,11 @@ class Transports:
         """
         # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
-        nonblocking = form == "nonblocking"
         mailboxes, cut, far = self.pinning.mailboxes, self._cut, None
         if device is not None and mailboxes is not None and cut is not None:
             copies = mailboxes.copies(device.number)
             far = DeviceNetworkTransport(self.comm, tag, device, copies, self._buffers, cut)
-        network = ImmediateTransport(self.comm, cut) if nonblocking else PersistentTransport(self.comm, tag, cut)
+        network = MpiTransport(self.comm, tag, cut, typed=device is not None)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return far or network
         if channel not in self.edges:
@@ -175,7 +162,8 @@ class Transports:
             return near if self.nodes is None else DeviceTransport(near, far, edges)
         if mailboxes is not None:  # a message may be in a device's memory, at either end
             streamed = MOST
-        return NodeAwareTransport(self.node, channel, self.edges[channel], network, streamed, mark, self.chunks)
+        edges = self.edges[channel]
+        return NodeAwareTransport(self.node, channel, edges, network, streamed, mark, self.chunks, itemsize)
 
     def gpu_channel(self, channel: int | None) -> GpuChannel | None:
         """Meetings of a channel's calls on the GPU that all ranks share, or on several with access; None without."""
@@ -211,8 +199,8 @@ class Transports:
             return mismatch(self.comm.Get_rank(), status.Get_source(), None, status.Get_count(MPI.BYTE))
         return None if self.node is None else self.node.leave(self.edges)
 
-    def free(self) -> None:
-        """Free shared memory; programs must have been freed before."""
+    def free(self, is_broken: bool = False) -> None:
+        """Free shared memory; programs must have been freed before, but for those of a call that `is_broken`."""
         if self.sharing.gpu is not None:
             self.sharing.gpu.close()
         if self.pinning.mailboxes is not None:
@@ -222,14 +210,5 @@ class Transports:
         self._buffers.free()
         self.heap.free()
         if self.node is not None:
-            self.node.free()
-
-
-def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
-    """Split `comm` by shared memory, and by number in `nodes` if given; return this rank's part. Collective."""
-    sharing = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
-    if nodes is None:
-        return sharing
-    same_node = MPI.Intracomm(sharing.Split(nodes[comm.Get_rank()]))
-    sharing.Free()
-    return same_node
+            self.node.free(is_broken)
+        self.placement = self.placement._replace(shared=None)

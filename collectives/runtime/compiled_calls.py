@@ -9,27 +9,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
-from collectives.engine.extension import engine
+from collectives.engine.extension import engine_class
 from collectives.engine.instructions import (
     CHECK,
     HELD,
     IS_ARRAY,
+    IS_BUFFER,
+    IS_HANDLE,
     IS_OBJECT,
     IS_SEQUENCE,
     MAX_DEPTH,
+    QUEUED,
     REFUSED,
     RESULT_BITS,
 )
-from collectives.runtime.argument_keys import NO_ARRAY, CallKey, is_constant
-from collectives.runtime.compiled_program import CompiledProgram
+from collectives.runtime.argument_keys import NO_ARRAY, CallKey, is_constant, is_handle
 from collectives.runtime.program import Program
 
 MAX_ENTRIES = 16
 """Entries of a method for each channel; the oldest one goes first."""
+
+ANY = -1
+"""`nbytes` of the check of an array of any length."""
 
 MAX_CHECKS = 256
 """Checks of one call's arguments: one for each number in lists of counts."""
@@ -56,27 +63,28 @@ class CompiledCallTable:
         self._channels = channels
         self._methods: dict[str, _Method] = {}
 
-    def started(self, name: str, number: int) -> tuple[CompiledProgram, int, int]:
+    def started(self, name: str, number: int) -> tuple[Program, int, int]:
         """The program that a call has started, its channel, and the result of that (see `instructions`).
 
         Raises if a message has failed.
         """
         entry, result = self._methods[name].entries[number >> RESULT_BITS], number & ((1 << RESULT_BITS) - 1)
-        entry.program.note(result)
+        if result != QUEUED:
+            entry.program.note(result)
         return entry.program, entry.channel, result
 
-    def unfinished(self, name: str) -> list[CompiledProgram]:
+    def unfinished(self, name: str) -> list[Program]:
         """Programs of a method's calls that have not ended, and are not held by a request."""
         entries = [] if name not in self._methods else self._methods[name].entries
         held = self._channels[HELD:]
         return [entry.program for entry in entries if not entry.program.ended and not held[entry.channel]]
 
-    def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
-        """Let calls on a channel with the arguments of `key` run a program."""
+    def add(self, program: Program, key: CallKey, channel: int, lengths: tuple[int, int]) -> None:
+        """Let calls on a channel with the arguments of `key`, of any length between `lengths`, run a program."""
         name = key.arguments[0]
         if name not in self._methods:
             self._methods[name] = _Method(self._channels)
-        self._methods[name].add(program, key, channel)
+        self._methods[name].add(program, key, channel, lengths)
         self.run[name] = self._methods[name].run
 
     def discard(self, program: Program) -> None:
@@ -94,35 +102,63 @@ class _Method:
 
     def __init__(self, channels: np.ndarray) -> None:
         self.entries: list[_Entry] = []
-        self.run = engine.CallTable(channels, NO_ARRAY)
+        self.run = engine_class("CallTable")(channels, NO_ARRAY)
 
-    def add(self, program: CompiledProgram, key: CallKey, channel: int) -> None:
+    def add(self, program: Program, key: CallKey, channel: int, lengths: tuple[int, int]) -> None:
         """Add a program for the arguments of a key; beyond `MAX_ENTRIES` of a channel forget the oldest one."""
         checks = [check for number, value in enumerate(key.given) for check in _checks(value, number)]
         if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks) or not key.is_current:
             return
         in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
         records = np.array([check.record(3 if in_place else 1 << check.argument) for check in checks], CHECK)
+        if program.scale is not None:
+            records["nbytes"][records["kind"] >= IS_ARRAY] = ANY
+        made = _Entry(program, channel, records, lengths, [check.refers_to for check in checks])
+        if any(entry.extends(made) for entry in self.entries):
+            self._store([entry.joined(made) for entry in self.entries])
+            return
         others = [entry for entry in self.entries if entry.channel != channel]
         alike = [entry for entry in self.entries if entry.channel == channel][1 - MAX_ENTRIES :]
-        self._store([*others, *alike, _Entry(program, channel, records, [check.refers_to for check in checks])])
+        self._store([*others, *alike, made])
 
     def discard(self, program: Program) -> None:
-        self._store([entry for entry in self.entries if entry.program.program is not program])
+        self._store([entry for entry in self.entries if entry.program is not program])
 
     def _store(self, entries: list[_Entry]) -> None:
-        rows = tuple((one.program.engine, one.checks, one.channel, one.referred) for one in entries)
+        rows = tuple((one.program.engine, one.checks, one.channel, *one.lengths, one.referred) for one in entries)
         self.run.store(())  # until the entries are these: Ctrl-C may come before
         self.entries = entries
         self.run.store(rows)
 
 
+@cache
+def _format_array(text: str) -> np.ndarray:
+    """Array of the characters of a format, and a zero."""
+    return np.frombuffer(text.encode() + b"\0", np.uint8)
+
+
 class _Entry(NamedTuple):
-    program: CompiledProgram
+    program: Program
     channel: int
     checks: np.ndarray
+    lengths: tuple[int, int]
+    """Least and most elements of calls for which a program for any length is the right one."""
+
     referred: list[Any]
     """Objects whose addresses the checks have: held, so that no others get these addresses."""
+
+    def extends(self, other: _Entry) -> bool:
+        """True if the entries differ at most in their lengths, which join."""
+        alike = self.program is other.program and self.channel == other.channel
+        joins = self.lengths[0] <= other.lengths[1] + 1 and other.lengths[0] <= self.lengths[1] + 1
+        same = len(self.checks) == len(other.checks) and bool((self.checks == other.checks).all())
+        return alike and joins and same and self.program.scale is not None
+
+    def joined(self, other: _Entry) -> _Entry:
+        """This entry with the lengths of another one too, if it `extends` that."""
+        if not self.extends(other):
+            return self
+        return self._replace(lengths=(min(self.lengths[0], other.lengths[0]), max(self.lengths[1], other.lengths[1])))
 
 
 class _Check(NamedTuple):
@@ -133,12 +169,14 @@ class _Check(NamedTuple):
     argument: int
     path: tuple[tuple[int, bool], ...]
     length: int = 0
-    array: np.ndarray | None = None
+    array: np.ndarray | memoryview | None = None
 
     @property
     def is_possible(self) -> bool:
         """False for items too deep, for arrays of counts, and for objects among them that may change their value."""
         if self.kind == IS_OBJECT and self.path and not is_constant(self.value):
+            return False
+        if self.kind == IS_BUFFER and self.array is None:
             return False
         is_buffer = self.argument < 2 and not any(index for index, _ in self.path[:1]) and len(self.path) < 2
         return len(self.path) <= MAX_DEPTH and (self.array is None or is_buffer)
@@ -147,23 +185,46 @@ class _Check(NamedTuple):
         """Values of the fields of `CHECK`."""
         path = [*self.path, *[(0, False)] * (MAX_DEPTH - len(self.path))]
         array = (0, 0, 0, 0)
-        if self.array is not None:
+        if isinstance(self.array, memoryview):
+            array = buffers, self._format.ctypes.data, self.array.ndim, self.array.nbytes
+        elif self.array is not None:
             array = buffers, id(self.array.dtype), self.array.ndim, self.array.nbytes
         return self.kind, id(self.value), self.length, *array, self.argument, len(self.path), path
 
     @property
     def refers_to(self) -> Any:
         """Objects whose addresses are in the words."""
+        if isinstance(self.array, memoryview):
+            return self.value, self._format
         return self.value, None if self.array is None else self.array.dtype
+
+    @property
+    def _format(self) -> np.ndarray:
+        """Format of a buffer, as the engine compares it; the same array for equal ones."""
+        assert isinstance(self.array, memoryview), "arrays have a dtype"
+        return _format_array(self.array.format or "B")
 
 
 def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) -> Iterator[_Check]:
     kind = type(value)
-    if kind is np.ndarray:
+    if isinstance(value, np.ndarray):
         yield _Check(IS_ARRAY, kind, argument, path, array=value)
     elif kind is list or kind is tuple:
         yield _Check(IS_SEQUENCE, kind, argument, path, len(value))
         for index, item in enumerate(value):
             yield from _checks(item, argument, (*path, (index, kind is list)))
+    elif is_handle(value):
+        yield _Check(IS_HANDLE, value, argument, path)
+    elif argument < 2 and not path[1:] and not is_constant(value) and value is not MPI.IN_PLACE:
+        yield _Check(IS_BUFFER, kind, argument, path, array=_view(value))
     else:
         yield _Check(IS_OBJECT, value, argument, path)
+
+
+def _view(value: Any) -> memoryview | None:
+    """Memory of an object by the buffer protocol; None if it has none."""
+    try:
+        memory = memoryview(value)
+    except TypeError:
+        return None
+    return memory if memory.contiguous and memory.format is not None else None

@@ -12,7 +12,8 @@ from collectives.buffers.staging import with_own_datatype
 from collectives.engine.instructions import TARGET
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Call
-from collectives.runtime.program import ElementArray, Program, Task
+from collectives.runtime.program import Program, call_rounds
+from collectives.runtime.program_memory import ElementArray, Task
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
@@ -86,4 +87,4 @@ def bind_after_exchange(
     exchanged = Wait(finish_exchange, lambda: bool(bound) or exchange.program.advance())
     finished = Wait(lambda: bound[0].finish(), lambda: bound[0].advance())
     steps = start_exchange, exchanged, start, finished
-    return Program(steps, exchange.program.wire, exchange.known.nbytes, exchange.program.memories, stream)
+    return Program(call_rounds(steps), exchange.program.wire, exchange.known.nbytes, exchange.program.memories, stream)

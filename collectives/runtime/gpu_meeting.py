@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import Mismatch
-from collectives.runtime.program import Program
-from collectives.transport.exchange import Stream
+from collectives.runtime.program import Program, call_rounds
 from collectives.transport.gpu_channel import ON_HOST, GpuChannel
-from collectives.transport.wire import Iovec, Wire
+from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 
 Bind = Callable[[], Program]
 
 
-class _NoMessages(Wire):
-    """Transport of a program without messages, which uses the meetings of its channel; it frees inner programs."""
+class _MeetingWire(NoMessages):
+    """Transport of a program that uses the meetings of its channel; it frees inner programs."""
 
     in_mailboxes = True
 
     def __init__(self, steps: MeetingSteps) -> None:
         self._steps = steps
-
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        raise TypeError("a meeting sends no messages")
-
-    receive = send
-
-    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        return []
-
-    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        return []
 
     def free(self) -> None:
         for program in self._steps.inner.values():
@@ -44,15 +31,9 @@ class _NoMessages(Wire):
 
 def counted(program: Program, channel: GpuChannel) -> Program:
     """Let a program for the host count its calls, so that ranks with arrays on the GPU do not wait for this one."""
-    if program.exchanges:
-        stream = Stream()
-        stream.add(channel.count)
-        program.exchanges[0].prepend(stream)
-    else:
-        program.steps = channel.count, *program.steps
-        program.calls, program.tests = (channel.count, *program.calls), (None, *program.tests)
-        program.begins = tuple((index, position + 1) for index, position in program.begins)
-        program.on_arrays = None  # it would run without the first call
+    program.rounds.insert(0, [[channel.count]])
+    program.begins = tuple((index, position + 1) for index, position in program.begins)
+    program.runs_native = None  # it would run without the first round
     return program
 
 
@@ -108,7 +89,7 @@ class MeetingSteps:
 
 def meeting_program(steps: MeetingSteps, first: Sequence[Callable[[], object]], device: DeviceMemory) -> Program:
     """Program of a meeting; `first` runs before it."""
-    return Program([*first, Wait(steps.wait, steps.test)], _NoMessages(steps), 0, (), device)
+    return Program(call_rounds([*first, Wait(steps.wait, steps.test)]), _MeetingWire(steps), stream=device)
 
 
 class _PeerCall(MeetingSteps):

@@ -7,7 +7,6 @@ from functools import partial
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import binding
-from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL
 from collectives.runtime.gpu_meeting import counted, peer_program
@@ -59,6 +58,10 @@ class GpuProgramBuilder(ProgramBuilder):
         on_device = partial(bind, call._replace(combine=kernel), choice, form, device, (), channel, shared)
         return peer_program(call.collective, meetings, mark, device, first, (on_device, on_host))
 
-    def bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
-        eager, meetings = super().bind_eager(call, choice), self._transports.gpu_channel(BLOCKING_CHANNEL)
-        return eager if meetings is None else eager._replace(program=counted(eager.program, meetings))
+    def bind_any_length(
+        self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, short: bool
+    ) -> Program | None:
+        program, meetings = super().bind_any_length(call, choice, form, channel, short), None
+        if program is not None:
+            meetings = self._transports.gpu_channel(channel)
+        return program if program is None or meetings is None else counted(program, meetings)

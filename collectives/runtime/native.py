@@ -14,10 +14,11 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument
 from collectives.runtime.binding import overlaps
 from collectives.runtime.call import Blocks, Call
-from collectives.runtime.program import ElementArray, Program
+from collectives.runtime.program import Local, Program, call_rounds
+from collectives.runtime.program_memory import ElementArray
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import Form
-from collectives.transport.mpi_transport import PersistentTransport
+from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 
 METHODS = {
@@ -132,14 +133,24 @@ def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], 
     return run
 
 
+class _OwnRequest(NoMessages):
+    """Transport of a program of the MPI's own collective, which owns its persistent request."""
+
+    request: MPI.Prequest | None = None
+
+    def free(self) -> None:
+        if self.request is not None:
+            self.request.Free()
+
+
 def program(
     comm: MPI.Intracomm,
     call: Call,
     form: Form,
     source: np.ndarray,
     target: np.ndarray,
-    first: Sequence[Callable[[], object] | Wait] = (),
-    last: Sequence[Callable[[], object] | Wait] = (),
+    first: Sequence[Local] = (),
+    last: Sequence[Local] = (),
 ) -> Program:
     """Program that calls mpi4py's method on these dense arrays; raises if `form` is persistent and the MPI lacks it.
 
@@ -147,22 +158,21 @@ def program(
     """
     method = METHODS[call.collective][call.v_form]
     positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
-    wire = PersistentTransport(comm, 0)  # without messages
-    middle: list[Callable[[], object] | Wait]
+    wire = _OwnRequest()
+    middle: list[Local]
     if form == "blocking":
         middle = [partial(getattr(comm, method), *positional)]
     elif form == "persistent":
-        request = _persistent(comm, method, positional)
-        wire.own(request)
+        request = wire.request = _persistent(comm, method, positional)
         middle = [request.Start, Wait(request.Wait, request.Test)]
     else:
         begin, begun = partial(getattr(comm, f"I{method.lower()}"), *positional), [MPI.REQUEST_NULL]
         middle = [lambda: begun.__setitem__(0, begin()), Wait(lambda: begun[0].Wait(), lambda: begun[0].Test())]
     memories = [ElementArray(array, MPI.Get_address(array)) for array in (source, target)]
-    bound = Program([*first, *middle, *last], wire, 0, memories)
-    bound.waits_in_mpi, bound.prefers_finish = form == "blocking", True
+    bound = Program(call_rounds([*first, *middle, *last]), wire, memories=memories)
+    bound.waits_in_mpi = form == "blocking"
     if form == "blocking" and not first and not last and not call.v_form:
-        bound.on_arrays = _on_arrays(getattr(comm, method), call)
+        bound.runs_native = _on_arrays(getattr(comm, method), call)
     return bound
 
 

@@ -6,18 +6,19 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.engine.instructions import DONE, HAS_THREAD, REFUSED, WAITING
-from collectives.runtime.compiled_program import CompiledProgram
-from collectives.runtime.program import Program
+from collectives.runtime.program import Placement, Program
 from collectives.runtime.progress import (
+    ProgramOwner,
     active_requests,
     contains,
     discard,
     lone_requests,
     mpi_is_thread_safe,
+    orphans,
     progress_lock,
     progress_thread,
     progress_words,
@@ -27,17 +28,6 @@ from collectives.runtime.progress import (
 def _open() -> bool:
     """Gate of an operation that need not wait."""
     return True
-
-
-orphans: list[object] = []
-"""Aborted requests and calls of all communicators: peers may still read and write their memory, up to the exit."""
-
-
-class ProgramOwner(Protocol):
-    """Interface of what made an operation."""
-
-    def release(self, operation: Any) -> None:
-        """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
 
 
 class Operation:
@@ -75,6 +65,12 @@ class Operation:
     tag: int | None = None
     """MPI tag of the messages between nodes of a non-blocking call."""
 
+    placement: Placement = (), 0
+    """Addresses of the call's memories, and its length, for `Program.place` before the start."""
+
+    is_queued = False
+    """Waits for the calls before on its channel."""
+
     holds_program = True
     """Its program may still run, in the thread that waits for it if it is not active."""
 
@@ -92,14 +88,13 @@ class Operation:
     _context: Callable[[], AbstractContextManager[None]] | None = None
     _gate: Callable[[], bool] | None = None
     _broken = False
-
     _active = _startable = False
     """Active, or an idle persistent request, and managed by Python; not while compiled code manages it."""
 
     def __init__(
         self,
         name: str,
-        program: Program | CompiledProgram,
+        program: Program,
         owner: ProgramOwner,
         memory: object,
         persistent: bool = False,
@@ -114,7 +109,7 @@ class Operation:
     @property
     def active(self) -> bool:
         """True between start and completion."""
-        return self._active or self.program.runs_for(self)
+        return self._active or self.is_queued or self.program.engine.runs_for(self)
 
     @property
     def is_done(self) -> bool:
@@ -153,9 +148,16 @@ class Operation:
         if self.program.deferred:
             progress_thread.wake()
 
-    def resume(self, program: Program | CompiledProgram) -> None:
+    def start_on(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Start the program on arrays that it accepts."""
+        if self.program.start_on(sendbuf, recvbuf) == DONE:
+            self._end()
+        else:
+            self.resume(self.program)
+
+    def resume(self, program: Program) -> None:
         """Activate the request of a `program` that `start_on` has started; compiled code goes on with it, if it can."""
-        result = program.activate_for(self) if mpi_is_thread_safe() and not program.deferred else REFUSED
+        result = program.engine.activate(self) if mpi_is_thread_safe() and not program.deferred else REFUSED
         if result == REFUSED:
             with progress_lock:
                 self.activate()
@@ -170,8 +172,9 @@ class Operation:
         if self._gate is None:  # a frame that has interrupted this one has started the program
             return False
         self._gate = None
-        if self.tag is not None and isinstance(self.program, Program):
-            self.program.wire.use_tag(self.tag)
+        if self.tag is not None:
+            self.program.use_tag(self.tag)
+        self.program.place(*self.placement)
         return self.program.start()
 
     def _run_step(self, step: Callable[[], bool]) -> bool:
@@ -194,11 +197,11 @@ class Operation:
     def _go_on(self) -> bool:
         """Advance the program; True if it has ended."""
         program = self.program
-        if program.is_reentrant:
-            return bool(self._do(program.advance))
-        return not program.is_waiting and self._run_step(program.advance)
+        return bool(self._do(program.advance)) if program.is_reentrant else self._run_step(program.advance)
 
     def _advance(self) -> None:
+        if self.is_queued:
+            return
         if not self._active:
             self._advance_compiled()
         elif self._running or self._ending or (self.in_thread and not progress_thread.is_current):
@@ -214,7 +217,7 @@ class Operation:
     def _advance_compiled(self) -> None:
         """Advance the request if compiled code manages it."""
         try:
-            result = self.program.end_for(self)
+            result = self.program.engine.end(self)
         except BaseException:
             self._complete_if_ended()
             raise
@@ -230,10 +233,10 @@ class Operation:
             self._go_on()
 
     @property
-    def portioned(self) -> CompiledProgram | None:
+    def portioned(self) -> Program | None:
         """The program if the progress thread can run it now without locks: a compiled one of long messages."""
         program = self.program
-        return program if self._runs and program.deferred and isinstance(program, CompiledProgram) else None
+        return program if self._runs and program.deferred and program.is_compiled else None
 
     @property
     def _runs(self) -> bool:
@@ -241,7 +244,7 @@ class Operation:
         begun = self._active and self._gate is None and self.holds_program
         return begun and not (self.in_thread or self._broken or self._running or self._ending)
 
-    def _note(self, program: CompiledProgram, result: int) -> None:
+    def _note(self, program: Program, result: int) -> None:
         """Take note of the result of a portion of `program`, which the progress thread has run."""
         self.in_thread = False
         self._do(partial(program.note, result))
@@ -325,23 +328,23 @@ class Operation:
         """
         with progress_lock:
             ended = self.holds_program and not (self.persistent or self.active or self._is_lone)
-            if ended and isinstance(self.program, CompiledProgram):
+            if ended and self.program.is_compiled:
                 self._end()
 
     def _hand_over(self) -> None:
         """Let compiled code manage a persistent request just started, if it can; the caller holds `progress_lock`."""
         program = self.program
-        if isinstance(program, CompiledProgram) and not program.deferred and mpi_is_thread_safe():
-            program.manage(self, self._active)
+        if program.is_compiled and not program.deferred and mpi_is_thread_safe():
+            program.engine.manage(self, self._active)
             self._active = self._startable = False
 
     def take_back(self) -> None:
         """Manage the request in Python from now on; the caller holds `progress_lock`."""
-        if self.program.runs_for(self):
+        if self.program.engine.runs_for(self):
             self._active = True  # no thread may see it inactive in between
         elif not self.program.is_startable:
             return
-        if self.program.take_back(self) == DONE:
+        if self.program.engine.take_back(self) == DONE:
             self._startable = True
         if self._active and not contains(active_requests, self):  # it has ended in between
             self._active = False

@@ -47,31 +47,17 @@ class Combiner:
 
     ``bind(left, right, out)`` returns a call without arguments that combines these 1-D views of equal length, with the
     `dtype` given to `combine`, or of the packed elements' bytes (uint8) where it was None. `out` may be `left` or
-    `right` or other memory, but may not overlap in part. If it does not commute, ranks are combined in order. `ufunc`
-    is NumPy's function, if there is one.
+    `right` or other memory, but may not overlap in part. If it does not commute, ranks are combined in order.
+    ``function(left, right, out=out)`` does the same at once, if there is one, and `ufunc` is NumPy's function for it.
     """
 
     bind: Bind
     commutative: bool
     ufunc: Callable[..., Any] | None = None
+    function: Callable[..., Any] | None = None
 
     def __call__(self, left: Vector, right: Vector, out: Vector) -> None:
         self.bind(left, right, out)()
-
-
-class SidedReduction(NamedTuple):
-    """Reduction of incoming data with own data, which are the left operand if `mine_first`."""
-
-    combiner: Combiner
-    mine_first: bool
-
-    @property
-    def ufunc(self) -> Callable[..., Any] | None:
-        return self.combiner.ufunc
-
-    def __call__(self, incoming: Any, mine: Any, out: Any) -> Callable[[], object]:
-        left, right = (mine, incoming) if self.mine_first else (incoming, mine)
-        return self.combiner.bind(left, right, out)
 
 
 class _OpRule(NamedTuple):
@@ -128,7 +114,7 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
         # NumPy 2.4 deprecates the third position of maximum and minimum; elsewhere it saves 0.2 us a call.
         bind = _bind_by_keyword if ufunc in (np.maximum, np.minimum) else partial
         reproducible = ReproducibleFunction.of(ufunc, dtype)
-        return Combiner(reproducible.bind if reproducible else partial(bind, ufunc), True, ufunc)
+        return Combiner(reproducible.bind if reproducible else partial(bind, ufunc), True, ufunc, reproducible or ufunc)
     return Combiner(_local(op, dtype, datatype), is_commutative(op))
 
 

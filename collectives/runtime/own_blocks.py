@@ -5,7 +5,7 @@ from functools import partial
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.call import Call
-from collectives.runtime.program import Program
+from collectives.runtime.program import Program, call_rounds
 from collectives.transport.wire import Wire
 
 
@@ -16,8 +16,8 @@ def own_blocks_program(call: Call, device: DeviceMemory, wire: Wire, first: Iter
     """
     copies = list(_copies(call, device))
     if not copies:
-        return Program([], wire, 0, ())
-    return Program([*first, *copies, device.join], wire, 0, (), device)
+        return Program([], wire)
+    return Program(call_rounds([*first, *copies, device.join]), wire, stream=device)
 
 
 def _copies(call: Call, device: DeviceMemory) -> Iterable[Callable[[], object]]:

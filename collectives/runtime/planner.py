@@ -1,7 +1,4 @@
-"""Planner: chooses the algorithm of a call, binds it to a program and runs it, for calls of all forms.
-
-Small blocking calls are copied through eager buffers; larger ones are bound to the user's memory without extra copies.
-"""
+"""Planner: chooses the algorithm of a call, binds it to a program and runs it, for calls of all forms."""
 
 import weakref
 from collections import deque
@@ -11,16 +8,17 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.engine.instructions import DONE, HELD, REFUSED, STARTED
+from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import DONE, HELD, QUEUED, REFUSED, STARTED
 from collectives.errors import Mismatch, OutOfMemory
 from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
-from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
-from collectives.runtime.binding import EagerBuffers
+from collectives.runtime.any_length import key_of, lengths_of_class
+from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, held, key_fields
 from collectives.runtime.call import Call, call_device
+from collectives.runtime.channel_queue import ChannelQueue
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
-from collectives.runtime.compiled_program import CompiledProgram, compile_program
 from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
 from collectives.runtime.desync_check import DesyncChecker
 from collectives.runtime.gpu_program_builder import GpuProgramBuilder
@@ -36,9 +34,9 @@ from collectives.runtime.progress import (
     progress_until,
     run_program,
 )
-from collectives.runtime.requests import Request, after
-from collectives.selection.timing_table import NATIVE, AlgorithmChoice
-from collectives.transport.mailbox import NONBLOCKING
+from collectives.runtime.requests import Request
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
+from collectives.transport.mailbox_layout import NONBLOCKING
 
 
 class Planner:
@@ -46,8 +44,7 @@ class Planner:
 
     That is used for nothing else, so that its messages never match the user's. `cache` holds the programs of blocking
     calls, `nonblocking` those of non-blocking ones. In debug mode `checker` compares the calls of all ranks. With
-    `async_progress`, programs of long messages within the node are begun and advanced by the progress thread; they are
-    compiled at once, where that is possible.
+    `async_progress`, programs of long messages within the node are begun and advanced by the progress thread.
     """
 
     def __init__(
@@ -66,10 +63,12 @@ class Planner:
         self._is_broken = False  # a persistent request was aborted
         self.nonblocking = ProgramCache(self.rank, transports.nonblocking)
         self._turns = transports.nonblocking.data  # the same memory, which Python reads faster
-        self._latest: list[Request | None] = [None] * NONBLOCKING  # the last non-blocking call on each channel
+        self._channel_queues = [
+            ChannelQueue(turn, self._turns, self.nonblocking.check_in_step) for turn in range(NONBLOCKING)
+        ]
         self._count_exchanges: dict[Hashable, CountExchange] = {}
         self._persistent: weakref.WeakSet[Request] = weakref.WeakSet()
-        self._finalized: deque[tuple[Program | CompiledProgram, int | None]] = deque()  # finalizers append at any time
+        self._finalized: deque[tuple[Program, int | None]] = deque()  # finalizers append at any time
         self._channels = ChannelAllocator(self.comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
@@ -96,24 +95,55 @@ class Planner:
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
         call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
-        if device is None and binding.needs_staging(call):  # anew in every call
+        if device is None and binding.is_bound_anew(call, choice):
             program = self._builder.bind(call, choice, "blocking")
             with self.cache.poisoning(call, program):
                 run_program(program)
             program.free()
             return
-        small = device is None and binding.fits_eager_buffers(call)
-        key = binding.program_key(call, choice, not small, device)
-        build, entry = self._builder, self.cache.bound.get(key)
-        if entry is None:
-            entry = build.bind_eager(call, choice) if small else build.bind(call, choice, "blocking", device)
-            self.cache.add(key, entry)
-        if isinstance(entry, Program) and entry.stream is not None:
-            entry.stream.follow(*(buffer.owner for buffer in call.buffers))
-        run = entry.on_call(call) if isinstance(entry, EagerBuffers) else partial(run_program, entry.program)
-        with self.cache.poisoning(call, entry.program):
-            run()
-        self.cache.store(cache_key, key, call)
+        key, bound, lengths = self._find(self.cache, call, choice, "blocking", algorithm, cache_key, device)
+        if bound is None:
+            bound = self._builder.bind(call, choice, "blocking", device)
+            self.cache.add(key, bound)
+        if bound.stream is not None:
+            bound.stream.follow(*(buffer.owner for buffer in call.buffers))
+        elif bound.relocatable:
+            bound.place(binding.memories(call), call.lengths[0])
+        with self.cache.poisoning(call, bound):
+            run_program(bound)
+        self.cache.store(cache_key, key, call, lengths=lengths)
+
+    def _find(
+        self,
+        cache: ProgramCache,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        algorithm: Any,
+        cache_key: CallKey,
+        device: DeviceMemory | None,
+        channel: int = BLOCKING_CHANNEL,
+    ) -> tuple[Hashable, Program | None, tuple[int, int]]:
+        """Key of a call's program, the program, and the lengths of calls that may use it; binds one for any length."""
+        fixed = device is not None or choice.algorithm == NATIVE
+        for short in (True, False) if not fixed and cache_key.suits_any_length(call.lengths[0]) else ():
+            key = key_of(call, choice)
+            if key is None or (key := (key, short, channel)) in cache.fixed:
+                continue
+            bound = cache.bound.get(key) or self._builder.bind_any_length(call, choice, form, channel, short)
+            if bound is None or bound.scale is None:
+                cache.fixed.add(key)
+                continue
+            if key not in cache.bound:
+                cache.add(key, bound, self._active())
+            least, most = bound.scale.least, bound.scale.most
+            if least <= call.lengths[0] <= most:
+                if algorithm == "auto":
+                    low, high = lengths_of_class(call.nbytes, call.nbytes // call.lengths[0])
+                    least, most = max(least, low), min(most, high)
+                return key, bound, (least, most)
+        key = binding.program_key(call, choice, fixed, device, cache_key.offsets(binding.memories(call))), channel
+        return key, cache.bound.get(key), (0, 0)
 
     def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`.
@@ -122,34 +152,41 @@ class Planner:
         """
         if found != REFUSED:
             program, turn, result = self.nonblocking.compiled_calls.started(name, found)
-            return ended_request() if result == DONE else self._request(name, program, turn, sendbuf, recvbuf)
+            if result == DONE:
+                return ended_request()
+            return self._request(name, program, turn, result, sendbuf, recvbuf)
         with self.nonblocking.beginning():
             return self._start_found(name, sendbuf, recvbuf, *others)
 
     def _start_found(self, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
         turn = self._turn
-        if self._turns[HELD + turn]:
-            return UNCACHEABLE
         cached = self.nonblocking.find(turn, name, sendbuf, recvbuf, *others)
         if isinstance(cached, CallKey):
             return cached
+        call, s, r = cached
+        program, is_held = call.program, self._turns[HELD + turn] > 0
+        if is_held and not program.engine.accepts(s, r):
+            return UNCACHEABLE
         self._turns[STARTED] += 1
         with progress_lock:
-            program, result = cached[0].program, self.nonblocking.run(name, *cached)
+            result = QUEUED if is_held else self.nonblocking.run(name, *cached)
         if result == REFUSED:
             self._turns[STARTED] -= 1
             return UNCACHEABLE
-        return ended_request() if result == DONE else self._request(name, program, turn, sendbuf, recvbuf)
+        return ended_request() if result == DONE else self._request(name, program, turn, result, sendbuf, recvbuf)
 
-    def _request(self, name: str, program: Program | CompiledProgram, turn: int, sendbuf: Any, recvbuf: Any) -> Request:
-        """Create the request of a call that has started."""
-        try:  # in a list, the user may replace the array
-            sent = sendbuf[0] if type(sendbuf) is list else sendbuf
-            received = recvbuf[0] if type(recvbuf) is list else recvbuf
-            with progress_lock, self.nonblocking.beginning():  # `after` must not take it for one that has ended
+    def _request(self, name: str, program: Program, turn: int, result: int, sendbuf: Any, recvbuf: Any) -> Request:
+        """Create the request of a call that has started, or waits for its channel."""
+        try:
+            sent, received = held(sendbuf), held(recvbuf)
+            with progress_lock, self.nonblocking.beginning():  # no other call may take the channel meanwhile
                 request = new_request(name, program, self, (sent, received))
-                self._hold_channel(request, turn)
-                request.resume(program)
+                if result == QUEUED:
+                    arrays = key_fields(name, sent, received, MPI.SUM, 0, "", None)[1:]
+                    self._channel_queues[turn].add(request, partial(request.start_on, *arrays))
+                else:
+                    self._channel_queues[turn].hold(request)
+                    request.resume(program)
         except BaseException as error:
             self.nonblocking.poison(name, error, program, sendbuf, recvbuf)
             raise
@@ -160,16 +197,11 @@ class Planner:
         """Channel of the next non-blocking call, among those for such calls."""
         return self._turns[STARTED] % NONBLOCKING
 
-    def _hold_channel(self, request: Request, turn: int) -> None:
-        """Let no other call start on a channel until `release` of this request."""
-        request.channel, self._latest[turn] = turn, request
-        self._turns[HELD + turn] += 1
-
     def begin(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> Request:
         """Start a non-blocking call and return its request.
 
-        Calls take the mailbox channels in turn. A call waits for the one before on its channel to end, and in debug
-        mode until all ranks have made it, before its first message leaves.
+        Calls take the mailbox channels in turn, and wait in the queue of their channel. In debug mode a call also waits
+        until all ranks have made it, before its first message leaves.
         """
         choice = self.chooser.choose(call, algorithm, segments, "nonblocking")
         with (
@@ -181,34 +213,36 @@ class Planner:
             gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
             turn = self._turn
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
-            reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
-            key = (binding.program_key(call, choice, True, device), turn) if reusable else None
+            is_bound_anew = needs_counts(call, choice) or (device is None and binding.is_bound_anew(call, choice))
+            reusable = not is_bound_anew
+            key, program, lengths, channel = None, None, (0, 0), FIRST_NONBLOCKING + turn
+            if reusable:
+                key, program, lengths = self._find(
+                    self.nonblocking, call, choice, "nonblocking", algorithm, cache_key, device, channel
+                )
             if self.nonblocking.is_busy(key, self._active):
-                key, reusable = None, False
-            program = self.nonblocking.bound.get(key)
+                key, program, reusable = None, None, False
             if program is None:
                 binding.check_no_overlap(call)
-                program = self._builder.bind(call, choice, "nonblocking", device, channel=FIRST_NONBLOCKING + turn)
+                program = self._builder.bind(call, choice, "nonblocking", device, channel=channel)
                 if reusable:
-                    program = (compile_program(program) or program) if program.deferred else program
                     self.nonblocking.add(key, program, self._active())
             if reusable:
-                self.nonblocking.store(cache_key, key, call, turn)
-            bound = program.program
-            if bound.stream is not None:
-                bound.stream.follow(*(buffer.owner for buffer in call.buffers))
+                self.nonblocking.store(cache_key, key, call, turn, lengths)
+            if program.stream is not None:
+                program.stream.follow(*(buffer.owner for buffer in call.buffers))
             request = new_request(call.collective, program, self, call)
             request.owns_program, request.device = not reusable, call_device(call)
+            if reusable and program.relocatable:
+                request.placement = binding.memories(call), call.lengths[0]
             try:
-                if bound.wire.in_mailboxes:
-                    before = self._latest[turn]
-                    self._hold_channel(request, turn)
-                    if before is not None and before.holds_program:
-                        gate = after(before, gate)
                 if self._checker is not None and choice.algorithm == NATIVE:
                     gate = self._checker.in_order(request, gate)
                 request.tag = self.transports.consume_tag()  # after validation: tags are numbered alike on all ranks
-                request.begin(gate)
+                if not program.wire.in_mailboxes:
+                    request.begin(gate)
+                else:
+                    self._channel_queues[turn].add(request, partial(request.begin, gate))
             except BaseException as error:
                 if request.holds_program and not request.active:  # not even begun
                     self.nonblocking.poison(call.collective, error, request.program, call)
@@ -227,6 +261,9 @@ class Planner:
         if self.node is not None and choice.algorithm != NATIVE:
             self._free_finalized()
             channel = self._channels.take()
+            if channel is not None and not self.transports.reserve(channel):
+                self._channels.give_back(channel)
+                channel = None
         call, device = self._builder.on_device(call, choice, channel, algorithm == "auto")
         first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
         bound: Program | OutOfMemory
@@ -241,10 +278,9 @@ class Planner:
                 self._channels.give_back(channel)
             gather_or_raise(self.comm, None if isinstance(bound, Program) else bound)
         assert isinstance(bound, Program), "no rank lacks memory"
-        program = compile_program(bound) or bound
-        request = Request(call.collective, program, self, call, persistent=True)
+        request = Request(call.collective, bound, self, call, persistent=True)
         request.channel, request.device = channel, call_device(call)
-        request.finalizer = weakref.finalize(request, self._finalized.append, (program, channel))
+        request.finalizer = weakref.finalize(request, self._finalized.append, (bound, channel))
         request.finalizer.atexit = False
         with progress_lock:
             self._persistent.add(request)
@@ -255,7 +291,7 @@ class Planner:
         while self._finalized:
             self._free_program(*self._finalized.popleft())
 
-    def _free_program(self, program: Program | CompiledProgram, channel: int | None) -> None:
+    def _free_program(self, program: Program, channel: int | None) -> None:
         if program.broken:  # its messages may still be active
             self._is_broken = True
             return
@@ -286,7 +322,7 @@ class Planner:
 
         Returns the error of a message that a call has left unread.
         """
-        is_broken = self._is_broken or self.cache.broken or self.nonblocking.broken
+        is_broken = bool(self._is_broken or self.cache.broken or self.nonblocking.broken)
         unread = None if is_broken else self.transports.leave()
         self.cache.free()
         self.nonblocking.free()
@@ -295,7 +331,7 @@ class Planner:
         self._lapse_idle()
         self._free_finalized()
         self._persistent.clear()
-        self.transports.free()
+        self.transports.free(is_broken)
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
         if not (unread or self._is_broken or self.cache.broken or self.nonblocking.broken):
             self.comm.Free()
@@ -307,7 +343,8 @@ class Planner:
             return len(self._active())
 
     def _active(self) -> list[Operation]:
-        return [request for request in (*active_requests, *lone_requests) if request.owner is self]
+        queued = (request for queue in self._channel_queues for request, _ in queue.waiting)
+        return [*(request for request in (*active_requests, *lone_requests) if request.owner is self), *queued]
 
     # -------------------------------------------------------------------------------- binding and recycling
 
@@ -336,7 +373,7 @@ class Planner:
             return
         if request.channel is not None:
             with progress_lock:
-                self._turns[HELD + request.channel] -= 1
+                self._channel_queues[request.channel].release(request)
         if program.broken:
             self.nonblocking.poison(request.name, request.error, program)
         elif request.owns_program:

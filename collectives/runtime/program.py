@@ -1,225 +1,348 @@
-"""A program: one collective call bound to memory and a transport, as a flat list of function calls.
+"""A program: one collective call bound to memories and a transport, and the engine that runs its rows.
 
-A blocking collective runs through the list; for a non-blocking one the position in the list, and in the
-streams of an exchange, is the whole state.
+The position in each stream of the current round is the whole state of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.engine.instructions import DONE, LINE, REFUSED, WAITING
-from collectives.schedule.chunks import MemorySpan
-from collectives.schedule.steps import Schedule
-from collectives.transport.exchange import Exchange
+from collectives.engine.assembly import Instruction, Rounds, Rows, assemble, calling, flat, new_bases
+from collectives.engine.extension import available, engine_class
+from collectives.engine.fence import is_ordered
+from collectives.engine.instructions import (
+    DONE,
+    IGNORED,
+    MISMATCH,
+    REFUSED,
+    SCRATCH,
+    SOURCE,
+    TARGET,
+    WAITING,
+    Kind,
+)
+from collectives.runtime.program_memory import ElementArray
+from collectives.runtime.progress import active_requests, progress_until
 from collectives.transport.wire import Wire
 from collectives.types import Wait
 
-START_POLLS = 8
-"""Polls of the start of a non-blocking call: some 3 us, less than a pending request costs."""
+if TYPE_CHECKING:
+    from collectives.runtime.any_length import Scale
 
-POLLS = 500
-"""Polls of a wait, some 200 us, before other requests progress."""
+YIELDS = 16
+"""Polls of the engine, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
 
+FASTER = 8
+"""Polls of the compiled engine in the time of one of the interpreter."""
 
-class Task(NamedTuple):
-    """One rank's part of a call: its schedule, and lengths and locations of chunks, before binding to memory.
+START_POLLS = 100
+"""Polls of the start of a non-blocking call: about 5 us, as much as a pending request costs."""
 
-    `source` and `target` are the initial locations of the rank's chunks and the final locations of its results.
-    Messages longer than `segment` bytes, the same on all ranks, are cut, so that one segment is reduced while the next
-    arrives, and few are in the network at once; 0: never cut.
-    """
+POLLED_BYTES, AWAITED_BYTES = 1 << 9, 1 << 19
+"""Bytes of its longest message per further poll, up to the second: a peer copies about as many in that time."""
 
-    schedule: Schedule
-    lengths: Sequence[int]
-    source: Mapping[int, MemorySpan]
-    target: Mapping[int, MemorySpan]
-    itemsize: int
-    segment: int = 0
+NETWORK_POLLS = 400
+"""Most polls of the engine while it waits for messages between nodes: some 200 us."""
 
-
-class ElementArray(NamedTuple):
-    """A 1-D array, on the host or a device, and its memory address."""
-
-    array: Any
-    address: int
-
-    @classmethod
-    def allocate(cls, count: int, dtype: Any, xp: Any = np) -> ElementArray:
-        array = xp.empty(count, dtype)
-        return cls(array, _address(array))
+PATIENT_POLLS = 200
+"""Polls between two sleeps of the progress thread: some 10 us."""
 
 
-SHARED_SCRATCH = 1 << 25
-"""Most bytes that programs share as scratch memory."""
+class _Waiting:
+    """Function of a CALL that tests pending work, or waits for it if its program `blocks`."""
+
+    blocks = False
+
+    def __init__(self, work: Wait) -> None:
+        self._work = work
+
+    def __call__(self) -> bool:
+        if self.blocks:
+            self._work.wait()
+        return self.blocks or bool(self._work.test())
 
 
-class ScratchMemory:
-    """Scratch memory of host programs of which only one runs at a time, as those of blocking calls: all use the same.
-
-    A program that needs more than `SHARED_SCRATCH` has memory of its own.
-    """
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-
-    def arrays(self, counts: Sequence[int], dtype: np.dtype[Any]) -> tuple[list[ElementArray], int]:
-        """Arrays of so many elements, apart from each other, and the bytes that no other program uses."""
-        sizes = [count * dtype.itemsize for count in counts]
-        ends = list(accumulate(size + -size % LINE for size in sizes))
-        if ends[-1] > SHARED_SCRATCH:
-            return [ElementArray.allocate(count, dtype) for count in counts], sum(sizes)
-        if ends[-1] > len(self._bytes):  # programs that exist keep the smaller one
-            self._bytes = np.empty(min(max(ends[-1], 2 * len(self._bytes)), SHARED_SCRATCH) + LINE, np.uint8)
-            skipped = -_address(self._bytes) % LINE
-            self._bytes = self._bytes[skipped : len(self._bytes) - LINE + skipped]
-        arrays = [self._bytes[end - size - -size % LINE :][:size].view(dtype) for end, size in zip(ends, sizes)]
-        return [ElementArray(array, _address(array)) for array in arrays], 0
+Local = Instruction | Callable[[], object] | Wait
+"""Local work: an instruction, a function, or pending work."""
 
 
-def _address(array: Any) -> int:
-    if isinstance(array, np.ndarray):
-        return int(array.ctypes.data)
-    return int(array.__cuda_array_interface__["data"][0])
+Placement = tuple[Sequence[int | None], int]
+"""Addresses of a call's memories, and its length; see `Program.place`."""
+
+
+def stepping(step: Local) -> Instruction:
+    """Instruction of a step."""
+    if isinstance(step, Instruction):
+        return step
+    return calling(_Waiting(step) if isinstance(step, Wait) else step)
+
+
+def call_rounds(steps: Sequence[Local]) -> Rounds:
+    """Rounds of a program that does these steps one after the other."""
+    return [[list(map(stepping, steps))]]
 
 
 class Program:
-    """A schedule bound to memory and a transport: `run` executes it at once, `start` and `advance` without blocking.
+    """A call bound to memories and a transport: `run` executes it at once, `start` and `advance` without blocking.
 
     Attributes
     ----------
-    calls, tests
-        All calls in order; for each call that is a wait its test, None for all others.
+    rounds
+        The instructions, of rounds and streams; they may be changed before the first run.
     begins
-        Non-empty rounds and their first index in `calls`.
-    position
-        Index of the next call; the number of calls once the program has ended, until it is started again.
-    nbytes
-        Scratch memory that no other program uses.
+        Rounds of the schedule that are not empty, and the number of the first round of each in `rounds`.
+    nbytes, places
+        Scratch memory that no other program uses; and the memories of the user's send and receive buffer.
     stream
         In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
-    on_arrays
-        ``on_arrays(sendbuf, recvbuf)`` runs the whole program on other arrays of the same lengths and types, and
-        returns False if they are not; None if it cannot.
-    steps
-        The calls, and pairs of wait and test, that the program was made from.
-    exchanges
-        Exchanges, if the program consists of these alone; else None.
-    memories
-        The memories that the program is bound to.
     broken
         A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
+    relocatable
+        `place` and `start_on` let it run on other arrays than those that it was bound to.
     deferred
         `start` runs nothing: the progress thread begins the work, or the first `advance`.
-    prefers_finish
-        `finish` is faster than repeated `advance`, as for a collective of the MPI, which may need many polls.
-    is_reentrant
-        `advance` and `finish` may interrupt each other at any point, in signal handlers and finalizers.
     """
 
-    on_arrays: Callable[[Any, Any], bool] | None = None
-    exchanges: tuple[Exchange, ...] | None = None
-    broken = waits_in_mpi = prefers_finish = deferred = is_startable = is_reentrant = False
+    broken = waits_in_mpi = deferred = relocatable = False
+    scale: Scale | None = None
+    """Lengths of a program for any length."""
     begins: tuple[tuple[int, int], ...] = ()
-    position = 0
+    places = (SOURCE, TARGET)
+    runs_native: Callable[[Any, Any], bool] | None = None
+    """``runs_native(sendbuf, recvbuf)`` runs the MPI's collective on other arrays like these; False if it cannot."""
 
     def __init__(
         self,
-        steps: Sequence[Callable[[], object] | Wait],
+        rounds: Rounds,
         wire: Wire,
-        nbytes: int,
-        memories: Sequence[ElementArray],
+        nbytes: int = 0,
+        memories: Sequence[ElementArray] = (),
         stream: DeviceMemory | None = None,
     ) -> None:
-        self.steps = steps
-        self.calls = tuple(step.wait if isinstance(step, Wait) else step for step in steps)
-        self.tests = tuple(step.test if isinstance(step, Wait) else None for step in steps)
-        self.memories = memories
-        self.wire = wire
-        self.nbytes = nbytes
-        self.stream = stream
+        self.rounds, self.wire, self.nbytes, self.memories, self.stream = rounds, wire, nbytes, memories, stream
+        self._bases = new_bases()
+        for number, memory in enumerate(memories):
+            self._bases[number] = memory.address
 
-    @property
-    def program(self) -> Program:
-        """This program itself, as a `CompiledProgram` has one."""
-        return self
+    # -------------------------------------------------------------------------------- the engine
 
-    @property
+    @cached_property
+    def instructions(self) -> list[Any]:
+        return flat(self.rounds)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The arrays that the engine runs."""
+        return assemble(self.rounds, self._bases, self.scale is not None)
+
+    @cached_property
+    def engine(self) -> Any:
+        """The program as the engine has it."""
+        engine, node = engine_class("RowProgram")(*self.rows), self.wire.node
+        engine.is_deferred, engine.shares_cores = self.deferred, node is not None and bool(node.shares_cores)
+        engine.polls = engine.call_polls = self.spins
+        if self.scale is not None:
+            units, order = self.rows.operands.copy(), self.scale.order
+            bounds = np.zeros(len(order) + SCRATCH + 1, np.int64)
+            may_choose = np.array([one.address_label != 0 for one in self.instructions], np.uint8)
+            engine.scale(self.scale.record, units, order, bounds, may_choose)
+        return engine
+
+    @cached_property
+    def spins(self) -> int:
+        """Polls of the engine in a wait, before the core is yielded."""
+        node = self.wire.node
+        if self._waits:
+            return 0
+        if node is None:
+            return NETWORK_POLLS
+        spins: int = YIELDS if node.shares_cores else node.spins * (FASTER if available() else 1)
+        return spins if self.needs_no_mpi else min(spins, NETWORK_POLLS)
+
+    @cached_property
+    def kinds(self) -> set[int]:
+        """Kinds of all instructions."""
+        return {one.kind for one in self.instructions}
+
+    @cached_property
+    def _waits(self) -> list[_Waiting]:
+        """Waits for pending work."""
+        return [one.call for one in self.instructions if isinstance(one.call, _Waiting)]
+
+    @cached_property
     def needs_no_mpi(self) -> bool:
-        """True if it only reads and writes shared memory."""
-        return self.exchanges is not None and not any(
-            exchange.uses_network or exchange.node.fence is not None for exchange in self.exchanges
-        )
+        """True if it only reads and writes memory."""
+        calls = self.kinds & {Kind.CALL, Kind.NET_SEND, Kind.NET_RECV}
+        return not calls and self.wire.node is not None and (available() or is_ordered())
+
+    @cached_property
+    def is_reentrant(self) -> bool:
+        """True if `advance` and `finish` may interrupt each other at any point, in signal handlers and finalizers."""
+        return available() and Kind.CALL not in self.kinds
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """True if the compiled engine can manage its requests, and run it without the interpreter's lock (GIL)."""
+        return available() and self.needs_no_mpi
+
+    def place(self, addresses: Sequence[int | None], length: int = 0) -> None:
+        """Let the next run use source and target at other addresses; None for memory of the program's own.
+
+        `length`: that of the call, for a program for any length.
+        """
+        if self.scale is not None:
+            self.engine.resize(length)
+        for number, address in zip(self.places, addresses):
+            if address is not None:
+                self._bases[number] = address
+
+    # -------------------------------------------------------------------------------- calls
+
+    def expect(
+        self,
+        arrays: Sequence[np.ndarray],
+        memories: Sequence[int | None],
+        separate: Sequence[int],
+        length: int = 0,
+        alignments: Sequence[int] = (1, 1),
+    ) -> None:
+        """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
+
+        The program's source and target begin at the addresses `memories` in them; None for own memory. Their first
+        `separate` bytes may not overlap. `length` is that of the call, for a program for any length.
+        """
+        written = {operand.out.memory for one in self.instructions for operand in one.operands}
+        for number, array, address, nbytes in zip((0, 1), arrays, memories, separate, strict=True):
+            memory = self.places[number]
+            place = (IGNORED, 0) if address is None else (memory, address - MPI.Get_address(array))
+            per_element = self.per_element(array, length, address)
+            self.engine.expect(number, memory in written, *place, nbytes, per_element, alignments[number])
+
+    def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
+        """Bytes of an array for each element of a program for any length; 0 if it is not used."""
+        return 0 if self.scale is None or address is None else array.nbytes // length
+
+    def shorten_calls(self) -> None:
+        """Let calls of the program, a non-blocking one, wait for a moment at most."""
+        longest = max((one.nbytes for one in self.instructions), default=0)
+        polls = START_POLLS + min(longest, AWAITED_BYTES) // POLLED_BYTES
+        shares = self.wire.node is None or self.wire.node.shares_cores
+        self.engine.call_polls = 0 if shares else polls if available() else polls // FASTER
+
+    def go_on(self) -> None:
+        """Run to the end after a start, with progress of all active requests meanwhile."""
+        if active_requests:
+            progress_until(self.advance)
+        else:
+            self.finish()
+
+    def on_arrays(self, sendbuf: Any, recvbuf: Any) -> bool:
+        """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
+        result = self.start_on(sendbuf, recvbuf)
+        if result == WAITING:
+            self.go_on()
+        return result != REFUSED
+
+    def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
+        """Start the program on these arrays; returns a result of the engine, or an error is raised.
+
+        It is `REFUSED` if they are not like those of `expect`.
+        """
+        result = int(self.engine.run(sendbuf, recvbuf))
+        if result not in (DONE, REFUSED):
+            self.note(result)
+        return result
+
+    # -------------------------------------------------------------------------------- runs
 
     @property
-    def is_waiting(self) -> bool:
-        """True if `advance` would do nothing until a peer acts; changes nothing itself."""
-        left = (self.exchanges or ())[self.position : self.position + 1]
-        return bool(left) and left[0].is_waiting
+    def ended(self) -> bool:
+        """True once the program has ended, until it is started again; the engine notes the end."""
+        return not self.engine.is_running
 
     @property
-    def polls(self) -> int:
-        """Polls for messages within the node before a wait looks at other requests."""
-        assert self.exchanges is not None, "it needs no MPI"
-        return 1 if any(exchange.node.shares_cores for exchange in self.exchanges[:1]) else POLLS
+    def position(self) -> int:
+        """Number of the current round."""
+        return int(self.engine.round)
 
-    def run(self) -> None:
-        for call in self.calls:
-            call()
+    @property
+    def is_startable(self) -> bool:
+        """True if the engine may start the program for its idle persistent request."""
+        return bool(self.engine.is_idle)
+
+    def note(self, result: int) -> None:
+        """Raise if a message has failed, by a result of the engine."""
+        if result <= WAITING:
+            return
+        failed, nbytes = self.instructions[self.engine.failed], int(self.rows.rows["nbytes"][self.engine.failed])
+        if failed.message is not None:
+            number = int(self.rows.rows["link"][self.engine.failed])
+            raise failed.message.error(result, self.rows.messages[number], nbytes)
+        assert failed.link is not None, "only messages fail"
+        if result == MISMATCH:
+            raise failed.link.refuse(None if failed.kind == Kind.EXPECT_NONE else nbytes)
+        raise OSError(f"the memory of process {failed.link.link['pid'][0]} cannot be accessed")
+
+    def use_tag(self, tag: int) -> None:
+        """Set the tag of messages between nodes that start from now on."""
+        self.rows.messages["tag"] = tag
+        self.wire.use_tag(tag)
 
     def start(self) -> bool:
         """Start the program, and `advance` unless it is `deferred`; if False, `advance` or `finish` must follow."""
-        self.position = 0
+        self.engine.is_running = True
         return not self.deferred and self.advance()
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True if the end is reached."""
-        calls, tests, position = self.calls, self.tests, self.position
-        try:
-            while position < len(calls):
-                test = tests[position]
-                if test is None:
-                    calls[position]()
-                elif not test():
-                    return False
-                position += 1
-            return True
-        finally:
-            self.position = position
+        self.note(self.engine.advance(0))
+        return self.ended
+
+    def advance_patiently(self, naps: int) -> int:
+        """Run as far as possible without the interpreter's lock (GIL); the result is for `note`.
+
+        It sleeps up to `naps` times while it waits for messages.
+        """
+        return int(self.engine.advance_patiently(PATIENT_POLLS, naps))
+
+    def poll(self) -> bool:
+        """`advance` after some polls for messages; True if the end is reached."""
+        self.note(self.engine.advance(self.spins))
+        return self.ended
+
+    def run(self) -> None:
+        """Run the program on the memory it was bound to, or placed at."""
+        self.engine.is_running = True
+        self.finish()
 
     def finish(self) -> None:
-        """Run the remaining calls to the end, blocking in every wait."""
-        calls = self.calls[self.position :]
-        self.position = len(self.calls)
-        for call in calls:
-            call()
+        """Run to the end, blocking."""
+        turn = 0
+        try:
+            self._let_block(True)
+            while not self.ended and not self.poll():
+                self.wire.yielding(turn := turn + 1)
+        finally:
+            self._let_block(False)
 
-    def start_on(self, *_: Any) -> int:
-        """Start a program that `needs_no_mpi`, and wait for a moment at most; returns a result of the engine."""
-        return DONE if self.start() or any(self.advance() for _ in range(min(self.polls, START_POLLS))) else WAITING
-
-    def runs_for(self, *_: object) -> bool:
-        """False: compiled code does not manage a request of this program ."""
-        return False
-
-    def end_for(self, *_: object) -> int:
-        """Return that Python code advances the request; see `runs_for`."""
-        return REFUSED
-
-    start_for = activate_for = take_back = end_for
+    def _let_block(self, blocks: bool) -> None:
+        for wait in self._waits:
+            wait.blocks = blocks
 
     def free(self) -> None:
-        self.calls = (_freed,)
-        self.tests = (None,)
-        self.steps, self.memories, self.exchanges = (), (), None
+        """Free the messages; the program cannot run again."""
         self.wire.free()
+        for derived in ("instructions", "rows", "engine", "kinds", "_waits"):
+            self.__dict__.pop(derived, None)
+        self.rounds, self.memories = call_rounds([_freed]), ()
 
 
 def _freed() -> None:

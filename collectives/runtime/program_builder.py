@@ -7,19 +7,17 @@ from functools import partial
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import binding, native
-from collectives.runtime.binder import bind as bind_task
-from collectives.runtime.binding import EagerBuffers
+from collectives.runtime.any_length import bind_any_length
 from collectives.runtime.call import Call
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.own_blocks import own_blocks_program
-from collectives.runtime.program import ElementArray, Program, ScratchMemory
+from collectives.runtime.program import Program
+from collectives.runtime.program_memory import ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
-from collectives.transport.exchange import Exchange
 from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Wire
-from collectives.types import Wait
 
 DEFERRED_BYTES = 1 << 17
 """Bytes from which a message is copied by the progress thread with the option `async_progress`."""
@@ -88,7 +86,7 @@ class ProgramBuilder:
         if device is not None and self._size == 1:
             return own_blocks_program(call, device, self._transports.wire(form, 0, None), first)
         if choice.algorithm == NATIVE:
-            source, target, loading, storing = binding.buffer_ends(call, None)
+            source, target, loading, storing, _ = binding.buffer_ends(call, None, relocates=False)
             return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
         exchanges = needs_counts(call, choice)
         wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
@@ -101,29 +99,28 @@ class ProgramBuilder:
             program = bind_known(call)
             self._guard(program, call)
             is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
-            program.deferred = self._async_progress and is_long and program.exchanges is not None
+            program.deferred = self._async_progress and is_long and program.needs_no_mpi
             return program
         return bind_after_exchange(call, bind_count_exchange(call, choice, rank, size, wire, nodes), bind_known, device)
+
+    def bind_any_length(
+        self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, short: bool
+    ) -> Program | None:
+        """Build the program of a call for any length, or any `short` one; None if there is none."""
+        among_nodes = self._transports.node is None or self._transports.nodes is not None
+        if among_nodes or self._transports.chunks is not None or self._async_progress:
+            return None
+        wire = self.wire(call, choice, form, channel)
+        if not isinstance(wire, NodeAwareTransport) or wire.meets_devices:
+            return None
+        scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
+        program = bind_any_length(call, choice, self._rank, self._size, wire, nodes, scratch, short)
+        if program is not None:
+            self._guard(program, call)
+        return program
 
     def _guard(self, program: Program, call: Call) -> None:
         """Let the root of a call that has data for every rank look for messages that earlier calls have left."""
         is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
-        first = program.steps[0] if program.steps else None  # a rank that is alone has no steps
-        if is_root and isinstance(program.wire, NodeAwareTransport) and isinstance(first, Wait):
-            for exchange in first.awaited:
-                if isinstance(exchange, Exchange):
-                    program.wire.guard_root(exchange)
-
-    def bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
-        """Build the program of a short blocking call, with buffers of its own."""
-        spans = binding.buffer_spans(call)
-        source = ElementArray.allocate(spans[0], call.unit)
-        target = source if call.source is call.target else ElementArray.allocate(spans[1], call.unit)
-        if choice.algorithm == NATIVE:
-            program = native.program(self._comm, call, "blocking", source.array, target.array)
-        else:
-            task = binding.call_task(call, choice, self._rank, self._size, self._transports.nodes)
-            wire = self.wire(call, choice, "blocking", BLOCKING_CHANNEL)
-            program = bind_task(task, source, target, wire, binding.reduce_kernel(call), self._scratch)
-            self._guard(program, call)
-        return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))
+        if is_root and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # a rank that is alone has none
+            program.rounds[0] = [*program.wire.guard_root(), *program.rounds[0]]

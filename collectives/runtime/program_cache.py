@@ -1,7 +1,7 @@
 """Cache of bound programs, looked up by call arguments.
 
 A repeated call is found by its name, operation, root, algorithm and segments, and by its buffers: without their
-addresses if its program can run on any arrays, as compiled ones can, and by the addresses too otherwise.
+addresses if its program can run on any arrays, and by the addresses too otherwise.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from mpi4py import MPI
 
 from collectives.engine.instructions import CHANNEL_COUNT, REFUSED
 from collectives.errors import RanksDisagree
-from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, key_fields, with_addresses
-from collectives.runtime.binding import EagerBuffers, memories, separate_bytes, spans_meet
+from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, held, key_fields, with_addresses
+from collectives.runtime.binding import alignments, memories, separate_bytes, spans_meet
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
-from collectives.runtime.compiled_program import CompiledProgram, compile_program
-from collectives.runtime.operation import Operation, orphans
-from collectives.runtime.program import Program
-from collectives.runtime.progress import run_program
+from collectives.runtime.operation import Operation
+from collectives.runtime.program import Placement, Program
+from collectives.runtime.progress import orphans, run_program
 
 MAX_PROGRAMS = 256
 """Programs of a cache."""
@@ -35,8 +34,6 @@ _ndarray = np.ndarray
 
 Run = Callable[[Any, Any], int]
 
-Entry = Program | CompiledProgram | EagerBuffers
-
 
 class CachedCall(NamedTuple):
     """Cache entry of a call.
@@ -46,7 +43,7 @@ class CachedCall(NamedTuple):
     """
 
     run: Run
-    program: Program | CompiledProgram
+    program: Program
 
 
 class ProgramCache:
@@ -59,6 +56,8 @@ class ProgramCache:
     ----------
     bound
         Programs, the oldest first, by the properties that calls of one program share, and the channel.
+    fixed
+        Keys of calls for which there is no program for any length.
     calls
         For each channel, calls by `CallKey.arguments`, or by `CallKey.addresses`.
     compiled_calls
@@ -75,9 +74,10 @@ class ProgramCache:
         self._rank, self._blocking = rank, channels is None
         if channels is None:
             channels = np.array([0, 1, 0], np.int64)  # one channel, which no call holds
-        self.bound: dict[Hashable, Entry] = {}
+        self.bound: dict[Hashable, Program] = {}
         self.calls = [dict[Hashable, CachedCall]() for _ in range(channels[CHANNEL_COUNT])]
         self.compiled_calls = CompiledCallTable(channels)
+        self.fixed: set[Hashable] = set()
         self.nbytes = 0
         self.broken: str | None = None
         self.begins = False
@@ -102,8 +102,7 @@ class ProgramCache:
         `found` is the result of ``compiled_calls.run[name]`` for this call.
         """
         if found != REFUSED:
-            s, r = arguments[:2]
-            _kept = type(s) is list and s[0], type(r) is list and r[0]  # another thread may replace the arrays in lists
+            _held = held(arguments[0]), held(arguments[1])  # another thread may replace or resize them
             self.compiled_calls.started(name, found)[0].go_on()
             return ()
         cached = self.find(0, name, *arguments)
@@ -121,92 +120,88 @@ class ProgramCache:
 
     # -------------------------------------------------------------------------------- new calls
 
-    def store(self, key: CallKey, bound: Hashable, call: Call, channel: int = 0) -> None:
+    def store(
+        self, key: CallKey, bound: Hashable, call: Call, channel: int = 0, lengths: tuple[int, int] = (0, 0)
+    ) -> None:
         """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
+
+        `lengths`: the least and most elements of calls that may use a program for any length.
 
         `key` is what `find` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined operation and a
         full cache.
         """
-        entry, calls = self.bound.get(bound), self.calls[channel]
-        if key is UNCACHEABLE or entry is None or len(calls) >= 4 * MAX_PROGRAMS or not key.identifies(memories(call)):
+        program, calls = self.bound.get(bound), self.calls[channel]
+        if (
+            key is UNCACHEABLE
+            or program is None
+            or len(calls) >= 4 * MAX_PROGRAMS
+            or not key.identifies(memories(call))
+        ):
             return
-        program = entry.program
-        compiled = None if program.stream is not None else self._compile(program, key, call)
-        if compiled is not None:
-            run: Run = compiled.on_arrays if self._blocking else compiled.start_on
-            calls[key.arguments] = CachedCall(run, compiled)
-            self.compiled_calls.add(compiled, key, channel)
-        elif self._blocking:
-            known, run = self._uncompiled(key, entry, call)
-            calls[known] = CachedCall(run, program)
-        elif program.needs_no_mpi and not program.deferred and program.stream is None:
-            calls[key.addresses] = CachedCall(program.start_on, program)
-
-    def _uncompiled(self, key: CallKey, entry: Entry, call: Call) -> tuple[Hashable, Run]:
-        """Key in `calls` of a blocking call that is not compiled, and the function that runs it."""
-        program, s, r = entry.program, key.sendbuf, key.recvbuf
-        if program.stream is not None:
-            return key.arguments if key.has_addresses else key.addresses, partial(_run, program)
-        if isinstance(entry, EagerBuffers):
-            run = entry.on_arrays(s, r) if key.plain else None
-            return (key.arguments if run else key.addresses), run or entry.on_call(call)
-        if program.on_arrays is not None and key.plain and s is not r:
-            return key.arguments, program.on_arrays
-        return key.addresses, partial(_run, program)
-
-    def _compile(self, program: Program, key: CallKey, call: Call) -> CompiledProgram | None:
-        """Compile a program for calls like this one; None if that is not possible."""
-        if spans_meet(call):  # blocks of one array: their addresses do not tell which buffer they are in
-            return None
-        compiled = compile_program(program, self._blocking)
-        if compiled is not None:
-            compiled.expect((key.sendbuf, key.recvbuf), memories(call), separate_bytes(call))
+        runs_on_others = program.relocatable and not spans_meet(call)  # else: one array, whose parts are both buffers
+        if runs_on_others and (self._blocking or program.needs_no_mpi):
+            arrays, places = (key.sendbuf, key.recvbuf), memories(call)
+            program.expect(arrays, places, separate_bytes(call), call.lengths[0], alignments(call))
             if not self._blocking:
-                compiled.shorten_calls()
-        return compiled
+                program.shorten_calls()
+            calls[key.arguments] = CachedCall(program.on_arrays if self._blocking else program.start_on, program)
+            self.compiled_calls.add(program, key, channel, lengths)
+        elif self._blocking:
+            placement = (memories(call), call.lengths[0]) if program.relocatable else ((), 0)
+            known, run = self._on_memory(key, program, placement)
+            calls[known] = CachedCall(run, program)
+
+    @staticmethod
+    def _on_memory(key: CallKey, program: Program, placement: Placement) -> tuple[Hashable, Run]:
+        """Key in `calls` of a blocking call whose program runs at a placement, and the function that runs it."""
+        if program.stream is not None:
+            return key.arguments if key.has_addresses else key.addresses, partial(_run, program, placement)
+        if program.runs_native is not None and key.plain and key.sendbuf is not key.recvbuf:
+            return key.arguments, program.runs_native
+        return key.addresses, partial(_run, program, placement)
 
     # -------------------------------------------------------------------------------- programs
 
-    def add(self, key: Hashable, entry: Entry, in_use: Iterable[Operation] = ()) -> None:
+    def add(self, key: Hashable, program: Program, in_use: Iterable[Operation] = ()) -> None:
         """Add a program, and `free_surplus`."""
-        self.bound[key] = entry
-        self.nbytes += entry.program.nbytes
-        self.free_surplus(in_use, entry)
+        self.bound[key] = program
+        self.nbytes += program.nbytes
+        self.free_surplus(in_use, program)
 
     @property
     def has_surplus(self) -> bool:
         """True if there are programs beyond `MAX_PROGRAMS`, or those of several blocking calls beyond `MAX_BYTES`."""
         return len(self.bound) > MAX_PROGRAMS or (self._blocking and self.nbytes > MAX_BYTES and len(self.bound) > 1)
 
-    def free_surplus(self, in_use: Iterable[Operation], *needed: Entry) -> None:
+    def free_surplus(self, in_use: Iterable[Operation], *needed: Program) -> None:
         """Free the oldest programs while there are too many, but not those needed or in use."""
         if not self.has_surplus:
             return
-        kept = {id(one.program.program) for one in in_use} | {id(one.program) for one in needed}
+        kept = {id(one.program) for one in in_use} | {id(one) for one in needed}
         for old in list(self.bound):
-            if self.has_surplus and old in self.bound and id(self.bound[old].program) not in kept:
+            if self.has_surplus and old in self.bound and id(self.bound[old]) not in kept:
                 self.evict(old).free()
 
     def is_busy(self, key: Hashable, active: Callable[[], Iterable[Operation]]) -> bool:
         """True if one of the active calls runs the program of a key, and does so by MPI; others wait for each other."""
-        entry = self.bound.get(key)
-        if entry is None or entry.program.wire.in_mailboxes:
+        program = self.bound.get(key)
+        if program is None or program.wire.in_mailboxes:
             return False
-        return any(one.program.program is entry.program for one in active())
+        return any(one.program is program for one in active())
 
     def evict(self, key: Hashable) -> Program:
         """Remove a program and all cached calls that use it, and return it, not freed: its messages may be active."""
-        program = self.bound.pop(key).program
+        program = self.bound.pop(key)
         self.nbytes -= program.nbytes
         self.compiled_calls.discard(program)
         for calls in self.calls:
-            for known in [known for known, call in calls.items() if call.program.program is program]:
+            for known in [known for known, call in calls.items() if call.program is program]:
                 del calls[known]
         return program
 
     def free(self) -> None:
-        for entry in self.bound.values():
-            entry.program.free()
+        for program in self.bound.values():
+            program.free()
         self.bound.clear()
         self._forget_calls()
         self.compiled_calls.clear()
@@ -225,14 +220,12 @@ class ProgramCache:
         for program in self.compiled_calls.unfinished(name):
             self.poison(name, error, program, *memory)
 
-    def poison(
-        self, name: str, error: BaseException | None, program: Program | CompiledProgram, *memory: object
-    ) -> None:
+    def poison(self, name: str, error: BaseException | None, program: Program, *memory: object) -> None:
         """Make all later calls raise, as messages of an aborted one of method `name` may still arrive.
 
         Its program and memory are kept, the arrays in lists too, as these messages are read from and written to them.
         """
-        for bound in [bound for bound, entry in self.bound.items() if entry.program is program.program]:
+        for bound in [bound for bound, found in self.bound.items() if found is program]:
             self.evict(bound)
         form = "blocking" if self._blocking else "non-blocking"
         cause = "" if error is None else f" by {type(error).__name__}: {error}".removesuffix(": ")
@@ -266,7 +259,8 @@ class ProgramCache:
             raise RanksDisagree(MPI.ERR_OTHER, message)
 
 
-def _run(program: Program, sendbuf: Any, recvbuf: Any) -> bool:
+def _run(program: Program, placement: Placement, sendbuf: Any, recvbuf: Any) -> bool:
+    program.place(*placement)  # other calls may have used it meanwhile
     if program.stream is not None:  # then an array on the host is one that MPI ignores on this rank
         program.stream.follow(*[array for array in (sendbuf, recvbuf) if type(array) is not _ndarray])
     run_program(program)

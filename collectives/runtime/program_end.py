@@ -6,6 +6,7 @@ MPI_Abort in place of MPI_Finalize where an abort status was set (``python -m mp
 every program that imports this package.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, Mismatch
 from collectives.runtime.native_requests import free_unused_handles
-from collectives.runtime.progress import progress_thread
+from collectives.runtime.progress import progress, progress_thread
 
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
@@ -29,6 +30,9 @@ QUIET = 0.1
 
 open_communicators: dict[int, Any] = {}
 """Communicators that hold resources, by order of creation."""
+
+if hasattr(os, "register_at_fork"):  # a forked process has no part in them
+    os.register_at_fork(after_in_child=open_communicators.clear)
 
 _set_in_mpi4py = getattr(MPI, "_set_abort_status")  # noqa: B009 (mpi4py's stubs do not have it)
 _finalize_mpi = MPI.Finalize
@@ -47,10 +51,23 @@ def close_all() -> None:
             comm.close()
         except Mismatch as error:
             _report_at_exit(error)
+    _finish_active()
     for comm in list(open_communicators.values()):
         text = f"{comm._closing.active} collectives are still under way"
         sys.excepthook(InvalidArgument, InvalidArgument(MPI.ERR_PENDING, text), None)
         comm._release()
+
+
+def _finish_active() -> None:
+    """Progress operations that the program has not waited for, as long as some end."""
+    left, end = -1, 0.0
+    while open_communicators:
+        progress()
+        active = sum(comm._closing.active for comm in open_communicators.values())
+        if active != left:
+            left, end = active, time.monotonic() + PATIENCE
+        elif time.monotonic() > end:
+            return
 
 
 def _report_at_exit(error: Exception) -> None:

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.engine.extension import engine
 from collectives.engine.instructions import ATTEMPTS, HAS_THREAD, PROGRESS_WORDS
-from collectives.runtime.program import Program
 from collectives.transport.wire import NAP, pause
 
 if TYPE_CHECKING:
     from collectives.runtime.operation import Operation
+    from collectives.runtime.program import Program
 
 LONGEST_SLEEP = 5e-3
 """Seconds between two checks of the progress thread while the program makes progress itself, or nothing progresses.
@@ -54,6 +54,17 @@ active_requests: list[Operation] = []
 
 lone_requests: list[Operation] = []
 """Requests that a thread completes by itself, so that no other thread progresses them; changed as `active_requests`."""
+
+orphans: list[object] = []
+"""Aborted requests and calls of all communicators: peers may still read and write their memory, up to the exit."""
+
+
+class ProgramOwner(Protocol):
+    """Interface of what made an operation."""
+
+    def release(self, operation: Any) -> None:
+        """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
+
 
 progress_words = np.zeros(PROGRESS_WORDS, np.int64)
 """Words of the process, which the engine shares."""
@@ -195,6 +206,7 @@ class ProgressThread:
                 pause = LONGEST_SLEEP
             elif not self._ending:
                 pause = SHORTEST_SLEEP if _advance_active() or woken else min(4 * pause, LONGEST_SLEEP)
+                seen = progress_words[ATTEMPTS]  # calls that this thread has started are not the program's progress
 
     def _rest(self) -> bool:
         """Sleep until a request is started; False if none is, and the thread is to end."""

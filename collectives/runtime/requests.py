@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, Literal
 
 from mpi4py import MPI
 
 from collectives.engine.instructions import DONE, REFUSED, WAITING
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.operation import Operation
 from collectives.runtime.progress import (
     active_requests,
@@ -100,7 +98,7 @@ class Request(Operation):
 
     def Start(self) -> None:
         """Start a persistent request; raises InvalidArgument if it is active, freed, broken or not persistent."""
-        result = self.program.start_for(self)
+        result = self.program.engine.start(self)
         if result == REFUSED:
             self._start()
         elif result == WAITING:
@@ -139,7 +137,7 @@ class Request(Operation):
         Raises InvalidArgument if it was freed, RanksDisagree if it was aborted: by Ctrl-C, or an operation that raised.
         """
         try:
-            if self.program.end_for(self) == DONE:
+            if self.program.engine.end(self) == DONE:
                 self._ended_by_compiled_code(status)
                 return True
         except BaseException:
@@ -161,7 +159,7 @@ class Request(Operation):
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Wait until the operation is complete and return True. Raises as `Test` does."""
         try:
-            if self.program.end_for(self, True) == DONE:
+            if self.program.engine.end(self, True) == DONE:
                 self._ended_by_compiled_code(status)
                 return True
         except BaseException:
@@ -206,7 +204,7 @@ class Request(Operation):
         if not self.program.needs_no_mpi:
             return False
         with progress_lock:
-            if not any(self._runs and self._poll() for _ in range(self.program.polls)):
+            if not (self._runs and self._poll()):
                 return False
             self._ended_in_wait()
             self._end()
@@ -214,7 +212,7 @@ class Request(Operation):
 
     def _poll(self) -> bool:
         program = self.program
-        return bool(self._do(program.poll)) if isinstance(program, CompiledProgram) else self._go_on()
+        return bool(self._do(program.poll)) if program.is_reentrant else self._run_step(program.poll)
 
     def _ended_in_wait(self) -> None:
         """Note that `Wait` of this request itself has seen the end; nothing else has."""
@@ -228,7 +226,7 @@ class Request(Operation):
         try:
             with progress_lock:
                 alone = self._runs and len(active_requests) == 1
-                if not (alone and (self.persistent or program.prefers_finish)):
+                if not alone:
                     return False
                 self._lone_thread = threading.get_ident()
                 lone_requests.append(self)
@@ -303,13 +301,3 @@ class Request(Operation):
         if self._broken and verb != "Free":
             why = "the operation was aborted by an exception; its messages may still arrive"
             raise RanksDisagree(MPI.ERR_REQUEST, f"{verb} of {self!r}: {why}")
-
-
-def after(before: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:
-    """Gate that opens once a request has given back its program, and `gate`, if any, is open."""
-
-    def is_open() -> bool:
-        before._complete_if_ended()  # compiled code may have, in a frame that this one has interrupted
-        return not before.holds_program and (gate is None or gate())
-
-    return is_open

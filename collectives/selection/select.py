@@ -6,7 +6,6 @@ ranks received from rank 0, and costs that all ranks measured together.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from itertools import repeat
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -308,11 +307,12 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
     if size == 1:
         return 0.0
     entry = catalog.find(collective, name)
-    formulas = (entry.rounds, entry.beta or entry.volume, entry.gamma or entry.combined, entry.volume, entry.combined)
-    values = map(catalog.evaluate, formulas, repeat(size), repeat(segments if entry.cuts else 1))
-    waited, moved, added, volume, combined = map(float, values)
+    moving, combining = entry.beta or entry.volume, entry.gamma or entry.combined
+    formulas = entry.rounds, moving, combining, entry.volume, entry.combined, entry.depth or entry.rounds
+    values = catalog.evaluate_all(formulas, size, segments if entry.cuts else 1)
+    waited, moved, added, volume, combined, depth = values
     overhead = wire.alpha if wire.overhead is None else min(wire.alpha, wire.overhead)
-    at_once = waited - float(catalog.evaluate(entry.depth, size)) if entry.depth else 0.0
+    at_once = waited - depth
     if not entry.cuts:
         waited += (segments - 1) * (waited * volume / moved if moved else waited)
         moved = volume + (moved - volume) / segments

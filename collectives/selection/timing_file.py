@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from operator import index
@@ -137,31 +136,32 @@ def write(path: str | os.PathLike[str], table: TimingTable) -> None:
     """Write the table atomically: a reader sees the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with open(name, "x") as file:
             json.dump(to_json(table), file, indent=1)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        name.unlink(missing_ok=True)
         raise
 
 
-def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> TimingTable | None:
-    """Return on all ranks the timing table that `tuning` selects on rank 0, or None. Collective.
+def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> tuple[TimingTable | None, Exception | None]:
+    """Return on all ranks the timing table that `tuning` selects on rank 0, or None and why there is none. Collective.
 
     `tuning` of rank 0, the only one used: True for the user's default table, None or False for none, a path, or a
-    table; all ranks raise InvalidType for anything else. Rank 0 warns of a file that cannot be used, and of a path
-    without a file.
+    table; all ranks raise InvalidType for anything else. The error is that of a file that cannot be used, or of a path
+    without a file: for `warn_without_table`.
     """
     found: TimingTable | Exception | None = comm.bcast(_table_or_error(tuning) if comm.Get_rank() == 0 else None)
     if isinstance(found, InvalidType):
         raise found
-    if not isinstance(found, Exception):
-        return found
-    if comm.Get_rank() == 0:  # after the broadcast, as Python may be told to turn warnings into errors
-        warnings.warn(f"continuing without a tuned table: {found}", stacklevel=_user_stack_level())
-    return None
+    return (None, found) if isinstance(found, Exception) else (found, None)
+
+
+def warn_without_table(error: Exception) -> None:
+    """Warn of a table that cannot be used: on one rank, after all collective calls, as the warning may be an error."""
+    warnings.warn(f"continuing without a tuned table: {error}", stacklevel=_user_stack_level())
 
 
 def _table_or_error(tuning: Any) -> TimingTable | Exception | None:

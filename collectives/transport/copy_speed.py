@@ -3,27 +3,27 @@
 Between cores that share a cache, a copy through shared memory is often faster: it needs no system call. Between other
 cores every store must first invalidate the cache line that the receiver has read; from a few KiB on, such a copy is no
 faster than a read of the sender's memory. A virtual machine may be moved between such cores. Stores past the caches,
-which compiled code makes on x86, do not wait. A measurement at the creation of a communicator decides.
+which compiled code makes on x86, do not wait. A measurement decides, when the ranks first share memory.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.engine.cross_memory import CrossMemoryAttach
 from collectives.engine.extension import available
+from collectives.engine.fence import memory_fence
+from collectives.transport.reduced import gathered
 
-if TYPE_CHECKING:
-    from collectives.transport.mailbox import NodeMemory
-
-NBYTES = 1 << 18
-"""Bytes of a copy: enough to hide the start of a system call."""
+NBYTES = SCRATCH = 1 << 18
+"""Bytes of a copy: enough to hide the start of a system call. And bytes of shared memory that this takes."""
 
 REPEATS = 7
 """Copies of each kind. Their median decides what is slow; the fastest counts as the speed of the machine."""
@@ -65,68 +65,69 @@ class MessageSpeed(NamedTuple):
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
-@cache
 def copies_past_caches() -> bool:
     """True if the engine copies into shared memory by non-temporal stores."""
     return IS_X86 and available()
 
 
-def measure(node: NodeMemory, room: int) -> tuple[bool, MessageSpeed]:
-    """Return (True if copying into a cell is slow, speed). Collective.
+def measure(
+    comm: MPI.Intracomm, memory: Sequence[np.ndarray], readers: Sequence[CrossMemoryAttach] | None
+) -> tuple[bool, MessageSpeed]:
+    """Return (True if copying into shared memory is slow, speed) of the ranks of a node. Collective.
 
-    All ranks of the node copy at once, as in a collective. The speed is that of this rank. `room`: bytes of the cells.
+    All ranks copy at once, as in a collective. The speed is that of this rank. `memory`: `SCRATCH` bytes of each rank,
+    which all have mapped; `readers`: access to the memory of the ranks' processes, None if that is not permitted.
     """
-    left = node.place - 1  # -1, the last rank, for rank 0
-    nbytes = min(NBYTES, room)
-    cell = node.offsets[0] + node.size * node.box  # the first one, unused until the first message
-    round_trip = _flag_round_trip(node, cell // 8)
-    mine, source, target = node.bytes[node.place], np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    origin = node.comm.allgather(MPI.Get_address(source))[left]
+    place = comm.Get_rank()
+    left = place - 1  # -1, the last rank, for rank 0
+    round_trip = _flag_round_trip(comm, [each[:8].view(np.int64).data for each in memory])
+    source, target = np.ones(NBYTES, np.uint8), np.empty(NBYTES, np.uint8)
+    origin = gathered(comm, MPI.Get_address(source))[left]
     steps: list[Callable[[], object]] = [
-        partial(np.copyto, mine[cell : cell + nbytes], source),
-        partial(np.copyto, target, node.bytes[left][cell : cell + nbytes]),  # as a receiver does
+        partial(np.copyto, memory[place][:NBYTES], source),
+        partial(np.copyto, target, memory[left][:NBYTES]),  # as a receiver does
     ]
-    if node.reads:
-        steps.append(partial(node.readers[left].read, MPI.Get_address(target), origin, nbytes))
+    if readers is not None:
+        steps.append(partial(readers[left].read, MPI.Get_address(target), origin, NBYTES))
     times, left_barrier = np.full((REPEATS, 3), np.inf), np.zeros((REPEATS, 3))
     for turn in range(REPEATS):
         for number, step in enumerate(steps):
-            node.comm.Barrier()  # the neighbour has read `source`
+            comm.Barrier()  # the neighbour has read `source`
             source.fill(turn)  # into this core's cache, as the data of a message mostly is
-            node.comm.Barrier()
+            comm.Barrier()
             left_barrier[turn, number] = start = time.perf_counter_ns()
             step()
             times[turn, number] = time.perf_counter_ns() - start
-    first = node.comm.allgather(left_barrier)[0]  # this also waits for the peer that reads `source`
+    first = comm.allgather(left_barrier)[0]  # this also waits for the peer that reads `source`
     late = np.median((left_barrier - first)[:, : len(steps)])
-    write, read, by_address = (times.min(axis=0) / nbytes * 1e-9).tolist()
+    write, read, by_address = (times.min(axis=0) / NBYTES * 1e-9).tolist()
     speed = MessageSpeed(round_trip, write, read, by_address, max(0.0, float(late) * 1e-9))
-    if not node.reads:
+    if readers is None:
         return False, speed
     copied, _, taken = np.median(times, axis=0)
     return bool(copied > SLOW_RATIO * taken), speed
 
 
-def _flag_round_trip(node: NodeMemory, word: int) -> float:
-    """Least seconds in which a flag at `word` of the mailboxes goes to a neighbour and back; 0 without. Collective."""
-    peer = node.place ^ 1
-    mine = node.words[node.place]
-    mine[word] = 0
-    node.comm.Barrier()
-    if peer >= node.size:
+def _flag_round_trip(comm: MPI.Intracomm, flags: Sequence[memoryview]) -> float:
+    """Least seconds in which a rank's flag goes to a neighbour, and the neighbour's back; 0 without. Collective."""
+    place, fence = comm.Get_rank(), memory_fence()
+    peer, mine = place ^ 1, flags[place]
+    mine[0] = 0
+    comm.Barrier()
+    if peer >= len(flags):
         return 0.0
-    theirs, first, fence = node.words[peer], peer > node.place, node.fence or (lambda: None)
+    theirs, first = flags[peer], peer > place
     least, start = float("inf"), time.perf_counter()
     end = start + FLAG_SECONDS
     for turn in range(1, TURNS):
         if first:
-            mine[word] = turn
-        while theirs[word] != turn:  # the peer may have reached its limit
+            mine[0] = turn
+        while theirs[0] != turn:  # the peer may have reached its limit
             fence()
             if time.perf_counter() > end:
                 return least
         if not first:
-            mine[word] = turn
+            mine[0] = turn
         now = time.perf_counter()
         least, start = min(least, now - start), now
     return least

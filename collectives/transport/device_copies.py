@@ -102,12 +102,17 @@ class PinnedMailboxes:
         self._pinned: list[int] = []
         self._copies: dict[int, DeviceCopies] = {}
         try:
-            for memory, address in zip(node.bytes, node.addresses, strict=True) if node is not None else ():
-                self._runtime.hostRegister(address, memory.nbytes, PORTABLE)
-                self._pinned.append(address)
+            for memory in node.ranges() if node is not None else ():
+                self.pin(memory)
         except RuntimeError:
             self.free()
             raise
+
+    def pin(self, memory: Sequence[np.ndarray]) -> None:
+        """Pin mailboxes of all ranks; RuntimeError if CUDA refuses."""
+        for each in memory:
+            self._runtime.hostRegister(MPI.Get_address(each), each.nbytes, PORTABLE)
+            self._pinned.append(MPI.Get_address(each))
 
     def copies(self, number: int) -> DeviceCopies:
         """Copies of the device with this number."""
@@ -138,11 +143,11 @@ class PinningResult(NamedTuple):
 def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, nodes: Nodes | None, wanted: bool) -> PinningResult:
     """Pin the mailboxes, and send a message from device to device through each rank's, and by MPI between nodes.
 
-    Collective over `comm`; `nodes` are those of its ranks, None for one, and ranks may differ in `wanted`. Needs CuPy
-    imported on all ranks: nothing here imports it, or uses the GPU of a program that does not.
+    Collective over `comm`; `nodes` are those of its ranks, None for one. `wanted`: equal on all ranks, which then have
+    imported CuPy: nothing here imports it, or uses the GPU of a program that does not.
     """
     cupy = sys.modules.get("cupy")
-    if not reduced(comm, wanted and cupy is not None, MPI.LAND) or cupy is None:
+    if not wanted or cupy is None:
         return PinningResult(None, "not wanted, or CuPy not imported, on some rank")
     shared = node if node is not None and node.size > 1 else None
     mailboxes, error = None, ""
@@ -159,7 +164,7 @@ def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, nodes: Nodes | N
         raise AssertionError("a rank without pinned mailboxes agreed to them")
     device = int(cupy.cuda.Device().id)
     copies = mailboxes.copies(device)
-    arrived = shared is None or _token_arrives(shared, copies, cupy)
+    arrived = node is None or _token_arrives(node, copies, cupy)
     if node is None or nodes is not None:
         arrived &= _token_arrives_by_mpi(comm, copies, cupy)
     if not reduced(comm, arrived, MPI.LAND):
@@ -171,10 +176,14 @@ def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, nodes: Nodes | N
 
 def _token_arrives(node: NodeMemory, copies: DeviceCopies, cupy: ModuleType) -> bool:
     """True if the token of the previous rank of the node arrives in this rank's device memory. Collective."""
-    at, before = node.offsets[0] + node.size * node.box, (node.place - 1) % node.size  # the first cell
-    sent = _send_token(node.addresses[node.place] + at, node.place, copies, cupy)
+    if node.size == 1:
+        node.comm.Barrier()
+        return True
+    memory, before = node.channels[0], (node.place - 1) % node.size
+    ours, theirs = (MPI.Get_address(memory.memory[place]) + memory.cells for place in (node.place, before))
+    sent = _send_token(ours, node.place, copies, cupy)
     node.comm.Barrier()
-    return sent and _token_enters(node.addresses[before] + at, before, copies, cupy)
+    return sent and _token_enters(theirs, before, copies, cupy)
 
 
 def _token_arrives_by_mpi(comm: MPI.Intracomm, copies: DeviceCopies, cupy: ModuleType) -> bool:

@@ -3,38 +3,25 @@
 The cells of the mailboxes are the staging buffers of messages that fit them. A send copies from the device into the
 next cell, and sets its flag when the copy has ended; a receive copies out of the cell, and acknowledges it when that
 has ended. Longer messages are cut into parts, which go through larger `staging_chunks`, or without these through cells:
-one part leaves its device while parts before enter another. Flags and labels are those of `shm_messages`, so the peer's
+one part leaves its device while parts before enter another. Flags and labels are those of the engine, so the peer's
 memory may be on the host.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.engine.instructions import SLOTS
+from collectives.engine.instructions import ADDRESSES, INLINE, KIND, RECEIVED, SENT, SLOTS, WORDS
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_wire import DeviceWire, MessageParts
-from collectives.transport.mailbox import (
-    ADDRESSES,
-    INLINE,
-    KIND,
-    MASK,
-    RECEIVED,
-    SENT,
-    WORDS,
-    MailboxEdge,
-    NodeMemory,
-    address_label,
-    label,
-)
+from collectives.transport.mailbox import MASK, MailboxEdge, NodeMemory, address_label, label
 from collectives.transport.peer_watch import PeerWatch
-from collectives.transport.shm_messages import RendezvousRead
 from collectives.transport.staging_chunks import CHUNK, StagingChunks, part_size
 from collectives.transport.wire import Iovec
 
@@ -82,8 +69,7 @@ class DeviceSend:
         at = edge.outbox + (number & MASK) * WORDS
         for place, word in enumerate(words, at + 1):
             edge.mine[place] = word
-        if edge.node.fence is not None:
-            edge.node.fence()
+        edge.node.fence()
         edge.mine[at] = number * KIND + label
 
 
@@ -130,7 +116,6 @@ class DeviceReceive:
         self._label, self._address_label = label(mark, self._nbytes), address_label(mark)
         self._chunks = chunks
         self._host: np.ndarray | None = None
-        self._read: RendezvousRead | None = None
 
     def begin(self, ahead: int) -> DeviceCopy | None:
         """Start to copy the next message; None if it has not arrived. `ahead` receives have begun and not ended."""
@@ -157,7 +142,7 @@ class DeviceReceive:
         edge = self._edge
         at = edge.inbox + (number & MASK) * WORDS
         found = edge.theirs[at] - number * KIND
-        if found >= 0 and edge.node.fence is not None:
+        if found >= 0:
             edge.node.fence()
             found = edge.theirs[at] - number * KIND
         return int(found)
@@ -174,18 +159,15 @@ class DeviceReceive:
             chunk = self._chunks.find(self._edge.place, *pieces, self._copies)
             if chunk is not None:
                 return chunk
-        if self._read is None:
+        if self._host is None:
             self._host = self._device.pinned(self._nbytes)
-            self._read = RendezvousRead(self._edge, [self._host], None)
-        for read in self._read.calls(pieces):
-            read()
+        self._edge.read(pieces, self._host)
         return MPI.Get_address(self._host)
 
     def end(self, number: int) -> Any:
         """Acknowledge the message; None, or an event to wait for before it ends."""
         edge = self._edge
-        if edge.node.fence is not None:
-            edge.node.fence()
+        edge.node.fence()
         edge.counts[RECEIVED] = number
         edge.mine[edge.my_ack] = number
 
@@ -267,11 +249,11 @@ class DeviceNodeTransport(DeviceWire):
     def _edge(self, peer: int) -> MailboxEdge:
         return self._edges[peer]
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MessageParts:
+    def outgoing(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
         parts = [self.bind_send(self._edge(peer), part) for part in self._cut(pieces)]
         return MessageParts(parts, self.lane(DeviceSend, peer))
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
+    def incoming(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
         parts = [self.bind_receive(self._edge(peer), part) for part in self._cut(pieces)]
         return MessageParts(parts, self.lane(DeviceReceive, peer))
 
@@ -317,8 +299,8 @@ class DeviceNodeTransport(DeviceWire):
         if self._watch.is_due:
             self._watch.check({peer for (_, peer), lane in self.lanes.items() if lane.is_busy})
 
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        self._memory.wait_until(done)
+    def yielding(self, turn: int) -> None:
+        self._memory.yielding(turn)
 
     def free(self) -> None:
         """Wait for the copies of a call that was aborted; the mailboxes belong to the node."""

@@ -127,7 +127,7 @@ class NetworkReceive(_NetworkMessage):
 
     def __init__(self, wire: DeviceNetworkTransport, peer: int, pieces: Sequence[Iovec]) -> None:
         super().__init__(wire, peer, pieces)
-        self._length = LengthCheck(wire.comm, peer, pieces)
+        self._length = LengthCheck(wire.comm, peer, self._nbytes)
 
     def begin(self) -> None:
         super().begin()
@@ -198,10 +198,10 @@ class DeviceNetworkTransport(DeviceWire):
     def use_tag(self, tag: int) -> None:
         self.tag = tag
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MessageParts:
+    def outgoing(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
         return MessageParts([NetworkSend(self, peer, pieces)], self._lane(NetworkSend, peer))
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
+    def incoming(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
         return MessageParts([NetworkReceive(self, peer, pieces)], self._lane(NetworkReceive, peer))
 
     def _lane(self, kind: type, peer: int) -> NetworkLane:

@@ -5,12 +5,11 @@ Lanes advance while a program waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from collectives.transport.wire import Iovec, Wire, pause
-from collectives.types import Wait
+from collectives.engine.assembly import calling
+from collectives.transport.wire import BoundMessage, Iovec, Piece, Wire
 
 
 class MessageLane(Protocol):
@@ -38,6 +37,8 @@ class DeviceWire(Wire):
 
     def __init__(self) -> None:
         self.lanes: dict[tuple[type, int], Any] = {}
+        self.whole: DeviceWire = self
+        """Transport that this one is a part of: all of its messages advance together."""
 
     @property
     def is_busy(self) -> bool:
@@ -49,29 +50,32 @@ class DeviceWire(Wire):
         for lane in self.lanes.values():
             lane.advance()
 
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Poll until `done` returns True."""
-        turn = 0
-        while not done():
-            pause(turn := turn + 1)
+    def outgoing(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
+        """Bind a send to a peer."""
+        raise NotImplementedError
 
-    def start_calls(self, messages: Sequence[MessageParts]) -> Sequence[Callable[[], object]]:
-        return [partial(self._start, messages)] if messages else []
+    def incoming(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
+        """Bind a receive from a peer."""
+        raise NotImplementedError
 
-    def _start(self, messages: Sequence[MessageParts]) -> None:
-        for parts, lane in messages:
-            for part in parts:
-                lane.add(part)
-        self.advance()
+    def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
+        return self._message(self.outgoing(peer, [piece.iovec for piece in pieces]))
 
-    def wait_calls(self, messages: Sequence[MessageParts]) -> Sequence[Wait]:
-        mine = [part for parts, _ in messages for part in parts][::-1]  # the last one mostly ends last
+    def receive(self, peer: int, pieces: Sequence[Piece]) -> BoundMessage:
+        return self._message(self.incoming(peer, [piece.iovec for piece in pieces]))
+
+    def _message(self, message: MessageParts) -> BoundMessage:
+        def start() -> None:
+            for part in message.parts:  # the first test begins the messages: together with others that start here
+                message.lane.add(part)
+
+        last_first = message.parts[::-1]  # the last one mostly ends last
 
         def test() -> bool:
-            self.advance()
-            return all(part.done for part in mine)
+            self.whole.advance()
+            return all(part.done for part in last_first)
 
-        return [Wait(partial(self.wait_until, test), test)] if mine else []
+        return BoundMessage([calling(start)], [calling(test)])
 
 
 class DeviceTransport(DeviceWire):
@@ -82,15 +86,16 @@ class DeviceTransport(DeviceWire):
     def __init__(self, near: DeviceWire, far: DeviceWire, neighbours: Collection[int]) -> None:
         super().__init__()
         self._near, self._far, self._neighbours = near, far, neighbours
+        near.whole = far.whole = self
 
     def _of(self, peer: int) -> DeviceWire:
         return self._near if peer in self._neighbours else self._far
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        return self._of(peer).send(peer, pieces, stable)
+    def outgoing(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
+        return self._of(peer).outgoing(peer, pieces)
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
-        return self._of(peer).receive(peer, pieces)
+    def incoming(self, peer: int, pieces: Sequence[Iovec]) -> MessageParts:
+        return self._of(peer).incoming(peer, pieces)
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         return self._of(peer).split_size(peer, nbytes)
@@ -99,8 +104,8 @@ class DeviceTransport(DeviceWire):
         self._near.advance()
         self._far.advance()
 
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        self._near.wait_until(done)
+    def yielding(self, turn: int) -> None:
+        self._near.yielding(turn)
 
     def use_tag(self, tag: int) -> None:
         self._far.use_tag(tag)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from collectives.engine.assembly import Instruction, MemoryOperand, Place
+from collectives.engine.extension import reduction_number
+from collectives.engine.instructions import ABSOLUTE, Kind
 from collectives.transport.exported_memory import HANDLE, ExportedBlock
 from collectives.transport.gpu_kernels import MOST_RANKS
 
@@ -71,8 +73,11 @@ class GpuChannel:
         self._at = (HEADER + number * ENTRY.itemsize) // 8
         self._records = [one[number]["records"] for one in gpu.entries]
         count = gpu.entries[gpu.rank]["number"][number : number + 1]
-        self.count: Callable[[], object] = partial(np.add, count, np.ones(1, np.int64), out=count)
-        """Count a call with host arrays: an operation that compiled programs have."""
+        self._one = np.ones(1, np.int64)
+        at, one = (Place(ABSOLUTE, array.ctypes.data) for array in (count, self._one))
+        number = reduction_number(np.add, np.add, count.dtype)
+        self.count = Instruction(Kind.LOCAL, [MemoryOperand(8, at, one, at)], reduction=number)
+        """Counts a call with host arrays."""
 
         self.event, self.handle = gpu.exported.new_event()
         self._counted = self.new_post(ON_HOST).record
@@ -147,8 +152,7 @@ class GpuChannel:
 
     def show_launch(self) -> None:
         """Tell the other ranks that the leader's event is recorded."""
-        if self.gpu.node_memory.fence is not None:
-            self.gpu.node_memory.fence()
+        self.gpu.node_memory.fence()
         self.gpu.words[self.gpu.rank][self._at + LAUNCHED] = self.number
 
     def is_launched(self) -> bool:

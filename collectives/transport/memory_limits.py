@@ -1,9 +1,16 @@
 """Memory that this process may use: of the system, and of the Linux control groups of containers and batch jobs."""
 
+import mmap
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+try:
+    resource: Any = import_module("resource")
+except ImportError:  # not a Unix
+    resource = None
 
 GROUPS = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
@@ -53,3 +60,27 @@ def available_memory() -> int | None:
         with suppress(OSError, ValueError):
             found.append(group.available())
     return min(found, default=None)
+
+
+def available_addresses() -> int | None:
+    """Bytes of addresses that this process may still map (`ulimit -v`); None if unlimited or unknown."""
+    limit = _limit("RLIMIT_AS")
+    if limit is None:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return None
+    return max(0, limit - pages * mmap.PAGESIZE)
+
+
+def longest_file() -> int | None:
+    """Most bytes of a file that this process may create (`ulimit -f`); None if unlimited or unknown."""
+    return _limit("RLIMIT_FSIZE")
+
+
+def _limit(name: str) -> int | None:
+    if resource is None:
+        return None
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return None if limit == resource.RLIM_INFINITY else int(limit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -65,11 +64,11 @@ def measure(comm: MPI.Intracomm, nodes: Nodes) -> NetworkSpeed:
             comm.Barrier()
             taken.append(_round_trip(comm, peer, there, short))
     longs = [_round_trip(comm, peer, long, short) for _ in range(LONG_ROUND_TRIPS)]
-    seconds = np.array([0.0, 0.0, 0.0, -np.inf, median(barriers)])  # of the burst the negative, whose maximum counts
+    seconds = np.array([0.0, 0.0, 0.0, -np.inf, np.median(barriers)])  # of the burst the negative, whose maximum counts
     if peer is not None and rank < peer:  # the other rank's times begin before or after a message arrives
-        both = median(shorts)
+        both = np.median(shorts)
         longs = [max(0.0, one - both) for one in longs]
-        byte, burst_byte = median(longs[2:]) / NBYTES, max(0.0, median(mediums) - both) / MEDIUM
+        byte, burst_byte = np.median(longs[2:]) / NBYTES, max(0.0, np.median(mediums) - both) / MEDIUM
         seconds[:4] = both / 2, byte, burst_byte, -_burst(longs, byte, burst_byte)
     comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
     seconds[3] *= -1

@@ -25,7 +25,8 @@ from collectives.engine.instructions import LINE
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_messages import DeviceCopy, DeviceNodeTransport, DeviceReceive, DeviceSend, Lane
 from collectives.transport.exported_memory import ExportedBlock, ExportedMemory
-from collectives.transport.mailbox import CHANNELS, MailboxEdge, NodeMemory, address_label
+from collectives.transport.mailbox import MailboxEdge, NodeMemory, address_label
+from collectives.transport.mailbox_layout import CHANNELS
 from collectives.transport.peer_kernels import HEAD, MOST_PIECES, PeerKernels, flag_of
 from collectives.transport.reduced import reduced
 from collectives.transport.wire import Iovec

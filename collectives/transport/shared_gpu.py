@@ -31,7 +31,8 @@ from collectives.errors import OutOfMemory
 from collectives.transport.exported_memory import ExportedMemory
 from collectives.transport.gpu_channel import ENTRY, HEADER, GpuChannel
 from collectives.transport.gpu_kernels import MOST_RANKS, GpuKernels
-from collectives.transport.mailbox import CHANNELS, NodeMemory
+from collectives.transport.mailbox import NodeMemory
+from collectives.transport.mailbox_layout import CHANNELS
 from collectives.transport.peer_messages import PeerBlock, PeerLinks, connect, first_error, refused_access
 from collectives.transport.peer_watch import PeerWatch
 from collectives.transport.reduced import reduced
@@ -138,10 +139,10 @@ def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> Sha
     """Export memory and an event of every rank, and read the memory of others. Collective over `comm`.
 
     Where ranks share one GPU, each reads its neighbour's memory; otherwise all read that of all, and send each other a
-    message. `node` is that of all ranks, or None; ranks may differ in `wanted`. Needs CuPy imported on all ranks.
+    message. `node` is that of all ranks, or None. `wanted`: equal on all ranks, which then have imported CuPy.
     """
     cupy = sys.modules.get("cupy")
-    if not reduced(comm, wanted and cupy is not None, MPI.LAND) or cupy is None:
+    if not wanted or cupy is None:
         return SharingResult(None, "not wanted, or CuPy not imported, on some rank")
     if node is None or not 2 <= node.size <= MOST_RANKS:
         return SharingResult(None, f"needs 2 to {MOST_RANKS} ranks on one node that share memory")
@@ -160,13 +161,13 @@ def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> Sha
     if refusal:
         return SharingResult(None, refusal)
     free_retired()
-    boards = map_all(node.comm, HEADER + CHANNELS * ENTRY.itemsize)
+    boards = map_all(comm, list(node.places), HEADER + CHANNELS * ENTRY.itemsize)
     if not reduced(comm, bool(boards), MPI.LAND):
         return SharingResult(None, "the ranks may not map each other's memory")
     gpu = SharedGpu(node, boards, cupy, device)
     if several:
         links = PeerLinks(node, cupy, gpu.exported, flags=len(set(buses)) == len(buses))
-        gpu.links, refusal = links, connect(node.comm, links)
+        gpu.links, refusal = links, connect(comm, links)
     else:
         refusal = _refusal(comm, gpu)
         gpu.default_sees_all = not refusal and _default_sees_all(cupy)

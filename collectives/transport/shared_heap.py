@@ -5,13 +5,11 @@ anonymous file vanishes with the last process that maps it, however that ends. W
 may not map each other's, the heap returns ordinary memory: everything works, with one more copy.
 """
 
-import errno
-import fcntl
 import mmap
 import os
-import secrets
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -21,8 +19,9 @@ from mpi4py import MPI
 
 from collectives.engine.instructions import LINE
 from collectives.errors import OutOfMemory
+from collectives.transport.memory_file import REFUSALS, FreeList, create_file, map_file, open_file
 from collectives.transport.memory_limits import available_memory
-from collectives.transport.reduced import reduced
+from collectives.transport.reduced import gathered, reduced
 
 MOST = 1 << 48
 """More bytes than any node has; sums over ranks fit in 64 bits."""
@@ -32,12 +31,6 @@ PAGE, OWN_PAGE = 1 << 21, 1 << 16
 
 AHEAD = 1 << 28
 """Most bytes of a new segment in advance: it doubles the heap up to this, so that there are few segments."""
-
-F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
-SEALS = 1 | 2 | 4
-REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EINVAL)
-"""Errors of kernels and sandboxes that allow no memory of this kind; others may be gone later."""
-"""Linux's F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the length of a segment."""
 
 POPULATE = 23
 """Linux's MADV_POPULATE_WRITE: allocate all pages now, or fail."""
@@ -55,31 +48,6 @@ class HeapSegment(NamedTuple):
         return self.memory[start : start + nbytes] if 0 <= start <= self.memory.size - nbytes else None
 
 
-class _FreeList:
-    """Free list of a segment: sorted ranges (start, stop), first fit, adjacent ranges merged."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._runs = [(0, nbytes)]
-
-    def take(self, nbytes: int) -> int | None:
-        """Allocate a range and return its start; None if there is no room."""
-        for index, (start, stop) in enumerate(self._runs):
-            if stop - start >= nbytes:
-                self._runs[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return start
-        return None
-
-    def give(self, start: int, nbytes: int) -> None:
-        """Return `nbytes` bytes from `start` on to the free list."""
-        joined: list[tuple[int, int]] = []
-        for low, high in sorted([*self._runs, (start, start + nbytes)]):
-            if joined and joined[-1][1] == low:
-                joined[-1] = (joined[-1][0], high)
-            else:
-                joined.append((low, high))
-        self._runs = joined
-
-
 def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
     """Allocate all pages, so that no later access can fail; OSError if there are too few."""
     try:
@@ -93,15 +61,15 @@ def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
 class SharedHeap:
     """Heap of one rank in shared memory, and the heaps of the node's other ranks as mapped here.
 
-    All ranks of `comm` allocate together; `neighbours` are those on this node, or None to share nothing.
+    All ranks of `comm` allocate together; `neighbours` are the ranks of this node, none to share nothing.
     """
 
-    def __init__(self, comm: MPI.Intracomm, neighbours: MPI.Intracomm | None) -> None:
+    def __init__(self, comm: MPI.Intracomm, neighbours: Sequence[int] = ()) -> None:
         self._comm, self._neighbours = comm, neighbours
-        self._place = 0 if neighbours is None else neighbours.Get_rank()
+        self._place = neighbours.index(comm.Get_rank()) if neighbours else 0
         self._mine: list[HeapSegment] = []
-        self._gaps: list[_FreeList] = []
-        self._mapped: list[list[HeapSegment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
+        self._gaps: list[FreeList] = []
+        self._mapped: list[list[HeapSegment]] = [[] for _ in neighbours or [0]]
         self._arrays: dict[tuple[int, int], weakref.ref[np.ndarray]] = {}  # by segment and start in it
         self._returned: deque[tuple[int, int, int]] = deque()  # ranges of collected arrays, not yet in a free list
 
@@ -184,7 +152,8 @@ class SharedHeap:
 
     def _over_limit(self, nbytes: int) -> str | None:
         """Error message if the bytes of all ranks of the node exceed the available memory, else None. Collective."""
-        total = nbytes if self._neighbours is None else reduced(self._neighbours, min(nbytes, MOST))
+        requests = gathered(self._comm, min(nbytes, MOST))
+        total = sum(requests[rank] for rank in self._neighbours) if self._neighbours else nbytes
         available = available_memory()
         if available is None or total <= available or not nbytes:
             return None
@@ -197,8 +166,8 @@ class SharedHeap:
             whole: np.ndarray = np.frombuffer(memory, np.uint8)
             mine = HeapSegment(MPI.Get_address(whole), whole)
             self._mine.append(mine)
-            self._gaps.append(_FreeList(whole.size))
-        theirs = None if self._neighbours is None else map_segments(self._neighbours, descriptor, mine)
+            self._gaps.append(FreeList(whole.size))
+        theirs = map_segments(self._comm, self._neighbours, descriptor, mine) if self._neighbours else None
         for mapped, other in zip(self._mapped, theirs or ()):
             mapped.extend([] if other is None else [other])
         if descriptor >= 0:
@@ -227,7 +196,7 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
 def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
     """Create memory that other processes can map: (file descriptor, memory); (-1, private memory) if not supported."""
     try:
-        descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = create_file(nbytes)
     except AttributeError:
         return -1, mmap.mmap(-1, nbytes)
     except OSError as error:
@@ -235,9 +204,6 @@ def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
             raise
         return -1, mmap.mmap(-1, nbytes)
     try:
-        os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which checks the mode
-        os.ftruncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, F_ADD_SEALS, SEALS)  # a rank that reads a truncated range would be killed by SIGBUS
         memory = mmap.mmap(descriptor, nbytes)
     except BaseException:
         os.close(descriptor)
@@ -245,35 +211,42 @@ def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
     return descriptor, memory
 
 
-def map_segments(comm: MPI.Intracomm, descriptor: int, mine: HeapSegment | None) -> list[HeapSegment | None] | None:
-    """Map the segments of all ranks that have one, by rank; None on all if one cannot map another's. Collective.
+def map_segments(
+    comm: MPI.Intracomm, ranks: Sequence[int], descriptor: int, mine: HeapSegment | None
+) -> list[HeapSegment | None] | None:
+    """Map the segments of those of `ranks` that have one; None on all of them if one cannot map another's.
 
-    Overwrites the first 16 bytes of each with a token that identifies it.
+    `ranks` are those of a node in `comm`. Collective over `comm`. Overwrites the first 16 bytes of each segment with a
+    token that identifies it.
     """
-    token = secrets.token_bytes(16)
+    token = os.urandom(16)
     base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
     if mine is not None:
         mine.memory[:16] = np.frombuffer(token, np.uint8)  # identifies the segment to its readers
-    offers = comm.allgather((os.getpid(), descriptor, base, nbytes, token))
+    everyone = comm.allgather((os.getpid(), descriptor, base, nbytes, token))
+    offers = [everyone[rank] for rank in ranks]
     segments = [_segment(*offer) for offer in offers]
     able = all(segment is not None or not offer[3] for segment, offer in zip(segments, offers, strict=True))
-    return segments if reduced(comm, able, MPI.LAND) else None
+    abilities = gathered(comm, able)
+    return segments if all(abilities[rank] for rank in ranks) else None
 
 
-def map_all(comm: MPI.Intracomm, nbytes: int) -> list[np.ndarray]:
-    """Create `nbytes` bytes on every rank and map those of all, by rank; empty list if one cannot. Collective.
+def map_all(comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int) -> list[np.ndarray]:
+    """Create `nbytes` bytes on every rank of a node, and map those of all; empty list if one of `ranks` cannot.
 
-    Zero but for the first 16. Unlike MPI's shared windows, these are freed by each rank on its own, in any order.
+    `ranks` are those of the node in `comm`. Collective over `comm`. Zero but for the first 16 bytes. Unlike shared
+    windows of MPI, these are freed by each rank on its own, in any order.
     """
     mine, descriptor = None, -1
-    with suppress(OSError, ValueError):
-        descriptor, memory = anonymous_memory(nbytes)
-        mine = HeapSegment(0, np.frombuffer(memory, np.uint8))
-    segments = map_segments(comm, descriptor, mine) or []
+    if nbytes:
+        with suppress(OSError, ValueError):
+            descriptor, memory = anonymous_memory(nbytes)
+            mine = HeapSegment(0, np.frombuffer(memory, np.uint8))
+    segments = map_segments(comm, ranks, descriptor, mine) or []
     if descriptor >= 0:
         os.close(descriptor)
     views = [segment.memory for segment in segments if segment is not None]
-    return views if len(views) == comm.Get_size() else []
+    return views if len(views) == len(ranks) else []
 
 
 def _segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:
@@ -284,12 +257,12 @@ def _segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) ->
 def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:
     """Map the memory behind file descriptor `number` of process `pid`; None if that fails."""
     try:
-        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_file(pid, number)
     except OSError:
         return None
     try:
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
-    except (OSError, ValueError):
+        return map_file(descriptor, 0, nbytes)
+    except OSError:
         return None
     finally:
         os.close(descriptor)

@@ -18,18 +18,20 @@ messages by one call at a time uses at most 64 MiB, with two ranks 16 MiB. Each 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.memory import view
-from collectives.engine.instructions import SLOTS
+from collectives.engine.instructions import KIND, SENT, SLOTS, WORDS
 from collectives.transport.device_copies import DeviceCopies
-from collectives.transport.mailbox import CHANNELS, KIND, MASK, SENT, WORDS, MailboxEdge, NodeMemory, address_label
+from collectives.transport.mailbox import MASK, MailboxEdge, NodeMemory, address_label
+from collectives.transport.mailbox_layout import CHANNELS
+from collectives.transport.reduced import gathered
 from collectives.transport.shared_heap import HeapSegment, map_all
-from collectives.transport.wire import Iovec
 
 CHUNK, SHORTEST = 1 << 22, 1 << 20
 """Bytes of a chunk; and of the shortest parts that a message is cut to."""
@@ -125,38 +127,44 @@ class StagingChunks:
 
 
 class HostChunkSend:
-    """Operation of an exchange that sends at most a chunk of host memory, by a copy into a chunk of this rank's."""
+    """Send of at most a chunk of host memory, by a copy into a chunk of this rank's."""
 
-    def __init__(self, chunks: StagingChunks, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
-        self.edge, self._chunks, self._label = edge, chunks, address_label(mark, 1)
-        self._data = [view(*piece, np.dtype(np.uint8)) for piece in pieces]
-        self._nbytes = sum(piece.nbytes for piece in pieces)
+    def __init__(self, chunks: StagingChunks, edge: MailboxEdge, nbytes: int, mark: int) -> None:
+        self._edge, self._chunks, self._label = edge, chunks, address_label(mark, 1)
+        self._nbytes = nbytes
 
-    def attempt(self) -> bool:
-        """Copy the data, and write the chunk's address into the next slot; False if no slot or chunk is free."""
-        edge = self.edge
+    def bind(self, *data: np.ndarray) -> Callable[[], bool]:
+        """Function that sends these arrays of bytes, or returns False if no slot or chunk is free."""
+        return partial(self._attempt, data)
+
+    def _attempt(self, arrays: Sequence[np.ndarray]) -> bool:
+        edge = self._edge
         chunk = self._chunks.take(edge, None) if edge.has_room(SLOTS) else None
         if chunk is None:
             return False
         edge.counts[SENT] = number = edge.counts[SENT] + 1
         start = chunk
-        for data in self._data:
+        for data in arrays:
             view(start, data.nbytes, data.dtype)[...] = data
             start += data.nbytes
         at = edge.outbox + (number & MASK) * WORDS
         edge.mine[at + 1], edge.mine[at + 2] = chunk, self._nbytes
-        if edge.node.fence is not None:
-            edge.node.fence()
+        edge.node.fence()
         edge.mine[at] = number * KIND + self._label
         return True
 
 
 def share_chunks(node: NodeMemory) -> StagingChunks | None:
-    """Map the areas of all ranks of a node; None on all if that fails, or if they are too many. Collective."""
-    areas = map_all(node.comm, (SHARED[1] + CHANNELS * node.size) * CHUNK) if 1 < node.size <= MOST_RANKS else []
+    """Map the areas of all ranks of a node; None on all of them if that fails, or if they are too many.
+
+    Collective over all nodes.
+    """
+    nbytes = (SHARED[1] + CHANNELS * node.size) * CHUNK if 1 < node.size <= MOST_RANKS else 0
+    areas = map_all(node.comm, list(node.places), nbytes)
+    addresses = gathered(node.comm, MPI.Get_address(areas[node.place]) if areas else 0)
     if not areas:
         return None
-    bases = node.comm.allgather(MPI.Get_address(areas[node.place]))
+    bases = [addresses[rank] for rank in node.places]
     for place, area in enumerate(areas):
         node.heap.add(place, HeapSegment(bases[place], area))
     return StagingChunks(node, areas, bases)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from collectives.types import Wait
+from collectives.engine.assembly import Instruction, Place
 
 YIELDS = 100
 """Yields of the core in one wait before it sleeps between polls, if ranks share cores."""
@@ -77,53 +77,70 @@ def pause_after_test(complete: bool) -> None:
 
 
 class Iovec(NamedTuple):
-    """A contiguous range of bytes. A message is a sequence of them, concatenated."""
+    """A contiguous range of bytes in memory, of the host or a device."""
 
     address: int
     nbytes: int
 
 
-class Reduction(Protocol):
-    """Function that binds the reduction of incoming data with an own operand: ``bind(incoming, mine, out)``.
+class Piece(NamedTuple):
+    """A contiguous range of bytes in a memory of a program. A message is a sequence of them, concatenated.
 
-    `ufunc` is NumPy's function, if there is one; `mine_first`: the own operand is the left one.
+    `address` is where the range is in programs that run on the memory they were bound to, as those of device memory.
     """
 
-    @property
-    def ufunc(self) -> Callable[..., Any] | None: ...
+    nbytes: int
+    place: Place
+    address: int = 0
 
     @property
-    def mine_first(self) -> bool: ...
+    def iovec(self) -> Iovec:
+        return Iovec(self.address, self.nbytes)
 
-    def __call__(self, incoming: Any, mine: Any, out: Any) -> Callable[[], object]: ...
+
+class BoundMessage(NamedTuple):
+    """Instructions of a message.
+
+    Attributes
+    ----------
+    starts : that start the message, or are all of it
+    ends : that wait for its end, in a stream of their own; none if the end of `starts` is the end of the message
+    key : peer and direction of messages that run in order in one stream; None if they start together with others
+    read : waits until the receiver has read a message that was sent by its address
+    """
+
+    starts: list[Instruction]
+    ends: list[Instruction]
+    key: tuple[str, int] | None = None
+    read: Instruction | None = None
+
+
+class Combining(NamedTuple):
+    """Reduction of an incoming message, by its number for rows, with operands of this rank."""
+
+    reduction: int
+    mine_first: bool
 
 
 class Wire(Protocol):
-    """Interface of a transport: bind messages between this rank and its peers, and make calls that run them.
+    """Interface of a transport: binds messages between this rank and its peers.
 
     Messages between two ranks match in the order in which they start. A message is bound once and started any number of
-    times; it must be complete before it starts again. `start_calls` and `wait_calls` run when a program is bound and
-    return the functions that every execution calls, so that nothing is looked up at run time. Subclasses whose ranks
-    share no memory inherit the last methods but `free`.
+    times; it must be complete before it starts again. Subclasses whose ranks share no memory inherit the last methods
+    but `free`.
     """
 
     node: Any = None
-    """Memory that ranks of the node share, for programs of exchanges; None if messages are started and waited for."""
+    """Mailboxes of the ranks of the node; None if there are none."""
 
     in_mailboxes: bool = False
     """Messages use a channel of the node's mailboxes, on which one call at a time may run."""
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        """Bind a send to `peer` and return it. `stable`: the pieces do not change before the message is complete."""
+    def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
+        """Bind a send to `peer`. `stable`: the pieces do not change before the message is complete."""
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
-        """Bind a receive from `peer` into the pieces and return it."""
-
-    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        """Functions that start all the messages."""
-
-    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        """Pairs of functions (wait, test) that together complete all the messages."""
+    def receive(self, peer: int, pieces: Sequence[Piece]) -> BoundMessage:
+        """Bind a receive from `peer` into the pieces."""
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         """Bytes per part of a message of `nbytes` to or from `peer`; 0 for a single part, None without shared memory.
@@ -146,25 +163,30 @@ class Wire(Protocol):
         """
         return False
 
-    def stream_key(self, message: Any) -> tuple[str, int] | None:
-        """Key of messages that run in order as operations of an `Exchange`; None for those with starts and waits."""
-        return None
-
-    def combine(self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Reduction) -> Any:
-        """Bind a shared-memory message from `peer` that is reduced on arrival.
-
-        `rows` are pairs of arrays (local operand, result), concatenated; ``bind(incoming, mine, out)`` returns the
-        function that reduces a contiguous range of them.
-        """
+    def combine(self, peer: int, pairs: Sequence[tuple[Piece, Piece]], how: Combining) -> BoundMessage:
+        """Bind a shared-memory message from `peer` that is reduced on arrival: pairs (local operand, result)."""
         raise TypeError("this transport has no shared memory")
 
-    def describe(self, message: Any) -> Any:
-        """Description of a persistent message over MPI, from which compiled code sends it; None for all others."""
-        return None
+    def yielding(self, turn: int) -> None:
+        """Yield the core after `turn` unsuccessful polls of a wait for messages."""
+        pause(turn)
 
     def use_tag(self, tag: int) -> None:
-        """Set the tag of messages over MPI that start from now on, if they are sent anew at every start."""
+        """Set the tag of messages of a device over MPI that start from now on."""
         return
 
     def free(self) -> None:
         """Free the resources of all bound messages, none of which may be in progress."""
+
+
+class NoMessages(Wire):
+    """Transport of a program without messages."""
+
+    def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
+        raise TypeError("this program has no messages")
+
+    def receive(self, peer: int, pieces: Sequence[Piece]) -> BoundMessage:
+        raise TypeError("this program has no messages")
+
+    def free(self) -> None:
+        """No resources to free."""

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.engines import use_interpreter
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-mpi looks for the marker
@@ -45,3 +46,18 @@ def impatient(monkeypatch, seconds=2):
 
     monkeypatch.setattr(NodeMemory, "yielding", yielding)
     monkeypatch.setattr(cupy.interprocess, "PATIENCE", seconds)
+
+
+INTERPRETED = {"compiled": lambda rank: False, "interpreted": lambda rank: True, "mixed": lambda rank: rank % 2 == 1}
+"""Functions that return True for the ranks whose programs the interpreter runs."""
+
+
+@pytest.fixture(params=INTERPRETED)
+def on_engines(world, request, monkeypatch):
+    """Communicator whose programs the compiled engine runs, the interpreter, or on odd ranks the interpreter."""
+    from collectives import Communicator
+
+    if INTERPRETED[request.param](world.Get_rank()):
+        use_interpreter(monkeypatch)
+    with Communicator(world) as comm:
+        yield comm

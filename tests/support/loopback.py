@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from collectives.transport.wire import Iovec, Wire
+from collectives.runtime.program import call_rounds
+from collectives.transport.wire import BoundMessage, Iovec, Piece, Wire
 from collectives.types import Wait
 
 
@@ -74,26 +75,21 @@ class Loopback(Wire):
         self._hub = hub
         self._rank = rank
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _LoopbackMessage:
-        return _LoopbackMessage(self._rank, peer, pieces, sends=True)
+    def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
+        return self._bind(_LoopbackMessage(self._rank, peer, [piece.iovec for piece in pieces], sends=True))
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> _LoopbackMessage:
-        return _LoopbackMessage(peer, self._rank, pieces, sends=False)
+    def receive(self, peer: int, pieces: Sequence[Piece]) -> BoundMessage:
+        return self._bind(_LoopbackMessage(peer, self._rank, [piece.iovec for piece in pieces], sends=False))
 
-    def start_calls(self, messages: Sequence[_LoopbackMessage]) -> Sequence[Callable[[], object]]:
-        return [partial(self._hub.start, message) for message in messages]
-
-    def wait_calls(self, messages: Sequence[_LoopbackMessage]) -> Sequence[Wait]:
-        def test() -> bool:
-            return all(message.done for message in messages)
-
+    def _bind(self, message: _LoopbackMessage) -> BoundMessage:
         def wait() -> None:
             with self._hub.changed:
-                if not self._hub.changed.wait_for(test, self._hub.patience):
-                    late = [message.pair for message in messages if not message.done]
-                    raise TimeoutError(f"rank {self._rank} waited {self._hub.patience} s for messages {late}")
+                if not self._hub.changed.wait_for(lambda: message.done, self._hub.patience):
+                    raise TimeoutError(f"rank {self._rank} waited {self._hub.patience} s for message {message.pair}")
 
-        return [Wait(wait, test)]
+        steps = [partial(self._hub.start, message), Wait(wait, lambda: message.done)]
+        start, end = call_rounds(steps)[0][0]
+        return BoundMessage([start], [end])
 
     def free(self) -> None:
         """No resources to free."""

@@ -9,8 +9,10 @@ import time
 
 import numpy as np
 
-from collectives.transport.shm_messages import MailboxSend
-from collectives.transport.wire import Iovec
+from collectives.engine.assembly import Place, Point, calling, waiting
+from collectives.engine.instructions import ABSOLUTE
+from collectives.runtime.program import Program
+from collectives.transport.wire import Piece
 from support.loopback import LoopbackHub
 
 
@@ -34,7 +36,7 @@ def spmd(size, program, patience=20.0):
 
 
 def piece(array):
-    return Iovec(array.ctypes.data, array.nbytes)
+    return Piece(array.nbytes, Place(ABSOLUTE, array.ctypes.data), array.ctypes.data)
 
 
 def ring(rank, size):
@@ -45,46 +47,69 @@ def filled(rank, count, turn=0):
     return (np.arange(count) * 7 + rank * 13 + turn) % 251
 
 
+class Bound:
+    """A message as a program of its own, which notes when it has started."""
+
+    def __init__(self, wire, message):
+        self.key, self.started = message.key, False
+        starts = [*message.starts, calling(self.note)]
+        ends = [waiting(Point(starts, len(starts))), *message.ends, *([message.read] if message.read else [])]
+        self.program = Program([[starts, ends]], wire)
+
+    def note(self):
+        self.started = True
+
+    def begin(self):
+        self.started = False
+        self.program.start()
+
+
+def bound(wire, messages):
+    """The messages as programs, which are bound once."""
+    known = vars(wire).setdefault("bound", {})
+    return [known.setdefault(id(message), (Bound(wire, message), message))[0] for message in messages]
+
+
 def begin(wire, messages):
-    """Start the messages."""
-    for start in wire.start_calls([message for message in messages if wire.stream_key(message) is None]):
-        start()
-    waiting = vars(wire).setdefault("waiting", {})  # messages through mailboxes, in order, by stream
+    """Start the messages: each after the one before it in its stream."""
+    streams = vars(wire).setdefault("streams", {})
     getattr(wire, "prepare", lambda _: None)(messages)
-    for message in messages:
-        if wire.stream_key(message) is not None:
-            waiting.setdefault(wire.stream_key(message), []).append(message)
-    attempt(waiting)
+    for message in bound(wire, messages):
+        if message.key is None:
+            message.begin()
+        else:
+            message.started = False
+            streams.setdefault(message.key, []).append(message)
+    attempt(streams)
 
 
-def attempt(waiting):
-    """Run the messages of all streams as far as possible."""
-    for stream in waiting.values():
-        while stream and stream[0].attempt():
+def attempt(streams):
+    """Start the messages of all streams as far as possible."""
+    for stream in streams.values():
+        while stream:
+            if stream[0].program.ended and not stream[0].started:
+                stream[0].begin()
+            else:
+                stream[0].program.advance()
+            if not stream[0].started:
+                break
             stream.pop(0)
 
 
 def end(wire, messages):
     """Wait for the messages."""
-    for wait, *_ in wire.wait_calls([message for message in messages if wire.stream_key(message) is None]):
-        wait()
-    ended = asking(wire, [message for message in messages if wire.stream_key(message) is not None])
-    while not ended():
-        time.sleep(0)
+    for one in bound(wire, messages):
+        if one.key is None:
+            one.program.finish()
+    poll(asking(wire, messages))
 
 
 def asking(wire, messages):
     """What says whether all the messages have ended."""
-    waits = wire.wait_calls([message for message in messages if wire.stream_key(message) is None])
-    waiting = vars(wire).setdefault("waiting", {})
 
     def ended():
-        attempt(waiting)
-        left = [id(message) for stream in waiting.values() for message in stream]
-        if any(id(message) in left for message in messages):
-            return False
-        read = [message for message in messages if isinstance(message, MailboxSend)]
-        return all([wait.test() for wait in waits]) and all(one.edge.is_acknowledged(one.number) for one in read)
+        attempt(vars(wire).setdefault("streams", {}))
+        return all([one.program.advance() and one.started for one in bound(wire, messages)])
 
     return ended
 
@@ -137,7 +162,7 @@ def a_message_may_be_empty(rank, size, wire):
     left, right = ring(rank, size)
     if size == 1:
         return
-    for nothing in ([], [Iovec(np.zeros(1).ctypes.data, 0)]):
+    for nothing in ([], [piece(np.zeros(0))]):
         swap(wire, [wire.receive(left, nothing), wire.send(right, nothing)])
 
 

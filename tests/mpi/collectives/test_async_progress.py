@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.engines import use_interpreter
 from support.exchange_cases import TABLE, Question
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument
-from collectives.runtime import compiled_program
 from collectives.runtime.program_builder import DEFERRED_BYTES
 from collectives.runtime.progress import progress_lock, progress_thread
-from collectives.transport import mailbox
+from collectives.transport import mailbox_layout
 
 LONG = DEFERRED_BYTES // 8
 
@@ -23,7 +23,7 @@ LONG = DEFERRED_BYTES // 8
 def quick(world, request, monkeypatch):
     """A communicator with asynchronous progress, with and without the compiler."""
     if request.param == "interpreted":
-        monkeypatch.setattr(compiled_program, "available", lambda: False)
+        use_interpreter(monkeypatch)
     with Communicator(world, async_progress=True) as comm:
         yield comm
 
@@ -51,7 +51,7 @@ def test_every_collective_in_both_forms(quick, method, n):
 
 def test_reduced_messages_longer_than_the_short_cells_of_many_ranks(world, monkeypatch):
     """They are sent by address, however short they are."""
-    monkeypatch.setattr(mailbox, "OTHER_BUDGET", 0)
+    monkeypatch.setattr(mailbox_layout, "OTHER_BUDGET", 0)
     rank, size = world.Get_rank(), world.Get_size()
     with Communicator(world, async_progress=True) as comm:
         mine, total = np.full(500, rank + 1.0), np.zeros(500)
@@ -133,11 +133,11 @@ def test_each_thread_has_a_communicator(world):
 def test_one_rank_enables_it_for_all_and_new_communicators(world):
     with Communicator(world, async_progress=world.Get_rank() == 0) as comm:
         twin = comm.Dup()
-        assert comm._async_progress
-        assert twin._async_progress
+        assert comm._agreed.async_progress
+        assert twin._agreed.async_progress
         twin.Free()
     with Communicator(world) as comm:
-        assert not comm._async_progress
+        assert not comm._agreed.async_progress
 
 
 def test_an_aborted_message_is_reported_by_wait(quick):

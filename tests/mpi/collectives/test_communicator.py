@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport import mailbox, wire
+from collectives.transport import placement, wire
 
 
 def works(comm):
@@ -174,7 +174,7 @@ def test_network_speed_is_measured_between_nodes_only(comm):
     size = comm.Get_size()
     for nodes in ([0] * size, range(size), [rank // 2 for rank in range(size)]):
         with Communicator(comm, nodes=nodes) as placed:
-            speed = placed._planner.transports.network_speed
+            speed = placed._planner.transports.placement.network
             assert comm.allgather(speed) == [speed] * size
             assert (speed.message > 0) == (speed.barrier > 0) == (len(set(nodes)) > 1)
 
@@ -324,8 +324,8 @@ def test_nothing_of_ours_is_reduced_by_mpi4py_s_objects(world):
 def test_ranks_of_emulated_nodes_share_cores(world, monkeypatch, cores):
     """Nodes that are emulated on one machine have its cores together."""
     monkeypatch.setattr(wire, "_cores_are_shared", False)
-    monkeypatch.setattr(mailbox, "usable_cores", lambda: set(range(cores)))
-    monkeypatch.setattr(mailbox, "machine_name", lambda: "one")
+    monkeypatch.setattr(placement, "usable_cores", lambda: set(range(cores)))
+    monkeypatch.setattr(placement, "machine_name", lambda: "one")
     with Communicator(world, nodes=range(world.Get_size())) as comm:
         node = comm._planner.node
         assert node is None or (node.cores, node.shares_cores) == (cores, cores < world.Get_size())
@@ -334,7 +334,7 @@ def test_ranks_of_emulated_nodes_share_cores(world, monkeypatch, cores):
 def test_some_of_the_ranks_that_share_cores_know_of_the_others(world, monkeypatch):
     """A communicator of some ranks waits as one of all, which have fewer cores; algorithms are chosen for its own."""
     monkeypatch.setattr(wire, "_cores_are_shared", False)
-    monkeypatch.setattr(mailbox, "usable_cores", lambda: set(range(max(1, world.Get_size() - 1))))
+    monkeypatch.setattr(placement, "usable_cores", lambda: set(range(max(1, world.Get_size() - 1))))
     with Communicator(world) as comm:
         some = comm.Split(int(comm.Get_rank() == 0))
         node = some._planner.node

@@ -1,4 +1,4 @@
-"""Programs in Python and compiled: the same bits, the same errors, in any mixture."""
+"""Programs in the interpreter and in the compiled engine: the same bits, the same errors, in any mixture."""
 
 import threading
 import time
@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.engines import InterpretedCalls, entries, use_interpreter
 from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, perform
 
 from collectives import Communicator
-from collectives.runtime import compiled_program
+from collectives.engine.extension import available
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 DTYPES = ("float32", "float64", "int32", "int64", "uint8")
@@ -20,23 +21,16 @@ COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
 
 @pytest.fixture
 def quick(world):
-    """A communicator whose programs are compiled."""
+    """Communicator whose programs the compiled engine runs."""
     with Communicator(world) as comm:
         yield comm
 
 
 @pytest.fixture
 def slow(world):
-    """A communicator whose programs Python runs."""
+    """Communicator whose programs the interpreter runs."""
     with Communicator(world) as comm:
-        comm._planner.cache._compile = comm._planner.nonblocking._compile = lambda *_: None
-        yield comm
-
-
-def compiled(comm):
-    """Names of the calls that run compiled."""
-    calls = comm._planner.cache.calls[0].items()
-    return {key[0] for key, call in calls if type(call.program).__name__ == "CompiledProgram"}
+        yield InterpretedCalls(comm)
 
 
 def extremes(rank, count, dtype):
@@ -70,8 +64,8 @@ def test_the_same_bits(quick, slow, name, dtype):
                     total[:] = 77
                     quick.Reduce(mine, total if rank == root else None, op, root)
                     assert rank != root or total.tobytes() == model.tobytes() or quick.Get_size() > 2
-    if quick._planner.node is not None and compiled_program.available():
-        assert compiled(quick) >= {"Allreduce"}
+    if quick._planner.node is not None and available():
+        assert "Allreduce" in dict(entries(quick))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -237,6 +231,33 @@ def test_blocks_of_one_array(quick):
         assert second[:size].tolist() == [float(other + turn) for other in range(size)]
 
 
+@pytest.mark.parametrize("form", ["Allreduce", "Iallreduce"])
+def test_parts_of_arrays_at_several_offsets(quick, form):
+    """Calls that differ in nothing else, in turn: each is cached at its own offset."""
+    rank, size = quick.Get_rank(), quick.Get_size()
+    for turn in range(24):
+        for sent, received in ((0, 0), (3, 0), (0, 2), (3, 2)):
+            mine, total = np.arange(10.0) + rank + turn, np.zeros(10)
+            request = getattr(quick, form)([mine, (4, sent)], [total, (4, received)])
+            if request is not None:
+                request.Wait()
+            expected = np.zeros(10)
+            expected[received : received + 4] = size * (np.arange(4.0) + sent + turn) + size * (size - 1) // 2
+            assert (total == expected).all(), (turn, sent, received)
+
+
+def test_a_call_on_one_array_among_those_on_two(quick):
+    """The first one sends from a gap between the blocks that it receives. It runs there again after the others."""
+    rank, size = quick.Get_rank(), quick.Get_size()
+    both = np.zeros(4 * size)
+    for turn in range(8):
+        for mine, total in ((both[2:4], both), (np.zeros(2), np.zeros(4 * size))):
+            total[:] = -1
+            mine[:] = rank, turn
+            quick.Allgatherv(mine if total is both else [mine, 2], [total, ([2] * size, list(range(0, 4 * size, 4)))])
+            assert (total.reshape(-1, 4)[:, :2] == [[other, turn] for other in range(size)]).all(), turn
+
+
 @pytest.mark.parametrize("form", ["Alltoallv", "Ialltoallv", "Scatterv"])
 def test_blocks_of_one_array_and_then_of_two(quick, form):
     """The span of the send buffer begins with the receive buffer."""
@@ -321,7 +342,7 @@ def test_products_of_complex_numbers(quick, slow):
 
 def test_equal_calls_are_compiled_in_every_spelling(quick, monkeypatch):
     """A dtype object of an array's own, as unpickling makes it, and calls that are all of one spelling."""
-    if quick._planner.node is None or not compiled_program.available():
+    if quick._planner.node is None or not available():
         pytest.skip("nothing is compiled")
     own, size = np.dtype("f8").newbyteorder().newbyteorder(), quick.Get_size()
     assert own is not np.dtype("f8")
@@ -332,13 +353,14 @@ def test_equal_calls_are_compiled_in_every_spelling(quick, monkeypatch):
     for call in calls.values():
         for _ in range(6):
             call()
-    assert compiled(quick) == set(calls)
+    assert {name for name, _ in entries(quick)} == set(calls)
     monkeypatch.setattr(quick._planner, "run", None)
     quick.Allreduce(ones(3, own), ones(3))
 
 
 def test_a_compiled_rank_and_one_that_is_not(world, monkeypatch):
-    monkeypatch.setattr(compiled_program, "available", lambda: world.Get_rank() % 2 == 1)
+    if world.Get_rank() % 2 == 0:
+        use_interpreter(monkeypatch)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for turn in range(60):
@@ -380,7 +402,7 @@ def test_late_peers(quick, late):
 def test_whoever_is_ahead_waits_for_room(world, monkeypatch, is_compiled, count):
     """The root of broadcasts runs ahead until there is no room, and swaps then: nothing is lost."""
     if not is_compiled:
-        monkeypatch.setattr(compiled_program, "available", lambda: False)
+        use_interpreter(monkeypatch)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for ahead in range(6):

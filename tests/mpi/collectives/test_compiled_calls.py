@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.engines import find
 
 from collectives import Communicator
 from collectives.engine.extension import available
-from collectives.engine.instructions import DONE, REFUSED
 from collectives.runtime.compiled_calls import MAX_ENTRIES
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
@@ -22,16 +22,6 @@ def quick(world):
         pytest.skip("one rank sends no messages")
     with Communicator(world) as comm:
         yield comm
-
-
-def find(comm, name, sendbuf, recvbuf, op=MPI.SUM, root=0, algorithm="auto", segments=None):
-    """Run a call in compiled code alone; True if it was found, on all ranks alike."""
-    number = comm._calls[name](sendbuf, recvbuf, op, root, algorithm, segments)
-    if not isinstance(number, int) or number == REFUSED:
-        return False
-    if number != DONE:
-        comm._run_cached(number, name, sendbuf, recvbuf, op, root, algorithm, segments)
-    return True
 
 
 def test_arrays_of_one_call(quick):
@@ -102,12 +92,13 @@ def test_an_array_that_changes_its_type(quick):
 
 
 def test_the_oldest_calls_are_forgotten(quick):
-    lengths = range(1, MAX_ENTRIES + 3)
-    calls = [partial(quick.Bcast, np.zeros(n), 0) for n in lengths]
+    """Of one kind: calls that differ in their shapes have an entry for each, others a joint one."""
+    shapes = [(1,) * dimensions for dimensions in range(1, MAX_ENTRIES + 3)]
+    calls = [partial(quick.Bcast, np.zeros(shape), 0) for shape in shapes]
     for _ in range(9):
         for call in calls:
             call()
-    found = [n for n in lengths if find(quick, "Bcast", *[np.zeros(n)] * 2)]
+    found = [shape for shape in shapes if find(quick, "Bcast", *[np.zeros(shape)] * 2)]
     assert len(found) == MAX_ENTRIES
     for call in calls:
         call()

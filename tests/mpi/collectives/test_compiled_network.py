@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.engines import entries, use_interpreter
 from support.exchange_cases import ENTRIES, TABLE, Question, perform
 
 from collectives import Communicator
+from collectives.engine.extension import available
+from collectives.engine.instructions import Kind
 from collectives.errors import Mismatch
-from collectives.runtime import compiled_program
 
 
 def apart(size):
@@ -35,14 +37,8 @@ def quick(world, nodes):
         yield comm
 
 
-def compiled(comm):
-    """Compiled programs of blocking calls."""
-    programs = (call.program for call in comm._planner.cache.calls[0].values())
-    return [program for program in programs if isinstance(program, compiled_program.CompiledProgram)]
-
-
 def uses_network(comm):
-    """True if programs of several nodes can be compiled here."""
+    """True if messages of the MPI and of shared memory meet in one program."""
     return comm.Get_size() > 1 and comm._planner.nodes is not None and comm._planner.node is not None
 
 
@@ -59,18 +55,20 @@ def test_every_algorithm(quick, method, algorithm, nbytes):
 
 @pytest.mark.parametrize("count", [1, 1000, 100_000])
 def test_messages_between_nodes_are_compiled(quick, count):
-    if not uses_network(quick) or not compiled_program.available():
+    if not uses_network(quick) or not available():
         pytest.skip("nothing is compiled")
     size = quick.Get_size()
     for turn in range(8):
         mine, total = np.full(count, float(turn)), np.zeros(count)  # elsewhere in each turn
         quick.Allreduce(mine, total)
         assert (total == size * turn).all()
-    assert any(quick.allgather(any(not program.needs_no_mpi for program in compiled(quick))))
+    sends = any({Kind.NET_SEND, Kind.NET_RECV} & program.kinds for _, program in entries(quick))
+    assert any(quick.allgather(sends))
 
 
 def test_a_compiled_rank_and_one_that_is_not(world, nodes, monkeypatch):
-    monkeypatch.setattr(compiled_program, "available", lambda: world.Get_rank() % 2 == 1)
+    if world.Get_rank() % 2 == 0:
+        use_interpreter(monkeypatch)
     with Communicator(world, nodes=nodes) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for turn in range(60):
@@ -121,7 +119,7 @@ def test_threads_with_a_communicator_each(world, nodes):
     with Communicator(world, nodes=nodes) as one, Communicator(world, nodes=nodes) as other:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(work, (one, other)))
-        assert not uses_network(one) or not compiled_program.available() or compiled(one)
+        assert not uses_network(one) or not available() or entries(one)
 
 
 def test_other_threads_run_while_a_call_waits(quick):

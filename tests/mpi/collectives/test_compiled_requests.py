@@ -16,10 +16,9 @@ from collectives.engine.extension import available
 from collectives.engine.instructions import HAS_THREAD
 from collectives.errors import InvalidArgument
 from collectives.runtime import requests
-from collectives.runtime.compiled_program import CompiledProgram
 from collectives.runtime.native_requests import EndedRequest
 from collectives.runtime.progress import active_requests, progress_words
-from collectives.transport.mailbox import NONBLOCKING
+from collectives.transport.mailbox_layout import NONBLOCKING
 
 pytestmark = pytest.mark.skipif(
     MPI.Query_thread() != MPI.THREAD_MULTIPLE or not available(), reason="all is left to Python then"
@@ -45,14 +44,13 @@ class Sum:
             self.start(factor)
             self.request.Wait()
             self.check(factor)
-        assert isinstance(self.request.program, CompiledProgram)
+        assert self.request.program.is_compiled
 
     def start(self, factor):
         self.factor, self.mine[:] = factor, factor
         self.request.Start()
         program = self.request.program
-        if isinstance(program, CompiledProgram):
-            assert program.is_startable or program.runs_for(self.request)
+        assert program.is_startable or program.engine.runs_for(self.request)
 
     def check(self, factor):
         assert (self.total == factor * self.size).all()
@@ -208,7 +206,7 @@ def test_non_blocking_calls_on_new_arrays(quick):
         request = quick.Iallreduce(np.full(3000, float(factor)), total)
         request.Wait()
         assert (total == factor * quick.Get_size()).all()
-    assert isinstance(request, EndedRequest) or isinstance(request.program, CompiledProgram)
+    assert isinstance(request, EndedRequest) or request.program.is_compiled
 
 
 def test_an_ended_call_is_freed_once(quick):

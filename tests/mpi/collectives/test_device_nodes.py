@@ -25,7 +25,7 @@ from collectives.transport.device_network import (
     PinnedBuffers,
 )
 from collectives.transport.mailbox import NodeMemory
-from collectives.transport.mpi_transport import ImmediateTransport
+from collectives.transport.mpi_transport import MpiTransport
 from collectives.transport.staging_chunks import SHORTEST
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.mpi(min_size=2)]
@@ -320,7 +320,7 @@ FAULTS = {
     "buffer used again before its message was sent": lambda: (NetworkSend, "pass_on", forgets_the_message),
     "part copied before it arrived": lambda: (NetworkReceive, "begin", does_not_wait),
     "parts in another order": lambda: (NetworkLane, "_begin", sends_the_last_one_first),
-    "host arrays cut elsewhere": lambda: (ImmediateTransport, "segment_size", lambda self, nbytes, usual: 3 * PART),
+    "host arrays cut elsewhere": lambda: (MpiTransport, "segment_size", lambda self, nbytes, usual: 3 * PART),
     "another tag": lambda: (NetworkSend, "pass_on", sends_with_another_tag),
 }
 

@@ -1,6 +1,7 @@
 """Communicators are given back by every rank in its own time and order, with operations under way; and their copies."""
 
 import copy
+import errno
 import gc
 import pickle
 import time
@@ -14,7 +15,11 @@ from collectives import Communicator
 from collectives.buffers.staging import PackedStaging
 from collectives.errors import InvalidArgument, NotCopied
 from collectives.runtime.program_end import open_communicators
-from collectives.transport import mailbox
+from collectives.transport import placement, shared_node
+
+
+def refuse(pid, number):
+    raise PermissionError(errno.EACCES, "a sandbox")
 
 
 def works(comm):
@@ -38,7 +43,8 @@ def turned(items, rank):
 def settings(request, monkeypatch):
     """Keywords of a Communicator; "unmapped": ranks may not map each other's memory."""
     if request.param == "unmapped":
-        monkeypatch.setattr(mailbox, "map_all", lambda comm, nbytes: [])
+        monkeypatch.setattr(placement, "open_nodes", {})
+        monkeypatch.setattr(shared_node, "open_file", refuse)
     return {"apart": {"shared": False}, "debug": {"debug": True}}.get(request.param, {})
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.engines import use_interpreter
 from support.exchange_cases import FORMS
 
 from collectives import Communicator
 from collectives.engine.extension import available
 from collectives.errors import Mismatch
-from collectives.runtime import compiled_program
 from collectives.transport import mailbox
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
@@ -107,7 +107,7 @@ def test_with_a_rank_that_is_not_compiled(pair, monkeypatch):
         return
     for slow in range(2):
         if pair.Get_rank() == slow:
-            monkeypatch.setattr(compiled_program, "available", lambda: False)
+            use_interpreter(monkeypatch)
         else:
             monkeypatch.undo()
         data = np.full(LEAST + slow, pair.Get_rank() + 1, np.uint8)

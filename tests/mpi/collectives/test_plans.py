@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from collectives import Communicator, wait_all
 from collectives.runtime import program_cache as kept
-from collectives.transport import mailbox
-from collectives.transport.mpi_transport import PersistentTransport
+from collectives.transport import mailbox_layout
+from collectives.transport.mpi_transport import MpiTransport
 
 
 @pytest.fixture
@@ -177,13 +177,13 @@ def test_no_memory_is_lost_over_communicators(comm):
     assert resident() - before < 8_000_000
 
 
-CHANNELS = mailbox.CHANNELS - mailbox.NONBLOCKING - 1
+CHANNELS = mailbox_layout.CHANNELS - mailbox_layout.NONBLOCKING - 1
 """Channels of persistent requests."""
 
 
 def wired(request):
     """Whether its messages go through the node's memory, rather than being MPI's."""
-    return not isinstance(request.program.program.wire, PersistentTransport)
+    return not isinstance(request.program.wire, MpiTransport)
 
 
 @pytest.mark.parametrize("how", ["Free", "del"])

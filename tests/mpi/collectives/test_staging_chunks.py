@@ -13,10 +13,11 @@ from support.fakes import cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import Mismatch, RanksDisagree
-from collectives.transport import staging_chunks
+from collectives.transport import placement, staging_chunks
 from collectives.transport.device_copies import DeviceCopies
 from collectives.transport.device_messages import ChunkSend, DeviceReceive
 from collectives.transport.mailbox import CELL, NodeMemory
+from collectives.transport.shared_node import SharedNode
 from collectives.transport.staging_chunks import CHUNK, SHORTEST, StagingChunks
 
 pytestmark = pytest.mark.timeout(60)
@@ -177,11 +178,11 @@ def test_chunks_that_cuda_does_not_pin(gpu, world, monkeypatch):
     assert not gpu.registered
 
 
-MAP, READS = staging_chunks.map_all, NodeMemory._reads_and_writes
+MAP, READS = staging_chunks.map_all, SharedNode._reads_and_writes
 
 
-def maps_nothing(comm, nbytes):
-    MAP(comm, 1 << 21)
+def maps_nothing(comm, ranks, nbytes):
+    MAP(comm, ranks, 1 << 21)
     return []
 
 
@@ -208,8 +209,8 @@ class Unreadable:
         raise OSError("this memory is private")
 
 
-def reads_nothing(self):
-    READS(self)
+def reads_nothing(self, comm):
+    READS(self, comm)
     self.readers = [Unreadable(reader.pid) for reader in self.readers]
     return False, False
 
@@ -218,7 +219,8 @@ def reads_nothing(self):
 def test_ranks_that_may_not_read_each_others_memory(gpu, world, monkeypatch, places):
     if world.size == 1:
         pytest.skip("needs two processes")
-    monkeypatch.setattr(NodeMemory, "_reads_and_writes", reads_nothing)
+    monkeypatch.setattr(placement, "open_nodes", {})
+    monkeypatch.setattr(SharedNode, "_reads_and_writes", reads_nothing)
     comm = open_pinned(world)
     assert chunks_of(comm) is not None
     for n in (1, CELL + 1, 3 * SHORTEST + 5, MANY):

@@ -4,25 +4,25 @@ from functools import partial
 
 import numpy as np
 import pytest
-from mpi4py import MPI
+from support.engines import order_weakly, use_interpreter
 from support.fakes import cupy
-from support.transport_contract import CONTRACT
+from support.transport_contract import CONTRACT, piece
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
-from collectives.transport import shm_messages
+from collectives.engine.extension import available
+from collectives.transport import shm
 from collectives.transport.device_copies import DeviceCopies, PinnedMailboxes
 from collectives.transport.device_messages import DeviceNodeTransport
 from collectives.transport.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
 from collectives.transport.device_wire import DeviceTransport
 from collectives.transport.exported_memory import ExportedMemory
-from collectives.transport.mailbox import FAR_COPIED, MailboxEdge, NodeMemory
-from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.mailbox import FAR_COPIED, MailboxEdge, open_mailboxes
+from collectives.transport.mpi_transport import MpiTransport
 from collectives.transport.peer_messages import PeerLinks, PeerTransport, connect
-from collectives.transport.shared_heap import SharedHeap
+from collectives.transport.placement import place_ranks
 from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.staging_chunks import part_size, share_chunks
-from collectives.transport.wire import Iovec
 
 
 class OnDevice(DeviceNodeTransport):
@@ -59,13 +59,13 @@ class OnNetwork(DeviceNetworkTransport):
             self._taken.append(block)
             cupy.GPU.place(address, block, 0)
 
-    def send(self, peer, pieces, stable=True):
+    def outgoing(self, peer, pieces):
         self.adopt(pieces)
-        return super().send(peer, pieces, stable)
+        return super().outgoing(peer, pieces)
 
-    def receive(self, peer, pieces):
+    def incoming(self, peer, pieces):
         self.adopt(pieces)
-        return super().receive(peer, pieces)
+        return super().incoming(peer, pieces)
 
 
 def with_pairs(comm, node):
@@ -105,30 +105,28 @@ WIRES = {
     "device, chunks": lambda comm, node: OnDevice(node, share_chunks(node)),
     "device, between nodes": lambda comm, node: OnNetwork(comm),
     "device, several nodes": lambda comm, node: with_pairs(comm, node),
-    "persistent": lambda comm, node: PersistentTransport(comm, 3),
-    "immediate": lambda comm, node: ImmediateTransport(comm),
+    "network": lambda comm, node: MpiTransport(comm, 3),
     "shared": lambda comm, node: mailboxes(comm, node),
     "far cores": lambda comm, node: mailboxes(comm, far(node)),
-    "weakly ordered": lambda comm, node: mailboxes(comm, fenced(node)),
-    "symmetric": lambda comm, node: Told(node, mailboxes(comm, unreadable(node))),
-    "symmetric, weakly ordered": lambda comm, node: Told(node, mailboxes(comm, unreadable(fenced(node)))),
+    "symmetric": lambda comm, node: Told(comm, unreadable(node)),
+}
+
+ENGINES = {
+    "compiled": lambda world, patch: None,
+    "interpreted": lambda world, patch: use_interpreter(patch),
+    "mixed": lambda world, patch: use_interpreter(patch) if world.rank % 2 else None,
+    "weakly ordered": lambda world, patch: order_weakly(patch),
 }
 
 
 def mailboxes(comm, node):
     edges = {rank: MailboxEdge(node, 1, place) for rank, place in node.places.items()}
-    return NodeAwareTransport(node, 1, edges, PersistentTransport(comm, 3), node.streamed)
+    return NodeAwareTransport(node, 1, edges, MpiTransport(comm, 3), node.streamed)
 
 
 def far(node):
     """As between cores for which copies into cells are slow."""
-    node.copied = FAR_COPIED
-    return node
-
-
-def fenced(node):
-    """As on processors that need a fence, which may do nothing on those of the x86 family."""
-    node.fence = lambda: None
+    node.copied = node.copied_compiled = FAR_COPIED
     return node
 
 
@@ -143,7 +141,7 @@ class Unreadable:
 
 def unreadable(node):
     """As where the kernel lets no rank read another's memory."""
-    node.reads = False
+    node.reads = node.writes = False
     node.readers = [Unreadable() for _ in node.readers]
     return node
 
@@ -151,20 +149,21 @@ def unreadable(node):
 class Told:
     """A wire whose messages leave out of symmetric memory, into which they are copied as they start."""
 
-    def __init__(self, node, wire):
-        self._wire, self._room, self._used = wire, node.heap.allocate(1 << 23), 0
+    def __init__(self, comm, node):
+        self._room, self._used = node.heap.allocate(1 << 23), 0
+        self._wire = mailboxes(comm, node)
         self._copies, self._messages = {}, []
 
     def send(self, peer, pieces, stable=True):
         copies, seen = [], []
-        for address, nbytes in pieces:
+        for address, nbytes in (one.iovec for one in pieces):
             array = self._room[self._used : self._used + nbytes]
             self._used += nbytes
             copies.append(partial(np.copyto, array, view(address, nbytes, np.dtype(np.uint8))))
-            seen.append(Iovec(array.ctypes.data, nbytes))
+            seen.append(piece(array))
         message = self._wire.send(peer, seen, stable)
         near = self._wire.split_size(peer, 0) is not None
-        assert not near or message.by_address or not sum(nbytes for _, nbytes in pieces)
+        assert not near or message.read is not None or not sum(one.nbytes for one in pieces)
         self._copies[id(message)] = copies  # an MPI request cannot be a key
         self._messages.append(message)
         return message
@@ -178,18 +177,22 @@ class Told:
         return getattr(self._wire, name)
 
 
-@pytest.mark.parametrize("kind", WIRES)
+HOST_WIRES = "network", "shared", "far cores", "symmetric"
+CASES = [(kind, engine) for kind in WIRES for engine in (ENGINES if kind in HOST_WIRES else ["compiled"])]
+
+
+@pytest.mark.parametrize(("kind", "engine"), CASES)
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
-def test_contract(world, monkeypatch, gpu, kind, program):
-    if kind.startswith("symmetric"):
-        monkeypatch.setattr(shm_messages, "RENDEZVOUS_BYTES", 1)
+def test_contract(world, monkeypatch, gpu, kind, engine, program):
+    if engine == "compiled" and not available():
+        pytest.skip("this installation has no compiled engine")
+    ENGINES[engine](world, monkeypatch)
+    if kind == "symmetric":
+        monkeypatch.setattr(shm, "RENDEZVOUS_BYTES", 1)
     own = world.Dup()
-    neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
-    heap = SharedHeap(own, neighbours)
-    node = NodeMemory(neighbours, own, heap)
+    node, _ = open_mailboxes(own, place_ranks(own, True, None), True)
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()
-    heap.free()
     node.free()
     own.Free()

@@ -1,15 +1,15 @@
 """The table of compiled calls while Ctrl-C or another thread interrupts changes of it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.engine.extension import available, engine
-from collectives.engine.instructions import OPERAND, REFUSED, ROW, STREAM, WAITING
+from collectives.engine.extension import available
+from collectives.engine.instructions import REFUSED, WAITING
 from collectives.runtime.argument_keys import CallKey, key_fields
+from collectives.runtime.program import Program
 from collectives.runtime.program_cache import ProgramCache
+from collectives.transport.wire import NoMessages
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 
@@ -22,9 +22,7 @@ def key_of(*arguments):
 
 def program():
     """Program of the engine without rows."""
-    arrays = [np.zeros(0, dtype) for dtype in (ROW, OPERAND, STREAM, "i8", "i8", "i8", "u1")]
-    arrays[3] = np.zeros(1, np.int64)
-    return SimpleNamespace(program=object(), engine=engine.Program(*arrays), note=lambda result: None)
+    return Program([], NoMessages())
 
 
 @pytest.fixture
@@ -36,15 +34,15 @@ def test_a_call_that_is_forgotten(cache):
     """Numbers of calls are those of the programs that `started` returns."""
     programs = [program() for _ in range(3)]
     for number, one in enumerate(programs):
-        cache.compiled_calls.add(one, key_of(*ARGUMENTS[:3], number, *ARGUMENTS[4:]), 0)
-    cache.compiled_calls.discard(programs[0].program)
+        cache.compiled_calls.add(one, key_of(*ARGUMENTS[:3], number, *ARGUMENTS[4:]), 0, (0, 0))
+    cache.compiled_calls.discard(programs[0])
     run = cache.compiled_calls.run["Reduce"]
     assert [run(*ARGUMENTS[:3], number, *ARGUMENTS[4:]) == REFUSED for number in range(3)] == [True, False, False]
 
 
 def test_a_call_that_another_thread_has_just_started_as_one_is_aborted(cache):
     started, aborted = program(), program()
-    cache.compiled_calls.add(started, key_of(*ARGUMENTS), 0)
+    cache.compiled_calls.add(started, key_of(*ARGUMENTS), 0, (0, 0))
     cache.poison("Bcast", None, aborted)
     assert cache.compiled_calls.started("Reduce", WAITING)[0] is started
     assert cache.compiled_calls.run["Reduce"](*ARGUMENTS) == REFUSED
@@ -63,10 +61,10 @@ class Number:
 @pytest.mark.parametrize("item", [Number(1), np.ma.array(1)])
 def test_counts_that_can_change_their_value(cache, item):
     key = key_of([np.zeros(3), [2, item]], *ARGUMENTS[1:])
-    cache.compiled_calls.add(program(), key, 0)
+    cache.compiled_calls.add(program(), key, 0, (0, 0))
     assert not cache.compiled_calls._methods["Reduce"].entries
     for constant in (1, np.int32(1), True):
-        cache.compiled_calls.add(program(), key_of([np.zeros(3), [2, constant]], *ARGUMENTS[1:]), 0)
+        cache.compiled_calls.add(program(), key_of([np.zeros(3), [2, constant]], *ARGUMENTS[1:]), 0, (0, 0))
     assert len(cache.compiled_calls._methods["Reduce"].entries) == 3
 
 
@@ -77,5 +75,5 @@ def test_lists_that_another_thread_changes_while_the_call_runs(cache, change):
     assert key.is_current
     change(message)
     assert not key.is_current
-    cache.compiled_calls.add(program(), key, 0)
+    cache.compiled_calls.add(program(), key, 0, (0, 0))
     assert not cache.compiled_calls._methods["Reduce"].entries

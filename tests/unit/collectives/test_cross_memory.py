@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from collectives.transport.cross_memory import CrossMemoryAttach, permitted
+from collectives.engine.cross_memory import CrossMemoryAttach, permitted
 
 TURNS = 3000
 

@@ -37,7 +37,7 @@ def test_copied_bytes_of_long_arrays(nbytes):
 @compiled
 def test_python_and_the_engine_have_the_same_structures():
     dtypes = {"Row": "ROW", "Operand": "OPERAND", "Stream": "STREAM", "Link": "LINK", "NetMessage": "NET_MESSAGE"}
-    dtypes |= {"Check": "CHECK"}
+    dtypes |= {"Check": "CHECK", "Scale": "SCALE"}
     found = engine.layout()
     sizes = {name: getattr(instructions, dtype).itemsize for name, dtype in dtypes.items()}
     assert {name: found.pop(name) for name in sizes} == sizes
@@ -46,12 +46,14 @@ def test_python_and_the_engine_have_the_same_structures():
         assert getattr(instructions, dtypes[owner]).fields[field][1] == offset, name
 
 
-@pytest.mark.parametrize("nbytes", [8, 100, mailbox.SPREAD - 1, mailbox.SPREAD, 3 * mailbox.SPREAD, 1 << 16])
+@pytest.mark.parametrize(
+    "nbytes", [8, 100, instructions.SPREAD - 1, instructions.SPREAD, 3 * instructions.SPREAD, 1 << 16]
+)
 def test_places_of_messages_do_not_overlap(nbytes):
     memory = mailbox.SlotMemory(np.empty(1 << 21, np.uint8), 64, 1 << 11, 1 << 9, 1 << 16, 1 << 16)
     starts = [memory.start(place, nbytes) for place in range(memory.period(nbytes))]
-    assert len(starts) == mailbox.SLOTS * (1 if nbytes < mailbox.SPREAD else (1 << 16) // nbytes)
+    assert len(starts) == instructions.SLOTS * (1 if nbytes < instructions.SPREAD else (1 << 16) // nbytes)
     assert (np.diff(sorted(starts)) >= nbytes).all() and max(starts) + nbytes <= memory.memory.size
     if nbytes > memory.short_bytes:
         for place, start in enumerate(starts):
-            assert (start - memory.cell) // memory.cell_bytes == place % mailbox.SLOTS  # in the cell of its slot
+            assert (start - memory.cell) // memory.cell_bytes == place % instructions.SLOTS  # in the cell of its slot

@@ -1,30 +1,27 @@
 """Every schedule of the catalogue does on real memory what its collective means, over the loopback wire."""
 
 import random
-from copy import copy as copy_of
-from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import argument_spellings
 from support.loopback import LoopbackHub
+from support.schedule_cases import ADDING, ENTRIES, JOINING, POISON, Case, advance, places
 from support.transport_contract import spmd
 
 from collectives.algorithms import catalog
-from collectives.engine.instructions import LANDING, SCRATCH, SOURCE, TARGET
+from collectives.engine import interpreter
+from collectives.engine.assembly import OnMemories, calling, flat
+from collectives.engine.instructions import COPY, LANDING, SCRATCH, SOURCE, TARGET, Kind
 from collectives.runtime import binder, chunk_locations
 from collectives.runtime.binder import bind
-from collectives.runtime.program import ElementArray, Task
-from collectives.schedule import semantics
-from collectives.schedule.chunks import MemorySpan, even
+from collectives.runtime.program_memory import ElementArray, Task
+from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers, one, span
 
-ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
 SIZES = [1, 2, 3, 4, 5, 7, 8]
-POISON = -777
 
 every_entry = pytest.mark.parametrize(("collective", "name"), ENTRIES)
 
@@ -32,128 +29,6 @@ every_entry = pytest.mark.parametrize(("collective", "name"), ENTRIES)
 def counts(size):
     """Vectors shorter than the ranks, as long, one longer, and longer ones that do not divide."""
     return sorted({0, 1, size - 1, size, size + 1, 50})
-
-
-class Joining:
-    """The operation of `words`, ready to be bound."""
-
-    def bind(self, left, right, out):
-        return lambda: np.copyto(out, argument_spellings.join(left, right))
-
-
-class Adding:
-    def bind(self, left, right, out):
-        return partial(np.add, left, right, out)
-
-
-def advance(programs, chance=None):
-    """Run the programs in this thread, bit by bit, in round robin or by chance."""
-    for program in programs:
-        program.start()
-    under_way = list(programs)
-    for _ in range(10_000):
-        if chance is not None:
-            chance.shuffle(under_way)
-        under_way = [program for program in under_way if not program.advance()]
-        if not under_way:
-            return
-    raise AssertionError("no end after 10000 turns")
-
-
-class Case:
-    """One collective on all ranks: its memories, its programs, and what must come out.
-
-    Of a vector of n elements on every rank the chunks that the rank brings hold its letters, everything else poison.
-    """
-
-    def __init__(self, collective, name, size, n, root=0, segments=1, in_place=False, cut=0, blocks=None, hub=None):
-        self.collective, self.name, self.size, self.root = collective, name, size, root
-        parts, count = segments, catalog.blocks(collective, name, size)
-        if MEANINGS[collective].vector:
-            self.lengths = even(n, count * parts)
-        else:
-            lengths = even(n, count) if blocks is None else blocks
-            self.lengths = tuple(piece for length in lengths for piece in even(length, parts))
-        self.n = sum(self.lengths)
-        starts = tuple(accumulate(self.lengths[:-1], initial=0))
-        self.slices = [slice(start, start + length) for start, length in zip(starts, self.lengths)]
-        self.hub = hub or LoopbackHub(size)
-        self.ordered = catalog.find(collective, name).ordered
-        self.brings = [semantics.before(collective, rank, size, root, parts, count) for rank in range(size)]
-        self.takes = [semantics.after(collective, rank, size, root, parts, count) for rank in range(size)]
-        self.sources, self.targets, self.programs, self.in_place = [], [], [], in_place
-        for rank in range(size):
-            target = np.full(self.n, POISON, argument_spellings.DTYPE)
-            source = target if in_place else np.full(self.n, POISON, argument_spellings.DTYPE)
-            where = TARGET if in_place else SOURCE
-            task = Task(
-                catalog.build(collective, name, rank, size, root, segments),
-                self.lengths,
-                {chunk: self.place(where, chunk) for chunk in self.brings[rank]},
-                {chunk: self.place(TARGET, chunk) for chunk in self.takes[rank]},
-                argument_spellings.DTYPE.itemsize,
-                cut,
-            )
-            self.sources.append(source)
-            self.targets.append(target)
-            self.programs.append(self.bind(rank, task, source, target))
-
-    def place(self, memory, chunk):
-        return MemorySpan(memory, self.slices[chunk].start, self.slices[chunk].stop)
-
-    def bind(self, rank, task, source, target):
-        memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
-        combining = Joining() if self.ordered else Adding()
-        return bind(task, *memories, self.hub.wire(rank), combining)
-
-    def fill(self, turn=0):
-        for rank in range(self.size):
-            self.targets[rank][:] = POISON
-            self.sources[rank][:] = POISON
-            letters = self.letters(rank, turn)
-            for chunk in self.brings[rank]:
-                self.sources[rank][self.slices[chunk]] = letters[self.slices[chunk]]
-
-    def letters(self, rank, turn):
-        return argument_spellings.letters(rank, self.n, turn)
-
-    def combined(self, chunk, terms, turn):
-        """Values of a chunk that combines these terms."""
-        values = [self.letters(origin, turn)[self.slices[chunk]] for origin, _ in terms]
-        whole = values[0]
-        for value in values[1:]:
-            whole = argument_spellings.join(whole, value) if self.ordered else whole + value
-        return whole
-
-    def check(self, turn=0):
-        expected = {}
-        for rank in range(self.size):
-            for chunk, terms in self.takes[rank].items():
-                if (chunk, terms) not in expected:
-                    expected[chunk, terms] = self.combined(chunk, terms, turn)
-                found, whole = self.targets[rank][self.slices[chunk]], expected[chunk, terms]
-                assert (found == whole).all(), f"rank {rank}, chunk {chunk}: {found} instead of {whole}"
-            if self.in_place:
-                continue
-            untaken = set(range(len(self.lengths))) - set(self.takes[rank])
-            assert all((self.targets[rank][self.slices[c]] == POISON).all() for c in untaken), (
-                f"rank {rank}: memory outside of what it takes was written to"
-            )
-            for chunk in self.brings[rank]:
-                place = self.slices[chunk]
-                unharmed = (self.sources[rank][place] == self.letters(rank, turn)[place]).all()
-                assert unharmed, f"rank {rank}: its send buffer was written to"
-
-    def step_by_step(self, chance=None):
-        """All ranks in this thread, bit by bit, in round robin or by chance."""
-        advance(self.programs, chance)
-
-    def blocking(self):
-        spmd(self.size, lambda rank, size, wire: self.programs[rank].run())
-
-
-def places(collective, size):
-    return sorted({0, size // 2, size - 1}) if MEANINGS[collective].rooted else [0]
 
 
 @every_entry
@@ -245,26 +120,33 @@ def log(monkeypatch):
     class Watched(Case):
         def bind(self, rank, task, source, target):
             self.logs = getattr(self, "logs", None) or [[] for _ in range(self.size)]
-            lines, wire = self.logs[rank], self.hub.wire(rank)
+            lines, wire, starts = self.logs[rank], self.hub.wire(rank), []
 
-            def told(line, call):
-                return lambda *arguments: (lines.append(line), call(*arguments))[1]
+            def watched(bound):
+                starts.extend(bound.starts)
+                return bound
 
-            def start_calls(messages):
-                first, *others = wire.start_calls(messages)
-                return [told("start", first), *others]
-
-            watched = copy_of(wire)
-            watched.start_calls = start_calls
-            combining = Joining() if self.ordered else Adding()
-            bound = combining.bind
-            combining = SimpleNamespace(bind=lambda *views: told("combine", bound(*views)))
+            send, receive = wire.send, wire.receive
+            wire.send = lambda *message: watched(send(*message))
+            wire.receive = lambda *message: watched(receive(*message))
+            combining = JOINING if self.ordered else ADDING
             memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
-            with monkeypatch.context() as patch:
-                patch.setattr(binder, "copy_array", lambda *ends: (lines.append("copy"), copy(*ends)))
-                return bind(task, *memories, watched, combining)
+            program = bind(task, *memories, wire, combining)
+            instructions = flat(program.rounds)
 
-    copy = binder.copy_array
+            def finished(row):
+                one = instructions[row]
+                if one in starts:
+                    lines.append("start")
+                elif one.kind == Kind.LOCAL:
+                    lines.append("copy" if one.reduction == COPY else "combine")
+                elif isinstance(one.call, OnMemories):
+                    lines.append("combine")
+
+            monkeypatch.setitem(vars(program), "engine", interpreter.RowProgram(*program.rows))
+            program.engine.finished = finished
+            return program
+
     return Watched
 
 
@@ -312,7 +194,7 @@ def test_the_sums_of_a_ring_are_as_many_as_the_schedule_says(log):
     case.fill()
     case.step_by_step()
     assert [lines.count("combine") for lines in case.logs] == [3] * 4
-    assert [lines.count("start") for lines in case.logs] == [6] * 4
+    assert [lines.count("start") for lines in case.logs] == [12] * 4  # a send and a receive in each of six rounds
 
 
 def test_an_empty_vector_is_no_message(log):
@@ -328,7 +210,7 @@ def test_an_empty_vector_is_no_message(log):
     assert max(lines.count("combine") for lines in case.logs) <= 2
     case = log("barrier", "dissemination", 4, 0)
     case.step_by_step()
-    assert [lines.count("start") for lines in case.logs] == [2] * 4
+    assert [lines.count("start") for lines in case.logs] == [4] * 4  # a send and a receive in each of two rounds
 
 
 def test_parts_are_added_while_others_come(log):
@@ -360,21 +242,16 @@ def test_no_more_is_sent_ahead_than_has_come(name, monkeypatch):
 
     def watched(rank):
         watched = wire(rank)
-        waiting = watched.wait_calls
+        receive = watched.receive
 
-        def told(messages):
-            (wait,) = waiting(messages)
-            come = sum(not message.sends for message in messages)
+        def came():
+            ahead[rank] -= 1
 
-            def test():
-                if not wait.test():
-                    return False
-                ahead[rank] -= come
-                return True
+        def counted(*message):
+            bound = receive(*message)
+            return bound._replace(ends=[*bound.ends, calling(came)])
 
-            return [wait._replace(test=test)]
-
-        watched.wait_calls = told
+        watched.receive = counted
         return watched
 
     monkeypatch.setattr(hub, "start", counting)
@@ -435,7 +312,7 @@ def play(schedules, brings, takes, lengths=(3, 3), cut=0, combining=None, turns=
             cut,
         )
         memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
-        programs.append(bind(task, *memories, hub.wire(rank), combining or Adding()))
+        programs.append(bind(task, *memories, hub.wire(rank), combining or ADDING))
         targets.append(target)
         sources.append(source)
     for _ in range(turns):

@@ -7,15 +7,11 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.native_requests import new_request
-from collectives.runtime.program import Program
+from collectives.runtime.program import Program, call_rounds
 from collectives.runtime.progress import active_requests
 from collectives.runtime.requests import Request
+from collectives.transport.wire import NoMessages
 from collectives.types import Wait
-
-
-class _NoWire:
-    def free(self):
-        pass
 
 
 class _Owner:
@@ -25,7 +21,7 @@ class _Owner:
 
 def request(test):
     """A request that is over when the test says so."""
-    program = Program([lambda: None, Wait(lambda: None, test)], _NoWire(), 0, None)
+    program = Program(call_rounds([lambda: None, Wait(lambda: None, test)]), NoMessages())
     return new_request("test", program, _Owner(), None)
 
 
@@ -72,7 +68,7 @@ def test_an_error_of_a_persistent_one_beside_it():
             return False
         raise ArithmeticError("no such sum")
 
-    program = Program([lambda: None, Wait(lambda: None, breaks)], _NoWire(), 0, None)
+    program = Program(call_rounds([lambda: None, Wait(lambda: None, breaks)]), NoMessages())
     bound = Request("test", program, _Owner(), None, persistent=True)
     bound.Start()
     beside = request(lambda: not bound.active)

@@ -11,9 +11,10 @@ import pytest
 from collectives.errors import RanksDisagree
 from collectives.runtime import native_requests, operation, progress, requests
 from collectives.runtime.native_requests import new_request
-from collectives.runtime.program import Program
+from collectives.runtime.program import Program, call_rounds
 from collectives.runtime.progress import active_requests, lone_requests, progress_lock
 from collectives.runtime.requests import Request
+from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 
 FILES = {module.__file__ for module in (native_requests, operation, progress, requests)}
@@ -60,11 +61,6 @@ def interrupted(call, n):
     return False
 
 
-class _NoWire:
-    def free(self):
-        pass
-
-
 class Owner:
     def __init__(self):
         self.released = 0
@@ -81,9 +77,7 @@ class Sum:
         self.started = False
         steps = [lambda: setattr(self, "left", waits), Wait(lambda: None, self.arrived), self.result.clear]
         steps += [lambda: self.result.append("sum")]
-        self.program = Program(steps, _NoWire(), 0, None)
-        self.program.position = len(steps)
-        self.program.prefers_finish = waits > 0
+        self.program = Program(call_rounds(steps), NoMessages())
         self.request = make("sum", self.program, self.owner, object(), *([True] if persistent else []))
 
     def arrived(self):

@@ -9,15 +9,11 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.errors import RanksDisagree
 from collectives.runtime import program_cache
-from collectives.runtime.program import Program
+from collectives.runtime.program import Program, call_rounds
 from collectives.runtime.progress import active_requests, progress
 from collectives.runtime.requests import Request
+from collectives.transport.wire import NoMessages
 from collectives.types import Wait
-
-
-class _NoWire:
-    def free(self):
-        pass
 
 
 class _Owner:
@@ -26,7 +22,7 @@ class _Owner:
 
 
 def request(test, wait=lambda: None, persistent=False):
-    program = Program([lambda: None, Wait(wait, test)], _NoWire(), 0, None)
+    program = Program(call_rounds([lambda: None, Wait(wait, test)]), NoMessages())
     return Request("test", program, _Owner(), None, persistent)
 
 

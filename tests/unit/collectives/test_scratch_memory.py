@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.runtime.program import SHARED_SCRATCH, ScratchMemory
+from collectives.runtime.program_memory import SHARED_SCRATCH, ScratchMemory
 from collectives.transport.shared_heap import LINE
 
 

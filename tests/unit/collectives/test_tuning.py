@@ -1,7 +1,6 @@
 """The table of measured times and its file: what lies between sizes, and that nothing in a file can do harm."""
 
 import json
-import warnings
 
 import pytest
 
@@ -10,7 +9,15 @@ from collectives.errors import InvalidType
 from collectives.selection import timing_file
 from collectives.selection.cost_model import BUILT_IN, Costs
 from collectives.selection.select import CallTraits, Selector
-from collectives.selection.timing_file import TableError, broadcast_table, default_path, read, to_json, write
+from collectives.selection.timing_file import (
+    TableError,
+    broadcast_table,
+    default_path,
+    read,
+    to_json,
+    warn_without_table,
+    write,
+)
 from collectives.selection.timing_table import AlgorithmChoice, TimingKey, TimingTable, interpolate, parse, shape
 
 RING, CHAIN = AlgorithmChoice("ring"), AlgorithmChoice("chain", 16)
@@ -156,6 +163,14 @@ BAD = {
 }
 
 
+def check_is_told_of(path, message):
+    """There is no table, and rank 0 warns of that."""
+    table, error = broadcast_table(Alone(), path)
+    assert table is None
+    with pytest.warns(UserWarning, match=f"continuing without a tuned table: .*{message}"):
+        warn_without_table(error)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_told_of_and_not_used(tmp_path, name):
     content, message = BAD[name]
@@ -163,26 +178,22 @@ def test_bad_files_are_told_of_and_not_used(tmp_path, name):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TableError, match=message):
         read(path)
-    with pytest.warns(UserWarning, match=f"continuing without a tuned table: .*{message}"):
-        assert broadcast_table(Alone(), path) is None
+    check_is_told_of(path, message)
 
 
 def test_a_folder_and_nothing_at_all_are_told_of(tmp_path):
     for path in (tmp_path, tmp_path / "missing.json"):
-        with pytest.warns(UserWarning, match="continuing without a tuned table"):
-            assert broadcast_table(Alone(), path) is None
+        check_is_told_of(path, "")
 
 
 def test_the_user_s_table_is_looked_for_in_the_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path().is_relative_to(tmp_path / "chorus")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert broadcast_table(Alone(), True) is None  # nobody has tuned yet: nothing to tell
+    assert broadcast_table(Alone(), True) == (None, None)  # nobody has tuned yet: nothing to tell
     write(default_path(), TABLE)
-    assert broadcast_table(Alone(), True) == TABLE
-    assert broadcast_table(Alone(), False) is broadcast_table(Alone(), None) is None
-    assert broadcast_table(Alone(), TABLE) == TABLE
+    assert broadcast_table(Alone(), True) == (TABLE, None)
+    assert broadcast_table(Alone(), False) == broadcast_table(Alone(), None) == (None, None)
+    assert broadcast_table(Alone(), TABLE) == (TABLE, None)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_path().is_relative_to(tmp_path / ".cache" / "chorus")

@@ -31,8 +31,7 @@ def last_look():
             sys.stdout.write(f"left: {thing!r}\\n")
 
 from collectives import Communicator, wait_all
-from collectives.runtime import planner
-from collectives.transport.mpi_transport import PersistentTransport
+from collectives.runtime import native, planner
 
 def noting(function, what):
     def wrapped(*arguments):
@@ -41,7 +40,7 @@ def noting(function, what):
         return result
     return wrapped
 
-PersistentTransport.own = noting(PersistentTransport.own, lambda arguments, result: result)
+native._persistent = noting(native._persistent, lambda arguments, result: result)
 planner.Planner.__init__ = noting(planner.Planner.__init__, lambda arguments, result: arguments[1].comm)
 comm = Communicator(MPI.COMM_WORLD, shared=SHARED)
 n = comm.Get_size()
@@ -147,7 +146,8 @@ def test_what_is_left_under_way_is_told_and_the_program_ends():
 
 def test_the_last_look_sees_what_is_left():
     done = run(
-        "comm.Allreduce(large, large.copy())\natexit.unregister(Communicator.__init__.__globals__['close_all'])\n",
+        "kept = comm.Allreduce_init(small, total, algorithm='native')\n"
+        "atexit.unregister(Communicator.__init__.__globals__['close_all'])\n",
         shared=False,
     )
     assert done.stdout.count("left: <mpi4py.MPI.Prequest") >= 2

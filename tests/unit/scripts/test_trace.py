@@ -1,6 +1,5 @@
 """Traces keep to the Trace Event Format: every event is complete, and what a thread does is nested."""
 
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -8,6 +7,7 @@ from support.span_checks import check
 
 from collectives.algorithms import catalog
 from collectives.benchmark import traces
+from collectives.engine.instructions import COPY, ROW, Kind
 
 
 def test_a_run_as_a_trace():
@@ -29,8 +29,11 @@ class Message:
         raise NotImplementedError
 
 
-def test_calls_are_told_by_what_they_do():
-    message = Message()
-    assert traces.kind_of(message.start, waits=True) == "wait"
-    assert traces.kind_of(message.start, waits=False) == "start"
-    assert traces.kind_of(partial(np.add, 1), waits=False) == "add"
+def test_rows_are_told_by_what_they_do():
+    def kind(name, reduction=COPY):
+        row = np.zeros((), ROW)
+        row["kind"], row["reduction"] = Kind[name], reduction
+        return traces.kind_of(row)
+
+    names = [kind(name) for name in ("SEND", "RECV", "LOCAL", "WAIT_STREAM", "NET_WAIT", "CALL")]
+    assert names == ["send", "receive", "copy", "wait", "wait", "call"] and kind("LOCAL", 3) == "reduce"

@@ -1,0 +1,67 @@
+/* Programs for any length: operands are ranges of chunks, from which those of a length follow.
+ *
+ * Each memory holds chunks one after the other. The elements of a call are cut into `pieces`, as evenly as possible and
+ * in multiples of `grain` where they are enough; chunk c has the length of piece c modulo `pieces`. */
+#include "program.h"
+
+enum { RENDEZVOUS = 1 << 13 }; /* bytes from which a message may go by its address */
+
+static int64_t even_length(int64_t elements, int64_t pieces, int64_t piece) {
+    return elements / pieces + (piece < elements % pieces);
+}
+
+static int64_t piece_length(const Scale *scale, int64_t elements, int64_t piece) {
+    int64_t pieces = scale->pieces, grain = scale->grain;
+    if (grain <= 1 || elements < pieces * grain) return even_length(elements, pieces, piece);
+    return even_length(elements / grain, pieces, piece) * grain + (piece == pieces - 1 ? elements % grain : 0);
+}
+
+/* Mark of a call of this length, which ranks compute alike: see transport/mailbox.py. */
+static int64_t mark_of(const Scale *scale, int64_t elements) {
+    uint32_t nbytes = (uint32_t)(scale->call_bytes * elements);
+    return (scale->mark + (nbytes * 2654435761u >> 20)) % (KIND / LABELS);
+}
+
+static void place(const Scale *scale, const int64_t *bounds, int memory, int64_t chunk, int64_t chunks, int64_t *offset,
+                  int64_t *nbytes) {
+    if (memory > SCRATCH) return;
+    const int64_t *own = bounds + scale->starts[memory] + memory;
+    *offset = own[chunk] * scale->itemsize;
+    *nbytes = (own[chunk + chunks] - own[chunk]) * scale->itemsize;
+}
+
+/* Set operands and labels for calls of so many elements. */
+void resize(Program *program, int64_t elements) {
+    Scale *scale = program->scale;
+    if (scale->length == elements) return;
+    scale->length = elements;
+    int64_t *bounds = program->bounds;
+    for (int memory = SOURCE; memory <= SCRATCH; memory++) {
+        int64_t at = 0, *own = bounds + memory;
+        for (int64_t index = scale->starts[memory]; index < scale->starts[memory + 1]; index++) {
+            own[index] = at;
+            at += piece_length(scale, elements, program->order[index] % scale->pieces);
+        }
+        own[scale->starts[memory + 1]] = at;
+    }
+    int64_t mark = mark_of(scale, elements) * LABELS;
+    for (int64_t number = 0; number < program->row_count; number++) {
+        Row *row = program->rows + number;
+        row->nbytes = 0;
+        for (int64_t at = row->first_operand; at < row->first_operand + row->operands; at++) {
+            const Operand *unit = program->units + at;
+            Operand *operand = program->operands + at;
+            place(scale, bounds, unit->left, unit->left_offset, unit->nbytes, &operand->left_offset, &operand->nbytes);
+            place(scale, bounds, unit->right, unit->right_offset, unit->nbytes, &operand->right_offset, &operand->nbytes);
+            place(scale, bounds, unit->out, unit->out_offset, unit->nbytes, &operand->out_offset, &operand->nbytes);
+            row->nbytes += operand->nbytes;
+        }
+        if (row->kind != SEND && row->kind != RECV) continue;
+        row->label = mark + (row->nbytes <= INLINE ? row->nbytes : INLINE + 1);
+        bool by_address = row->kind == RECV || (program->may_choose[number] && row->nbytes >= RENDEZVOUS);
+        bool in_parts = row->nbytes > scale->part && row->nbytes <= scale->streamed;
+        row->part = in_parts ? scale->part : 0;
+        by_address |= row->nbytes > scale->cell_bytes && !in_parts;
+        row->address_label = by_address ? mark + INLINE + 1 : 0;
+    }
+}

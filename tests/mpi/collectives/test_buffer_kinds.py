@@ -1,0 +1,77 @@
+"""Buffers of all kinds are found by the arguments of a call, and hold its results."""
+
+import ctypes
+import mmap
+from array import array
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support.engines import find
+
+from collectives import Communicator
+from collectives.engine.extension import available
+from collectives.transport.mailbox_layout import NONBLOCKING
+
+N = 64
+
+
+class Subclass(np.ndarray):
+    """Array of a class of one's own."""
+
+
+def tensor():
+    torch = pytest.importorskip("torch")
+    return torch.ones(N, dtype=torch.float64)
+
+
+KINDS = {
+    "array": lambda: np.ones(N),
+    "matrix": lambda: np.ones((8, N // 8)),
+    "subclass": lambda: np.ones(N).view(Subclass),
+    "array in a list": lambda: [np.ones(N), N, MPI.DOUBLE],
+    "bytearray": lambda: [bytearray(8 * N), MPI.DOUBLE],
+    "mmap": lambda: [mmap.mmap(-1, 8 * N), MPI.DOUBLE],
+    "array.array": lambda: array("d", [1.0] * N),
+    "ctypes": lambda: (ctypes.c_double * N)(),
+    "memoryview": lambda: memoryview(np.ones(N)),
+    "MPI's memory": lambda: [MPI.buffer.allocate(8 * N), MPI.DOUBLE],
+    "tensor": tensor,
+}
+
+
+def values(buffer):
+    """The buffer as an array of numbers."""
+    memory = buffer[0] if isinstance(buffer, list) else buffer
+    return memory.numpy() if hasattr(memory, "numpy") else np.frombuffer(memory)
+
+
+@pytest.fixture
+def own(world):
+    with Communicator(world) as comm:
+        yield comm
+
+
+@pytest.mark.parametrize("form", ["Allreduce", "Iallreduce"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_every_kind(own, kind, form):
+    size, mine, total = own.Get_size(), KINDS[kind](), KINDS[kind]()
+    for turn in range(4 * NONBLOCKING):
+        if turn % 3 == 2:
+            mine, total = KINDS[kind](), KINDS[kind]()
+        values(mine)[:], values(total)[:] = own.Get_rank() + turn, -1
+        request = getattr(own, form)(mine, total)
+        if request is not None:
+            request.Wait()
+        assert (values(total) == size * (size - 1) // 2 + size * turn).all()
+    if form == "Allreduce" and size > 1 and available():
+        values(total)[:] = -1
+        assert find(own, form, mine, total)
+        assert (values(total) == size * (size - 1) // 2 + size * turn).all()
+
+
+def test_memory_that_is_read_only_is_refused(own):
+    for _ in range(4):
+        own.Allreduce(np.ones(N), [bytearray(8 * N), MPI.DOUBLE])
+        with pytest.raises((TypeError, ValueError, BufferError)):
+            own.Allreduce(np.ones(N), [bytes(8 * N), MPI.DOUBLE])
