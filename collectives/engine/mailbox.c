@@ -123,11 +123,19 @@ typedef struct {
 } Run;
 
 /* The run of a message from byte `start` on, of at most `nbytes`. */
-static Run run_at(Program *program, Row *row, int64_t start, int64_t nbytes) {
+static Run first_run(Program *program, Row *row, int64_t start, int64_t nbytes) {
     Operand *operand = operands_of(program, row);
-    for (; start >= operand->nbytes; operand++) start -= operand->nbytes;
+    if (start)
+        for (; start >= operand->nbytes; operand++) start -= operand->nbytes;
     int64_t left = operand->nbytes - start;
     return (Run){operand, start, left < nbytes ? left : nbytes};
+}
+
+/* Go on to the run after this one, of at most `nbytes`; no-op if that is 0. */
+static void next_run(Run *run, int64_t nbytes) {
+    if (!nbytes) return;
+    run->operand++, run->start = 0;
+    run->nbytes = run->operand->nbytes < nbytes ? run->operand->nbytes : nbytes;
 }
 
 /* Send a part of a message, from byte `start` on, beside the flag or in a bounce buffer. */
@@ -139,14 +147,14 @@ static void send_part(Program *program, Row *row, Link *link, int64_t start, int
         *(int64_t *)(flag + 8) = nbytes;
     }
     bool is_short = nbytes <= link->short_bytes;
-    for (int64_t done = 0; done < nbytes;) {
-        Run run = run_at(program, row, start + done, nbytes - done);
+    Run run = first_run(program, row, start, nbytes);
+    for (int64_t left = nbytes; left; next_run(&run, left)) {
         const char *source = left_of(program, run.operand) + run.start;
         if (is_short)
-            copy_bytes(data + done, source, run.nbytes);
+            copy_bytes(data, source, run.nbytes);
         else
-            copy_into_cell(link, data + done, source, run.nbytes);
-        done += run.nbytes;
+            copy_into_cell(link, data, source, run.nbytes);
+        data += run.nbytes, left -= run.nbytes;
     }
     store_flag(flag, number * KIND + label_of(row, nbytes));
 }
@@ -276,10 +284,10 @@ static char *mapped_here(Link *link, int64_t address, int64_t nbytes) {
 }
 
 static void receive_part(Program *program, Row *row, const char *data, int64_t start, int64_t nbytes) {
-    for (int64_t done = 0; done < nbytes;) {
-        Run run = run_at(program, row, start + done, nbytes - done);
-        apply(program, row, run.operand, data + done, run.start, run.nbytes);
-        done += run.nbytes;
+    Run run = first_run(program, row, start, nbytes);
+    for (int64_t left = nbytes; left; next_run(&run, left)) {
+        apply(program, row, run.operand, data, run.start, run.nbytes);
+        data += run.nbytes, left -= run.nbytes;
     }
 }
 

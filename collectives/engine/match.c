@@ -111,7 +111,8 @@ static bool open_memory(PyObject *object, const Check *check, Memory *memory, Py
 /* Start the program of an entry on the buffers of a call. */
 static Result start_entry(CallEntry *entry, PyObject **buffers, const Check **checks, bool is_held) {
     Memory memories[2];
-    Py_buffer views[2] = {{.obj = NULL}, {.obj = NULL}};
+    Py_buffer views[2];
+    views[0].obj = views[1].obj = NULL;
     Result result = REFUSED;
     if (open_memory(buffers[0], checks[0], &memories[0], &views[0]) &&
         open_memory(buffers[1], checks[1], &memories[1], &views[1]))

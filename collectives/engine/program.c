@@ -44,15 +44,17 @@ Result advance_released(Program *program, long polls, long naps) {
 }
 
 static bool fits(const Memory *memory, const CallArray *expected) {
-    bool is_aligned = (uintptr_t)memory->data % (uintptr_t)expected->alignment == 0;
+    bool is_aligned = ((uintptr_t)memory->data & (uintptr_t)(expected->alignment - 1)) == 0;
     return memory->is_dense && is_aligned && (memory->is_writable || !expected->written);
 }
 
-/* Set the length of a program for any length by an array; false if it is not between `least` and `most`, or another
- * array has another one. */
-static bool set_length(const Memory *array, const CallArray *expected, int64_t *length, int64_t least, int64_t most) {
+/* Set the length of a program for any length, `current` before, by an array; false if it is not between `least` and
+ * `most`, or another array has another one. */
+static bool set_length(const Memory *array, const CallArray *expected, int64_t current, int64_t *length, int64_t least,
+                       int64_t most) {
     if (!expected->per_element) return true;
-    int64_t elements = array->nbytes / expected->per_element;
+    int64_t elements = current; /* a division takes as long as a fifth of a short message */
+    if (elements * expected->per_element != array->nbytes) elements = array->nbytes / expected->per_element;
     if (elements * expected->per_element != array->nbytes || elements < least || elements > most) return false;
     if (*length >= 0 && *length != elements) return false;
     *length = elements;
@@ -66,7 +68,8 @@ static bool accepts(Program *program, const Memory *sendbuf, const Memory *recvb
     if (!fits(sendbuf, send) || !fits(recvbuf, recv)) return false;
     *length = -1;
     if (program->scale &&
-        (!set_length(sendbuf, send, length, least, most) || !set_length(recvbuf, recv, length, least, most)))
+        (!set_length(sendbuf, send, program->scale->length, length, least, most) ||
+         !set_length(recvbuf, recv, program->scale->length, length, least, most)))
         return false;
     if (!send->nbytes || !recv->nbytes) return true;
     int64_t sent = *length < 0 ? send->nbytes : *length * send->per_element;
