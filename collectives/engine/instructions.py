@@ -123,6 +123,8 @@ SCALE = np.dtype(
         ("part", "i8"),
         ("streamed", "i8"),
         ("length", "i8"),
+        ("least", "i8"),
+        ("most", "i8"),
         ("starts", "i8", 4),
     ]
 )
@@ -204,6 +206,9 @@ operation or datatype of a user's, not freed."""
 STARTED, CHANNEL_COUNT, HELD = range(3)
 """Words of the channels that calls take in turn: the calls started so far, the number of channels (a power of two), and
 for each one its calls that hold their programs. No other call starts on it meanwhile."""
+
+CLASS_WORDS = 2
+"""Words of a set of size classes, with a bit for each; see `any_length.class_number`."""
 
 HAS_THREAD, ATTEMPTS, PROGRESS_WORDS = range(3)
 """Words of the process: 1 if the progress thread is awake, and how often the program has made progress itself. Then

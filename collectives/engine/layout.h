@@ -73,6 +73,7 @@ typedef struct {
     int64_t part;        /* bytes of the parts of long messages */
     int64_t streamed;    /* bytes of the longest message that travels in parts */
     int64_t length;      /* elements for which operands and labels are set now */
+    int64_t least, most; /* elements of the shortest and the longest call */
     int64_t starts[4];   /* first chunk of source, target and scratch in the order of the chunks, and the end */
 } Scale;
 

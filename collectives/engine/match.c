@@ -34,7 +34,7 @@ typedef struct {
     Check *checks;
     Py_ssize_t check_count;
     int64_t channel;
-    int64_t least, most; /* elements of calls for which a program for any length is the right one */
+    const uint64_t *classes; /* size classes of calls for which a program for any length is the right one */
 } CallEntry;
 
 typedef struct {
@@ -116,7 +116,7 @@ static Result start_entry(CallEntry *entry, PyObject **buffers, const Check **ch
     Result result = REFUSED;
     if (open_memory(buffers[0], checks[0], &memories[0], &views[0]) &&
         open_memory(buffers[1], checks[1], &memories[1], &views[1]))
-        result = (is_held ? queue_on : run_on)(entry->program, &memories[0], &memories[1], entry->least, entry->most);
+        result = (is_held ? queue_on : run_on)(entry->program, &memories[0], &memories[1], entry->classes);
     for (int number = 0; number < 2; number++)
         if (views[number].obj) PyBuffer_Release(&views[number]);
     return result;
@@ -173,7 +173,7 @@ static void table_dealloc(CallTable *self) {
     Py_DECREF(type);
 }
 
-/* store(entries): replace all entries by a tuple of (program, checks, channel, least, most, kept objects). */
+/* store(entries): replace all entries by a tuple of (program, checks, channel, classes, kept objects). */
 static PyObject *table_store(CallTable *self, PyObject *entries) {
     if (!PyTuple_CheckExact(entries)) {
         PyErr_SetString(PyExc_TypeError, "store: expected a tuple");
@@ -183,15 +183,16 @@ static PyObject *table_store(CallTable *self, PyObject *entries) {
     CallEntry *stored = PyMem_New(CallEntry, count ? count : 1);
     if (stored == NULL) return PyErr_NoMemory();
     for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *program, *checks, *kept;
-        long long channel, least, most;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(entries, index), "OO!LLLO", &program, &PyArray_Type, &checks, &channel,
-                              &least, &most, &kept)) {
+        PyObject *program, *checks, *classes, *kept;
+        long long channel;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(entries, index), "OO!LO!O", &program, &PyArray_Type, &checks, &channel,
+                              &PyArray_Type, &classes, &kept)) {
             PyMem_Free(stored);
             return NULL;
         }
         stored[index] = (CallEntry){(Program *)program, PyArray_DATA((PyArrayObject *)checks),
-                                    PyArray_SIZE((PyArrayObject *)checks), channel, least, most};
+                                    PyArray_SIZE((PyArrayObject *)checks), channel,
+                                    PyArray_DATA((PyArrayObject *)classes)};
     }
     PyObject *owned = PyTuple_Pack(3, PyTuple_GET_ITEM(self->owned, 0), self->no_array, entries);
     if (owned == NULL) {

@@ -48,29 +48,28 @@ static bool fits(const Memory *memory, const CallArray *expected) {
     return memory->is_dense && is_aligned && (memory->is_writable || !expected->written);
 }
 
-/* Set the length of a program for any length, `current` before, by an array; false if it is not between `least` and
- * `most`, or another array has another one. */
-static bool set_length(const Memory *array, const CallArray *expected, int64_t current, int64_t *length, int64_t least,
-                       int64_t most) {
+/* Set the length of a program for any length by an array; false if it has none, or another array has another one. */
+static bool set_length(const Memory *array, const CallArray *expected, const Scale *scale, int64_t *length) {
     if (!expected->per_element) return true;
-    int64_t elements = current; /* a division takes as long as a fifth of a short message */
+    int64_t elements = scale->length; /* that of the last call: a division takes a fifth of a short message */
     if (elements * expected->per_element != array->nbytes) elements = array->nbytes / expected->per_element;
-    if (elements * expected->per_element != array->nbytes || elements < least || elements > most) return false;
+    if (elements * expected->per_element != array->nbytes || elements < scale->least || elements > scale->most)
+        return false;
     if (*length >= 0 && *length != elements) return false;
     *length = elements;
     return true;
 }
 
-/* True if a program can run on two arrays: of the dtypes of the call that it was bound for, and of its lengths or of any
- * between `least` and `most` elements, which `length` then is. */
-static bool accepts(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most, int64_t *length) {
+/* True if a program can run on two arrays: of the dtypes of the call that it was bound for, and of its lengths, or of any
+ * `length` in `classes`. */
+static bool accepts(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes,
+                    int64_t *length) {
     const CallArray *send = &program->call[0], *recv = &program->call[1];
     if (!fits(sendbuf, send) || !fits(recvbuf, recv)) return false;
     *length = -1;
-    if (program->scale &&
-        (!set_length(sendbuf, send, program->scale->length, length, least, most) ||
-         !set_length(recvbuf, recv, program->scale->length, length, least, most)))
-        return false;
+    Scale *scale = program->scale;
+    if (scale && (!set_length(sendbuf, send, scale, length) || !set_length(recvbuf, recv, scale, length))) return false;
+    if (classes && *length >= 0 && !is_in_classes(scale, classes, *length)) return false;
     if (!send->nbytes || !recv->nbytes) return true;
     int64_t sent = *length < 0 ? send->nbytes : *length * send->per_element;
     int64_t received = *length < 0 ? recv->nbytes : *length * recv->per_element;
@@ -80,9 +79,9 @@ static bool accepts(Program *program, const Memory *sendbuf, const Memory *recvb
 }
 
 /* Start a program on two arrays that it accepts. */
-Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most) {
+Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes) {
     int64_t length;
-    if (!accepts(program, sendbuf, recvbuf, least, most, &length)) return REFUSED;
+    if (!accepts(program, sendbuf, recvbuf, classes, &length)) return REFUSED;
     if (length >= 0) resize(program, length);
     const CallArray *send = &program->call[0], *recv = &program->call[1];
     program->bases[send->memory] = sendbuf->data + send->offset;
@@ -92,9 +91,9 @@ Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, in
 }
 
 /* QUEUED if a program accepts two arrays, for a call that waits for its channel. */
-Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most) {
+Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes) {
     int64_t length;
-    return accepts(program, sendbuf, recvbuf, least, most, &length) ? QUEUED : REFUSED;
+    return accepts(program, sendbuf, recvbuf, classes, &length) ? QUEUED : REFUSED;
 }
 
 /* ------------------------------------------------------------------------------------------ construction */
@@ -245,7 +244,7 @@ static PyObject *program_run(Program *self, PyObject *const *args, Py_ssize_t co
     if (!has_arguments(count, 2, 2)) return NULL;
     if (!PyArray_Check(args[0]) || !PyArray_Check(args[1])) return PyLong_FromLong(REFUSED);
     Memory memories[2] = {memory_of(args[0]), memory_of(args[1])};
-    return result_or_error(run_on(self, &memories[0], &memories[1], 0, INT64_MAX));
+    return result_or_error(run_on(self, &memories[0], &memories[1], NULL));
 }
 
 /* accepts(sendbuf, recvbuf): true if `run` would start the program. */
@@ -253,7 +252,7 @@ static PyObject *program_accepts(Program *self, PyObject *const *args, Py_ssize_
     if (!has_arguments(count, 2, 2)) return NULL;
     if (!PyArray_Check(args[0]) || !PyArray_Check(args[1])) Py_RETURN_FALSE;
     Memory memories[2] = {memory_of(args[0]), memory_of(args[1])};
-    return PyBool_FromLong(queue_on(self, &memories[0], &memories[1], 0, INT64_MAX) == QUEUED);
+    return PyBool_FromLong(queue_on(self, &memories[0], &memories[1], NULL) == QUEUED);
 }
 
 static PyObject *program_advance(Program *self, PyObject *const *args, Py_ssize_t count) {

@@ -76,11 +76,12 @@ typedef struct {
 
 Result advance(Program *program, long polls);
 Result advance_released(Program *program, long polls, long naps);
-Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most);
-Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, int64_t least, int64_t most);
+Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes);
+Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes);
 
 /* scale.c */
 void resize(Program *program, int64_t elements);
+bool is_in_classes(const Scale *scale, const uint64_t *classes, int64_t elements);
 
 /* mailbox.c */
 bool send_message(Program *program, Row *row);

@@ -4,7 +4,10 @@
  * in multiples of `grain` where they are enough; chunk c has the length of piece c modulo `pieces`. */
 #include "program.h"
 
-enum { RENDEZVOUS = 1 << 13 }; /* bytes from which a message may go by its address */
+enum {
+    RENDEZVOUS = 1 << 13, /* bytes from which a message may go by its address */
+    CLASS_WORDS = 2       /* of a set of size classes */
+};
 
 static int64_t even_length(int64_t elements, int64_t pieces, int64_t piece) {
     return elements / pieces + (piece < elements % pieces);
@@ -28,6 +31,17 @@ static void place(const Scale *scale, const int64_t *bounds, int memory, int64_t
     const int64_t *own = bounds + scale->starts[memory] + memory;
     *offset = own[chunk] * scale->itemsize;
     *nbytes = (own[chunk + chunks] - own[chunk]) * scale->itemsize;
+}
+
+/* True if the size class of a call of so many elements is in a set: there are four classes to an octave of bytes, whose
+ * numbers are those of any_length.py. */
+bool is_in_classes(const Scale *scale, const uint64_t *classes, int64_t elements) {
+    uint64_t nbytes = (uint64_t)(scale->call_bytes * elements), number = nbytes;
+    if (nbytes >= 8) {
+        int shift = 61 - __builtin_clzll(nbytes);
+        number = 4 * shift + (nbytes >> shift);
+    }
+    return number < 64 * CLASS_WORDS && classes[number / 64] >> number % 64 & 1;
 }
 
 /* Set operands and labels for calls of so many elements. */

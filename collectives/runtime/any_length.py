@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.algorithms.catalog import blocks
 from collectives.engine.assembly import NOWHERE, Instruction, flat
-from collectives.engine.instructions import ADDRESSES, SCALE, SCRATCH, Kind
+from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, SCALE, SCRATCH, Kind
 from collectives.runtime import binding
 from collectives.runtime.binder import build
 from collectives.runtime.call import Blocks, Call
@@ -24,7 +24,6 @@ from collectives.runtime.program_memory import ElementArray, ScratchMemory
 from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
-from collectives.selection.select import size_class
 from collectives.selection.timing_table import AlgorithmChoice
 from collectives.transport.shm import NodeAwareTransport
 
@@ -47,14 +46,18 @@ class Scale(NamedTuple):
     order: np.ndarray
 
 
-def lengths_of_class(nbytes: int, per_element: int) -> tuple[int, int]:
-    """Least and most elements of the calls that share one choice with a call of `nbytes`.
+def class_number(nbytes: int) -> int:
+    """Number of the size class of a call of `nbytes`: calls of a class share one choice.
 
-    >>> lengths_of_class(1000, 8), lengths_of_class(40, 8)
-    ((112, 127), (5, 5))
+    >>> [class_number(nbytes) for nbytes in (7, 8, 1000, 1024, MOST_BYTES)]
+    [7, 8, 35, 36, 92]
     """
-    first, shift = size_class(nbytes), max(0, nbytes.bit_length() - 3)
-    return -(-first // per_element), (first + (1 << shift) - 1) // per_element
+    shift = max(0, nbytes.bit_length() - 3)
+    return 4 * shift + (nbytes >> shift)
+
+
+ALL_CLASSES = (1 << 64 * CLASS_WORDS) - 1
+"""Set of all size classes, with a bit for each."""
 
 
 def key_of(call: Call, choice: AlgorithmChoice) -> Hashable | None:
@@ -130,6 +133,8 @@ def bind_any_length(
         "cell_bytes": wire.cell_bytes,
         "part": wire.part_bytes,
         "streamed": wire.streamed if wire.node.reads else 1 << 62,
+        "least": pieces,
+        "most": most,
         "starts": starts,
     }
     for name, value in values.items():

@@ -29,6 +29,17 @@ class ChannelQueue:
         request.channel, self._running = self._channel, request
         self._words[HELD + self._channel] += 1
 
+    def catch_up(self) -> bool:
+        """Advance the requests of the channel, without waiting; True if none is left.
+
+        Otherwise a rank that has fallen behind once would queue all later calls, until it waits.
+        """
+        while (running := self._running) is not None and not self._starts:
+            running._advance()
+            if self._running is running:
+                break
+        return self._running is None and not (self.waiting or self._starts)
+
     def add(self, request: Request, start: Callable[[], object]) -> None:
         """Start a request, or let it wait for those before."""
         request.channel, request.is_queued = self._channel, True

@@ -7,8 +7,9 @@ equal but newly made number among its counts, are looked up by key afterwards.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from mpi4py import MPI
 from collectives.engine.extension import engine_class
 from collectives.engine.instructions import (
     CHECK,
+    CLASS_WORDS,
     HELD,
     IS_ARRAY,
     IS_BUFFER,
@@ -79,12 +81,12 @@ class CompiledCallTable:
         held = self._channels[HELD:]
         return [entry.program for entry in entries if not entry.program.ended and not held[entry.channel]]
 
-    def add(self, program: Program, key: CallKey, channel: int, lengths: tuple[int, int]) -> None:
-        """Let calls on a channel with the arguments of `key`, of any length between `lengths`, run a program."""
+    def add(self, programs: Mapping[int, Program], key: CallKey, classes: int) -> None:
+        """Let calls with the arguments of `key` run the program of their channel, if for any length in `classes`."""
         name = key.arguments[0]
         if name not in self._methods:
             self._methods[name] = _Method(self._channels)
-        self._methods[name].add(program, key, channel, lengths)
+        self._methods[name].add(programs, key, classes)
         self.run[name] = self._methods[name].run
 
     def discard(self, program: Program) -> None:
@@ -104,28 +106,33 @@ class _Method:
         self.entries: list[_Entry] = []
         self.run = engine_class("CallTable")(channels, NO_ARRAY)
 
-    def add(self, program: Program, key: CallKey, channel: int, lengths: tuple[int, int]) -> None:
-        """Add a program for the arguments of a key; beyond `MAX_ENTRIES` of a channel forget the oldest one."""
+    def add(self, programs: Mapping[int, Program], key: CallKey, classes: int) -> None:
+        """Add programs, by channel, for the arguments of a key; beyond `MAX_ENTRIES` of one forget its oldest."""
         checks = [check for number, value in enumerate(key.given) for check in _checks(value, number)]
         if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks) or not key.is_current:
             return
         in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
         records = np.array([check.record(3 if in_place else 1 << check.argument) for check in checks], CHECK)
-        if program.scale is not None:
+        if classes:
             records["nbytes"][records["kind"] >= IS_ARRAY] = ANY
-        made = _Entry(program, channel, records, lengths, [check.refers_to for check in checks])
-        if any(entry.extends(made) for entry in self.entries):
-            self._store([entry.joined(made) for entry in self.entries])
-            return
-        others = [entry for entry in self.entries if entry.channel != channel]
-        alike = [entry for entry in self.entries if entry.channel == channel][1 - MAX_ENTRIES :]
-        self._store([*others, *alike, made])
+        identity, referred = records.tobytes(), [check.refers_to for check in checks]
+        entries = self.entries
+        for channel, program in programs.items():
+            known = [one for one in entries if one.program is program and one.identity == identity]
+            for one in known:
+                one.classes[...] |= _words(classes)
+            if not known:
+                others = [one for one in entries if one.channel != channel]
+                alike = [one for one in entries if one.channel == channel][1 - MAX_ENTRIES :]
+                entries = [*others, *alike, _Entry(program, channel, records, identity, _words(classes), referred)]
+        if entries is not self.entries:
+            self._store(entries)
 
     def discard(self, program: Program) -> None:
         self._store([entry for entry in self.entries if entry.program is not program])
 
     def _store(self, entries: list[_Entry]) -> None:
-        rows = tuple((one.program.engine, one.checks, one.channel, *one.lengths, one.referred) for one in entries)
+        rows = tuple((one.program.engine, one.checks, one.channel, one.classes, one.referred) for one in entries)
         self.run.store(())  # until the entries are these: Ctrl-C may come before
         self.entries = entries
         self.run.store(rows)
@@ -137,28 +144,23 @@ def _format_array(text: str) -> np.ndarray:
     return np.frombuffer(text.encode() + b"\0", np.uint8)
 
 
+def _words(classes: int) -> np.ndarray:
+    """Words of a set of size classes, which the engine reads."""
+    return np.frombuffer(bytearray(classes.to_bytes(8 * CLASS_WORDS, sys.byteorder)), np.uint64)
+
+
 class _Entry(NamedTuple):
     program: Program
     channel: int
     checks: np.ndarray
-    lengths: tuple[int, int]
-    """Least and most elements of calls for which a program for any length is the right one."""
+    identity: bytes
+    """The bytes of the checks."""
+
+    classes: np.ndarray
+    """Size classes of calls for which a program for any length is the right one."""
 
     referred: list[Any]
     """Objects whose addresses the checks have: held, so that no others get these addresses."""
-
-    def extends(self, other: _Entry) -> bool:
-        """True if the entries differ at most in their lengths, which join."""
-        alike = self.program is other.program and self.channel == other.channel
-        joins = self.lengths[0] <= other.lengths[1] + 1 and other.lengths[0] <= self.lengths[1] + 1
-        same = len(self.checks) == len(other.checks) and bool((self.checks == other.checks).all())
-        return alike and joins and same and self.program.scale is not None
-
-    def joined(self, other: _Entry) -> _Entry:
-        """This entry with the lengths of another one too, if it `extends` that."""
-        if not self.extends(other):
-            return self
-        return self._replace(lengths=(min(self.lengths[0], other.lengths[0]), max(self.lengths[1], other.lengths[1])))
 
 
 class _Check(NamedTuple):

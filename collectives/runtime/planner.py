@@ -14,7 +14,7 @@ from collectives.errors import Mismatch, OutOfMemory
 from collectives.runtime import binding
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
-from collectives.runtime.any_length import key_of, lengths_of_class
+from collectives.runtime.any_length import ALL_CLASSES, class_number, key_of
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, held, key_fields
 from collectives.runtime.call import Call, call_device
 from collectives.runtime.channel_queue import ChannelQueue
@@ -101,7 +101,7 @@ class Planner:
                 run_program(program)
             program.free()
             return
-        key, bound, lengths = self._find(self.cache, call, choice, "blocking", algorithm, cache_key, device)
+        key, bound, classes = self._find(self.cache, call, choice, "blocking", algorithm, cache_key, device)
         if bound is None:
             bound = self._builder.bind(call, choice, "blocking", device)
             self.cache.add(key, bound)
@@ -111,7 +111,7 @@ class Planner:
             bound.place(binding.memories(call), call.lengths[0])
         with self.cache.poisoning(call, bound):
             run_program(bound)
-        self.cache.store(cache_key, key, call, lengths=lengths)
+        self.cache.store(cache_key, key, call, classes=classes)
 
     def _find(
         self,
@@ -123,8 +123,11 @@ class Planner:
         cache_key: CallKey,
         device: DeviceMemory | None,
         channel: int = BLOCKING_CHANNEL,
-    ) -> tuple[Hashable, Program | None, tuple[int, int]]:
-        """Key of a call's program, the program, and the lengths of calls that may use it; binds one for any length."""
+    ) -> tuple[Hashable, Program | None, int]:
+        """Key of a call's program, the program, and the size classes of calls that may use it, a set of bits.
+
+        Binds a program for any length.
+        """
         fixed = device is not None or choice.algorithm == NATIVE
         for short in (True, False) if not fixed and cache_key.suits_any_length(call.lengths[0]) else ():
             key = key_of(call, choice)
@@ -136,14 +139,10 @@ class Planner:
                 continue
             if key not in cache.bound:
                 cache.add(key, bound, self._active())
-            least, most = bound.scale.least, bound.scale.most
-            if least <= call.lengths[0] <= most:
-                if algorithm == "auto":
-                    low, high = lengths_of_class(call.nbytes, call.nbytes // call.lengths[0])
-                    least, most = max(least, low), min(most, high)
-                return key, bound, (least, most)
+            if bound.scale.least <= call.lengths[0] <= bound.scale.most:
+                return key, bound, 1 << class_number(call.nbytes) if algorithm == "auto" else ALL_CLASSES
         key = binding.program_key(call, choice, fixed, device, cache_key.offsets(binding.memories(call))), channel
-        return key, cache.bound.get(key), (0, 0)
+        return key, cache.bound.get(key), 0
 
     def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`.
@@ -180,9 +179,13 @@ class Planner:
         try:
             sent, received = held(sendbuf), held(recvbuf)
             with progress_lock, self.nonblocking.beginning():  # no other call may take the channel meanwhile
+                arrays = key_fields(name, sent, received, MPI.SUM, 0, "", None)[1:] if result == QUEUED else ()
+                if result == QUEUED and self._channel_queues[turn].catch_up():
+                    result = program.start_on(*arrays)
+                if result == DONE:
+                    return ended_request()
                 request = new_request(name, program, self, (sent, received))
                 if result == QUEUED:
-                    arrays = key_fields(name, sent, received, MPI.SUM, 0, "", None)[1:]
                     self._channel_queues[turn].add(request, partial(request.start_on, *arrays))
                 else:
                     self._channel_queues[turn].hold(request)
@@ -215,9 +218,9 @@ class Planner:
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
             is_bound_anew = needs_counts(call, choice) or (device is None and binding.is_bound_anew(call, choice))
             reusable = not is_bound_anew
-            key, program, lengths, channel = None, None, (0, 0), FIRST_NONBLOCKING + turn
+            key, program, classes, channel = None, None, 0, FIRST_NONBLOCKING + turn
             if reusable:
-                key, program, lengths = self._find(
+                key, program, classes = self._find(
                     self.nonblocking, call, choice, "nonblocking", algorithm, cache_key, device, channel
                 )
             if self.nonblocking.is_busy(key, self._active):
@@ -228,7 +231,7 @@ class Planner:
                 if reusable:
                     self.nonblocking.add(key, program, self._active())
             if reusable:
-                self.nonblocking.store(cache_key, key, call, turn, lengths)
+                self.nonblocking.store(cache_key, key, call, turn, classes)
             if program.stream is not None:
                 program.stream.follow(*(buffer.owner for buffer in call.buffers))
             request = new_request(call.collective, program, self, call)

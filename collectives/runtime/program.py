@@ -16,17 +16,7 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.engine.assembly import Instruction, Rounds, Rows, assemble, calling, flat, new_bases
 from collectives.engine.extension import available, engine_class
 from collectives.engine.fence import is_ordered
-from collectives.engine.instructions import (
-    DONE,
-    IGNORED,
-    MISMATCH,
-    REFUSED,
-    SCRATCH,
-    SOURCE,
-    TARGET,
-    WAITING,
-    Kind,
-)
+from collectives.engine.instructions import DONE, IGNORED, MISMATCH, REFUSED, SCRATCH, SOURCE, TARGET, WAITING, Kind
 from collectives.runtime.program_memory import ElementArray
 from collectives.runtime.progress import active_requests, progress_until
 from collectives.transport.wire import Wire
@@ -97,8 +87,9 @@ class Program:
         The instructions, of rounds and streams; they may be changed before the first run.
     begins
         Rounds of the schedule that are not empty, and the number of the first round of each in `rounds`.
-    nbytes, places
-        Scratch memory that no other program uses; and the memories of the user's send and receive buffer.
+    nbytes, places, scale
+        Scratch memory that no other program uses; the memories of the user's send and receive buffer; and lengths of a
+        program for any length.
     stream
         In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
     broken
@@ -113,7 +104,6 @@ class Program:
 
     broken = waits_in_mpi = deferred = relocatable = False
     scale: Scale | None = None
-    """Lengths of a program for any length."""
     begins: tuple[tuple[int, int], ...] = ()
     places = (SOURCE, TARGET)
     runs_native: Callable[[Any, Any], bool] | None = None
@@ -173,6 +163,11 @@ class Program:
         return {one.kind for one in self.instructions}
 
     @cached_property
+    def _written(self) -> set[int]:
+        """Memories to which it writes."""
+        return {operand.out.memory for one in self.instructions for operand in one.operands}
+
+    @cached_property
     def _waits(self) -> list[_Waiting]:
         """Waits for pending work."""
         return [one.call for one in self.instructions if isinstance(one.call, _Waiting)]
@@ -219,12 +214,11 @@ class Program:
         The program's source and target begin at the addresses `memories` in them; None for own memory. Their first
         `separate` bytes may not overlap. `length` is that of the call, for a program for any length.
         """
-        written = {operand.out.memory for one in self.instructions for operand in one.operands}
         for number, array, address, nbytes in zip((0, 1), arrays, memories, separate, strict=True):
             memory = self.places[number]
             place = (IGNORED, 0) if address is None else (memory, address - MPI.Get_address(array))
             per_element = self.per_element(array, length, address)
-            self.engine.expect(number, memory in written, *place, nbytes, per_element, alignments[number])
+            self.engine.expect(number, memory in self._written, *place, nbytes, per_element, alignments[number])
 
     def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
         """Bytes of an array for each element of a program for any length; 0 if it is not used."""
@@ -340,7 +334,7 @@ class Program:
     def free(self) -> None:
         """Free the messages; the program cannot run again."""
         self.wire.free()
-        for derived in ("instructions", "rows", "engine", "kinds", "_waits"):
+        for derived in ("instructions", "rows", "engine", "kinds", "_written", "_waits"):
             self.__dict__.pop(derived, None)
         self.rounds, self.memories = call_rounds([_freed]), ()
 

@@ -120,36 +120,45 @@ class ProgramCache:
 
     # -------------------------------------------------------------------------------- new calls
 
-    def store(
-        self, key: CallKey, bound: Hashable, call: Call, channel: int = 0, lengths: tuple[int, int] = (0, 0)
-    ) -> None:
+    def store(self, key: CallKey, bound: tuple[Any, ...], call: Call, channel: int = 0, classes: int = 0) -> None:
         """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
 
-        `lengths`: the least and most elements of calls that may use a program for any length.
+        `classes`: the size classes of calls that may use a program for any length, with a bit for each. Those of the
+        other channels then are found, too.
 
-        `key` is what `find` returned. A no-op for `UNCACHEABLE`, an evicted program, a user-defined operation and a
-        full cache.
+        `key` is what `find` returned. A no-op for `UNCACHEABLE`, an evicted program and a full cache.
         """
-        program, calls = self.bound.get(bound), self.calls[channel]
+        program = self.bound.get(bound)
         if (
             key is UNCACHEABLE
             or program is None
-            or len(calls) >= 4 * MAX_PROGRAMS
+            or len(self.calls[channel]) >= 4 * MAX_PROGRAMS
             or not key.identifies(memories(call))
         ):
             return
         runs_on_others = program.relocatable and not spans_meet(call)  # else: one array, whose parts are both buffers
         if runs_on_others and (self._blocking or program.needs_no_mpi):
-            arrays, places = (key.sendbuf, key.recvbuf), memories(call)
-            program.expect(arrays, places, separate_bytes(call), call.lengths[0], alignments(call))
-            if not self._blocking:
-                program.shorten_calls()
-            calls[key.arguments] = CachedCall(program.on_arrays if self._blocking else program.start_on, program)
-            self.compiled_calls.add(program, key, channel, lengths)
+            programs = {channel: program}
+            for other in range(len(self.calls)) if classes else ():
+                found = self.bound.get((*bound[:-1], bound[-1] - channel + other))  # the key ends with the channel
+                if found is not None:
+                    programs[other] = found
+            for other, found in programs.items():
+                self.calls[other][key.arguments] = self._on_arrays(key, found, call)
+            self.compiled_calls.add(programs, key, classes)
         elif self._blocking:
             placement = (memories(call), call.lengths[0]) if program.relocatable else ((), 0)
             known, run = self._on_memory(key, program, placement)
-            calls[known] = CachedCall(run, program)
+            self.calls[channel][known] = CachedCall(run, program)
+
+    def _on_arrays(self, key: CallKey, program: Program, call: Call) -> CachedCall:
+        """Entry of a program that runs on any arrays like those of a call."""
+        arrays, places = (key.sendbuf, key.recvbuf), memories(call)
+        program.expect(arrays, places, separate_bytes(call), call.lengths[0], alignments(call))
+        if self._blocking:
+            return CachedCall(program.on_arrays, program)
+        program.shorten_calls()
+        return CachedCall(program.start_on, program)
 
     @staticmethod
     def _on_memory(key: CallKey, program: Program, placement: Placement) -> tuple[Hashable, Run]:

@@ -34,7 +34,7 @@ def test_a_call_that_is_forgotten(cache):
     """Numbers of calls are those of the programs that `started` returns."""
     programs = [program() for _ in range(3)]
     for number, one in enumerate(programs):
-        cache.compiled_calls.add(one, key_of(*ARGUMENTS[:3], number, *ARGUMENTS[4:]), 0, (0, 0))
+        cache.compiled_calls.add({0: one}, key_of(*ARGUMENTS[:3], number, *ARGUMENTS[4:]), 0)
     cache.compiled_calls.discard(programs[0])
     run = cache.compiled_calls.run["Reduce"]
     assert [run(*ARGUMENTS[:3], number, *ARGUMENTS[4:]) == REFUSED for number in range(3)] == [True, False, False]
@@ -42,7 +42,7 @@ def test_a_call_that_is_forgotten(cache):
 
 def test_a_call_that_another_thread_has_just_started_as_one_is_aborted(cache):
     started, aborted = program(), program()
-    cache.compiled_calls.add(started, key_of(*ARGUMENTS), 0, (0, 0))
+    cache.compiled_calls.add({0: started}, key_of(*ARGUMENTS), 0)
     cache.poison("Bcast", None, aborted)
     assert cache.compiled_calls.started("Reduce", WAITING)[0] is started
     assert cache.compiled_calls.run["Reduce"](*ARGUMENTS) == REFUSED
@@ -61,10 +61,10 @@ class Number:
 @pytest.mark.parametrize("item", [Number(1), np.ma.array(1)])
 def test_counts_that_can_change_their_value(cache, item):
     key = key_of([np.zeros(3), [2, item]], *ARGUMENTS[1:])
-    cache.compiled_calls.add(program(), key, 0, (0, 0))
+    cache.compiled_calls.add({0: program()}, key, 0)
     assert not cache.compiled_calls._methods["Reduce"].entries
     for constant in (1, np.int32(1), True):
-        cache.compiled_calls.add(program(), key_of([np.zeros(3), [2, constant]], *ARGUMENTS[1:]), 0, (0, 0))
+        cache.compiled_calls.add({0: program()}, key_of([np.zeros(3), [2, constant]], *ARGUMENTS[1:]), 0)
     assert len(cache.compiled_calls._methods["Reduce"].entries) == 3
 
 
@@ -75,5 +75,5 @@ def test_lists_that_another_thread_changes_while_the_call_runs(cache, change):
     assert key.is_current
     change(message)
     assert not key.is_current
-    cache.compiled_calls.add(program(), key, 0, (0, 0))
+    cache.compiled_calls.add({0: program()}, key, 0)
     assert not cache.compiled_calls._methods["Reduce"].entries
