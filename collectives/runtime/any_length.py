@@ -122,26 +122,30 @@ def bind_any_length(
     program.nbytes *= itemsize
     program.relocatable = True
     orders.append(chunks.scratch_chunks)
-    starts = np.cumsum([0, *map(len, orders)])
-    record = np.zeros(1, SCALE)
+    program.scale = _scale(call, wire, orders, pieces, grain, most, binding.mark_without_length(call, choice))
+    return program
+
+
+def _scale(
+    call: Call, wire: NodeAwareTransport, orders: list[list[int]], pieces: int, grain: int, most: int, mark: int
+) -> Scale:
     values = {
         "pieces": pieces,
         "grain": grain,
-        "itemsize": itemsize,
-        "mark": binding.mark_without_length(call, choice),
-        "call_bytes": call_bytes,
+        "itemsize": call.unit.itemsize,
+        "mark": mark,
+        "call_bytes": call.nbytes // call.lengths[0],
         "cell_bytes": wire.cell_bytes,
         "part": wire.part_bytes,
         "streamed": wire.streamed if wire.node.reads else 1 << 62,
         "least": pieces,
         "most": most,
-        "starts": starts,
+        "starts": np.cumsum([0, *map(len, orders)]),
     }
+    record = np.zeros(1, SCALE)
     for name, value in values.items():
         record[name] = value
-    order = np.array([chunk for one in orders for chunk in one], np.int64)
-    program.scale = Scale(pieces, most, record, order)
-    return program
+    return Scale(pieces, most, record, np.array([chunk for one in orders for chunk in one], np.int64))
 
 
 def _with_unit_chunks(call: Call, choice: AlgorithmChoice, size: int) -> Call:

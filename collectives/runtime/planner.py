@@ -123,15 +123,15 @@ class Planner:
         cache_key: CallKey,
         device: DeviceMemory | None,
         channel: int = BLOCKING_CHANNEL,
-    ) -> tuple[Hashable, Program | None, int]:
+    ) -> tuple[tuple[Any, ...], Program | None, int]:
         """Key of a call's program, the program, and the size classes of calls that may use it, a set of bits.
 
         Binds a program for any length.
         """
         fixed = device is not None or choice.algorithm == NATIVE
         for short in (True, False) if not fixed and cache_key.suits_any_length(call.lengths[0]) else ():
-            key = key_of(call, choice)
-            if key is None or (key := (key, short, channel)) in cache.fixed:
+            found = key_of(call, choice)
+            if found is None or (key := (found, short, channel)) in cache.fixed:
                 continue
             bound = cache.bound.get(key) or self._builder.bind_any_length(call, choice, form, channel, short)
             if bound is None or bound.scale is None:
@@ -141,8 +141,8 @@ class Planner:
                 cache.add(key, bound, self._active())
             if bound.scale.least <= call.lengths[0] <= bound.scale.most:
                 return key, bound, 1 << class_number(call.nbytes) if algorithm == "auto" else ALL_CLASSES
-        key = binding.program_key(call, choice, fixed, device, cache_key.offsets(binding.memories(call))), channel
-        return key, cache.bound.get(key), 0
+        own = binding.program_key(call, choice, fixed, device, cache_key.offsets(binding.memories(call))), channel
+        return own, cache.bound.get(own), 0
 
     def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
         """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`.
@@ -218,13 +218,14 @@ class Planner:
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
             is_bound_anew = needs_counts(call, choice) or (device is None and binding.is_bound_anew(call, choice))
             reusable = not is_bound_anew
-            key, program, classes, channel = None, None, 0, FIRST_NONBLOCKING + turn
+            key: tuple[Any, ...] = ()
+            program, classes, channel = None, 0, FIRST_NONBLOCKING + turn
             if reusable:
                 key, program, classes = self._find(
                     self.nonblocking, call, choice, "nonblocking", algorithm, cache_key, device, channel
                 )
             if self.nonblocking.is_busy(key, self._active):
-                key, program, reusable = None, None, False
+                program, reusable = None, False
             if program is None:
                 binding.check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=channel)
