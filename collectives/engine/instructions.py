@@ -193,15 +193,16 @@ CHECK = np.dtype(
         ("dtype", "i8"),
         ("dimensions", "i8"),
         ("nbytes", "i8"),
+        ("content", "i8"),
         ("argument", "i8"),
         ("depth", "i8"),
         ("path", [("index", "i8"), ("is_list", "i8")], MAX_DEPTH),
     ]
 )
 
-IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE = range(5)
+IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE, IS_COUNTS = range(6)
 """`kind` of a check: the same object; a list or tuple of a length; an array; another object with a buffer; the same
-operation or datatype of a user's, not freed."""
+operation or datatype of a user's, not freed; an array of counts, whose bytes are compared."""
 
 STARTED, CHANNEL_COUNT, HELD = range(3)
 """Words of the channels that calls take in turn: the calls started so far, the number of channels (a power of two), and

@@ -10,7 +10,7 @@
 
 enum { MAX_DEPTH = 3, RESULT_BITS = 3 };
 
-typedef enum { IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE } CheckKind;
+typedef enum { IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE, IS_COUNTS } CheckKind;
 
 /* Check of an argument, or of an item in its lists and tuples; a row of the dtype CHECK of instructions.py. */
 typedef struct {
@@ -21,6 +21,7 @@ typedef struct {
     int64_t dtype;      /* address of the dtype object of an array, or of the format of another buffer */
     int64_t dimensions; /* number of them */
     int64_t nbytes;     /* of the array; -1: any */
+    int64_t content;    /* address of the bytes that an array of counts must hold */
     int64_t argument;   /* number of the argument */
     int64_t depth;      /* levels of lists and tuples above the item */
     struct {
@@ -67,6 +68,25 @@ static bool is_like(PyArrayObject *array, const Check *check) {
            (check->nbytes < 0 || PyArray_NBYTES(array) == check->nbytes);
 }
 
+/* True if an array of counts, of NumPy or with the buffer protocol, holds the expected bytes. */
+static bool holds_counts(PyObject *object, const Check *check) {
+    const void *content = (const void *)(intptr_t)check->content;
+    if (PyArray_CheckExact(object)) {
+        PyArrayObject *array = (PyArrayObject *)object;
+        return is_like(array, check) && PyArray_IS_C_CONTIGUOUS(array) &&
+               !memcmp(PyArray_DATA(array), content, check->nbytes);
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    bool holds = view.len == check->nbytes && view.format && !memcmp(view.buf, content, check->nbytes) &&
+                 !strcmp(view.format, (const char *)(intptr_t)check->dtype);
+    PyBuffer_Release(&view);
+    return holds;
+}
+
 /* True if all checks but those of buffers' memory hold; stores the send and the receive buffer, and their checks. */
 static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject **buffers, const Check **checks) {
     for (const Check *check = entry->checks, *end = check + entry->check_count; check < end; check++) {
@@ -79,6 +99,10 @@ static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject 
         if ((int64_t)Py_TYPE(found) != check->value) return false;
         if (check->kind == IS_SEQUENCE) {
             if (Py_SIZE(found) != check->length) return false;
+            continue;
+        }
+        if (check->kind == IS_COUNTS) {
+            if (!holds_counts(found, check)) return false;
             continue;
         }
         if (check->kind == IS_ARRAY && !is_like((PyArrayObject *)found, check)) return false;

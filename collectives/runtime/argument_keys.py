@@ -8,6 +8,7 @@ True
 """
 
 import sys
+from array import array as _array
 from operator import index
 from typing import Any, NamedTuple
 
@@ -149,6 +150,8 @@ def _part(value: Any) -> Any:
         return value
     if kind is _ndarray and value.dtype.kind in "iu":
         return value.dtype, value.shape, value.tobytes()
+    if kind is _array and value.typecode in "bBhHiIlLqQ":
+        return value.typecode, value.tobytes()
     if isinstance(value, np.integer):
         return int(value)
     return _handle_key(value)

@@ -8,6 +8,7 @@ equal but newly made number among its counts, are looked up by key afterwards.
 from __future__ import annotations
 
 import sys
+from array import array as _array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -23,6 +24,7 @@ from collectives.engine.instructions import (
     HELD,
     IS_ARRAY,
     IS_BUFFER,
+    IS_COUNTS,
     IS_HANDLE,
     IS_OBJECT,
     IS_SEQUENCE,
@@ -114,7 +116,7 @@ class _Method:
         in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
         records = np.array([check.record(3 if in_place else 1 << check.argument) for check in checks], CHECK)
         if classes:
-            records["nbytes"][records["kind"] >= IS_ARRAY] = ANY
+            records["nbytes"][np.isin(records["kind"], (IS_ARRAY, IS_BUFFER))] = ANY
         identity, referred = records.tobytes(), [check.refers_to for check in checks]
         entries = self.entries
         for channel, program in programs.items():
@@ -172,44 +174,51 @@ class _Check(NamedTuple):
     path: tuple[tuple[int, bool], ...]
     length: int = 0
     array: np.ndarray | memoryview | None = None
+    """Memory of a buffer."""
+
+    counts: np.ndarray | memoryview | None = None
+    content: np.ndarray = NO_ARRAY
+    """An array of counts, and a copy of its bytes."""
 
     @property
     def is_possible(self) -> bool:
-        """False for items too deep, for arrays of counts, and for objects among them that may change their value."""
+        """False for items too deep, and for objects among them that may change their value."""
         if self.kind == IS_OBJECT and self.path and not is_constant(self.value):
             return False
-        if self.kind == IS_BUFFER and self.array is None:
-            return False
-        is_buffer = self.argument < 2 and not any(index for index, _ in self.path[:1]) and len(self.path) < 2
-        return len(self.path) <= MAX_DEPTH and (self.array is None or is_buffer)
+        return len(self.path) <= MAX_DEPTH and (self.kind != IS_BUFFER or self.array is not None)
 
     def record(self, buffers: int) -> tuple[Any, ...]:
         """Values of the fields of `CHECK`."""
         path = [*self.path, *[(0, False)] * (MAX_DEPTH - len(self.path))]
-        array = (0, 0, 0, 0)
-        if isinstance(self.array, memoryview):
-            array = buffers, self._format.ctypes.data, self.array.ndim, self.array.nbytes
-        elif self.array is not None:
-            array = buffers, id(self.array.dtype), self.array.ndim, self.array.nbytes
-        return self.kind, id(self.value), self.length, *array, self.argument, len(self.path), path
+        memory, described = (0, 0, 0, 0), self.array if self.counts is None else self.counts
+        if described is not None:
+            memory = 0 if self.array is None else buffers, self._type_address, described.ndim, described.nbytes
+        content = self.content.ctypes.data
+        return self.kind, id(self.value), self.length, *memory, content, self.argument, len(self.path), path
 
     @property
     def refers_to(self) -> Any:
         """Objects whose addresses are in the words."""
-        if isinstance(self.array, memoryview):
-            return self.value, self._format
-        return self.value, None if self.array is None else self.array.dtype
+        return self.value, self._type, self.content
 
     @property
-    def _format(self) -> np.ndarray:
-        """Format of a buffer, as the engine compares it; the same array for equal ones."""
-        assert isinstance(self.array, memoryview), "arrays have a dtype"
-        return _format_array(self.array.format or "B")
+    def _type(self) -> Any:
+        """Dtype of an array, or format of another buffer, as the engine compares it; the same for equal ones."""
+        described = self.array if self.counts is None else self.counts
+        if isinstance(described, memoryview):
+            return _format_array(described.format or "B")
+        return None if described is None else described.dtype
+
+    @property
+    def _type_address(self) -> int:
+        found = self._type
+        return int(found.ctypes.data) if isinstance(found, np.ndarray) else id(found)
 
 
 def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) -> Iterator[_Check]:
     kind = type(value)
-    if isinstance(value, np.ndarray):
+    is_buffer = argument < 2 and not path[1:] and not any(index for index, _ in path)
+    if isinstance(value, np.ndarray) and is_buffer:
         yield _Check(IS_ARRAY, kind, argument, path, array=value)
     elif kind is list or kind is tuple:
         yield _Check(IS_SEQUENCE, kind, argument, path, len(value))
@@ -217,7 +226,11 @@ def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) 
             yield from _checks(item, argument, (*path, (index, kind is list)))
     elif is_handle(value):
         yield _Check(IS_HANDLE, value, argument, path)
-    elif argument < 2 and not path[1:] and not is_constant(value) and value is not MPI.IN_PLACE:
+    elif kind in (np.ndarray, _array):
+        content = np.frombuffer(value.tobytes(), np.uint8)
+        counts = value if kind is np.ndarray else memoryview(value)
+        yield _Check(IS_COUNTS, kind, argument, path, counts=counts, content=content)
+    elif is_buffer and not is_constant(value) and value is not MPI.IN_PLACE:
         yield _Check(IS_BUFFER, kind, argument, path, array=_view(value))
     else:
         yield _Check(IS_OBJECT, value, argument, path)

@@ -75,3 +75,41 @@ def test_memory_that_is_read_only_is_refused(own):
         own.Allreduce(np.ones(N), [bytearray(8 * N), MPI.DOUBLE])
         with pytest.raises((TypeError, ValueError, BufferError)):
             own.Allreduce(np.ones(N), [bytes(8 * N), MPI.DOUBLE])
+
+
+COUNTS = {
+    "list": list,
+    "tuple": tuple,
+    "array.array": lambda counts: array("i", counts),
+    "long array.array": lambda counts: array("q", counts),
+    "array of int32": lambda counts: np.array(counts, "i4"),
+    "array of int64": lambda counts: np.array(counts, "i8"),
+    "array with gaps": lambda counts: np.repeat(np.array(counts), 2)[::2],
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_counts_of_every_kind(own, kind):
+    """Counts are compared by their values, as a user may write others into the same object."""
+    size, rank = own.Get_size(), own.Get_rank()
+    total = mmap.mmap(-1, 8 * 9 * size * size)
+    held = np.frombuffer(total, "i8")
+    given = [COUNTS[kind]([0] * size) for _ in range(2)]
+    for turn in range(12):
+        counts = [1 + (one + turn // 3) % 3 for one in range(size)]
+        displs = [9 * one + turn // 6 for one in range(size)]
+        if kind == "tuple" or turn % 5 == 4:
+            given = [COUNTS[kind](counts), COUNTS[kind](displs)]
+        else:
+            for into, values_ in zip(given, (counts, displs)):
+                for at, value in enumerate(values_):
+                    into[at] = value
+        held[...] = -1
+        own.Allgatherv(np.full(counts[rank], 100 * turn + rank), [total, tuple(given), MPI.INT64_T])
+        for one in range(size):
+            block = held[displs[one] : displs[one] + counts[one]]
+            assert (block == 100 * turn + one).all() and held[displs[one] + counts[one]] == -1
+    if kind != "array with gaps" and available():
+        arguments = np.full(counts[rank], rank), [total, tuple(given), MPI.INT64_T], MPI.SUM, 0
+        own.Allgatherv(*arguments[:2])
+        assert find(own, "Allgatherv", *arguments)
