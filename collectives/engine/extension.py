@@ -50,7 +50,7 @@ def reduction_number(function: Callable[..., Any], ufunc: Any, dtype: np.dtype[A
     if not available():
         return row_operands.reduction(function, dtype)
     number = -1
-    if isinstance(ufunc, np.ufunc) and dtype.isbuiltin == 1 and dtype.char not in "gG" and dtype.isnative:
+    if isinstance(ufunc, np.ufunc) and dtype.isnative and (dtype.isbuiltin == 1 or dtype.name == "bfloat16"):
         number = int(engine.reduction(ufunc.__name__, dtype.kind, dtype.itemsize))
     if number >= 0:
         row_operands.reductions[number] = function, dtype
