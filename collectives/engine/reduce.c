@@ -1,9 +1,8 @@
 /* Reductions: out = left op right on dense memory of any alignment, where out may be left or right.
  *
  * The bits are those of runtime/ops.py and depend on the operands alone. Of equal numbers maximum and minimum take the
- * right one, or the left one of float16 (zeros differ in their sign). Every NaN is the same one. Integers wrap around.
- * Flags of floating point errors are of no meaning. Most functions are compiled for several sets of vector instructions,
- * of which the loader takes the best. */
+ * right one, or the left one of float16 and long double (zeros differ in their sign). Every NaN is the same one. Integers
+ * wrap around. Most functions are compiled for several sets of vector instructions, of which the loader takes the best. */
 #include <math.h>
 #include <string.h>
 
@@ -64,11 +63,12 @@ ON_BITS(64)
 
 /* Products of complex numbers are not compiled for instructions that fuse operations: GCC 12 then uses these in spite of
  * -ffp-contract=off. */
-#define ON_FLOATS(NAME, TYPE, CLONES, UNFUSED_CLONES)                               \
+#define ON_FLOATS(NAME, TYPE, MORE, LESS, CLONES, UNFUSED_CLONES)                   \
+    static inline TYPE or_nan_##NAME(bool is_nan, TYPE x) { return is_nan ? (TYPE)NAN : x; } \
     LOOP(CLONES, sum_##NAME, TYPE, a + b == a + b ? a + b : (TYPE)NAN)              \
     LOOP(CLONES, prod_##NAME, TYPE, a * b == a * b ? a * b : (TYPE)NAN)             \
-    LOOP(CLONES, max_##NAME, TYPE, __builtin_isunordered(a, b) ? (TYPE)NAN : a > b ? a : b) \
-    LOOP(CLONES, min_##NAME, TYPE, __builtin_isunordered(a, b) ? (TYPE)NAN : a < b ? a : b) \
+    LOOP(CLONES, max_##NAME, TYPE, or_nan_##NAME((a != a) | (b != b), a MORE b ? a : b)) \
+    LOOP(CLONES, min_##NAME, TYPE, or_nan_##NAME((a != a) | (b != b), a LESS b ? a : b)) \
     UNFUSED_CLONES static void complex_prod_##NAME(const char *left, const char *right, char *out, int64_t nbytes) { \
         UNALIGNED(TYPE, Element);                                            \
         const Element *as = (const Element *)left, *bs = (const Element *)right;   \
@@ -82,9 +82,9 @@ ON_BITS(64)
         }                                                                    \
     }
 
-ON_FLOATS(f32, float, VECTORISED, UNFUSED)
-ON_FLOATS(f64, double, VECTORISED, UNFUSED)
-ON_FLOATS(long, long double, , )
+ON_FLOATS(f32, float, >, <, VECTORISED, UNFUSED)
+ON_FLOATS(f64, double, >, <, VECTORISED, UNFUSED)
+ON_FLOATS(long, long double, >=, <=, , )
 
 /* ------------------------------------------------------------------------------------------ numbers of 16 bits
  *
