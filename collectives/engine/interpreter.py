@@ -40,8 +40,6 @@ class _Expected(NamedTuple):
     per_element: int = 0
     """Bytes of the array for each element of a program for any length."""
 
-    alignment: int = 1
-
 
 class RowProgram(MailboxRows):
     """A program: arrays as `assembly.Rows` has them, and the state of its run.
@@ -94,11 +92,9 @@ class RowProgram(MailboxRows):
 
     # -------------------------------------------------------------------------------- runs
 
-    def expect(
-        self, number: int, written: bool, memory: int, offset: int, nbytes: int, per_element: int, alignment: int
-    ) -> None:
+    def expect(self, number: int, written: bool, memory: int, offset: int, nbytes: int, per_element: int) -> None:
         """Describe the array with a number in `run`: the memory in it, and the bytes that may not overlap."""
-        self._expected[number] = _Expected(memory, offset, nbytes, written, per_element, alignment)
+        self._expected[number] = _Expected(memory, offset, nbytes, written, per_element)
 
     def accepts(self, *arrays: np.ndarray) -> bool:
         """True if `run` would start the program on these arrays."""
@@ -125,8 +121,6 @@ class RowProgram(MailboxRows):
             if not array.flags.forc or (expected.written and not array.flags.writeable):
                 return None
             address = MPI.Get_address(array) if array.size else 0
-            if address % expected.alignment:
-                return None
             places.append(address + expected.offset)
             if self._scale is not None and expected.per_element:
                 lengths.add(array.nbytes / expected.per_element)

@@ -44,8 +44,7 @@ Result advance_released(Program *program, long polls, long naps) {
 }
 
 static bool fits(const Memory *memory, const CallArray *expected) {
-    bool is_aligned = ((uintptr_t)memory->data & (uintptr_t)(expected->alignment - 1)) == 0;
-    return memory->is_dense && is_aligned && (memory->is_writable || !expected->written);
+    return memory->is_dense && (memory->is_writable || !expected->written);
 }
 
 /* Set the length of a program for any length by an array; false if it has none, or another array has another one. */
@@ -163,7 +162,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *keywo
     self->spare = data_of(spare);
     self->spare_bytes = length_of(spare);
     self->calls = calls;
-    for (int at = 0; at < 2; at++) self->call[at] = (CallArray){.memory = IGNORED, .alignment = 1};
+    for (int at = 0; at < 2; at++) self->call[at] = (CallArray){.memory = IGNORED};
     return (PyObject *)self;
 }
 
@@ -208,17 +207,16 @@ static PyObject *program_resize(Program *self, PyObject *length) {
     Py_RETURN_NONE;
 }
 
-/* expect(number, written, memory, offset, nbytes, per_element, alignment): describe the array with a number in `run`. */
+/* expect(number, written, memory, offset, nbytes, per_element): describe the array with a number in `run`. */
 static PyObject *program_expect(Program *self, PyObject *args) {
     int number, written, memory;
-    long long offset, nbytes, per_element, alignment;
-    if (!PyArg_ParseTuple(args, "ipiLLLL", &number, &written, &memory, &offset, &nbytes, &per_element, &alignment))
-        return NULL;
-    if (number < 0 || number > 1 || memory < 0 || memory >= MEMORIES || memory == ABSOLUTE || alignment < 1) {
+    long long offset, nbytes, per_element;
+    if (!PyArg_ParseTuple(args, "ipiLLL", &number, &written, &memory, &offset, &nbytes, &per_element)) return NULL;
+    if (number < 0 || number > 1 || memory < 0 || memory >= MEMORIES || memory == ABSOLUTE) {
         PyErr_SetString(PyExc_ValueError, "expect: expected the numbers of an array and of a memory");
         return NULL;
     }
-    self->call[number] = (CallArray){written, memory, offset, nbytes, per_element, alignment};
+    self->call[number] = (CallArray){written, memory, offset, nbytes, per_element};
     Py_RETURN_NONE;
 }
 

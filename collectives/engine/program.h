@@ -29,7 +29,6 @@ typedef struct {
     int64_t offset;   /* of the memory in the array */
     int64_t nbytes;   /* that may not overlap those of the other array */
     int64_t per_element; /* bytes of the array for each element of a program for any length; 0: the length is fixed */
-    int64_t alignment;   /* of its address */
 } CallArray;
 
 /* Memory of an argument of a call. */

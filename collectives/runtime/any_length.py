@@ -72,7 +72,7 @@ def key_of(call: Call, choice: AlgorithmChoice) -> Hashable | None:
     if not all(buffer.contiguous and not buffer.device for buffer in call.buffers):
         return None
     held = tuple(call.send_blocks), tuple(call.recv_blocks), call.source is call.target
-    return "any length", call.collective, choice, call.unit, call.root, call.op, binding.is_aligned(call), *held
+    return "any length", call.collective, choice, call.unit, call.root, call.op, *held
 
 
 def _divide(call: Call, length: int) -> bool:
@@ -103,7 +103,7 @@ def bind_any_length(
         return None
     pieces = len(task.lengths) if vector else segments
     grain = max(1, binding.LINE // itemsize) if vector else 1
-    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 2, 1, call.combine, None, task.aligned)
+    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 2, 1, call.combine, None)
     chunks = ChunkLocations(task, wire, lands=work.lands)
     call_bytes = call.nbytes // call.lengths[0]
     most = max(1, MOST_BYTES // call_bytes)

@@ -46,7 +46,7 @@ def bind(
     before the first round and after the last, such as staging.
     """
     stream = None if isinstance(place, ScratchMemory) else place
-    work = LocalWork([source, target], task.itemsize, reduce_kernel, stream, task.aligned)
+    work = LocalWork([source, target], task.itemsize, reduce_kernel, stream)
     chunks = ChunkLocations(task, wire, lands=work.lands)
     work.allocate((chunks.scratch_length, chunks.landing_length), place)
     program = build(task.schedule, chunks, wire, work, first, last)

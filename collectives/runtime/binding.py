@@ -52,7 +52,7 @@ def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: 
     else:
         lengths = tuple(piece for length in call.lengths for piece in even(length, choice.segments))
     source, target = _places(memory, sent, lengths, parts), _places(TARGET, received, lengths, parts)
-    return Task(schedule, lengths, source, target, itemsize, SEGMENT, is_aligned(call))
+    return Task(schedule, lengths, source, target, itemsize, SEGMENT)
 
 
 def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -> dict[int, MemorySpan]:
@@ -243,18 +243,6 @@ def reduce_kernel(call: Call) -> Combiner | None:
     return Combiner(bind_bytes, kernel.commutative)
 
 
-def is_aligned(call: Call) -> bool:
-    """True if the elements that a call reduces are aligned in its buffers; staging memory always is."""
-    return all(staged(buffer) or buffer.address % call.unit.alignment == 0 for buffer in call.buffers)
-
-
-def alignments(call: Call) -> tuple[int, int]:
-    """Alignments of source and target that programs rely on."""
-    least = call.unit.alignment if is_aligned(call) else 1
-    source, target = (1 if buffer is None or staged(buffer) else least for buffer in (call.source, call.target))
-    return source, target
-
-
 def is_bound_anew(call: Call, choice: AlgorithmChoice) -> bool:
     """True if a program on the host cannot serve other calls: staging copies belong to the memory of one call."""
     moves = choice.algorithm != NATIVE
@@ -292,7 +280,6 @@ def program_key(
         (tuple(call.send_blocks.items()), tuple(call.recv_blocks.items())),
         (source is target, call.separate_output, call.copy_input),
         None if device is None else device.number,
-        is_aligned(call),
         tuple(layouts),
         offsets,
         source.address if addresses and source is not None else None,

@@ -29,11 +29,10 @@ class LocalWork:
         itemsize: int,
         kernel: Combiner | None,
         stream: DeviceMemory | None,
-        aligned: bool,
     ) -> None:
         self.memories, self.itemsize, self.stream, self.nbytes = memories, itemsize, stream, 0
         self._kernel, self._dtype, self._reduction = kernel, memories[0].array.dtype, COPY
-        if kernel is not None and kernel.function is not None and stream is None and aligned:
+        if kernel is not None and kernel.function is not None and stream is None:
             self._reduction = reduction_number(kernel.function, kernel.ufunc, self._dtype)
         self.lands = stream is not None or (kernel is not None and self._reduction == COPY)
         """Incoming operands land in memory of this rank before they are reduced: the engine cannot reduce them."""

@@ -207,7 +207,6 @@ class Program:
         memories: Sequence[int | None],
         separate: Sequence[int],
         length: int = 0,
-        alignments: Sequence[int] = (1, 1),
     ) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
 
@@ -218,7 +217,7 @@ class Program:
             memory = self.places[number]
             place = (IGNORED, 0) if address is None else (memory, address - MPI.Get_address(array))
             per_element = self.per_element(array, length, address)
-            self.engine.expect(number, memory in self._written, *place, nbytes, per_element, alignments[number])
+            self.engine.expect(number, memory in self._written, *place, nbytes, per_element)
 
     def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
         """Bytes of an array for each element of a program for any length; 0 if it is not used."""

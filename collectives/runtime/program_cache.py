@@ -17,7 +17,7 @@ from mpi4py import MPI
 from collectives.engine.instructions import CHANNEL_COUNT, REFUSED
 from collectives.errors import RanksDisagree
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, held, key_fields, with_addresses
-from collectives.runtime.binding import alignments, memories, separate_bytes, spans_meet
+from collectives.runtime.binding import memories, separate_bytes, spans_meet
 from collectives.runtime.call import Call
 from collectives.runtime.compiled_calls import CompiledCallTable
 from collectives.runtime.operation import Operation
@@ -154,7 +154,7 @@ class ProgramCache:
     def _on_arrays(self, key: CallKey, program: Program, call: Call) -> CachedCall:
         """Entry of a program that runs on any arrays like those of a call."""
         arrays, places = (key.sendbuf, key.recvbuf), memories(call)
-        program.expect(arrays, places, separate_bytes(call), call.lengths[0], alignments(call))
+        program.expect(arrays, places, separate_bytes(call), call.lengths[0])
         if self._blocking:
             return CachedCall(program.on_arrays, program)
         program.shorten_calls()

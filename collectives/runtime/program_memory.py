@@ -27,8 +27,6 @@ class Task(NamedTuple):
     target: Mapping[int, MemorySpan]
     itemsize: int
     segment: int = 0
-    aligned: bool = True
-    """The elements are aligned in source and target."""
 
 
 class ElementArray(NamedTuple):
