@@ -61,6 +61,7 @@ PROGRAMS = {
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),
+    "draw program": CommandEntry("collectives.cli.draw_program", "instructions of a bound call, rank by rank"),
     "draw pipeline": CommandEntry("parallel.cli.draw_pipeline", "timeline of a pipeline, text or picture", mpi=False),
     "draw attention": CommandEntry("parallel.cli.draw_attention", "work of ring attention, text or picture", mpi=False),
     "draw experts": CommandEntry("parallel.cli.draw_experts", "load of experts, text or picture", mpi=False),

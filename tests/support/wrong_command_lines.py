@@ -78,6 +78,7 @@ SHORT = {
     "quantize": "--checkpoint files/made/checkpoints --samples 64",
     "simulate": "--ranks 8 --up-to 64",
     "draw collective": "--collective allreduce --algorithm ring",
+    "draw program": "--collective allreduce --algorithm ring",
     "draw pipeline": "--schedule 1f1b",
     "draw experts": "files/made/metrics.jsonl",
     "prove collectives": "--max-size 3",

@@ -46,6 +46,7 @@ PYTHON_LANGUAGES, SHELL_LANGUAGES = ("python",), ("console", "bash", "sh")
 CHEAP = {
     "chorus prove collectives": [],
     "chorus draw collective": [],
+    "chorus draw program": [],
     "chorus draw pipeline": [],
     "chorus draw attention": [],
     "chorus draw mesh": [],
