@@ -29,7 +29,7 @@ def hub_of(size, **options):
     """Mailboxes of ranks that do not share cores: so they write each other's memory, too."""
     hub = PlainHub(size, **options)
     for node in hub.nodes:
-        node.shares_cores = False
+        node.shares_cores, node.writes = False, True
     return hub
 
 

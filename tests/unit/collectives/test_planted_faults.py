@@ -49,7 +49,7 @@ FAULTS = {
     "chunk taken twice": Fault(
         "mailbox.c",
         "return found - number * COUNTS;",
-        "return found - number * COUNTS < chunk_count(offer->nbytes) ? found - number * COUNTS + 1 : 1;",
+        "return found - number * COUNTS > 1 ? found - number * COUNTS - 1 : 1;",
         THREADS,
     ),
     "wrong label": Fault(
