@@ -2,6 +2,7 @@
 #ifndef CHORUS_LAYOUT_H
 #define CHORUS_LAYOUT_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 enum {
@@ -117,9 +118,9 @@ typedef struct {
 
 typedef struct {
     int64_t left;     /* number of the message and chunks left, as COUNTS * number + chunks */
-    int64_t target;   /* address of the receiver's memory */
-    int64_t nbytes;   /* of the message */
-    int64_t label;    /* that the message must have */
+    _Atomic int64_t target; /* address of the receiver's memory; a sender may read these three as they change */
+    _Atomic int64_t nbytes; /* of the message */
+    _Atomic int64_t label;  /* that the message must have */
     int64_t written;  /* of the opposite direction: number and written chunks of the message to the same peer */
 } Offer;
 

@@ -194,7 +194,8 @@ bool send_message(Program *program, Row *row) {
  * The sender of a long message by address waits until it was read. Meanwhile it can copy too: the receiver offers its
  * memory in chunks, before the message arrives if it waits for it. A word in shared memory counts the chunks down, and
  * the rank that decrements it copies the chunk: the receiver reads it out of the sender's process, the sender writes it
- * into the receiver's. The word has the number of the message too, so that no chunk of a later message is taken. */
+ * into the receiver's. The word has the number of the message too, so that no chunk of a later message is taken, whose
+ * address and length the sender may have read. */
 
 static bool is_offered(Row *row, Link *link) {
     return row->nbytes >= 2 * CHUNK && !row->part && link->writes && row->reduction < 0 && row->operands == 1;
