@@ -38,7 +38,7 @@ from collectives.runtime.program import Program
 
 COLUMNS = "row", "round", "stream", "kind", "peer", "operands", "reduction", "label", "after"
 
-MEMORY_NAMES = "source", "target", "scratch", "landing", "address"
+MEMORY_NAMES = "source", "target", "scratch", "landing", "send buffer", "receive buffer", "address"
 """Names of the memories, by their numbers."""
 
 MAILBOX = Kind.SEND, Kind.RECV, Kind.EXPECT_NONE
