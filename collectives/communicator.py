@@ -23,6 +23,7 @@ from collectives.runtime.agreement import (
     Agreement,
     agree_on_gpu,
     agree_on_nodes,
+    agree_on_timeout,
     common,
     gather_or_raise,
     without_attributes,
@@ -34,7 +35,7 @@ from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_nam
 from collectives.runtime.collective_methods import CollectiveMethods
 from collectives.runtime.communicator_transports import Transports
 from collectives.runtime.compiled_calls import call_functions
-from collectives.runtime.desync_check import DesyncChecker, is_wanted
+from collectives.runtime.desync_check import DesyncChecker, is_wanted, others
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_end import close_all, open_communicators
 from collectives.runtime.progress import progress_thread, progress_until
@@ -47,6 +48,7 @@ from collectives.transport import device
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.placement import NodePlacement, place_ranks
 from collectives.transport.reduced import reduced
+from collectives.transport.waits import Others
 
 Tuning = bool | str | os.PathLike[str] | TimingTable | None
 
@@ -108,6 +110,10 @@ class Communicator(CollectiveMethods):
         Copy messages from 128 KiB of non-blocking and persistent collectives in a thread while the program computes,
         instead of in their start. For machines with a core to spare for each rank. Enabled on all ranks if one
         enables it; default False.
+    timeout : float, optional
+        Time limit in seconds of every blocking collective and of every `Wait` for a request, if none is given: then
+        `collectives.errors.Timeout` is raised. Default: the environment variable ``CHORUS_TIMEOUT``, else no limit. The
+        least of all ranks holds.
     gpu : {"kernel", "pinned", "staged"}
         Best transfer of GPU arrays that may be used; the ranks find out at creation which is possible, if CuPy was
         imported on all of them before (`device_transfer`). "kernel" (default): ranks that share one GPU, or whose
@@ -118,8 +124,8 @@ class Communicator(CollectiveMethods):
     Raises
     ------
     InvalidArgument, InvalidType
-        On all ranks, if `nodes` or `gpu` is invalid, `nodes` differs between ranks, or ``CHORUS_DEBUG`` is invalid on
-        one of them; or with `async_progress` on several nodes, if the MPI does not support ``MPI.THREAD_MULTIPLE``.
+        On all ranks, if `nodes`, `gpu` or `timeout` is invalid, `nodes` differs between ranks, or ``CHORUS_DEBUG`` or
+        ``CHORUS_TIMEOUT`` is invalid on one of them; or with `async_progress` on several nodes, if the MPI does not support ``MPI.THREAD_MULTIPLE``.
 
     Notes
     -----
@@ -131,6 +137,9 @@ class Communicator(CollectiveMethods):
         ``"native"`` the MPI's own collective.
     segments : int, optional
         Number of segments into which the data is cut and pipelined through the algorithm.
+
+    Blocking ones also take ``timeout`` in seconds; None is no limit. Of a call that may run the MPI's own collective,
+    by ``algorithm="native"`` or by a timing table, all ranks must give one, or none.
 
     Invalid arguments are reported before anything is sent, as `collectives.errors` that are both mpi4py's
     ``MPI.Exception`` and Python's ``ValueError`` or ``TypeError``.
@@ -179,6 +188,7 @@ class Communicator(CollectiveMethods):
         tuning: Tuning = True,
         async_progress: bool = False,
         gpu: str = "kernel",
+        timeout: float | None = None,
     ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
@@ -191,6 +201,7 @@ class Communicator(CollectiveMethods):
         threads, has_thread = bool(bits & 1), not bits & 2
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
         given, transfer = agree_on_nodes(plain, nodes), agree_on_gpu(plain, gpu)
+        limit = agree_on_timeout(plain, timeout, os.environ.get("CHORUS_TIMEOUT", ""))
         aware = bool(reduced(plain, device.cuda_aware() if cuda_aware is None else cuda_aware, MPI.LAND))
         (table, unusable), private = broadcast_table(plain, tuning), without_attributes(plain)
         placement = place_ranks(private, shared and not aware, given)
@@ -199,7 +210,8 @@ class Communicator(CollectiveMethods):
             raise InvalidArgument(
                 MPI.ERR_ARG, "async_progress: expected MPI.THREAD_MULTIPLE between several nodes, found less on a rank"
             )
-        self._open(private, placement, Agreement(threads, has_thread, checks, aware, shared, given, transfer, table))
+        agreed = Agreement(threads, has_thread, checks, aware, shared, given, transfer, table, limit)
+        self._open(private, placement, agreed)
         if unusable is not None and self._rank == 0:
             warn_without_table(unusable)
 
@@ -210,13 +222,15 @@ class Communicator(CollectiveMethods):
         transports = Transports(private, placement, agreed.aware, agreed.gpu)
         self._checker = DesyncChecker(private) if agreed.checks else None
         chooser = AlgorithmChooser(transports, agreed.table, agreed.threads)
-        self._planner = Planner(transports, chooser, self._checker, agreed.async_progress)
+        self._planner = Planner(transports, chooser, self._checker, agreed.async_progress, agreed.timeout)
         if self._checker is None:
             self._run_cached, self._start_cached = self._planner.cache.run_cached, self._planner.start_cached
             self._calls = self._planner.cache.compiled_calls.run
             self._starts = self._planner.nonblocking.compiled_calls.run
         else:
             self._report_refusals(self._checker)
+        if agreed.timeout is not None:
+            self._limit_calls(agreed.timeout)
         self._number = next(_numbers)
         open_communicators[self._number] = self
 
@@ -265,6 +279,11 @@ class Communicator(CollectiveMethods):
         for declaration, form in product(DECLARATIONS, FORMS):
             self.__dict__[method_name(declaration.name, form)] = reporting(declaration.name, form)
 
+    def _limit_calls(self, timeout: float) -> None:
+        """Give every blocking collective a default time limit: by attributes of this object, as in debug mode."""
+        for name in (declaration.name for declaration in DECLARATIONS):
+            self.__dict__[name] = partial(getattr(self, name), timeout=timeout)
+
     def _counts(self, sendbuf: Any, recvbuf: Any, recvcounts: Any) -> Any:
         """Receive counts of a reduce-scatter: as given, else the elements of every rank's recvbuf (collective)."""
         if recvcounts is not None:
@@ -272,13 +291,16 @@ class Communicator(CollectiveMethods):
         planner = self._open_planner()
         if is_in_place(sendbuf):
             raise InvalidArgument(MPI.ERR_COUNT, "recvcounts: MPI.IN_PLACE needs them")
-        count = vector(recvbuf, "recvbuf", writable=True).count  # raises before the other ranks wait for it
+        mine = np.array([vector(recvbuf, "recvbuf", writable=True).count])  # raises before the other ranks wait for it
+        counts = np.zeros(self._size, mine.dtype)
         if self._checker is not None:
             planner.transports.consume_tag()
             exchange = Call("reduce_scatter", (0,), BYTE)
-            progress_until(self._checker.check("asking for recvcounts", exchange, AlgorithmChoice("auto"), last=False))
+            agreed = self._checker.check("asking for recvcounts", exchange, AlgorithmChoice("auto"), last=False)
+            progress_until(agreed, others("reduce_scatter"))
             self._checker.start_native()
-        return self._accompany(partial(planner.comm.allgather, count))
+        progress_until(planner.comm.Iallgather(mine, counts).Test, Others("reduce_scatter", "for recvcounts"))
+        return counts.tolist()
 
     @property
     def nodes(self) -> tuple[int, ...] | None:

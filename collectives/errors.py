@@ -87,3 +87,7 @@ def mismatch(rank: int, peer: int, expected: int | None, found: int) -> Mismatch
 
 class RanksDisagree(InvalidInput, RuntimeError):
     """Call or request refused after an abort (by Ctrl-C, or an operation that raised): messages may still arrive."""
+
+
+class Timeout(InvalidInput, TimeoutError):
+    """Wait for other ranks that took longer than its `timeout`; the message names what was waited for."""

@@ -47,16 +47,22 @@ class MemoryOperand(NamedTuple):
 
 
 class PeerLink(Protocol):
-    """Mailboxes to and from one peer; `link` is its record."""
+    """Mailboxes to and from one peer; `link` is its record, `rank` that of the peer in the communicator."""
 
     link: np.ndarray
+
+    @property
+    def rank(self) -> int: ...
 
     def refuse(self, expected: int | None) -> Exception:
         """Acknowledge an unexpected message, and return the error."""
 
 
 class NetworkMessage(Protocol):
-    """Message over MPI."""
+    """Message over MPI: a send to `peer`, or a receive from it."""
+
+    peer: int
+    receives: bool
 
     def describe(self, record: Any) -> None:
         """Fill the record of the message for the engine."""

@@ -51,10 +51,11 @@ class RowProgram(MailboxRows):
     is_deferred : a start only stores addresses
     is_running : from a start of the program to its end
     round, failed : index of the current round, and of the row that failed
+    moves : number that changes with progress
     finished : called with the index of each row that is done, if not None
     """
 
-    polls = call_polls = round = 0
+    polls = call_polls = round = moves = 0
     shares_cores = is_deferred = is_running = _is_busy = False
     finished: Callable[[int], object] | None = None
 
@@ -72,7 +73,7 @@ class RowProgram(MailboxRows):
     ) -> None:
         super().__init__(rows, operands, bases, links, spare)
         self._stops = [(first, stop) for first, stop, _ in streams.tolist()]
-        self._positions = [first for first, _ in self._stops]
+        self._positions = streams.view(np.int64).data[2::3]  # `position` of each
         self._rounds = [range(*bounds) for bounds in pairwise(rounds.tolist())]
         self._calls, self._messages, self._requests = calls, messages, [MPI.REQUEST_NULL] * len(messages)
         self._expected = [_Expected()] * 2
@@ -163,6 +164,7 @@ class RowProgram(MailboxRows):
                     return MISMATCH
                 if self._has_moved:
                     self._has_moved, left = False, polls
+                    self.moves += 1
                     streams = waiting
                     continue
                 left -= 1

@@ -360,6 +360,7 @@ static PyMemberDef members[] = {
     {"call_polls", T_LONG, offsetof(Program, call_polls), 0, "the same of a call"},
     {"round", T_LONGLONG, offsetof(Program, round), READONLY, "index of the current round"},
     {"failed", T_LONGLONG, offsetof(Program, failed), READONLY, "index of the row that failed"},
+    {"moves", T_LONGLONG, offsetof(Program, moves), READONLY, "number that changes with progress"},
     {"shares_cores", T_BOOL, offsetof(Program, shares_cores), 0, "the core is yielded between polls"},
     {"is_deferred", T_BOOL, offsetof(Program, is_deferred), 0, "a start only stores addresses"},
     {"is_running", T_BOOL, offsetof(Program, is_running), 0, "from a start of the program to its end"},

@@ -61,6 +61,7 @@ typedef struct {
     int64_t spare_bytes;
     int64_t round_count, round;
     int64_t failed;        /* index of the row that failed */
+    int64_t moves;         /* passes over the streams with progress so far */
     long polls;            /* without progress after which a wait returns */
     long call_polls;       /* the same of a call */
     char shares_cores;     /* the core is yielded between polls */

@@ -103,6 +103,7 @@ Result advance(Program *program, long polls) {
         for (long left = polls; (result = run_streams(program, first, stop, &moved)) != DONE;) {
             if (result != WAITING) return result;
             if (moved) {
+                program->moves++;
                 left = polls;
                 continue;
             }

@@ -17,6 +17,7 @@ from collectives.selection.select import forwards_data
 from collectives.selection.timing_table import TimingTable
 from collectives.transport.mailbox import NodeMemory
 from collectives.transport.mailbox_layout import CHANNELS, NONBLOCKING
+from collectives.transport.waits import seconds_of
 
 Value = TypeVar("Value")
 
@@ -78,6 +79,30 @@ def agree_on_gpu(comm: MPI.Intracomm, transfer: str) -> str:
     return TRANSFERS[min(gather_or_raise(comm, given))]
 
 
+def agree_on_timeout(comm: MPI.Intracomm, timeout: float | None, variable: str) -> float | None:
+    """Return the least time limit of all ranks, None if none has one; raise on all if one is invalid. Collective.
+
+    A rank that passes None takes ``CHORUS_TIMEOUT``, of the value `variable`.
+    """
+    given: float | None | InvalidInput
+    try:
+        if timeout is not None:
+            given = seconds_of(timeout)
+        else:
+            given = seconds_of(_number(variable), "CHORUS_TIMEOUT") if variable.strip() else None
+    except InvalidInput as invalid:
+        given = invalid
+    return min((one for one in gather_or_raise(comm, given) if one is not None), default=None)
+
+
+def _number(text: str) -> float | str:
+    """Number that a text denotes, else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 class Agreement(NamedTuple):
     """Settings of a communicator, equal on all ranks; communicators that are made of it have them too."""
 
@@ -89,6 +114,7 @@ class Agreement(NamedTuple):
     nodes: tuple[int, ...] | None  #: node of every rank, if given by the user
     gpu: str  #: best transfer of GPU arrays that may be used
     table: TimingTable | None
+    timeout: float | None  #: seconds of waits without a time limit of their own
 
     def part(self, ranks: Sequence[int]) -> Agreement:
         """Settings of a communicator of these ranks."""

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from collectives.runtime import call as calls
 from collectives.runtime.native_requests import ended_request
 from collectives.runtime.requests import Request
+from collectives.transport.waits import Deadline
 
 FORMS = ("blocking", "non-blocking", "persistent")
 
@@ -129,11 +130,14 @@ DECLARATIONS = (
 
 _KEYWORDS = ("*", 'algorithm: str = "auto"', "segments: int | None = None")
 
+_TIMEOUT = "timeout: float | None = None"
+
 _PARAMETERS = {"op": "op: MPI.Op = MPI.SUM", "root": "root: int = 0", "recvcounts": "recvcounts: Any = None"}
 
 _DOCUMENTED = {
     "op": "op : MPI.Op\n    Predefined or user-defined; ranks are combined in order if it does not commute.",
     "root": "root : int",
+    "timeout": "timeout : float, optional\n    Seconds after which the call raises `collectives.errors.Timeout`.",
     "recvcounts": "recvcounts : sequence of int, optional\n"
     "    Elements for each rank; by default the size of each rank's `recvbuf`; required in place.",
 }
@@ -158,6 +162,7 @@ def add_methods(owner: type) -> None:
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
         scope: dict[str, Any] = {"describe": declaration.describe}
         scope |= {"MPI": MPI, "SUM": MPI.SUM, "Any": Any, "Request": Request, "ended_request": ended_request}
+        scope["Deadline"] = Deadline
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
         function = scope[method_name(declaration.name, form)]
@@ -200,6 +205,10 @@ def _source(declaration: Declaration, form: str) -> str:
             f"    raise"
         )
     returns = "None" if form == "blocking" else "Request"
+    if form == "blocking":
+        given = ", ".join([*(f"{name}={name}" for name in names), "algorithm=algorithm", "segments=segments"])
+        limited = f"with Deadline(timeout, self._rank):\n        return {declaration.name}(self, {given})"
+        body = f"if timeout is not None:\n    {limited}\n{body}"
     heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"
     return f"{heading}\n{indent(body, '    ')}\n"
 
@@ -214,7 +223,7 @@ def signature(declaration: Declaration, form: str) -> list[str]:
     """Source text of each parameter of a generated method, with type and default."""
     arguments = [_PARAMETERS.get(name, f"{name}: Any") for name in _arguments(declaration)]
     info = ["info: MPI.Info = MPI.INFO_NULL"] if form == "persistent" else []
-    return ["self", *arguments, *info, *_KEYWORDS]
+    return ["self", *arguments, *info, *_KEYWORDS, *([_TIMEOUT] if form == "blocking" else [])]
 
 
 def documentation(declaration: Declaration, form: str) -> str:

@@ -57,8 +57,9 @@ def bind_count_exchange(
     sent = {block: places[block] for block in call.send_blocks}
     known = np.zeros(count, np.int64)
     memory = ElementArray(known, MPI.Get_address(known))
-    task = Task(schedule, (1,) * count, sent, places, known.itemsize)
-    return CountExchange(known, bind(task, memory, memory, wire))
+    program = bind(Task(schedule, (1,) * count, sent, places, known.itemsize), memory, memory, wire)
+    program.label = f"block lengths of {call.collective} ({choice.algorithm})"
+    return CountExchange(known, program)
 
 
 def bind_after_exchange(
@@ -84,7 +85,10 @@ def bind_after_exchange(
             bound.append(bind_call(exchange.with_counts(call)))
         bound[0].start()
 
-    exchanged = Wait(finish_exchange, lambda: bool(bound) or exchange.program.advance())
-    finished = Wait(lambda: bound[0].finish(), lambda: bound[0].advance())
+    waits_for = exchange.program.waits_for
+    exchanged = Wait(
+        finish_exchange, lambda: bool(bound) or exchange.program.advance(), lambda: f"block lengths, {waits_for()}"
+    )
+    finished = Wait(lambda: bound[0].finish(), lambda: bound[0].advance(), lambda: f"messages, {bound[0].waits_for()}")
     steps = start_exchange, exchanged, start, finished
     return Program(call_rounds(steps), exchange.program.wire, exchange.known.nbytes, exchange.program.memories, stream)

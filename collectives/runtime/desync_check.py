@@ -21,8 +21,8 @@ from collectives.runtime.call import Call
 from collectives.runtime.operation import Operation
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.progress import progress_until
-from collectives.selection.timing_table import AlgorithmChoice
-from collectives.transport.wire import pause
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice
+from collectives.transport.waits import Others, has_deadline
 
 RECORD = 1024
 """Bytes of a record; longer lists of lengths are left out, longer texts cut off."""
@@ -42,6 +42,11 @@ def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
         message = f"CHORUS_DEBUG: expected 1, true, yes or on, or 0, false, no, off or nothing, found {variable!r}"
         wanted = InvalidArgument(MPI.ERR_ARG, message)
     return any(gather_or_raise(comm, wanted))
+
+
+def others(collective: str) -> Others:
+    """Other ranks whose records of a call are awaited."""
+    return Others(collective, "for other ranks to make a call (debug mode)")
 
 
 def caller() -> str:
@@ -68,6 +73,8 @@ def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[st
             checksum = f"of {len(call.lengths)} blocks, checksum {zlib.crc32(repr(call.lengths).encode()):08x}"
             facts["lengths"] = list(call.lengths) if len(call.lengths) <= 32 else checksum  # to fit a record
     facts["algorithm"], facts["segments"] = choice
+    if choice.algorithm == NATIVE and form == "blocking":  # the MPI's collectives of other forms do not match
+        facts["timeout"] = "given" if has_deadline() else "none"
     lengths = list(call.lengths) if call.local_counts else []
     return {"facts": facts, "where": caller(), "rank": rank, "lengths": lengths}
 
@@ -116,7 +123,7 @@ class DesyncChecker:
     def start_native(self) -> None:
         """Wait until native non-blocking calls have begun, since another collective on their communicator follows."""
         if self._native is not None:
-            progress_until(self._native.has_begun)
+            progress_until(self._native.has_begun, self._native)
 
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
         """Send `error` to all ranks as this one's record; returns a test that is True once all have sent one."""
@@ -134,8 +141,7 @@ class DesyncChecker:
         return self._comm.Iallgather(mine, records).Test, records
 
     def free(self) -> None:
-        while not all([delivered() for delivered in self._refusals]):
-            pause()
+        progress_until(lambda: all([delivered() for delivered in self._refusals]))
         self._comm.Free()
 
 

@@ -89,7 +89,11 @@ class MeetingSteps:
 
 def meeting_program(steps: MeetingSteps, first: Sequence[Callable[[], object]], device: DeviceMemory) -> Program:
     """Program of a meeting; `first` runs before it."""
-    return Program(call_rounds([*first, Wait(steps.wait, steps.test)]), _MeetingWire(steps), stream=device)
+    return Program(
+        call_rounds([*first, Wait(steps.wait, steps.test, lambda: "other ranks on GPUs")]),
+        _MeetingWire(steps),
+        stream=device,
+    )
 
 
 class _PeerCall(MeetingSteps):

@@ -34,7 +34,7 @@ class GpuProgramBuilder(ProgramBuilder):
         _, device = super().on_device(call, choice, channel, any_algorithm)  # `bind` takes the device's reduction
         return call, device if device is not None and device.number == shared.gpu.device else None
 
-    def bind(
+    def _bind(
         self,
         call: Call,
         choice: AlgorithmChoice,
@@ -44,7 +44,7 @@ class GpuProgramBuilder(ProgramBuilder):
         channel: int | None = BLOCKING_CHANNEL,
         shared: bool = False,
     ) -> Program:
-        bind, meetings = super().bind, self._transports.gpu_channel(channel)
+        bind, meetings = super()._bind, self._transports.gpu_channel(channel)
         if meetings is None:
             return bind(call, choice, form, device, first, channel, shared)
         if device is None:

@@ -18,6 +18,7 @@ from collectives.runtime.program import Local, Program, call_rounds
 from collectives.runtime.program_memory import ElementArray
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import Form
+from collectives.transport.waits import has_deadline
 from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 
@@ -46,6 +47,8 @@ KINDS = {
 }
 """Kinds of NumPy elements on which MPI defines an operation; none for those that are missing here."""
 
+
+AWAITED = "other ranks in the MPI's own collective"
 
 UNSOUND: dict[tuple[str, str, str], str] = {
     ("Intel MPI", method, "persistent"): f"mixes up the data of a persistent {method}, or never completes it"
@@ -120,7 +123,8 @@ def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], 
     root = (call.root,) if MEANINGS[call.collective].rooted else ()
 
     def run(send: Any, recv: Any) -> bool:
-        if not (send.flags.forc and recv.flags.forc and recv.flags.writeable) or overlaps(send, recv):
+        dense = send.flags.forc and recv.flags.forc and recv.flags.writeable
+        if not dense or overlaps(send, recv) or has_deadline():
             return False
         if call.collective == "broadcast":
             method([recv, byte], *root)
@@ -131,6 +135,28 @@ def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], 
         return True
 
     return run
+
+
+class _OwnCollective:
+    """The MPI's own blocking collective; its non-blocking form if waits have a time limit."""
+
+    def __init__(self, comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> None:
+        self._run = partial(getattr(comm, method), *positional)
+        self._begin = partial(getattr(comm, f"I{method.lower()}"), *positional)
+        self._begun: MPI.Request | None = None
+
+    def __call__(self) -> bool:
+        if self._begun is None:
+            if not has_deadline():
+                self._run()
+                return True
+            self._begun = self._begin()
+        if not self._begun.Test():
+            return False
+        self._begun = None
+        return True
+
+    awaits = staticmethod(lambda: AWAITED)
 
 
 class _OwnRequest(NoMessages):
@@ -161,13 +187,14 @@ def program(
     wire = _OwnRequest()
     middle: list[Local]
     if form == "blocking":
-        middle = [partial(getattr(comm, method), *positional)]
+        middle = [_OwnCollective(comm, method, positional)]
     elif form == "persistent":
         request = wire.request = _persistent(comm, method, positional)
-        middle = [request.Start, Wait(request.Wait, request.Test)]
+        middle = [request.Start, Wait(request.Wait, request.Test, lambda: AWAITED)]
     else:
         begin, begun = partial(getattr(comm, f"I{method.lower()}"), *positional), [MPI.REQUEST_NULL]
-        middle = [lambda: begun.__setitem__(0, begin()), Wait(lambda: begun[0].Wait(), lambda: begun[0].Test())]
+        ended = Wait(lambda: begun[0].Wait(), lambda: begun[0].Test(), lambda: AWAITED)
+        middle = [lambda: begun.__setitem__(0, begin()), ended]
     memories = [ElementArray(array, MPI.Get_address(array)) for array in (source, target)]
     bound = Program(call_rounds([*first, *middle, *last]), wire, memories=memories)
     bound.waits_in_mpi = form == "blocking"

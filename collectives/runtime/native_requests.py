@@ -23,6 +23,7 @@ from mpi4py import MPI
 from collectives.engine.extension import engine
 from collectives.runtime.progress import mpi_is_thread_safe, progress_lock
 from collectives.runtime.requests import Request, clear_status
+from collectives.transport.waits import seconds_of
 
 
 def new_request(*arguments: Any) -> Request:
@@ -173,14 +174,17 @@ class EndedRequest(NativeRequest):
 
     name = "collective"
     active = is_startable = False
+    timeout = None
 
     def Start(self) -> None:
         """Raise InvalidArgument: the request is not persistent."""
         self._check("Start")
         raise self.not_startable()
 
-    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+    def Wait(self, status: MPI.Status | None = None, timeout: float | None = None) -> Literal[True]:
         """Free the handle, or keep it for a later request, and return True."""
+        if timeout is not None:
+            seconds_of(timeout)
         if not _keep_handle(self):
             if self._freed:
                 self._check("Wait")

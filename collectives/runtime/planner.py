@@ -20,7 +20,7 @@ from collectives.runtime.call import Call, call_device
 from collectives.runtime.channel_queue import ChannelQueue
 from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
 from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
-from collectives.runtime.desync_check import DesyncChecker
+from collectives.runtime.desync_check import DesyncChecker, others
 from collectives.runtime.gpu_program_builder import GpuProgramBuilder
 from collectives.runtime.native_requests import ended_request, new_request
 from collectives.runtime.operation import Operation
@@ -44,7 +44,8 @@ class Planner:
 
     That is used for nothing else, so that its messages never match the user's. `cache` holds the programs of blocking
     calls, `nonblocking` those of non-blocking ones. In debug mode `checker` compares the calls of all ranks. With
-    `async_progress`, programs of long messages within the node are begun and advanced by the progress thread.
+    `async_progress`, programs of long messages within the node are begun and advanced by the progress thread. `timeout`
+    is the time limit of requests in seconds, if any.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Planner:
         chooser: AlgorithmChooser,
         checker: DesyncChecker | None = None,
         async_progress: bool = False,
+        timeout: float | None = None,
     ) -> None:
+        self.timeout = timeout
         self.transports, self.chooser, self._checker = transports, chooser, checker
         self.comm, self.node, self.nodes = transports.comm, transports.node, transports.nodes
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
@@ -83,7 +86,7 @@ class Planner:
         if self._checker is not None:
             agreed = self._checker.check(form, call, choice)
             self.transports.consume_tag()
-            progress_until(agreed)
+            progress_until(agreed, others(call.collective))
             self._checker.start_native()
 
     def run(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> None:

@@ -17,8 +17,10 @@ from collectives.engine.assembly import Instruction, Rounds, Rows, assemble, cal
 from collectives.engine.extension import available, engine_class
 from collectives.engine.fence import is_ordered
 from collectives.engine.instructions import DONE, IGNORED, MISMATCH, REFUSED, SCRATCH, SOURCE, TARGET, WAITING, Kind
+from collectives.runtime.awaited_program import AwaitedProgram
 from collectives.runtime.program_memory import ElementArray
 from collectives.runtime.progress import active_requests, progress_until
+from collectives.transport.waits import Pauses, has_deadline
 from collectives.transport.wire import Wire
 from collectives.types import Wait
 
@@ -50,7 +52,7 @@ class _Waiting:
     blocks = False
 
     def __init__(self, work: Wait) -> None:
-        self._work = work
+        self._work, self.awaits = work, work.awaits
 
     def __call__(self) -> bool:
         if self.blocks:
@@ -78,15 +80,13 @@ def call_rounds(steps: Sequence[Local]) -> Rounds:
     return [[list(map(stepping, steps))]]
 
 
-class Program:
+class Program(AwaitedProgram):
     """A call bound to memories and a transport: `run` executes it at once, `start` and `advance` without blocking.
 
     Attributes
     ----------
     rounds
         The instructions, of rounds and streams; they may be changed before the first run.
-    begins
-        Rounds of the schedule that are not empty, and the number of the first round of each in `rounds`.
     nbytes, places, scale
         Scratch memory that no other program uses; the memories of the user's send and receive buffer; and lengths of a
         program for any length.
@@ -104,7 +104,6 @@ class Program:
 
     broken = waits_in_mpi = deferred = relocatable = False
     scale: Scale | None = None
-    begins: tuple[tuple[int, int], ...] = ()
     places = (SOURCE, TARGET)
     runs_native: Callable[[Any, Any], bool] | None = None
     """``runs_native(sendbuf, recvbuf)`` runs the MPI's collective on other arrays like these; False if it cannot."""
@@ -233,7 +232,7 @@ class Program:
     def go_on(self) -> None:
         """Run to the end after a start, with progress of all active requests meanwhile."""
         if active_requests:
-            progress_until(self.advance)
+            progress_until(self.advance, self)
         else:
             self.finish()
 
@@ -318,17 +317,19 @@ class Program:
 
     def finish(self) -> None:
         """Run to the end, blocking."""
-        turn = 0
         try:
             self._let_block(True)
-            while not self.ended and not self.poll():
-                self.wire.yielding(turn := turn + 1)
+            poll, pauses = self.poll, None
+            while not self.ended and not poll():
+                pauses = pauses or Pauses(self)
+                self.wire.yielding(pauses)
+                poll = self.advance if pauses.is_long else self.poll
         finally:
             self._let_block(False)
 
     def _let_block(self, blocks: bool) -> None:
         for wait in self._waits:
-            wait.blocks = blocks
+            wait.blocks = blocks and not has_deadline()
 
     def free(self) -> None:
         """Free the messages; the program cannot run again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime import binding, native
@@ -72,7 +73,11 @@ class ProgramBuilder:
         mark = binding.call_mark(call, choice)
         return self._transports.wire(form, mark, channel, call.unit.itemsize, streamed, device)
 
-    def bind(
+    def bind(self, call: Call, choice: AlgorithmChoice, *how: Any, **keywords: Any) -> Program:
+        """Build the program of a call on its own memory; further arguments are those of `_bind`."""
+        return _labelled(self._bind(call, choice, *how, **keywords), call, choice)
+
+    def _bind(
         self,
         call: Call,
         choice: AlgorithmChoice,
@@ -82,7 +87,7 @@ class ProgramBuilder:
         channel: int | None = BLOCKING_CHANNEL,
         shared: bool = False,
     ) -> Program:
-        """Build the program of a call on its own memory; `first` runs before all else."""
+        """Build the program of a call; `first` runs before all else."""
         if device is not None and self._size == 1:
             return own_blocks_program(call, device, self._transports.wire(form, 0, None), first)
         if choice.algorithm == NATIVE:
@@ -116,7 +121,7 @@ class ProgramBuilder:
         scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
         program = bind_any_length(call, choice, self._rank, self._size, wire, nodes, scratch, short)
         if program is not None:
-            self._guard(program, call)
+            self._guard(_labelled(program, call, choice), call)
         return program
 
     def _guard(self, program: Program, call: Call) -> None:
@@ -124,3 +129,8 @@ class ProgramBuilder:
         is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
         if is_root and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # a rank that is alone has none
             program.rounds[0] = [*program.wire.guard_root(), *program.rounds[0]]
+
+
+def _labelled(program: Program, call: Call, choice: AlgorithmChoice) -> Program:
+    program.label = f"{call.collective} ({choice.algorithm})"
+    return program

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.engine.instructions import CHANNEL_COUNT, REFUSED
-from collectives.errors import RanksDisagree
+from collectives.errors import RanksDisagree, Timeout
 from collectives.runtime.argument_keys import UNCACHEABLE, CallKey, held, key_fields, with_addresses
 from collectives.runtime.binding import memories, separate_bytes, spans_meet
 from collectives.runtime.call import Call
@@ -228,8 +228,10 @@ class ProgramCache:
         """
         for program in self.compiled_calls.unfinished(name):
             self.poison(name, error, program, *memory)
+        if isinstance(error, Timeout) and self.broken is None:  # in an exchange before the program
+            self.poison(name, error, None, *memory)
 
-    def poison(self, name: str, error: BaseException | None, program: Program, *memory: object) -> None:
+    def poison(self, name: str, error: BaseException | None, program: Program | None, *memory: object) -> None:
         """Make all later calls raise, as messages of an aborted one of method `name` may still arrive.
 
         Its program and memory are kept, the arrays in lists too, as these messages are read from and written to them.

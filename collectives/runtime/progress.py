@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from collectives.engine.extension import engine
 from collectives.engine.instructions import ATTEMPTS, HAS_THREAD, PROGRESS_WORDS
-from collectives.transport.wire import NAP, pause
+from collectives.transport.waits import NAP, Awaited, Others, Pauses
 
 if TYPE_CHECKING:
     from collectives.runtime.operation import Operation
@@ -60,7 +60,13 @@ orphans: list[object] = []
 
 
 class ProgramOwner(Protocol):
-    """Interface of what made an operation."""
+    """Interface of what made an operation.
+
+    `rank` is this one's in the communicator, `timeout` the time limit of waits where none is given.
+    """
+
+    rank: int
+    timeout: float | None
 
     def release(self, operation: Any) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
@@ -109,14 +115,30 @@ def progress() -> None:
         time.sleep(NAP)
 
 
-def progress_until(done: Callable[[], bool]) -> None:
-    """Progress all active requests until `done` returns True, yielding the CPU in between."""
-    turn = 0
+class ActiveRequests:
+    """All active requests and what one wait is for, so that the wait does not nap while any of them progresses."""
+
+    def __init__(self, awaited: Awaited) -> None:
+        self._awaited, self.describe = awaited, awaited.describe
+
+    @property
+    def moves(self) -> int:
+        """Number that changes with progress."""
+        return self._awaited.moves + sum(request.program.moves for request in tuple(active_requests))
+
+
+SOMETHING = Others("a wait")
+
+
+def progress_until(done: Callable[[], bool], awaited: Awaited = SOMETHING) -> None:
+    """Progress all active requests until `done` returns True, yielding the CPU in between; that is `awaited`."""
+    pauses: Pauses | None = None
     while not done():
         progress()
         if done():
             return
-        pause(turn := turn + YIELDS_OF_POLL)
+        pauses = pauses or Pauses(ActiveRequests(awaited))
+        pauses.pause(YIELDS_OF_POLL)
 
 
 def run_program(program: Program) -> None:
@@ -139,7 +161,7 @@ def run_program(program: Program) -> None:
             with progress_lock:
                 return program.advance()
 
-        progress_until(advance)
+        progress_until(advance, program)
 
 
 class ProgressThread:

@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
-from collectives.runtime.progress import progress
-from collectives.transport.wire import pause
+from collectives.runtime.operation import Operation
+from collectives.runtime.progress import ActiveRequests, progress
+from collectives.transport.waits import Deadline, Pauses
 
 if TYPE_CHECKING:
     from collectives.runtime.requests import Request
 
 
-def wait_all(requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> Literal[True]:
-    """Wait until all requests, of Chorus or mpi4py, are complete; return True. Raises if one was freed or aborted."""
-    pending, turn = list(requests), 0
-    while not test_all(pending, statuses):
-        pause(turn := turn + 1)
+def wait_all(
+    requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None, timeout: float | None = None
+) -> Literal[True]:
+    """Wait until all requests, of Chorus or mpi4py, are complete; return True. Raises if one was freed or aborted.
+
+    After `timeout` seconds it raises `collectives.errors.Timeout`, and leaves the requests as they are. Default: the
+    least time limit of their communicators.
+    """
+    pending = _Several(requests)
+    with pending.limit(timeout):
+        pauses: Pauses | None = None
+        while not test_all(pending.requests, statuses):
+            pauses = pauses or Pauses(ActiveRequests(pending))
+            pauses.pause()
     return True
+
+
+class _Several:
+    """Requests that are waited for."""
+
+    moves = 0
+
+    def __init__(self, requests: Iterable[Request | MPI.Request]) -> None:
+        self.requests = list(requests)
+
+    @property
+    def _active(self) -> list[Any]:
+        """Those of Chorus that are under way."""
+        return [one for one in self.requests if isinstance(one, Operation) and one.active]
+
+    def limit(self, timeout: float | None) -> AbstractContextManager[object]:
+        """Time limit of a wait for all."""
+        active = self._active
+        if timeout is None:
+            timeout = min((one.timeout for one in active if one.timeout is not None), default=None)
+        if timeout is None:
+            return nullcontext()
+        return Deadline(timeout, active[0].owner.rank if active else MPI.COMM_WORLD.Get_rank())
+
+    def describe(self, subject: str) -> str:
+        """Sentence that says what the first of those under way waits for."""
+        active = self._active
+        return active[0].describe(subject) if active else f"wait_all: {subject} for requests of mpi4py"
 
 
 def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:  # noqa: PT028

@@ -20,7 +20,7 @@ from collectives.runtime.progress import (
     progress_until,
 )
 from collectives.runtime.request_lists import start_all, test_all, wait_all
-from collectives.transport.wire import pause_after_test
+from collectives.transport.waits import Deadline, pause_after_test
 
 
 def clear_status(status: MPI.Status | None) -> None:
@@ -81,6 +81,8 @@ class Request(Operation):
         states = {"freed": self._freed, "broken off": self._broken, "under way": self.active}
         states |= {"of a freed communicator": self._lapsed, "idle": True}
         state = next(name for name, applies in states.items() if applies)
+        if state == "under way":
+            state = f"under way: waits {self.waits_for()}"
         return f"<{'persistent ' if self.persistent else ''}request of {self.name.lower()}, {state}>"
 
     def __bool__(self) -> bool:
@@ -156,8 +158,13 @@ class Request(Operation):
         self._check(verb)  # another thread may have aborted it
         return self.is_done
 
-    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Wait until the operation is complete and return True. Raises as `Test` does."""
+    def Wait(self, status: MPI.Status | None = None, timeout: float | None = None) -> Literal[True]:
+        """Wait until the operation is complete and return True. Raises as `Test` does.
+
+        After `timeout` seconds it raises `collectives.errors.Timeout`, and leaves the request active: the next `Wait`
+        may complete it. Default: the time limit of the communicator.
+        """
+        limit = None if timeout is None else Deadline(timeout, self.owner.rank)
         try:
             if self.program.engine.end(self, True) == DONE:
                 self._ended_by_compiled_code(status)
@@ -165,14 +172,20 @@ class Request(Operation):
         except BaseException:
             self._complete_if_ended()
             raise
-        self._wait()
+        if limit is None and self.timeout is not None:
+            limit = Deadline(self.timeout, self.owner.rank)
+        if limit is None:
+            self._wait()
+        else:
+            with limit:
+                self._wait(may_block=False)
         self._check("Wait")
         self._report(status)
         return True
 
-    def wait(self, status: MPI.Status | None = None) -> None:
+    def wait(self, status: MPI.Status | None = None, timeout: float | None = None) -> None:
         """`Wait`, but return the received object as mpi4py's method does: None for a collective."""
-        self.Wait(status)
+        self.Wait(status, timeout)
 
     def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
         """`Test`, but return a pair with the received object as mpi4py's method does: None for a collective."""
@@ -186,7 +199,12 @@ class Request(Operation):
         if status is not None:
             clear_status(status)
 
-    def _wait(self) -> None:
+    @property
+    def timeout(self) -> float | None:
+        """Seconds of a `Wait` without a time limit of its own; None for no limit."""
+        return self.owner.timeout
+
+    def _wait(self, may_block: bool = True) -> None:
         with progress_lock:
             self.take_back()
             if not self.is_done and interrupted() is not None:
@@ -196,8 +214,8 @@ class Request(Operation):
             return
         if self._is_lone and self.program.is_reentrant:
             self.program.finish()
-        elif not (len(active_requests) == 1 and self._finish_alone()):  # may block in MPI
-            progress_until(lambda: self.is_done)
+        elif not (may_block and len(active_requests) == 1 and self._finish_alone()):
+            progress_until(lambda: self.is_done, self)
 
     def _end_soon(self) -> bool:
         """Poll for messages within the node; True if that, and no other thread, has ended the program."""

@@ -23,6 +23,7 @@ from collectives.transport.device_wire import DeviceWire, MessageParts
 from collectives.transport.mailbox import MASK, MailboxEdge, NodeMemory, address_label, label
 from collectives.transport.peer_watch import PeerWatch
 from collectives.transport.staging_chunks import CHUNK, StagingChunks, part_size
+from collectives.transport.waits import Pauses
 from collectives.transport.wire import Iovec
 
 
@@ -299,8 +300,8 @@ class DeviceNodeTransport(DeviceWire):
         if self._watch.is_due:
             self._watch.check({peer for (_, peer), lane in self.lanes.items() if lane.is_busy})
 
-    def yielding(self, turn: int) -> None:
-        self._memory.yielding(turn)
+    def yielding(self, pauses: Pauses) -> None:
+        self._memory.yielding(pauses)
 
     def free(self) -> None:
         """Wait for the copies of a call that was aborted; the mailboxes belong to the node."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from collectives.engine.assembly import calling
+from collectives.transport.waits import Pauses
 from collectives.transport.wire import BoundMessage, Iovec, Piece, Wire
 
 
@@ -104,8 +105,8 @@ class DeviceTransport(DeviceWire):
         self._near.advance()
         self._far.advance()
 
-    def yielding(self, turn: int) -> None:
-        self._near.yielding(turn)
+    def yielding(self, pauses: Pauses) -> None:
+        self._near.yielding(pauses)
 
     def use_tag(self, tag: int) -> None:
         self._far.use_tag(tag)

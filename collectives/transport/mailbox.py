@@ -54,7 +54,7 @@ from collectives.transport.placement import NodePlacement
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.shared_node import NodeRange
-from collectives.transport.wire import cores_are_shared, pause, share_cores
+from collectives.transport.waits import Others, Pauses, cores_are_shared, share_cores
 
 MASK = SLOTS - 1
 
@@ -219,18 +219,19 @@ class NodeMemory:
     def _rank_at(self, place: int) -> int:
         return int(next(rank for rank, other in self.places.items() if other == place))
 
-    def yielding(self, turn: int = 0) -> None:
-        """Pause after `turn` pauses in this wait; first drive MPI progress, since peers may wait for our sends."""
+    def yielding(self, pauses: Pauses) -> None:
+        """Pause in a wait; first drive MPI progress, since peers may wait for our sends."""
         self.comm.Iprobe()
-        pause(turn)
+        pauses.pause()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Poll until `done` returns True, then yield the core between polls."""
-        spins = self.spins
+        for _ in range(self.spins):
+            if done():
+                return
+        pauses = Pauses(Others("a call on GPUs"))
         while not done():
-            spins -= 1
-            if spins < 0:
-                self.yielding(-spins)
+            self.yielding(pauses)
 
     def free(self, is_broken: bool = False) -> None:
         """Free the mailboxes without synchronising with other ranks.
@@ -318,6 +319,11 @@ class MailboxEdge:
             self.link[name] = value
         self.update_segments()
 
+    @property
+    def rank(self) -> int:
+        """Rank of the peer in the communicator."""
+        return self.node._rank_at(self.place)
+
     def update_segments(self) -> None:
         """Update in `link` the newest shared-memory segments that the two ranks have mapped of each other."""
         ours, theirs = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
@@ -349,7 +355,7 @@ class MailboxEdge:
         kind, words = self.theirs[at] % LABELS, self.theirs[at + 1 : at + 1 + 2 * ADDRESSES].tolist()
         self.mine[self.my_ack] = number
         found = kind if kind <= INLINE else words[0] if kind == IN_CELL else sum(words[1 : 2 * (kind - IN_CELL) : 2])
-        return mismatch(self.node._rank_at(self.node.place), self.node._rank_at(self.place), expected, found)
+        return mismatch(self.node._rank_at(self.node.place), self.rank, expected, found)
 
     def read(self, pieces: Sequence[int], into: np.ndarray) -> None:
         """Read a message that the peer has sent by (address, bytes, address, bytes ...) into these bytes."""

@@ -21,20 +21,20 @@ class MpiMessage:
     """BoundMessage over MPI with a tag: a send to `peer`, or a receive from it."""
 
     def __init__(self, comm: MPI.Intracomm, tag: int, peer: int, receives: bool) -> None:
-        self._comm, self._tag, self._peer, self._receives = comm, tag, peer, receives
+        self._comm, self._tag, self.peer, self.receives = comm, tag, peer, receives
 
     def describe(self, record: Any) -> None:
         """Fill the record of the message for the engine."""
         if available():
             use_mpi()
         record["comm"], record["datatype"] = (c_int64(handle).value for handle in (self._comm.handle, MPI.BYTE.handle))
-        record["peer"], record["tag"], record["receives"] = self._peer, self._tag, self._receives
+        record["peer"], record["tag"], record["receives"] = self.peer, self._tag, self.receives
 
     def error(self, result: int, record: Any, nbytes: int) -> Exception:
         """The error by which a message of `nbytes` has failed, by a result of the engine."""
         if result == FAILED_IN_MPI:
             return MPI.Exception(int(record["error"]))
-        return mismatch(self._comm.Get_rank(), self._peer, nbytes, int(record["count"]))
+        return mismatch(self._comm.Get_rank(), self.peer, nbytes, int(record["count"]))
 
 
 class MpiTransport(Wire):

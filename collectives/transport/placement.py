@@ -19,7 +19,7 @@ from collectives.transport.machine import machine_name, usable_cores
 from collectives.transport.network_speed import NetworkSpeed
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_node import SharedNode, open_nodes
-from collectives.transport.wire import cores_are_shared
+from collectives.transport.waits import cores_are_shared
 
 
 class NodePlacement(NamedTuple):

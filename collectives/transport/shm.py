@@ -25,6 +25,7 @@ from collectives.transport.mailbox import RENDEZVOUS_BYTES, MailboxEdge, NodeMem
 from collectives.transport.mpi_transport import MpiTransport
 from collectives.transport.shared_heap import MOST
 from collectives.transport.staging_chunks import HostChunkSend, StagingChunks, part_size
+from collectives.transport.waits import Pauses
 from collectives.transport.wire import BoundMessage, Combining, Piece, Wire
 
 BYTE = np.dtype(np.uint8)
@@ -152,8 +153,8 @@ class NodeAwareTransport(Wire):
         is_short = self.all_short if self.lengths_vary else nbytes <= self.cell_bytes
         return peer in self._edges and is_short and before < SLOTS
 
-    def yielding(self, turn: int) -> None:
-        self.node.yielding(turn)
+    def yielding(self, pauses: Pauses) -> None:
+        self.node.yielding(pauses)
 
     def use_tag(self, tag: int) -> None:
         self._network.use_tag(tag)

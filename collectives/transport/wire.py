@@ -2,78 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from collectives.engine.assembly import Instruction, Place
-
-YIELDS = 100
-"""Yields of the core in one wait before it sleeps between polls, if ranks share cores."""
-
-NAP = 2e-5
-"""Seconds of such a sleep; the kernel's timer adds about 50 us."""
-
-_yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
-_cores_are_shared = False
-
-
-def share_cores() -> None:
-    """Let long waits of this process sleep from now on, since its node has more ranks than cores."""
-    global _cores_are_shared
-    _cores_are_shared = True
-
-
-def cores_are_shared() -> bool:
-    """True after `share_cores`."""
-    return _cores_are_shared
-
-
-WATCHED_PAUSES = 200
-"""Pauses from one call of the `watchers` to the next."""
-
-watchers: list[Callable[[], object]] = []
-"""Functions that waits for other ranks call now and then; one that raises an error ends the wait."""
-
-_pauses = 0
-
-
-def call_watchers() -> None:
-    """Call the `watchers`: in waits that sleep for long between polls in place of `pause`."""
-    for watch in tuple(watchers):
-        watch()
-
-
-def pause(turn: int = 0) -> None:
-    """Yield the core after unsuccessful polls; `turn` is the number of pauses of this wait so far.
-
-    A rank that waits long sleeps if ranks share cores: the scheduler gives a process that only yields as much of the
-    core as one that works.
-    """
-    global _pauses
-    _pauses += 1
-    if not _pauses % WATCHED_PAUSES:
-        call_watchers()
-    if turn > YIELDS and _cores_are_shared:
-        time.sleep(NAP)
-    else:
-        _yield_core()
-
-
-_failed_tests = 0
-
-
-def pause_after_test(complete: bool) -> None:
-    """Sleep after each of many tests of requests in succession that have failed, if ranks share cores.
-
-    A program that only tests would keep the cores, and the lock of the MPI, from those it waits for.
-    """
-    global _failed_tests
-    _failed_tests = 0 if complete else _failed_tests + 1
-    if _failed_tests > YIELDS and _cores_are_shared:
-        time.sleep(NAP)
+from collectives.transport.waits import Pauses
 
 
 class Iovec(NamedTuple):
@@ -167,9 +100,9 @@ class Wire(Protocol):
         """Bind a shared-memory message from `peer` that is reduced on arrival: pairs (local operand, result)."""
         raise TypeError("this transport has no shared memory")
 
-    def yielding(self, turn: int) -> None:
-        """Yield the core after `turn` unsuccessful polls of a wait for messages."""
-        pause(turn)
+    def yielding(self, pauses: Pauses) -> None:
+        """Pause after an unsuccessful poll of a wait for messages."""
+        pauses.pause()
 
     def use_tag(self, tag: int) -> None:
         """Set the tag of messages of a device over MPI that start from now on."""

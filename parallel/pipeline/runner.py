@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.progress import active_requests, progress
-from collectives.transport.wire import call_watchers, pause
+from collectives.transport.waits import call_watchers, pause
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
 from parallel.pipeline.schedule.lowering import COMPUTED

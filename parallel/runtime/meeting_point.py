@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from collectives.runtime.program_end import uncaught_exception
 from collectives.runtime.progress import progress_until
-from collectives.transport.wire import watchers
+from collectives.transport.waits import watchers
 from parallel.runtime.call_order import CallOrder, messages, send_to_others
 from parallel.runtime.collective_errors import describe, is_shared, raise_shared
 from parallel.runtime.consistency_check import NOTHING, RankLeft, StepFailed

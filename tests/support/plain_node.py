@@ -38,7 +38,7 @@ class PlainNode(NodeMemory):
         words = [one.data.cast("B").cast("q") for one in memory]
         self.channels = {0: ChannelMemory(memory, words, 0, self.size * self.box)}
 
-    def yielding(self, turn=0):
+    def yielding(self, pauses):
         """The other ranks are in this thread: a wait would never end."""
         raise AssertionError("a rank waits")
 

@@ -271,7 +271,7 @@ def test_a_call_that_is_broken_off(small_parts, gpu, world, monkeypatch):
             raise KeyboardInterrupt
         pass_on(self)
 
-    def yielding(self, turn=0):
+    def yielding(self, pauses):
         self.comm.Iprobe()
         if time.monotonic() > begin + 0.5:
             raise TimeoutError

@@ -1,0 +1,82 @@
+"""Description of what a program waits for, by the positions in its streams."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from collectives.engine.assembly import Instruction, Rounds, Rows
+from collectives.engine.instructions import Kind
+
+PHRASES = {
+    Kind.RECV: ("a message from", "messages from"),
+    Kind.SEND: ("room for a message to", "room for messages to"),
+    Kind.WAIT_READ: ("the read of a message by", "reads of messages by"),
+    Kind.NET_RECV: ("a message from", "messages from"),
+    Kind.NET_SEND: ("the end of a send to", "the ends of sends to"),
+}
+"""Description of what rows of a kind wait for, by one peer and by several; a NET_WAIT by the kind of its message."""
+
+
+class AwaitedProgram:
+    """Part of a program that waits see: its progress, and what it waits for.
+
+    Attributes
+    ----------
+    label : collective and algorithm
+    begins : rounds of the schedule that are not empty, and the number of the first round of each in `rounds`
+    """
+
+    label = "a call"
+    begins: tuple[tuple[int, int], ...] = ()
+    rounds: Rounds
+    rows: Rows
+    instructions: list[Any]
+    engine: Any
+
+    @property
+    def moves(self) -> int:
+        """Number that changes with progress."""
+        return int(self.engine.moves)
+
+    def describe(self, subject: str) -> str:
+        """Sentence that says what the program waits for."""
+        return f"{self.label}: {subject} {self.waits_for()}"
+
+    def waits_for(self) -> str:
+        """Description of the current round, and of what it waits for.
+
+        Another thread may run the program meanwhile: the description may then be out of date, but never fails.
+        """
+        number = int(self.engine.round)
+        awaited = [*self._peers(number), *self._work(number)]
+        text = f"for {' and '.join(awaited or ['other ranks'])}"
+        reached = [index for index, first in self.begins if first <= number]
+        return f"in round {reached[-1] + 1} of {self.begins[-1][0] + 1} {text}" if reached else text
+
+    def _waiting(self, number: int) -> Iterator[Instruction]:
+        """Next instruction of each stream of a round."""
+        for stream in self.rows.streams[slice(*self.rows.rounds[number : number + 2])]:
+            if stream["position"] < stream["stop"]:
+                yield self.instructions[stream["position"]]
+
+    def _peers(self, number: int) -> Iterator[str]:
+        """Messages that the current rows wait for, with the ranks of peers in the communicator."""
+        peers = defaultdict(set)
+        for one in self._waiting(number):
+            if one.message is not None:
+                kind = Kind.NET_RECV if one.message.receives else Kind.NET_SEND
+                peers[PHRASES[kind]].add(one.message.peer)
+            elif one.kind in PHRASES and one.link is not None:
+                peers[PHRASES[one.kind]].add(one.link.rank)
+        for (single, several), ranks in peers.items():
+            numbers = ", ".join(map(str, sorted(ranks)))
+            yield f"{single} rank {numbers}" if len(ranks) == 1 else f"{several} ranks {numbers}"
+
+    def _work(self, number: int) -> Iterator[str]:
+        """Functions that the current rows call."""
+        for one in self._waiting(number):
+            if one.call is not None:
+                awaits = getattr(one.call, "awaits", None)
+                yield awaits() if awaits is not None else "local work, or messages of a device"

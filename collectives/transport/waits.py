@@ -1,0 +1,203 @@
+"""Waits for other ranks: pauses between polls, time limits, and functions that are called meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from numbers import Real
+from typing import Any, Protocol, Self
+
+from mpi4py import MPI
+
+from collectives.errors import InvalidArgument, InvalidType, Timeout
+
+YIELDS, FEW_YIELDS = 100, 10
+"""Yields of the core in one wait before it looks at the clock, and sleeps between polls if ranks share cores. The
+second number holds where they do not: polls between two yields take longer there."""
+
+NAP = 2e-5
+"""Seconds of such a sleep; the kernel's timer adds about 50 us."""
+
+LONG = 1.0
+"""Seconds without progress after which a wait leaves the core to others, by naps between its polls."""
+
+LONGEST_NAP = 1e-3
+"""Seconds of such a nap; the first one is short, each other one twice as long as the one before."""
+
+_yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
+_cores_are_shared = False
+_yields = FEW_YIELDS
+
+
+def share_cores() -> None:
+    """Let waits of this process sleep from now on, since its node has more ranks than cores."""
+    global _cores_are_shared, _yields
+    _cores_are_shared, _yields = True, YIELDS
+
+
+def cores_are_shared() -> bool:
+    """True after `share_cores`."""
+    return _cores_are_shared
+
+
+WATCHED_PAUSES = 200
+"""Pauses from one call of the `watchers` to the next."""
+
+watchers: list[Callable[[], object]] = []
+"""Functions that waits for other ranks call now and then; one that raises an error ends the wait."""
+
+_pauses = 0
+
+
+def call_watchers() -> None:
+    """Call the `watchers`: in waits that sleep for long between polls in place of `pause`."""
+    for watch in tuple(watchers):
+        watch()
+
+
+def pause() -> None:
+    """Yield the core after an unsuccessful poll; `watchers` are called now and then."""
+    global _pauses
+    _pauses += 1
+    if not _pauses % WATCHED_PAUSES:
+        call_watchers()
+    _yield_core()
+
+
+_failed_tests = 0
+
+
+def pause_after_test(complete: bool) -> None:
+    """Sleep after each of many tests of requests in succession that have failed, if ranks share cores.
+
+    A program that only tests would keep the cores, and the lock of the MPI, from those it waits for.
+    """
+    global _failed_tests
+    _failed_tests = 0 if complete else _failed_tests + 1
+    if _failed_tests > YIELDS and _cores_are_shared:
+        time.sleep(NAP)
+
+
+# ------------------------------------------------------------------------------------------ time limits
+
+
+class Awaited(Protocol):
+    """Interface of what a wait waits for."""
+
+    @property
+    def moves(self) -> int:
+        """Number that changes with its progress."""
+
+    def describe(self, subject: str) -> str:
+        """Sentence that says what is waited for, with a subject and verb such as "rank 0 waited 5 s"."""
+
+
+class Others:
+    """Other ranks, of whose progress nothing is known: `purpose` follows the verb, as "for other ranks"."""
+
+    moves = 0
+
+    def __init__(self, name: str, purpose: str = "for other ranks") -> None:
+        self._name, self._purpose = name, purpose
+
+    def describe(self, subject: str) -> str:
+        return f"{self._name}: {subject} {self._purpose}"
+
+
+def seconds_of(timeout: Any, name: str = "timeout") -> float:
+    """Seconds of a time limit that a user has given; raises InvalidType or InvalidArgument."""
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise InvalidType(MPI.ERR_ARG, f"{name}: expected seconds, or None for no limit, found {timeout!r}")
+    if not timeout > 0:
+        raise InvalidArgument(MPI.ERR_ARG, f"{name}: expected more than 0 seconds, found {timeout!r}")
+    return float(timeout)
+
+
+class _Limits(threading.local):
+    """Time limits of each thread."""
+
+    current: Deadline | None = None
+
+
+_limits = _Limits()
+
+
+def has_deadline() -> bool:
+    """True if waits of this thread have a time limit."""
+    return _limits.current is not None
+
+
+class Deadline:
+    """Time limit of all waits in its ``with`` block, in this thread: `timeout` seconds from its creation.
+
+    `rank` is for the error: this one's, in the communicator of the call.
+    """
+
+    def __init__(self, timeout: Any, rank: int) -> None:
+        self._seconds, self._rank = seconds_of(timeout), rank
+        self.end = time.monotonic() + self._seconds
+
+    def __enter__(self) -> Self:
+        self._outer, _limits.current = _limits.current, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _limits.current = self._outer
+
+    def error(self, awaited: Awaited) -> Timeout:
+        """Error of a wait at the end of the time."""
+        text = awaited.describe(f"rank {self._rank} waited {self._seconds:.6g} s")
+        return Timeout(MPI.ERR_PENDING, text)
+
+
+class Pauses:
+    """Pauses of one wait for other ranks, made after its first unsuccessful poll.
+
+    They yield the core. A rank that waits long sleeps if ranks share cores: the scheduler gives a process that only
+    yields as much of the core as one that works. After `LONG` seconds without progress any rank naps.
+
+    Attributes
+    ----------
+    is_long : the wait naps, so that further polls between two pauses are of no use
+    """
+
+    __slots__ = ("_awaited", "_count", "_deadline", "_long_from", "_moves", "_nap", "is_long")
+
+    def __init__(self, awaited: Awaited) -> None:
+        self._awaited, self._moves = awaited, awaited.moves
+        self._deadline, self._long_from = _limits.current, time.monotonic() + LONG
+        self._count, self._nap, self.is_long = 0, NAP, False
+
+    def pause(self, count: int = 1) -> None:
+        """Pause after an unsuccessful poll that has taken as long as `count` yields; raise Timeout if time is up."""
+        global _pauses
+        _pauses += 1
+        if not _pauses % WATCHED_PAUSES:
+            call_watchers()
+        self._count += count
+        if self._count <= _yields:
+            _yield_core()
+            return
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline.end:
+            raise self._deadline.error(self._awaited)
+        if now >= self._long_from:
+            self._nap_or_go_on(now)
+        elif _cores_are_shared:
+            time.sleep(NAP)
+        else:
+            _yield_core()
+
+    def _nap_or_go_on(self, now: float) -> None:
+        """Nap, unless there was progress since the last time."""
+        moves = self._awaited.moves
+        self.is_long = moves == self._moves
+        if not self.is_long:
+            self._moves, self._long_from, self._nap = moves, now + LONG, NAP
+            return
+        self._nap = min(2 * self._nap, LONGEST_NAP)
+        left = self._nap if self._deadline is None else self._deadline.end - now
+        time.sleep(min(self._nap, left))
