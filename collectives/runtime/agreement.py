@@ -84,7 +84,7 @@ def agree_on_timeout(comm: MPI.Intracomm, timeout: float | None, variable: str) 
 
     A rank that passes None takes ``CHORUS_TIMEOUT``, of the value `variable`.
     """
-    given: float | None | InvalidInput
+    given: float | InvalidInput | None
     try:
         if timeout is not None:
             given = seconds_of(timeout)

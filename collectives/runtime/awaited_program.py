@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from collectives.engine.assembly import Instruction, Rounds, Rows
+from collectives.engine.assembly import Instruction
 from collectives.engine.instructions import Kind
 
 PHRASES = {
@@ -30,9 +30,8 @@ class AwaitedProgram:
 
     label = "a call"
     begins: tuple[tuple[int, int], ...] = ()
-    rounds: Rounds
-    rows: Rows
-    instructions: list[Any]
+    rows: Any
+    instructions: Any
     engine: Any
 
     @property

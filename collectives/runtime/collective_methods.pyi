@@ -16,6 +16,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Return once all ranks have entered the barrier."""
 
@@ -43,6 +44,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Send the root's vector to all ranks.
 
@@ -83,6 +85,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Reduce the vectors of all ranks, element by element, into the root's `recvbuf`.
 
@@ -130,6 +133,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Reduce the vectors of all ranks, element by element, into every rank's `recvbuf`.
 
@@ -176,6 +180,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Send block r of the root's `sendbuf` to rank r; blocks of equal length.
 
@@ -219,6 +224,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Collect one block of every rank in the root's `recvbuf`; blocks of equal length.
 
@@ -261,6 +267,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Collect one block of every rank in every rank's `recvbuf`; blocks of equal length.
 
@@ -301,6 +308,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Reduce the vectors of all ranks and store block r of the result on rank r; blocks of equal length.
 
@@ -346,6 +354,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Reduce the vectors of all ranks and store block r of the result, ``recvcounts[r]`` elements, on rank r.
 
@@ -393,6 +402,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Send one block to every rank and receive one from each; blocks of equal length.
 
@@ -433,6 +443,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """`Scatter` of blocks of any length.
 
@@ -470,6 +481,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """`Gather` of blocks of any length.
 
@@ -506,6 +518,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """`Allgather` of blocks of any length.
 
@@ -540,6 +553,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """`Alltoall` of blocks of any length.
 
@@ -575,6 +589,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Reduce the vectors of ranks 0 to this one, element by element and in rank order.
 
@@ -619,6 +634,7 @@ class CollectiveMethods(Inherited):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Reduce the vectors of the ranks below this one, in rank order; rank 0's `recvbuf` is unchanged.
 

@@ -111,9 +111,10 @@ def seconds_of(timeout: Any, name: str = "timeout") -> float:
     """Seconds of a time limit that a user has given; raises InvalidType or InvalidArgument."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise InvalidType(MPI.ERR_ARG, f"{name}: expected seconds, or None for no limit, found {timeout!r}")
-    if not timeout > 0:
+    seconds = float(timeout)
+    if not seconds > 0:
         raise InvalidArgument(MPI.ERR_ARG, f"{name}: expected more than 0 seconds, found {timeout!r}")
-    return float(timeout)
+    return seconds
 
 
 class _Limits(threading.local):
