@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from itertools import count, product
 from math import prod
@@ -18,7 +19,7 @@ from mpi4py import MPI
 from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import shape_and_dtype
 from collectives.buffers.memory import on_gpu
-from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Mismatch, NotCopied
+from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Mismatch, NotCopied, Timeout
 from collectives.runtime.agreement import (
     Agreement,
     agree_on_gpu,
@@ -48,7 +49,7 @@ from collectives.transport import device
 from collectives.transport.copy_speed import MessageSpeed
 from collectives.transport.placement import NodePlacement, place_ranks
 from collectives.transport.reduced import reduced
-from collectives.transport.waits import Others
+from collectives.transport.waits import Others, limited
 
 Tuning = bool | str | os.PathLike[str] | TimingTable | None
 
@@ -125,7 +126,8 @@ class Communicator(CollectiveMethods):
     ------
     InvalidArgument, InvalidType
         On all ranks, if `nodes`, `gpu` or `timeout` is invalid, `nodes` differs between ranks, or ``CHORUS_DEBUG`` or
-        ``CHORUS_TIMEOUT`` is invalid on one of them; or with `async_progress` on several nodes, if the MPI does not support ``MPI.THREAD_MULTIPLE``.
+        ``CHORUS_TIMEOUT`` is invalid on one of them; or with `async_progress` on several nodes, if the MPI does not
+        support ``MPI.THREAD_MULTIPLE``.
 
     Notes
     -----
@@ -249,6 +251,8 @@ class Communicator(CollectiveMethods):
         Its attribute `left_collective` tells callers that other ranks may be in a collective that this one has left.
         """
         error.left_collective = self._has_left = True  # type: ignore[attr-defined]
+        if self._checker is not None and isinstance(error, Timeout):
+            self._checker.is_left = True
         if self._planner is not None:
             cache = self._planner.cache if form == "blocking" else self._planner.nonblocking
             cache.break_off(error, name, *memory)
@@ -270,8 +274,11 @@ class Communicator(CollectiveMethods):
                     if self._planner is not None and not checker.reported:
                         self._planner.transports.consume_tag()  # as on the other ranks, which make the call
                         delivered = checker.refuse(form, name.lower(), error)
-                        if form != "non-blocking":
-                            progress_until(delivered)
+                        if form != "non-blocking" and not checker.is_left:
+                            checker.is_left = True
+                            with suppress(Timeout), limited(keywords.get("timeout"), self._rank):
+                                progress_until(delivered)
+                                checker.is_left = False
                     raise
 
             return call

@@ -20,7 +20,7 @@ from collectives.runtime.binding import check_no_overlap
 from collectives.runtime.call import Call
 from collectives.runtime.operation import Operation
 from collectives.runtime.ops import OP_NAMES
-from collectives.runtime.progress import progress_until
+from collectives.runtime.progress import orphans, progress_until
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.waits import Others, has_deadline
 
@@ -82,7 +82,10 @@ def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[st
 class DesyncChecker:
     """Compares the calls of all ranks, over a communicator of its own. Creation and `free` are collective.
 
-    `reported`: the other ranks know the current call of this rank, so that none waits for its record.
+    Attributes
+    ----------
+    reported : the other ranks know the current call of this rank, so that none waits for its record
+    is_left : a wait for records has ended without them, so that further ones may never come
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -90,7 +93,8 @@ class DesyncChecker:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._native: Operation | None = None  # the last non-blocking one
         self._refusals: list[Callable[[], bool]] = []
-        self.reported = False
+        self._exchanges: list[tuple[MPI.Request, np.ndarray, np.ndarray]] = []
+        self.reported = self.is_left = False
 
     def check(self, form: str, call: Call, choice: AlgorithmChoice, last: bool = True) -> Callable[[], bool]:
         """Start comparing this call with other ranks' calls; returns a test that is True once all agree.
@@ -138,11 +142,21 @@ class DesyncChecker:
 
     def _send(self, facts: dict[str, Any]) -> tuple[Callable[[], bool], np.ndarray]:
         mine, records = _encode(facts), np.empty((self._size, RECORD), np.uint8)
-        return self._comm.Iallgather(mine, records).Test, records
+        request = self._comm.Iallgather(mine, records)
+        self._exchanges = [*self._under_way(), (request, mine, records)]
+        return request.Test, records
+
+    def _under_way(self) -> list[tuple[MPI.Request, np.ndarray, np.ndarray]]:
+        return [one for one in self._exchanges if not one[0].Test()]
 
     def free(self) -> None:
-        progress_until(lambda: all([delivered() for delivered in self._refusals]))
-        self._comm.Free()
+        """Free the communicator once all refusals are delivered; it stays if records may still arrive."""
+        if not self.is_left:
+            progress_until(lambda: all([delivered() for delivered in self._refusals]))
+        left = self._under_way()
+        orphans.extend(left)
+        if not left:
+            self._comm.Free()
 
 
 def _encode(facts: dict[str, Any]) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
@@ -11,7 +11,7 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument
 from collectives.runtime.operation import Operation
 from collectives.runtime.progress import ActiveRequests, progress
-from collectives.transport.waits import Deadline, Pauses
+from collectives.transport.waits import Pauses, limited
 
 if TYPE_CHECKING:
     from collectives.runtime.requests import Request
@@ -52,9 +52,7 @@ class _Several:
         active = self._active
         if timeout is None:
             timeout = min((one.timeout for one in active if one.timeout is not None), default=None)
-        if timeout is None:
-            return nullcontext()
-        return Deadline(timeout, active[0].owner.rank if active else MPI.COMM_WORLD.Get_rank())
+        return limited(timeout, active[0].owner.rank if active else MPI.COMM_WORLD.Get_rank())
 
     def describe(self, subject: str) -> str:
         """Sentence that says what the first of those under way waits for."""

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any, Protocol, Self
@@ -152,6 +153,11 @@ class Deadline:
         """Error of a wait at the end of the time."""
         text = awaited.describe(f"rank {self._rank} waited {self._seconds:.6g} s")
         return Timeout(MPI.ERR_PENDING, text)
+
+
+def limited(timeout: float | None, rank: int) -> AbstractContextManager[object]:
+    """`Deadline`, or a context without effect if there is no `timeout`."""
+    return nullcontext() if timeout is None else Deadline(timeout, rank)
 
 
 class Pauses:
