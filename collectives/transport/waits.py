@@ -25,6 +25,9 @@ NAP = 2e-5
 LONG = 1.0
 """Seconds without progress after which a wait leaves the core to others, by naps between its polls."""
 
+LOOKS = 10
+"""Looks for progress in this time."""
+
 LONGEST_NAP = 1e-3
 """Seconds of such a nap; the first one is short, each other one twice as long as the one before."""
 
@@ -171,12 +174,12 @@ class Pauses:
     is_long : the wait naps, so that further polls between two pauses are of no use
     """
 
-    __slots__ = ("_awaited", "_count", "_deadline", "_long_from", "_moves", "_nap", "is_long")
+    __slots__ = ("_awaited", "_count", "_deadline", "_idle_looks", "_moves", "_nap", "_next_look", "is_long")
 
     def __init__(self, awaited: Awaited) -> None:
         self._awaited, self._moves = awaited, awaited.moves
-        self._deadline, self._long_from = _limits.current, time.monotonic() + LONG
-        self._count, self._nap, self.is_long = 0, NAP, False
+        self._deadline, self._next_look = _limits.current, time.monotonic() + LONG / LOOKS
+        self._count, self._idle_looks, self._nap, self.is_long = 0, 0, NAP, False
 
     def pause(self, count: int = 1) -> None:
         """Pause after an unsuccessful poll that has taken as long as `count` yields; raise Timeout if time is up."""
@@ -191,7 +194,7 @@ class Pauses:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline.end:
             raise self._deadline.error(self._awaited)
-        if now >= self._long_from:
+        if now >= self._next_look:
             self._nap_or_go_on(now)
         elif _cores_are_shared:
             time.sleep(NAP)
@@ -199,11 +202,12 @@ class Pauses:
             _yield_core()
 
     def _nap_or_go_on(self, now: float) -> None:
-        """Nap, unless there was progress since the last time."""
+        """Look for progress, and nap if there was none for long."""
         moves = self._awaited.moves
-        self.is_long = moves == self._moves
+        self._idle_looks = self._idle_looks + 1 if moves == self._moves else 0
+        self._moves, self.is_long = moves, self._idle_looks >= LOOKS
         if not self.is_long:
-            self._moves, self._long_from, self._nap = moves, now + LONG, NAP
+            self._next_look, self._nap = now + LONG / LOOKS, NAP
             return
         self._nap = min(2 * self._nap, LONGEST_NAP)
         left = self._nap if self._deadline is None else self._deadline.end - now
