@@ -40,7 +40,7 @@ class AwaitedProgram:
         return int(self.engine.moves)
 
     def describe(self, subject: str) -> str:
-        """Sentence that says what the program waits for."""
+        """Sentence on what the program waits for."""
         return f"{self.label}: {subject} {self.waits_for()}"
 
     def waits_for(self) -> str:

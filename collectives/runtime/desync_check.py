@@ -18,7 +18,7 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.agreement import gather_or_raise, without_attributes
 from collectives.runtime.binding import check_no_overlap
 from collectives.runtime.call import Call
-from collectives.runtime.operation import Operation
+from collectives.runtime.requests import Request
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.progress import orphans, progress_until
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
@@ -91,7 +91,7 @@ class DesyncChecker:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = without_attributes(comm)
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        self._native: Operation | None = None  # the last non-blocking one
+        self._native: Request | None = None  # the last non-blocking one
         self._refusals: list[Callable[[], bool]] = []
         self._exchanges: list[tuple[MPI.Request, np.ndarray, np.ndarray]] = []
         self.reported = self.is_left = False
@@ -116,7 +116,7 @@ class DesyncChecker:
 
         return agreed
 
-    def in_order(self, call: Operation, gate: Callable[[], bool] | None) -> Callable[[], bool]:
+    def in_order(self, call: Request, gate: Callable[[], bool] | None) -> Callable[[], bool]:
         """Gate of a native non-blocking call: opens once those before have begun and `gate`, if any, is open.
 
         The MPI matches the collectives of a communicator by their order.

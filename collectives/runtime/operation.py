@@ -112,21 +112,6 @@ class Operation:
         return self._active or self.is_queued or self.program.engine.runs_for(self)
 
     @property
-    def moves(self) -> int:
-        """Number that changes with progress."""
-        return self.program.moves
-
-    def describe(self, subject: str) -> str:
-        """Sentence that says what the operation waits for."""
-        return f"{self.program.label}: {subject} {self.waits_for()}"
-
-    def waits_for(self) -> str:
-        """Description of what the operation waits for."""
-        if self.is_queued:
-            return "for earlier calls"
-        return self.program.waits_for() if self._gate is None else "for other ranks to make this call"
-
-    @property
     def is_done(self) -> bool:
         """True if nothing of the program is left to be run; `_end` may be under way."""
         return self._ending or not (self.active or self._is_lone)

@@ -55,7 +55,7 @@ class _Several:
         return limited(timeout, active[0].owner.rank if active else MPI.COMM_WORLD.Get_rank())
 
     def describe(self, subject: str) -> str:
-        """Sentence that says what the first of those under way waits for."""
+        """Sentence on what the first of the active requests waits for."""
         active = self._active
         return active[0].describe(subject) if active else f"wait_all: {subject} for requests of mpi4py"
 

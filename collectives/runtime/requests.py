@@ -85,6 +85,21 @@ class Request(Operation):
             state = f"under way: waits {self.waits_for()}"
         return f"<{'persistent ' if self.persistent else ''}request of {self.name.lower()}, {state}>"
 
+    @property
+    def moves(self) -> int:
+        """Number that changes with progress."""
+        return self.program.moves
+
+    def describe(self, subject: str) -> str:
+        """Sentence on what the operation waits for."""
+        return f"{self.program.label}: {subject} {self.waits_for()}"
+
+    def waits_for(self) -> str:
+        """Description of what the operation waits for."""
+        if self.is_queued:
+            return "for earlier calls"
+        return self.program.waits_for() if self._gate is None else "for other ranks to make this call"
+
     def __bool__(self) -> bool:
         """False once a non-blocking request is complete, or a persistent one freed, as for a null handle of MPI."""
         return not self._freed if self.persistent else self.active or self._broken

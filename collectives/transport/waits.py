@@ -96,7 +96,7 @@ class Awaited(Protocol):
         """Number that changes with its progress."""
 
     def describe(self, subject: str) -> str:
-        """Sentence that says what is waited for, with a subject and verb such as "rank 0 waited 5 s"."""
+        """Sentence on what is waited for, with a subject and verb such as "rank 0 waited 5 s"."""
 
 
 class Others:
