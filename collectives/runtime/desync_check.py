@@ -18,9 +18,9 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.agreement import gather_or_raise, without_attributes
 from collectives.runtime.binding import check_no_overlap
 from collectives.runtime.call import Call
-from collectives.runtime.requests import Request
 from collectives.runtime.ops import OP_NAMES
 from collectives.runtime.progress import orphans, progress_until
+from collectives.runtime.requests import Request
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.waits import Others, has_deadline
 

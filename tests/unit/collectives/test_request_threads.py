@@ -17,6 +17,8 @@ from collectives.types import Wait
 
 
 class _Owner:
+    rank, timeout = 0, None
+
     def release(self, request):
         pass
 
