@@ -33,13 +33,12 @@ LONGEST_NAP = 1e-3
 
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
 _cores_are_shared = False
-_yields = FEW_YIELDS
 
 
 def share_cores() -> None:
     """Let waits of this process sleep from now on, since its node has more ranks than cores."""
-    global _cores_are_shared, _yields
-    _cores_are_shared, _yields = True, YIELDS
+    global _cores_are_shared
+    _cores_are_shared = True
 
 
 def cores_are_shared() -> bool:
@@ -174,12 +173,13 @@ class Pauses:
     is_long : the wait naps, so that further polls between two pauses are of no use
     """
 
-    __slots__ = ("_awaited", "_count", "_deadline", "_idle_looks", "_moves", "_nap", "_next_look", "is_long")
+    __slots__ = ("_awaited", "_deadline", "_idle_looks", "_moves", "_nap", "_next_look", "_yields", "is_long")
 
     def __init__(self, awaited: Awaited) -> None:
         self._awaited, self._moves = awaited, awaited.moves
         self._deadline, self._next_look = _limits.current, time.monotonic() + LONG / LOOKS
-        self._count, self._idle_looks, self._nap, self.is_long = 0, 0, NAP, False
+        self._yields, self._idle_looks = YIELDS if _cores_are_shared else FEW_YIELDS, 0
+        self._nap, self.is_long = NAP, False
 
     def pause(self, count: int = 1) -> None:
         """Pause after an unsuccessful poll that has taken as long as `count` yields; raise Timeout if time is up."""
@@ -187,8 +187,8 @@ class Pauses:
         _pauses += 1
         if not _pauses % WATCHED_PAUSES:
             call_watchers()
-        self._count += count
-        if self._count <= _yields:
+        self._yields -= count
+        if self._yields >= 0:
             _yield_core()
             return
         now = time.monotonic()

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport import placement, wire
+from collectives.transport import placement, waits
 
 
 def works(comm):
@@ -323,7 +323,7 @@ def test_nothing_of_ours_is_reduced_by_mpi4py_s_objects(world):
 @pytest.mark.parametrize("cores", [1, 1 << 10])
 def test_ranks_of_emulated_nodes_share_cores(world, monkeypatch, cores):
     """Nodes that are emulated on one machine have its cores together."""
-    monkeypatch.setattr(wire, "_cores_are_shared", False)
+    monkeypatch.setattr(waits, "_cores_are_shared", False)
     monkeypatch.setattr(placement, "usable_cores", lambda: set(range(cores)))
     monkeypatch.setattr(placement, "machine_name", lambda: "one")
     with Communicator(world, nodes=range(world.Get_size())) as comm:
@@ -333,7 +333,7 @@ def test_ranks_of_emulated_nodes_share_cores(world, monkeypatch, cores):
 
 def test_some_of_the_ranks_that_share_cores_know_of_the_others(world, monkeypatch):
     """A communicator of some ranks waits as one of all, which have fewer cores; algorithms are chosen for its own."""
-    monkeypatch.setattr(wire, "_cores_are_shared", False)
+    monkeypatch.setattr(waits, "_cores_are_shared", False)
     monkeypatch.setattr(placement, "usable_cores", lambda: set(range(max(1, world.Get_size() - 1))))
     with Communicator(world) as comm:
         some = comm.Split(int(comm.Get_rank() == 0))

@@ -213,7 +213,10 @@ def test_what_requests_refuse(comm):
         bound.Start()
         with pytest.raises(InvalidArgument, match="only an idle persistent request starts"):
             bound.Start()
-        with pytest.raises(InvalidArgument, match=r"Free of <persistent request of allreduce, under way>: wait for it"):
+        with pytest.raises(
+            InvalidArgument,
+            match=r"Free of <persistent request of allreduce, under way: waits in round .*>: wait for it",
+        ):
             bound.Free()
     comm.barrier()
     if last:

@@ -7,7 +7,7 @@ import pytest
 
 from collectives.errors import Timeout
 from collectives.transport import waits
-from collectives.transport.waits import FEW_YIELDS, LONG, LONGEST_NAP, Deadline, Others, Pauses, has_deadline, limited
+from collectives.transport.waits import LONG, LONGEST_NAP, Deadline, Others, Pauses, has_deadline, limited
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def naps(monkeypatch):
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     monkeypatch.setattr(waits, "_yield_core", pass_by)
     monkeypatch.setattr(waits, "_cores_are_shared", False)
-    monkeypatch.setattr(waits, "_yields", FEW_YIELDS)
     return found
 
 
