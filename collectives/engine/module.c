@@ -69,7 +69,7 @@ static const struct {
     FIELD(Row, after), FIELD(Row, count), FIELD(Row, reduction), FIELD(Row, kind), FIELD(Row, mine_first),
     {"Operand", sizeof(Operand)}, FIELD(Operand, nbytes), FIELD(Operand, left_offset), FIELD(Operand, left),
     {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
-    FIELD(Link, theirs), {"Check", sizeof(int64_t) * 15}, {"NetMessage", sizeof(NetMessage)}, FIELD(NetMessage, status),
+    FIELD(Link, theirs), {"Check", sizeof(int64_t) * 16}, {"NetMessage", sizeof(NetMessage)}, FIELD(NetMessage, status),
 };
 
 static PyObject *layout(PyObject *module, PyObject *args) {

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.buffers import dlpack
+
 _ndarray, _IN_PLACE = np.ndarray, MPI.IN_PLACE
 
 NO_ARRAY = np.empty(0, np.uint8)
@@ -22,6 +24,9 @@ NO_ARRAY = np.empty(0, np.uint8)
 
 CPU = 1
 """DLPack's number of host memory."""
+
+NUMPY_DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
+"""Dtypes that NumPy reads by DLPack."""
 
 DENSE = 0x3
 """NumPy's flags of an array without gaps, in C or Fortran order."""
@@ -110,6 +115,8 @@ def view_of(obj: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
     if isinstance(obj, _ndarray):
         return np.asarray(obj), (type(obj), obj.shape, obj.dtype)
     if on_host(obj):
+        if not _numpy_takes(obj):
+            raise TypeError
         try:
             array = np.from_dlpack(obj)
         except (BufferError, RuntimeError, ValueError):
@@ -119,6 +126,25 @@ def view_of(obj: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
     if not memory.nbytes or not memory.contiguous:
         raise TypeError
     return np.frombuffer(obj, np.uint8), (type(obj), memory.shape, memory.format)
+
+
+_taken: dict[tuple[type, Any], bool] = {}
+"""Classes of arrays and their dtypes, and if NumPy has such a dtype."""
+
+
+def _numpy_takes(obj: Any) -> bool:
+    """True if NumPy can read an object with DLPack; found out by a reader of ours.
+
+    As NumPy refuses a dtype, it lets go of the object's capsule during the exception, which not all libraries survive.
+    """
+    try:
+        known = type(obj), obj.dtype
+        if known not in _taken:
+            dtype = dlpack.read(obj).dtype
+            _taken[known] = dtype is not None and dtype.str[1:] in NUMPY_DTYPES
+        return _taken[known]
+    except (AttributeError, BufferError, TypeError):
+        return False
 
 
 def held(spec: Any) -> Any:

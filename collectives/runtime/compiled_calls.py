@@ -226,7 +226,7 @@ def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) 
             yield from _checks(item, argument, (*path, (index, kind is list)))
     elif is_handle(value):
         yield _Check(IS_HANDLE, value, argument, path)
-    elif kind in (np.ndarray, _array):
+    elif kind in (np.ndarray, _array) and not is_buffer:
         content = np.frombuffer(value.tobytes(), np.uint8)
         counts = value if kind is np.ndarray else memoryview(value)
         yield _Check(IS_COUNTS, kind, argument, path, counts=counts, content=content)
