@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from collectives.algorithms import catalog
 from collectives.benchmark.reports import PICTURES
 from collectives.compressed import QuantCodec
 from quant import PerGroup, PerTensor, QuantSpec, parse
@@ -16,6 +17,16 @@ def words(text: str) -> list[str]:
     if not found:
         raise argparse.ArgumentTypeError(f"expected a name, found {text!r}")
     return found
+
+
+def check_schedule(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with an error if `collective`, `algorithm` and `segments` name no schedule."""
+    try:
+        catalog.find(arguments.collective, arguments.algorithm)
+    except ValueError as error:
+        parser.error(f"argument --algorithm: {error}")
+    if arguments.segments > 1 and arguments.collective == "barrier":
+        parser.error("argument --segments: expected 1 for a barrier")
 
 
 def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:

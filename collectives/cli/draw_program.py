@@ -31,6 +31,7 @@ from collectives.algorithms import catalog
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
 from collectives.benchmark.size_arguments import format_size, parse_size
 from collectives.cli import launcher
+from collectives.cli.arguments import check_schedule
 from collectives.engine.assembly import Rows
 from collectives.engine.instructions import ABSOLUTE, COPY, LABELS, Kind
 from collectives.engine.row_operands import reductions
@@ -55,12 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=list(DTYPES), default="float32", metavar="NAME", help=f"{', '.join(DTYPES)}")
     add("--rank", type=launcher.at_least(0, int), metavar="R", help="print the program of this rank only")
     arguments = parser.parse_args(argv)
-    try:
-        catalog.find(arguments.collective, arguments.algorithm)
-    except ValueError as error:
-        parser.error(f"argument --algorithm: {error}")
-    if arguments.segments > 1 and arguments.collective == "barrier":
-        parser.error("argument --segments: expected 1 for a barrier")
+    check_schedule(parser, arguments)
     if arguments.rank is not None and arguments.rank >= size:
         parser.error(f"argument --rank: expected a rank from 0 to {size - 1}, found {arguments.rank}")
     return arguments
@@ -68,10 +64,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def peers_of(program: Program) -> list[int]:
     """Ranks at the other end of the links of a program, in the order of its rows."""
-    node = program.wire.node
-    ranks = {} if node is None else {place: rank for rank, place in node.places.items()}
     links: list[Any] = list({id(one.link): one.link for one in program.instructions if one.link is not None}.values())
-    return [ranks[link.place] for link in links]
+    return [link.rank for link in links]
 
 
 def cells(rows: Rows, peers: Sequence[int]) -> Iterator[list[str]]:

@@ -19,6 +19,7 @@ from collectives.benchmark import traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
 from collectives.benchmark.size_arguments import format_size, parse_size
 from collectives.cli import launcher
+from collectives.cli.arguments import check_schedule
 from collectives.engine import interpreter
 from collectives.runtime.program import Program
 
@@ -42,12 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--memory", choices=MEMORIES, default="plain", help="where the arrays lie (default plain)")
     add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
     arguments = parser.parse_args(argv)
-    try:
-        catalog.find(arguments.collective, arguments.algorithm)
-    except ValueError as error:
-        parser.error(f"argument --algorithm: {error}")
-    if arguments.segments > 1 and arguments.collective == "barrier":
-        parser.error("argument --segments: expected 1 for a barrier")
+    check_schedule(parser, arguments)
     return arguments
 
 

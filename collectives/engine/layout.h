@@ -15,6 +15,7 @@ enum {
     LABELS = 64,         /* labels of a mark: messages of so many bytes beside the flag, and others */
     PROBE_EVERY = 64,    /* messages between two comparisons of copies into bounce buffers */
     MOST_SEGMENTS = 32,  /* segments of a shared heap that a link knows */
+    CLASS_WORDS = 2,     /* of a set of size classes */
 };
 
 #define KIND ((int64_t)1 << 18) /* a flag is the number of its message times this, plus its label */

@@ -93,7 +93,10 @@ static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject 
         PyObject *found = find_item(arguments, check);
         if (check->kind == IS_OBJECT || check->kind == IS_HANDLE) {
             if ((int64_t)found != check->value) return false;
-            if (check->kind == IS_HANDLE && PyObject_IsTrue(found) != 1) return false; /* mpi4py's: not freed */
+            if (check->kind == IS_HANDLE && PyObject_IsTrue(found) != 1) { /* mpi4py's: freed */
+                PyErr_Clear();
+                return false;
+            }
             continue;
         }
         if ((int64_t)Py_TYPE(found) != check->value) return false;

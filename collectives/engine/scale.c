@@ -4,10 +4,7 @@
  * in multiples of `grain` where they are enough; chunk c has the length of piece c modulo `pieces`. */
 #include "program.h"
 
-enum {
-    RENDEZVOUS = 1 << 13, /* bytes from which a message may go by its address */
-    CLASS_WORDS = 2       /* of a set of size classes */
-};
+enum { RENDEZVOUS = 1 << 13 }; /* bytes from which a message may go by its address */
 
 static int64_t even_length(int64_t elements, int64_t pieces, int64_t piece) {
     return elements / pieces + (piece < elements % pieces);

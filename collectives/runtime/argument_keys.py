@@ -143,7 +143,7 @@ def _numpy_takes(obj: Any) -> bool:
             dtype = dlpack.read(obj).dtype
             _taken[known] = dtype is not None and dtype.str[1:] in NUMPY_DTYPES
         return _taken[known]
-    except (AttributeError, BufferError, TypeError):
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
         return False
 
 

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -243,10 +244,14 @@ def reduce_kernel(call: Call) -> Combiner | None:
     return Combiner(bind_bytes, kernel.commutative)
 
 
-def is_bound_anew(call: Call, choice: AlgorithmChoice) -> bool:
-    """True if a program on the host cannot serve other calls: staging copies belong to the memory of one call."""
+def is_bound_anew(call: Call, choice: AlgorithmChoice, most: float = inf) -> bool:
+    """True if a program on the host is not kept for other calls.
+
+    Staging copies of some buffers belong to the memory of one call, and packed ones may be longer than `most` bytes.
+    """
     moves = choice.algorithm != NATIVE
-    return any(staged(buffer) and not (moves and is_packed(buffer)) for buffer in call.buffers)
+    kept = [moves and is_packed(buffer) and buffer.nbytes <= most for buffer in call.buffers if staged(buffer)]
+    return not all(kept)
 
 
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:

@@ -38,6 +38,9 @@ from collectives.runtime.requests import Request
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
 from collectives.transport.mailbox_layout import NONBLOCKING
 
+MOST_PACKED = 1 << 18
+"""Bytes of the longest packed copy that a non-blocking call's program keeps: each of `MAX_PROGRAMS` has its own."""
+
 
 class Planner:
     """Runs the collective calls of one communicator over `transports`, which it owns, and their private communicator.
@@ -219,8 +222,8 @@ class Planner:
             gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
             turn = self._turn
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
-            is_bound_anew = needs_counts(call, choice) or (device is None and binding.is_bound_anew(call, choice))
-            reusable = not is_bound_anew
+            anew = device is None and binding.is_bound_anew(call, choice, MOST_PACKED)
+            reusable = not (anew or needs_counts(call, choice))
             key: tuple[Any, ...] = ()
             program, classes, channel = None, 0, FIRST_NONBLOCKING + turn
             if reusable:

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from support.placed import placed
 
 from collectives.buffers.datatypes import kind
 from collectives.engine.extension import available, engine, reduction_number
@@ -34,15 +35,6 @@ def bits(array):
     if array.dtype.char in "gG" and np.finfo(array.dtype).nmant == 63:
         return array.view(np.uint8).reshape(-1, 16)[:, :10].tobytes()
     return array.tobytes()
-
-
-def placed(array, shift):
-    """Copy of an array at an address that is `shift` bytes beyond a multiple of 64."""
-    memory = np.zeros(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + shift
-    copy = memory[start : start + array.nbytes].view(array.dtype)
-    copy[...] = array
-    return copy
 
 
 def samples(dtype):

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.placed import placed
 
 from collectives.errors import InvalidType
 from collectives.runtime.ops import combine
@@ -35,15 +36,6 @@ def values(dtype, count, rng):
         bits = numbers.view(np.uint64)
         bits[np.isnan(numbers)] |= rng.integers(1, 99, np.isnan(numbers).sum(), np.uint64)
     return numbers
-
-
-def placed(array, shift):
-    """Copy of an array at an address that is `shift` bytes beyond a multiple of 64."""
-    memory = np.zeros(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + shift
-    copy = memory[start : start + array.nbytes].view(array.dtype)
-    copy[...] = array
-    return copy
 
 
 def bits(array):
