@@ -26,8 +26,8 @@ except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library tha
     ) from error
 
 from collectives.communicator import Communicator
-from collectives.runtime.request_lists import start_all, test_all, wait_all
-from collectives.runtime.requests import Request
+from collectives.runtime.requests.request import Request
+from collectives.runtime.requests.request_lists import start_all, test_all, wait_all
 from collectives.selection.select import algorithms, predict
 
 __version__ = "0.1.0"

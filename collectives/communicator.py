@@ -20,7 +20,13 @@ from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import shape_and_dtype
 from collectives.buffers.memory import on_gpu
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Mismatch, NotCopied, Timeout
-from collectives.runtime.agreement import (
+from collectives.runtime.arguments.argument_keys import UNCACHEABLE, CallKey
+from collectives.runtime.arguments.call import BYTE, Call, is_in_place
+from collectives.runtime.builders.communicator_transports import Transports
+from collectives.runtime.execution.progress import progress_thread, progress_until
+from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
+from collectives.runtime.methods.collective_methods import CollectiveMethods
+from collectives.runtime.planning.agreement import (
     Agreement,
     agree_on_gpu,
     agree_on_nodes,
@@ -29,26 +35,20 @@ from collectives.runtime.agreement import (
     gather_or_raise,
     without_attributes,
 )
-from collectives.runtime.algorithm_chooser import AlgorithmChooser
-from collectives.runtime.argument_keys import UNCACHEABLE, CallKey
-from collectives.runtime.call import BYTE, Call, is_in_place
-from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
-from collectives.runtime.collective_methods import CollectiveMethods
-from collectives.runtime.communicator_transports import Transports
-from collectives.runtime.compiled_calls import call_functions
-from collectives.runtime.desync_check import DesyncChecker, is_wanted, others
-from collectives.runtime.planner import Planner
-from collectives.runtime.program_end import close_all, open_communicators
-from collectives.runtime.progress import progress_thread, progress_until
-from collectives.runtime.requests import Request
+from collectives.runtime.planning.algorithm_chooser import AlgorithmChooser
+from collectives.runtime.planning.compiled_calls import call_functions
+from collectives.runtime.planning.desync_check import DesyncChecker, is_wanted, others
+from collectives.runtime.planning.planner import Planner
+from collectives.runtime.requests.program_end import close_all, open_communicators
+from collectives.runtime.requests.request import Request
 from collectives.selection.cost_model import Costs
 from collectives.selection.select import Selection
 from collectives.selection.timing_file import broadcast_table, warn_without_table
 from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
-from collectives.transport import device
-from collectives.transport.copy_speed import MessageSpeed
-from collectives.transport.placement import NodePlacement, place_ranks
-from collectives.transport.reduced import reduced
+from collectives.transport.memory.copy_speed import MessageSpeed
+from collectives.transport.mpi import cuda_support
+from collectives.transport.mpi.reduced import reduced
+from collectives.transport.node.placement import NodePlacement, place_ranks
 from collectives.transport.waits import Others, limited
 
 Tuning = bool | str | os.PathLike[str] | TimingTable | None
@@ -204,7 +204,7 @@ class Communicator(CollectiveMethods):
         checks = is_wanted(plain, debug, os.environ.get("CHORUS_DEBUG", ""))
         given, transfer = agree_on_nodes(plain, nodes), agree_on_gpu(plain, gpu)
         limit = agree_on_timeout(plain, timeout, os.environ.get("CHORUS_TIMEOUT", ""))
-        aware = bool(reduced(plain, device.cuda_aware() if cuda_aware is None else cuda_aware, MPI.LAND))
+        aware = bool(reduced(plain, cuda_support.cuda_aware() if cuda_aware is None else cuda_aware, MPI.LAND))
         (table, unusable), private = broadcast_table(plain, tuning), without_attributes(plain)
         placement = place_ranks(private, shared and not aware, given)
         if has_thread and placement.nodes is not None and not threads:

@@ -114,6 +114,6 @@ def gpu(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "GPU", cupy._Gpu())
-    monkeypatch.setattr("collectives.transport.shared_gpu.PROBED", 1 << 22)  # 64 MiB take 0.2 s of a processor
+    monkeypatch.setattr("collectives.transport.gpu.shared_gpu.PROBED", 1 << 22)  # 64 MiB take 0.2 s of a processor
     yield cupy.GPU
     recorder.check_forms(cupy)

@@ -12,7 +12,7 @@ from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements, even_form
 from collectives.benchmark.result_rows import Row, make_row
 from collectives.benchmark.timing import MODES, Contestant, Timing, make_call, race
-from collectives.runtime import native
+from collectives.runtime.builders import native
 from collectives.selection.select import has_local_counts
 from collectives.selection.timing_table import NATIVE
 

@@ -35,7 +35,7 @@ from collectives.cli.arguments import check_schedule
 from collectives.engine.assembly import Rows
 from collectives.engine.instructions import ABSOLUTE, COPY, LABELS, Kind
 from collectives.engine.row_operands import reductions
-from collectives.runtime.program import Program
+from collectives.runtime.execution.program import Program
 
 COLUMNS = "row", "round", "stream", "kind", "peer", "operands", "reduction", "label", "after"
 

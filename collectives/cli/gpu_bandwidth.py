@@ -27,7 +27,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.benchmark.size_arguments import parse_sizes
 from collectives.cli.launcher import ProgramParser, say
-from collectives.transport.device import cuda_aware
+from collectives.transport.mpi.cuda_support import cuda_aware
 
 BUDGET, MOST = 0.5, 100
 """Seconds and calls of a measurement."""

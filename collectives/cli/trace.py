@@ -21,7 +21,7 @@ from collectives.benchmark.size_arguments import format_size, parse_size
 from collectives.cli import launcher
 from collectives.cli.arguments import check_schedule
 from collectives.engine import interpreter
-from collectives.runtime.program import Program
+from collectives.runtime.execution.program import Program
 
 WARMUP = 5
 POLLS = 1000

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from collectives.runtime.request_lists import wait_all
-from collectives.runtime.requests import Request
+from collectives.runtime.requests.request import Request
+from collectives.runtime.requests.request_lists import wait_all
 from quant.kernels import array_namespace
 
 Motion = Iterator[list[Request]]

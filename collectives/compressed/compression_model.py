@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives.analysis.cost_functions import LinearCost
 from collectives.communicator import Communicator
 from collectives.compressed import Codec, VectorPartition, crowded
-from collectives.transport.machine import usable_cores
+from collectives.transport.node.machine import usable_cores
 
 LENGTHS = (1 << 14, 1 << 18)
 """Elements of the sums that the cost is fitted to: 64 KiB and 1 MiB."""

@@ -10,7 +10,7 @@ from collectives.communicator import Communicator
 from collectives.compressed.bound_collective import BoundCollective, Motion, module_of
 from collectives.compressed.codec import Codec, encode_part, required_codec, within
 from collectives.compressed.partition import VectorPartition, checked
-from collectives.runtime.requests import Request
+from collectives.runtime.requests.request import Request
 from quant.types import Array
 
 

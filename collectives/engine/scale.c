@@ -16,7 +16,7 @@ static int64_t piece_length(const Scale *scale, int64_t elements, int64_t piece)
     return even_length(elements / grain, pieces, piece) * grain + (piece == pieces - 1 ? elements % grain : 0);
 }
 
-/* Mark of a call of this length, which ranks compute alike: see transport/mailbox.py. */
+/* Mark of a call of this length, which ranks compute alike: see transport/node/mailbox.py. */
 static int64_t mark_of(const Scale *scale, int64_t elements) {
     uint32_t nbytes = (uint32_t)(scale->call_bytes * elements);
     return (scale->mark + (nbytes * 2654435761u >> 20)) % (KIND / LABELS);

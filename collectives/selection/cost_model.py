@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from collectives.analysis.cost_functions import ClusteredNetwork, CostFunctions, LinearCost, UniformNetwork
 from collectives.schedule.topology import Nodes
-from collectives.transport.copy_speed import MessageSpeed
-from collectives.transport.network_speed import NetworkSpeed
+from collectives.transport.memory.copy_speed import MessageSpeed
+from collectives.transport.mpi.network_speed import NetworkSpeed
 
 CALL = 0.7e-6
 """Seconds of a compiled call without its messages, from when the first rank starts until the last one ends."""

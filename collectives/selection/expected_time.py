@@ -36,9 +36,9 @@ from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, CALL, NETWORK_OVERHEAD
 from collectives.selection.select import SIMULATED_RANKS, formula
 from collectives.selection.shared_cores import CACHED_BYTES, NETWORK_COPY, NETWORK_WORK, UNCACHED, total_work
-from collectives.transport.copy_speed import MessageSpeed
-from collectives.transport.mailbox import ONE_COPY
-from collectives.transport.network_speed import NetworkSpeed
+from collectives.transport.memory.copy_speed import MessageSpeed
+from collectives.transport.mpi.network_speed import NetworkSpeed
+from collectives.transport.node.mailbox import ONE_COPY
 
 CROSSING = 0.15e-6
 """Extra seconds of a message if one of its ranks also sends or receives the other way."""

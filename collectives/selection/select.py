@@ -22,7 +22,7 @@ from collectives.selection.exchanges import exchange_seconds
 from collectives.selection.shared_cores import core_time, predict_on_shared_cores, without_core_time
 from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
-from collectives.transport.mailbox import RENDEZVOUS_BYTES
+from collectives.transport.node.mailbox import RENDEZVOUS_BYTES
 
 MOST_SEGMENTS = 64
 """Limit of segments; each has messages of its own, which must be bound."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.progress import progress_until
+from collectives.runtime.execution.progress import progress_until
 from parallel.context.sequence_division import SequenceDivision
 from parallel.nn import kernels
 from parallel.nn.kernels.storage import movable

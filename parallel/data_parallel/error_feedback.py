@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from collectives.compressed import Motion
-from collectives.runtime.request_lists import wait_all
-from collectives.runtime.requests import Request
+from collectives.runtime.requests.request import Request
+from collectives.runtime.requests.request_lists import wait_all
 from parallel.checkpoint.tensor_slices import TensorSlice, slice_of
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.data_parallel.reducers import START, PlainReducer, StepScale, Turns

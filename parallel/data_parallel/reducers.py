@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from collectives.runtime.request_lists import wait_all
-from collectives.runtime.requests import Request
+from collectives.runtime.requests.request import Request
+from collectives.runtime.requests.request_lists import wait_all
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.data_parallel.run_context import RunContext
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, tree_forecast

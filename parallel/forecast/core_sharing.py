@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from mpi4py import MPI
 
-from collectives.transport.machine import machine_name, usable_cores
+from collectives.transport.node.machine import machine_name, usable_cores
 from parallel.runtime.collective_errors import raise_on_all
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.runtime.progress import progress_until
-from collectives.runtime.request_lists import wait_all
+from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.requests.request_lists import wait_all
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.forecast.measurement_record import MeasurementRecord
 from parallel.forecast.message_costs import MessageCosts

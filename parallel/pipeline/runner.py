@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.progress import active_requests, progress
+from collectives.runtime.execution.progress import active_requests, progress
 from collectives.transport.waits import call_watchers, pause
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.program_end import uncaught_exception
-from collectives.runtime.progress import progress_until
+from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.requests.program_end import uncaught_exception
 from collectives.transport.waits import watchers
 from parallel.runtime.call_order import CallOrder, messages, send_to_others
 from parallel.runtime.collective_errors import describe, is_shared, raise_shared

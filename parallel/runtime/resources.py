@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transport.memory_limits import ControlGroup, control_groups
+from collectives.transport.memory.memory_limits import ControlGroup, control_groups
 from parallel.nn.kernels.storage import product_dtype
 from parallel.runtime.collective_errors import raise_on_all
 from parallel.runtime.vector_memory import namespace

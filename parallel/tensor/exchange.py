@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.progress import progress_until
+from collectives.runtime.execution.progress import progress_until
 from collectives.schedule.chunks import even
 from parallel.nn import kernels
 from parallel.nn.array_checks import named

@@ -19,7 +19,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport import copy_speed
+from collectives.transport.memory import copy_speed
 from fuzzing.sequences import CREATING, LENGTHS, Step, sequence
 from fuzzing.step_runner import FUNCTIONS, StepRunner
 

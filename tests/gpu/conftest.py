@@ -82,7 +82,7 @@ def comm(request, world, cupy):
     "network": pinned memory, with every rank on a node of its own.
     """
     from collectives import Communicator
-    from collectives.transport.device import cuda_aware
+    from collectives.transport.mpi.cuda_support import cuda_aware
 
     if is_over(request.config, world):
         pytest.skip("no time left")

@@ -33,7 +33,7 @@ def impatient(monkeypatch, seconds=2):
     """Waits for the other ranks of a node end with an error after `seconds`: these may have met an error."""
     from support.fakes import cupy
 
-    from collectives.transport.mailbox import NodeMemory
+    from collectives.transport.node.mailbox import NodeMemory
 
     deadlines = {}
 

@@ -12,9 +12,10 @@ from support.fakes import cupy as standin
 from collectives.buffers import staging
 from collectives.buffers.arguments import vector
 from collectives.cli import gpu_probe
-from collectives.runtime import binding, call
-from collectives.transport.device_copies import DeviceCopies
-from collectives.transport.exported_memory import GRAIN, HANDLE, ExportedMemory
+from collectives.runtime.arguments import call
+from collectives.runtime.binding import call_binding
+from collectives.transport.gpu.device_copies import DeviceCopies
+from collectives.transport.gpu.exported_memory import GRAIN, HANDLE, ExportedMemory
 from collectives.transport.wire import Iovec
 
 CUDA_CLASSES = ("Device", "Event", "ExternalStream", "MemoryPointer", "Stream", "UnownedMemory")
@@ -162,7 +163,7 @@ def test_reductions_are_accepted(cupy, op, dtype):
     if (op[0] == "B" and dtype[0] in "f?") or (op[0] == "L" and dtype[0] == "f"):
         pytest.skip("not defined for these")
     x, y = cupy.asarray(np.ones(4, dtype)), cupy.asarray(np.ones(4, dtype))
-    device_call = binding.as_device_call(call.allreduce(x, y, getattr(MPI, op), 0, 2))
+    device_call = call_binding.as_device_call(call.allreduce(x, y, getattr(MPI, op), 0, 2))
     assert device_call is not None
     device_call[0].combine.bind(x, y, cupy.asarray(np.ones(4, dtype)))()
 

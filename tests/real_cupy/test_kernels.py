@@ -13,7 +13,7 @@ from support.operator_cases import COPIED, PRODUCTS, products_are_right
 from support.recorded_calls import decoded
 from support.standin import recorder
 
-from collectives.transport import gpu_kernels, peer_kernels
+from collectives.transport.gpu import gpu_kernels, peer_kernels
 from collectives.transport.wire import Iovec
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels import device_kernels, device_source

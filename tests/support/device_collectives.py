@@ -7,7 +7,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport.device_copies import DeviceCopies
+from collectives.transport.gpu.device_copies import DeviceCopies
 from support.doc_examples import EXAMPLES, call
 from support.fakes import cupy
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from collectives.engine import extension, fence, mailbox_rows
 from collectives.engine.instructions import DONE, REFUSED
-from collectives.runtime import program
+from collectives.runtime.execution import program
 
 
 def use_interpreter(monkeypatch):

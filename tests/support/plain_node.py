@@ -6,8 +6,8 @@ import numpy as np
 
 from collectives.engine.cross_memory import CrossMemoryAttach
 from collectives.engine.instructions import LINE, RECEIVED, SENT, SHORT_SPACING, SLOTS
-from collectives.transport.mailbox import ChannelMemory, MailboxEdge, NodeMemory
-from collectives.transport.shm import NodeAwareTransport
+from collectives.transport.node.mailbox import ChannelMemory, MailboxEdge, NodeMemory
+from collectives.transport.node.shm import NodeAwareTransport
 from collectives.transport.wire import NoMessages
 
 CELL, SHORT = 1 << 10, 1 << 7

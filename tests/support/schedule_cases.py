@@ -7,9 +7,9 @@ import numpy as np
 
 from collectives.algorithms import catalog
 from collectives.engine.instructions import SOURCE, TARGET
-from collectives.runtime.binder import bind
-from collectives.runtime.ops import Combiner
-from collectives.runtime.program_memory import ElementArray, Task
+from collectives.runtime.arguments.ops import Combiner
+from collectives.runtime.binding.binder import bind
+from collectives.runtime.execution.program_memory import ElementArray, Task
 from collectives.schedule import semantics
 from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS

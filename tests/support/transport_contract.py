@@ -11,7 +11,7 @@ import numpy as np
 
 from collectives.engine.assembly import Place, Point, calling, waiting
 from collectives.engine.instructions import ABSOLUTE
-from collectives.runtime.program import Program
+from collectives.runtime.execution.program import Program
 from collectives.transport.wire import Piece
 from support.loopback import LoopbackHub
 

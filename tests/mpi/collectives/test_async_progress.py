@@ -12,9 +12,9 @@ from support.exchange_cases import TABLE, Question
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument
-from collectives.runtime.program_builder import DEFERRED_BYTES
-from collectives.runtime.progress import progress_lock, progress_thread
-from collectives.transport import mailbox_layout
+from collectives.runtime.builders.program_builder import DEFERRED_BYTES
+from collectives.runtime.execution.progress import progress_lock, progress_thread
+from collectives.transport.node import mailbox_layout
 
 LONG = DEFERRED_BYTES // 8
 

@@ -17,8 +17,8 @@ from collectives import Communicator
 from collectives.engine.extension import available
 from collectives.engine.instructions import DONE, RESULT_BITS, WAITING
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.progress import progress_lock
-from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.runtime.execution.progress import progress_lock
+from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
 

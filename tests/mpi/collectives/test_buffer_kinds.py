@@ -11,7 +11,7 @@ from support.engines import find
 
 from collectives import Communicator
 from collectives.engine.extension import available
-from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 N = 64
 

@@ -11,7 +11,7 @@ from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, ours, perfor
 
 from collectives import Communicator
 from collectives.algorithms import catalog
-from collectives.runtime import binding
+from collectives.runtime.binding import call_binding
 
 DTYPES = [*"bhilqBHILQ", *"efdg", *"FDG", "?", ml_dtypes.bfloat16]
 METHODS = [method for method in TABLE if method != "Barrier"]
@@ -142,7 +142,7 @@ def test_algorithms_that_know_nodes(cluster, method, algorithm, form):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_others_do_not_mind_nodes(cluster, monkeypatch, method):
-    monkeypatch.setattr(binding, "SEGMENT", 1 << 13)  # so that messages between nodes are cut, and paced
+    monkeypatch.setattr(call_binding, "SEGMENT", 1 << 13)  # so that messages between nodes are cut, and paced
     line, size = TABLE[method], cluster.Get_size()
     for number, algorithm in enumerate(["auto", *ours(line.collective)]):
         asked = question(cluster, (size + 1, 20_000)[number % 2], "d", number % size)

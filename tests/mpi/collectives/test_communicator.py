@@ -7,7 +7,8 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport import placement, waits
+from collectives.transport import waits
+from collectives.transport.node import placement
 
 
 def works(comm):

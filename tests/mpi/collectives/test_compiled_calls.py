@@ -10,7 +10,7 @@ from support.engines import find
 
 from collectives import Communicator
 from collectives.engine.extension import available
-from collectives.runtime.compiled_calls import MAX_ENTRIES
+from collectives.runtime.planning.compiled_calls import MAX_ENTRIES
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 

@@ -15,10 +15,10 @@ from collectives import Communicator, wait_all
 from collectives.engine.extension import available
 from collectives.engine.instructions import HAS_THREAD
 from collectives.errors import InvalidArgument
-from collectives.runtime import requests
-from collectives.runtime.native_requests import EndedRequest
-from collectives.runtime.progress import active_requests, progress_words
-from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.runtime.execution.progress import active_requests, progress_words
+from collectives.runtime.requests import request
+from collectives.runtime.requests.native_requests import EndedRequest
+from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 pytestmark = pytest.mark.skipif(
     MPI.Query_thread() != MPI.THREAD_MULTIPLE or not available(), reason="all is left to Python then"
@@ -78,7 +78,7 @@ def test_starts_without_a_progress_thread(quick, world, monkeypatch):
 
     bound.start(1)
     complete(1)
-    monkeypatch.setattr(requests.Request, "_start", lambda _: pytest.fail("Python code has started it"))
+    monkeypatch.setattr(request.Request, "_start", lambda _: pytest.fail("Python code has started it"))
     for factor in range(3):
         deadline = time.monotonic() + 60
         while progress_words[HAS_THREAD]:

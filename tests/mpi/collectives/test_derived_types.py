@@ -8,7 +8,7 @@ from support.engines import find, use_interpreter
 from collectives import Communicator
 from collectives.buffers import staging
 from collectives.engine.extension import available
-from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 N = 12
 

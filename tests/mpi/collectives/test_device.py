@@ -7,7 +7,7 @@ from support.doc_examples import EXAMPLES, FORMS, call, check
 from support.fakes import cupy
 
 from collectives import Communicator, wait_all
-from collectives.runtime.progress import mpi_is_thread_safe
+from collectives.runtime.execution.progress import mpi_is_thread_safe
 
 OPTIONS = {
     "direct": lambda size: {"cuda_aware": True},

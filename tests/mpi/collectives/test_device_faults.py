@@ -11,9 +11,9 @@ from support.fakes import cupy
 from collectives import Communicator
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.cli import gpu_probe
-from collectives.transport.device_copies import DeviceCopies, PinnedMailboxes
-from collectives.transport.device_messages import DeviceNodeTransport, DeviceSend
-from collectives.transport.mailbox import KIND, MASK, WORDS
+from collectives.transport.gpu.device_copies import DeviceCopies, PinnedMailboxes
+from collectives.transport.gpu.device_messages import DeviceNodeTransport, DeviceSend
+from collectives.transport.node.mailbox import KIND, MASK, WORDS
 
 
 def right(comm, name, n):

@@ -14,9 +14,9 @@ from support.fakes import cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import RanksDisagree
-from collectives.runtime import communicator_transports
-from collectives.runtime.program import Program
-from collectives.transport.device_network import (
+from collectives.runtime.builders import communicator_transports
+from collectives.runtime.execution.program import Program
+from collectives.transport.gpu.device_network import (
     IN_FLIGHT,
     DeviceNetworkTransport,
     NetworkLane,
@@ -24,9 +24,9 @@ from collectives.transport.device_network import (
     NetworkSend,
     PinnedBuffers,
 )
-from collectives.transport.mailbox import NodeMemory
-from collectives.transport.mpi_transport import MpiTransport
-from collectives.transport.staging_chunks import SHORTEST
+from collectives.transport.mpi.mpi_transport import MpiTransport
+from collectives.transport.node.mailbox import NodeMemory
+from collectives.transport.node.staging_chunks import SHORTEST
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.mpi(min_size=2)]
 

@@ -14,8 +14,9 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.buffers.staging import PackedStaging
 from collectives.errors import InvalidArgument, NotCopied
-from collectives.runtime.program_end import open_communicators
-from collectives.transport import placement, shared_node
+from collectives.runtime.requests.program_end import open_communicators
+from collectives.transport.memory import shared_node
+from collectives.transport.node import placement
 
 
 def refuse(pid, number):

@@ -9,7 +9,7 @@ from support.exchange_cases import FORMS
 from collectives import Communicator
 from collectives.engine.extension import available
 from collectives.errors import Mismatch
-from collectives.transport import mailbox
+from collectives.transport.node import mailbox
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 

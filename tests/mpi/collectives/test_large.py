@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport.memory_limits import available_memory
+from collectives.transport.memory.memory_limits import available_memory
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 

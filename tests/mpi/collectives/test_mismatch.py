@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from collectives import Communicator, algorithms
 from collectives.errors import Mismatch, RanksDisagree
-from collectives.transport.mailbox import SLOTS
+from collectives.transport.node.mailbox import SLOTS
 
 
 @pytest.fixture(params=["shared memory", "messages"])

@@ -9,7 +9,7 @@ from support.exchange_cases import FORMS, TABLE, Question, perform
 
 from collectives import Communicator, algorithms
 from collectives.errors import InvalidArgument
-from collectives.runtime import native
+from collectives.runtime.builders import native
 
 METHODS = [method for method in TABLE if method != "Barrier"]
 REDUCING = [method for method in TABLE if TABLE[method].reduces]

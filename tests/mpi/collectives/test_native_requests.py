@@ -12,8 +12,8 @@ from mpi4py import MPI
 from collectives import Communicator, Request, start_all
 from collectives.engine.instructions import HAS_THREAD
 from collectives.errors import InvalidArgument
-from collectives.runtime.native_requests import GeneralizedHandle, PendingHandle
-from collectives.runtime.progress import mpi_is_thread_safe, progress_words
+from collectives.runtime.execution.progress import mpi_is_thread_safe, progress_words
+from collectives.runtime.requests.native_requests import GeneralizedHandle, PendingHandle
 
 ALL = {
     "Waitall": MPI.Request.Waitall,

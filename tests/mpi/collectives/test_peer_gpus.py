@@ -16,13 +16,13 @@ from support.fakes import cupy
 from collectives import Communicator
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import Mismatch
-from collectives.transport import device_messages, peer_kernels, peer_messages
-from collectives.transport.device_copies import DeviceCopies
-from collectives.transport.device_messages import DeviceReceive
-from collectives.transport.exported_memory import ExportedMemory
-from collectives.transport.mailbox import MailboxEdge, NodeMemory
-from collectives.transport.peer_messages import PeerLinks, PeerReceive
-from collectives.transport.peer_watch import PeerWatch, has_ended
+from collectives.transport.gpu import device_messages, peer_kernels, peer_messages
+from collectives.transport.gpu.device_copies import DeviceCopies
+from collectives.transport.gpu.device_messages import DeviceReceive
+from collectives.transport.gpu.exported_memory import ExportedMemory
+from collectives.transport.gpu.peer_messages import PeerLinks, PeerReceive
+from collectives.transport.node.mailbox import MailboxEdge, NodeMemory
+from collectives.transport.node.peer_watch import PeerWatch, has_ended
 from collectives.transport.wire import Iovec
 
 pytestmark = pytest.mark.timeout(20)
@@ -232,7 +232,7 @@ def test_peer_that_ended(peers, world, monkeypatch, message):
     """The others raise an error, in the meeting or as they wait for its message."""
     gone = world.size - 1
     pid = world.bcast(os.getpid(), gone)
-    monkeypatch.setattr("collectives.transport.peer_watch.has_ended", lambda found: found == pid)
+    monkeypatch.setattr("collectives.transport.node.peer_watch.has_ended", lambda found: found == pid)
     x = cupy.zeros(5, "f4")
     if world.rank != gone:
         with pytest.raises(ConnectionResetError, match=f"rank {gone} has ended"):

@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, wait_all
-from collectives.runtime import program_cache as kept
-from collectives.transport import mailbox_layout
-from collectives.transport.mpi_transport import MpiTransport
+from collectives.runtime.planning import program_cache as kept
+from collectives.transport.mpi.mpi_transport import MpiTransport
+from collectives.transport.node import mailbox_layout
 
 
 @pytest.fixture

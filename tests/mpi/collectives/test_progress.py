@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.runtime.progress import active_requests, progress_lock, progress_thread
+from collectives.runtime.execution.progress import active_requests, progress_lock, progress_thread
 
 
 @pytest.mark.parametrize("form", ["Allreduce", "Barrier", "Bcast"])

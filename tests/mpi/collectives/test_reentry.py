@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import RanksDisagree
-from collectives.runtime.progress import mpi_is_thread_safe
+from collectives.runtime.execution.progress import mpi_is_thread_safe
 
 
 class UseInFinalizer:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.runtime.progress import progress
+from collectives.runtime.execution.progress import progress
 
 N = 100
 

@@ -12,9 +12,9 @@ from support.fakes import Foreign, cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument, InvalidType, Mismatch, OutOfMemory
-from collectives.runtime import gpu_program
-from collectives.runtime.gpu_program_builder import GpuProgramBuilder
-from collectives.runtime.program_builder import ProgramBuilder
+from collectives.runtime.builders.program_builder import ProgramBuilder
+from collectives.runtime.gpu import gpu_program
+from collectives.runtime.gpu.gpu_program_builder import GpuProgramBuilder
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,11 +8,11 @@ from support.device_collectives import passes
 from support.fakes import cupy
 
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.runtime import gpu_program
-from collectives.runtime.gpu_program import _GpuCall
-from collectives.transport.exported_memory import Exported, ExportedMemory
-from collectives.transport.gpu_channel import POSTED, VERSION, GpuChannel
-from collectives.transport.gpu_kernels import GpuKernels
+from collectives.runtime.gpu import gpu_program
+from collectives.runtime.gpu.gpu_program import _GpuCall
+from collectives.transport.gpu.exported_memory import Exported, ExportedMemory
+from collectives.transport.gpu.gpu_channel import POSTED, VERSION, GpuChannel
+from collectives.transport.gpu.gpu_kernels import GpuKernels
 
 CASES = [(name, shared, 400) for name, shared in product(("allgather", "allreduce", "scan"), (True, False, True))]
 

@@ -11,9 +11,10 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport import memory_file, placement, shared_node
-from collectives.transport.mailbox_layout import CHANNELS, FIRST_CHANNELS
-from collectives.transport.shared_node import SharedNode
+from collectives.transport.memory import memory_file, shared_node
+from collectives.transport.memory.shared_node import SharedNode
+from collectives.transport.node import placement
+from collectives.transport.node.mailbox_layout import CHANNELS, FIRST_CHANNELS
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 
@@ -370,7 +371,7 @@ def test_a_forked_process_that_ends_frees_nothing(world):
     with Communicator(world) as comm:
         child = os.fork()
         if not child:
-            from collectives.runtime.program_end import open_communicators
+            from collectives.runtime.requests.program_end import open_communicators
 
             os._exit(len(open_communicators))
         assert os.waitpid(child, 0)[1] == 0

@@ -13,12 +13,12 @@ from support.fakes import cupy
 
 from collectives import Communicator, wait_all
 from collectives.errors import Mismatch, RanksDisagree
-from collectives.transport import placement, staging_chunks
-from collectives.transport.device_copies import DeviceCopies
-from collectives.transport.device_messages import ChunkSend, DeviceReceive
-from collectives.transport.mailbox import CELL, NodeMemory
-from collectives.transport.shared_node import SharedNode
-from collectives.transport.staging_chunks import CHUNK, SHORTEST, StagingChunks
+from collectives.transport.gpu.device_copies import DeviceCopies
+from collectives.transport.gpu.device_messages import ChunkSend, DeviceReceive
+from collectives.transport.memory.shared_node import SharedNode
+from collectives.transport.node import placement, staging_chunks
+from collectives.transport.node.mailbox import CELL, NodeMemory
+from collectives.transport.node.staging_chunks import CHUNK, SHORTEST, StagingChunks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -248,7 +248,7 @@ def test_peer_that_ended(pinned, world, monkeypatch, sends, begins):
     """The others raise an error as they wait for its data, or for its acknowledgements."""
     gone, root = world.size - 1, world.size - 1 if sends else 0
     pid = world.bcast(os.getpid(), gone)
-    monkeypatch.setattr("collectives.transport.peer_watch.has_ended", lambda found: found == pid)
+    monkeypatch.setattr("collectives.transport.node.peer_watch.has_ended", lambda found: found == pid)
     x = cupy.zeros(MANY, "u1")
     if world.rank != gone:
         if sends or world.rank == root:

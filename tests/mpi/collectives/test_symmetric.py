@@ -20,8 +20,9 @@ from collectives.engine.assembly import flat
 from collectives.engine.cross_memory import CrossMemoryAttach
 from collectives.engine.instructions import INLINE, Kind
 from collectives.errors import InvalidArgument, OutOfMemory
-from collectives.runtime import call as calls
-from collectives.transport import mailbox, mailbox_layout, placement, shared_heap
+from collectives.runtime.arguments import call as calls
+from collectives.transport.memory import shared_heap
+from collectives.transport.node import mailbox, mailbox_layout, placement
 
 
 @pytest.fixture

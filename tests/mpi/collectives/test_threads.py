@@ -10,7 +10,7 @@ from mpi4py import MPI
 from support.tiers import default
 
 from collectives import Communicator, Request
-from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 pytestmark = [
     pytest.mark.timeout(120),

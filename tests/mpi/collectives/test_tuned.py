@@ -10,7 +10,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import tune
 from collectives.errors import InvalidType
-from collectives.runtime import native
+from collectives.runtime.builders import native
 from collectives.selection import timing_file
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable, shape
 

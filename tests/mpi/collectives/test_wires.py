@@ -11,18 +11,18 @@ from support.transport_contract import CONTRACT, piece
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import view
 from collectives.engine.extension import available
-from collectives.transport import shm
-from collectives.transport.device_copies import DeviceCopies, PinnedMailboxes
-from collectives.transport.device_messages import DeviceNodeTransport
-from collectives.transport.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
-from collectives.transport.device_wire import DeviceTransport
-from collectives.transport.exported_memory import ExportedMemory
-from collectives.transport.mailbox import FAR_COPIED, MailboxEdge, open_mailboxes
-from collectives.transport.mpi_transport import MpiTransport
-from collectives.transport.peer_messages import PeerLinks, PeerTransport, connect
-from collectives.transport.placement import place_ranks
-from collectives.transport.shm import NodeAwareTransport
-from collectives.transport.staging_chunks import part_size, share_chunks
+from collectives.transport.gpu.device_copies import DeviceCopies, PinnedMailboxes
+from collectives.transport.gpu.device_messages import DeviceNodeTransport
+from collectives.transport.gpu.device_network import DeviceNetworkTransport, PinnedBuffers, largest_part
+from collectives.transport.gpu.device_wire import DeviceTransport
+from collectives.transport.gpu.exported_memory import ExportedMemory
+from collectives.transport.gpu.peer_messages import PeerLinks, PeerTransport, connect
+from collectives.transport.mpi.mpi_transport import MpiTransport
+from collectives.transport.node import shm
+from collectives.transport.node.mailbox import FAR_COPIED, MailboxEdge, open_mailboxes
+from collectives.transport.node.placement import place_ranks
+from collectives.transport.node.shm import NodeAwareTransport
+from collectives.transport.node.staging_chunks import part_size, share_chunks
 
 
 class OnDevice(DeviceNodeTransport):

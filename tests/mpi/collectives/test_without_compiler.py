@@ -11,8 +11,8 @@ from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, perform
 from collectives import Communicator
 from collectives.engine.instructions import REFUSED
 from collectives.errors import Mismatch, RanksDisagree
-from collectives.runtime.requests import Request
-from collectives.transport.mailbox_layout import NONBLOCKING
+from collectives.runtime.requests.request import Request
+from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 ENGINES = {
     "interpreted": lambda world, patch: use_interpreter(patch),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.transport import shared_heap
+from collectives.transport.memory import shared_heap
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer

@@ -12,7 +12,7 @@ from collectives import Communicator
 from collectives.analysis.cost_functions import LinearCost
 from collectives.compressed import HierarchicalAllreduce, QuantCodec, SegmentedAllreduce, compression_model
 from collectives.compressed.compression_model import CompressionForecast, crowding, forecast
-from collectives.runtime.request_lists import wait_all
+from collectives.runtime.requests.request_lists import wait_all
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
 from parallel.data_parallel.grad_bucket import GradBucket

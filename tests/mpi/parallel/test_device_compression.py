@@ -10,7 +10,7 @@ from support.device_training import COMPRESSORS, compresses_as_on_the_host
 from support.fakes import cupy
 
 from collectives import Communicator
-from collectives.runtime.request_lists import wait_all
+from collectives.runtime.requests.request_lists import wait_all
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
 from parallel.data_parallel.grad_bucket import GradBucket

@@ -5,7 +5,7 @@ import pytest
 from support.fakes import cupy
 
 from collectives import Communicator
-from collectives.runtime.program_builder import ProgramBuilder
+from collectives.runtime.builders.program_builder import ProgramBuilder
 from parallel.data.sampler import Batch
 from parallel.data_parallel.sharded_optimizer import ShardedOptimizer
 from parallel.engine.data_parallel_engine import DataParallelEngine

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.runtime.program_end import open_communicators
+from collectives.runtime.requests.program_end import open_communicators
 from parallel import AdamW, Engine, nn
 from parallel.data.work_queue import WorkQueue
 from parallel.mesh.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from support import tiny_models
 from support.training_states import differing, whole
 
 from collectives import Communicator
-from collectives.runtime.progress import active_requests
+from collectives.runtime.execution.progress import active_requests
 from parallel.data.work_queue import WorkQueue
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine

@@ -9,7 +9,7 @@ from support import tiny_models
 from support.training_states import differing, whole
 
 from collectives import Communicator
-from collectives.runtime.program_end import open_communicators
+from collectives.runtime.requests.program_end import open_communicators
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy

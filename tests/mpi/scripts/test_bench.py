@@ -7,7 +7,7 @@ from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES
 from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.overlap import hidden_share, overlap_lines
-from collectives.runtime import native
+from collectives.runtime.builders import native
 
 FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
 

@@ -11,8 +11,8 @@ from textwrap import indent
 import pytest
 
 from collectives import Communicator
-from collectives.runtime import collective_methods
-from collectives.runtime.collective_forms import DECLARATIONS, FORMS, documentation, method_name, signature
+from collectives.runtime.methods import collective_methods
+from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, documentation, method_name, signature
 
 STUB = Path(collective_methods.__file__).with_suffix(".pyi")
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.runtime.inherited_methods import Inherited
-from collectives.runtime.requests import Request
+from collectives.runtime.methods.inherited_methods import Inherited
+from collectives.runtime.requests.request import Request
 
 class CollectiveMethods(Inherited):
     \"""Collectives on arrays, each as a blocking, a non-blocking and a persistent method.\"""

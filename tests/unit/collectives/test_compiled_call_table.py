@@ -6,9 +6,9 @@ from mpi4py import MPI
 
 from collectives.engine.extension import available
 from collectives.engine.instructions import REFUSED, WAITING
-from collectives.runtime.argument_keys import CallKey, key_fields
-from collectives.runtime.program import Program
-from collectives.runtime.program_cache import ProgramCache
+from collectives.runtime.arguments.argument_keys import CallKey, key_fields
+from collectives.runtime.execution.program import Program
+from collectives.runtime.planning.program_cache import ProgramCache
 from collectives.transport.wire import NoMessages
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")

@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 import collectives
 from collectives.errors import InvalidArgument
-from collectives.runtime import call as calls
-from collectives.runtime import desync_check
-from collectives.runtime.call import Call
-from collectives.runtime.desync_check import RECORD
+from collectives.runtime.arguments import call as calls
+from collectives.runtime.arguments.call import Call
+from collectives.runtime.planning import desync_check
+from collectives.runtime.planning.desync_check import RECORD
 from collectives.selection.select import AlgorithmChoice
 
 RING = AlgorithmChoice("ring")

@@ -21,11 +21,11 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.buffers import memory, staging
 from collectives.buffers.arguments import vector
-from collectives.runtime import binding
-from collectives.runtime import call as calls
-from collectives.runtime.collective_forms import DECLARATIONS
+from collectives.runtime.arguments import call as calls
+from collectives.runtime.binding import call_binding
+from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
-from collectives.transport import device
+from collectives.transport.mpi import cuda_support
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -96,8 +96,8 @@ def play(name, algorithm, size, n, hub, direct, dtype="f4", root=0, in_place=Fal
         send, recv = blank(example.send), blank(example.recv)
         call, lane = call_of(example, send, recv, rank, size), None
         if direct(rank):
-            call, lane = binding.as_device_call(call)
-        program = binding.bind_call(call, AlgorithmChoice(algorithm, segments), rank, size, hub.wire(rank), lane)
+            call, lane = call_binding.as_device_call(call)
+        program = call_binding.bind_call(call, AlgorithmChoice(algorithm, segments), rank, size, hub.wire(rank), lane)
         for form in forms:
             for array, fresh in ((send, example.send), (recv, example.recv)):
                 if array is not None:
@@ -163,7 +163,7 @@ def test_again_and_again_blocking_and_not(name, way):
 @pytest.mark.parametrize("algorithm", list(catalog.CATALOG["allreduce"]))
 def test_messages_that_are_cut(monkeypatch, algorithm, way):
     """Parts are combined while others arrive, in landing slots that are used again: not before they are free."""
-    monkeypatch.setattr(binding, "SEGMENT", 16)
+    monkeypatch.setattr(call_binding, "SEGMENT", 16)
     for size in (2, 3, 4):
         for segments in (1, 3):
             play("allreduce", algorithm, size, 203, GpuHub(size), lambda rank: way == "direct", segments=segments)
@@ -208,8 +208,8 @@ def test_the_test_would_see_a_missing_wait(monkeypatch):
 
 def test_scratch_lies_on_the_device(gpu):
     x = cupy.asarray(np.ones(40, "f4"))
-    call, lane = binding.as_device_call(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
-    program = binding.bind_call(call, AlgorithmChoice("mst"), 2, 4, GpuHub(4).wire(2), lane)
+    call, lane = call_binding.as_device_call(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
+    program = call_binding.bind_call(call, AlgorithmChoice("mst"), 2, 4, GpuHub(4).wire(2), lane)
     assert program.nbytes > 0
     memories = program.memories
     assert all(isinstance(memory.array, cupy.ndarray) for memory in memories)
@@ -224,7 +224,7 @@ def test_sums_in_place_need_no_copy(gpu):
 @pytest.mark.parametrize("op", ["SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"])
 def test_every_operation_with_a_kernel(op):
     x, y = cupy.asarray(np.arange(6, dtype="i4")), cupy.asarray(np.zeros(6, "i4"))
-    found = binding.as_device_call(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
+    found = call_binding.as_device_call(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
     kernel = found[0].combine
     left, right = np.array([0, 1, 2, 3], "i4"), np.array([2, 1, 0, 3], "i4")
     here, there, out = cupy.asarray(left), cupy.asarray(right), cupy.zeros(4, "i4")
@@ -239,30 +239,30 @@ def test_what_the_device_cannot_do_is_staged():
     small = Foreign(cupy.zeros(64, "u1"), dtype=np.longdouble)
     x = cupy.zeros(4, "i4")
     for send, op in ((small, MPI.SUM), (x, user), (x, MPI.REPLACE)):
-        assert binding.as_device_call(calls.allreduce(send, send, op, 0, 2)) is None
-    assert binding.as_device_call(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
-    assert binding.as_device_call(calls.barrier()) is None
+        assert call_binding.as_device_call(calls.allreduce(send, send, op, 0, 2)) is None
+    assert call_binding.as_device_call(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
+    assert call_binding.as_device_call(calls.barrier()) is None
     user.Free()
 
 
 def test_memory_in_two_places_is_staged(gpu):
     gpu.devices = 2
     here, there = cupy.zeros(4), np.zeros(4)
-    assert binding.as_device_call(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
-    assert binding.as_device_call(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
+    assert call_binding.as_device_call(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
+    assert call_binding.as_device_call(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
     with cupy.cuda.Device(1):
         second = cupy.empty(4)
-    assert binding.as_device_call(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
-    assert binding.as_device_call(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
+    assert call_binding.as_device_call(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
+    assert call_binding.as_device_call(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
 
 
 def test_the_second_device_is_worked_on_from_the_first(gpu):
     gpu.devices = 2
     with cupy.cuda.Device(1):
         x, y = cupy.asarray(np.arange(5.0)), cupy.asarray(np.zeros(5))
-    call, lane = binding.as_device_call(calls.allreduce(x, y, MPI.SUM, 0, 1))
+    call, lane = call_binding.as_device_call(calls.allreduce(x, y, MPI.SUM, 0, 1))
     assert lane.number == 1
-    binding.bind_call(call, AlgorithmChoice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    call_binding.bind_call(call, AlgorithmChoice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
     assert y._seen().tolist() == [0, 1, 2, 3, 4]
 
 
@@ -298,10 +298,10 @@ def test_streams_of_two_arrays_are_ordered_on_the_device(gpu):
         y = cupy.zeros(3)
         y += 5  # would come after the result if nobody minded
     sender, receiver = Foreign(x, stream=one), Foreign(y, stream=other)
-    call, lane = binding.as_device_call(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
+    call, lane = call_binding.as_device_call(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
     gpu.log.clear()
     lane.follow(sender, receiver)
-    binding.bind_call(call, AlgorithmChoice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    call_binding.bind_call(call, AlgorithmChoice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
     assert y._seen().tolist() == [1, 1, 1]
     assert {number for kind, number, _ in gpu.log if kind == "wait"} == {one.number}
 
@@ -415,7 +415,7 @@ def test_new_communicators_inherit_the_setting():
     for setting in (True, False, None):
         comm = alone(setting)
         others = [comm.Dup(), comm.Split(0), comm.Clone(), comm.Split_type(MPI.COMM_TYPE_SHARED)]
-        expected = device.cuda_aware() if setting is None else setting
+        expected = cuda_support.cuda_aware() if setting is None else setting
         assert [other._planner.transports.aware for other in others] == [expected] * 4
         for made in (*others, comm):
             made.Free()
@@ -423,7 +423,7 @@ def test_new_communicators_inherit_the_setting():
 
 def test_by_default_the_mpi_decides(monkeypatch):
     for answer in (True, False):
-        monkeypatch.setattr(device, "cuda_aware", lambda answer=answer: answer)
+        monkeypatch.setattr(cuda_support, "cuda_aware", lambda answer=answer: answer)
         comm = alone()
         assert comm._planner.transports.aware is answer
         comm.Free()
@@ -466,7 +466,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch):
 
 def test_the_mpi_of_this_process_is_found_and_asked():
     """The wheels that these tests run with are built without CUDA; another MPI may say what it likes."""
-    assert device.cuda_aware() in (True, False)
+    assert cuda_support.cuda_aware() in (True, False)
 
 
 MAPS = """\
@@ -482,8 +482,8 @@ MAPS = """\
 
 def test_libraries_in_the_list_of_mapped_files(tmp_path):
     (tmp_path / "maps").write_text(MAPS)
-    assert device.loaded(tmp_path / "maps") == ["/opt/lib/libmpi.so.12.0.0", "/opt/my libs/libmpi_abi.so.1"]
-    assert device.loaded(tmp_path / "none") == []
+    assert cuda_support.loaded(tmp_path / "maps") == ["/opt/lib/libmpi.so.12.0.0", "/opt/my libs/libmpi_abi.so.1"]
+    assert cuda_support.loaded(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -492,10 +492,10 @@ def test_libraries_in_the_list_of_mapped_files(tmp_path):
 )
 def test_only_clear_answers_count(monkeypatch, answers, aware):
     left = list(answers)
-    monkeypatch.setattr(device, "loaded", lambda maps: ["libmpi.so"] * len(answers))
-    monkeypatch.setattr(device, "query_support", lambda path: left.pop(0))
-    assert device.cuda_aware.__wrapped__() is aware
+    monkeypatch.setattr(cuda_support, "loaded", lambda maps: ["libmpi.so"] * len(answers))
+    monkeypatch.setattr(cuda_support, "query_support", lambda path: left.pop(0))
+    assert cuda_support.cuda_aware.__wrapped__() is aware
 
 
 def test_a_library_that_is_not_loaded_is_not_asked():
-    assert device.query_support("/nowhere/libmpi.so.12") == []
+    assert cuda_support.query_support("/nowhere/libmpi.so.12") == []

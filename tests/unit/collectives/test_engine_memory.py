@@ -5,7 +5,7 @@ import pytest
 
 from collectives.engine import instructions
 from collectives.engine.extension import available, engine
-from collectives.transport import mailbox
+from collectives.transport.node import mailbox
 
 compiled = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 

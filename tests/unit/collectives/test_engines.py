@@ -29,9 +29,9 @@ from collectives.engine.instructions import (
     WORDS,
     Kind,
 )
-from collectives.runtime.program import Program
-from collectives.transport import shm
-from collectives.transport.mailbox import address_label, label
+from collectives.runtime.execution.program import Program
+from collectives.transport.node import shm
+from collectives.transport.node.mailbox import address_label, label
 from collectives.transport.wire import Combining, Piece
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")

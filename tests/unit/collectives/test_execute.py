@@ -14,9 +14,9 @@ from collectives.algorithms import catalog
 from collectives.engine import interpreter
 from collectives.engine.assembly import OnMemories, calling, flat
 from collectives.engine.instructions import COPY, LANDING, SCRATCH, SOURCE, TARGET, Kind
-from collectives.runtime import binder, chunk_locations
-from collectives.runtime.binder import bind
-from collectives.runtime.program_memory import ElementArray, Task
+from collectives.runtime.binding import binder, chunk_locations
+from collectives.runtime.binding.binder import bind
+from collectives.runtime.execution.program_memory import ElementArray, Task
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers, one, span

@@ -17,8 +17,8 @@ from collectives.selection.expected_time import (
     within_node,
 )
 from collectives.selection.shared_cores import CACHED_BYTES, NETWORK_COPY, NETWORK_WORK, UNCACHED
-from collectives.transport.copy_speed import MessageSpeed
-from collectives.transport.network_speed import NBYTES, NetworkSpeed, _burst
+from collectives.transport.memory.copy_speed import MessageSpeed
+from collectives.transport.mpi.network_speed import NBYTES, NetworkSpeed, _burst
 
 NODE = MessageSpeed(1e-6, 1e-10, 0.8e-10, 1.5e-10, late=2e-6)
 FLIGHT = CALL + 0.5e-6

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.fakes import cupy
 
-from collectives.transport import gpu_kernels
-from collectives.transport.gpu_kernels import EXCLUSIVE, INCLUSIVE, NOTHING, TOTAL, Copied, GpuKernels, Reduced
+from collectives.transport.gpu import gpu_kernels
+from collectives.transport.gpu.gpu_kernels import EXCLUSIVE, INCLUSIVE, NOTHING, TOTAL, Copied, GpuKernels, Reduced
 
 UFUNCS = {
     "SUM": np.add,

@@ -5,7 +5,7 @@ import pytest
 from support.loopback import LoopbackHub
 from support.transport_contract import CONTRACT, asking, begin, piece, spmd
 
-from collectives.runtime.program import Program
+from collectives.runtime.execution.program import Program
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

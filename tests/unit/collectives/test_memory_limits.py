@@ -2,8 +2,8 @@
 
 import pytest
 
-from collectives.transport import memory_limits
-from collectives.transport.memory_limits import available_memory, control_groups
+from collectives.transport.memory import memory_limits
+from collectives.transport.memory.memory_limits import available_memory, control_groups
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.native_requests import new_request
-from collectives.runtime.program import Program, call_rounds
-from collectives.runtime.progress import active_requests
-from collectives.runtime.requests import Request
+from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.progress import active_requests
+from collectives.runtime.requests.native_requests import new_request
+from collectives.runtime.requests.request import Request
 from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import PAIRS, kind
 from collectives.errors import InvalidArgument, InvalidType
-from collectives.runtime.ops import combine, is_commutative
+from collectives.runtime.arguments.ops import combine, is_commutative
 
 NUMBERS = [*"bhilqBHILQ", *"efdg", *"FDG", "?"]
 SMALL = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

@@ -7,7 +7,7 @@ from support.placed import placed
 
 from collectives.buffers.datatypes import kind
 from collectives.engine.extension import available, engine, reduction_number
-from collectives.runtime.ops import ReproducibleFunction
+from collectives.runtime.arguments.ops import ReproducibleFunction
 
 pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 

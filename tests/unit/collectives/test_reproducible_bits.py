@@ -7,7 +7,7 @@ from mpi4py import MPI
 from support.placed import placed
 
 from collectives.errors import InvalidType
-from collectives.runtime.ops import combine
+from collectives.runtime.arguments.ops import combine
 
 LENGTHS = (*range(1, 71), 127, 1000)
 

@@ -9,15 +9,16 @@ from itertools import count
 import pytest
 
 from collectives.errors import RanksDisagree
-from collectives.runtime import native_requests, operation, progress, requests
-from collectives.runtime.native_requests import new_request
-from collectives.runtime.program import Program, call_rounds
-from collectives.runtime.progress import active_requests, lone_requests, progress_lock
-from collectives.runtime.requests import Request
+from collectives.runtime.execution import operation, progress
+from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.progress import active_requests, lone_requests, progress_lock
+from collectives.runtime.requests import native_requests, request
+from collectives.runtime.requests.native_requests import new_request
+from collectives.runtime.requests.request import Request
 from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 
-FILES = {module.__file__ for module in (native_requests, operation, progress, requests)}
+FILES = {module.__file__ for module in (native_requests, operation, progress, request)}
 
 CHECKED_AFTER = ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
 """Instructions after which the interpreter looks for signals."""

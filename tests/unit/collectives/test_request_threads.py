@@ -8,10 +8,10 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import RanksDisagree
-from collectives.runtime import program_cache
-from collectives.runtime.program import Program, call_rounds
-from collectives.runtime.progress import active_requests, progress
-from collectives.runtime.requests import Request
+from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.progress import active_requests, progress
+from collectives.runtime.planning import program_cache
+from collectives.runtime.requests.request import Request
 from collectives.transport.wire import NoMessages
 from collectives.types import Wait
 

@@ -11,10 +11,10 @@ from support.tiers import default
 from collectives.algorithms import catalog
 from collectives.engine.assembly import Instruction
 from collectives.engine.instructions import LINE, Kind
-from collectives.runtime.binder import bind
-from collectives.runtime.ops import Combiner
-from collectives.runtime.program_memory import ElementArray
-from collectives.transport import shm
+from collectives.runtime.arguments.ops import Combiner
+from collectives.runtime.binding.binder import bind
+from collectives.runtime.execution.program_memory import ElementArray
+from collectives.transport.node import shm
 
 LARGEST = 33
 SIZES = range(1, LARGEST + 1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.runtime.program_memory import SHARED_SCRATCH, ScratchMemory
-from collectives.transport.shared_heap import LINE
+from collectives.runtime.execution.program_memory import SHARED_SCRATCH, ScratchMemory
+from collectives.transport.memory.shared_heap import LINE
 
 
 def test_arrays_of_a_program_are_apart_and_programs_use_the_same():

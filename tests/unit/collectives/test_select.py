@@ -31,8 +31,8 @@ from collectives.selection.shared_cores import (
 )
 from collectives.selection.shared_link import predict_on_shared_link
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
-from collectives.transport.copy_speed import MessageSpeed
-from collectives.transport.network_speed import NetworkSpeed
+from collectives.transport.memory.copy_speed import MessageSpeed
+from collectives.transport.mpi.network_speed import NetworkSpeed
 
 COLLECTIVES = list(catalog.CATALOG)
 TWO_NODES = (0, 0, 0, 0, 1, 1, 1, 1)

@@ -29,7 +29,7 @@ from importlib.util import find_spec
 import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
-from collectives.runtime.program import Program
+from collectives.runtime.execution.program import Program
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings

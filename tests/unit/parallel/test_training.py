@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.transport.memory_limits import control_groups
+from collectives.transport.memory.memory_limits import control_groups
 from parallel.checkpoint import step_folders
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.data.datasets import ArrayDataset

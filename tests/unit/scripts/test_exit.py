@@ -31,7 +31,8 @@ def last_look():
             sys.stdout.write(f"left: {thing!r}\\n")
 
 from collectives import Communicator, wait_all
-from collectives.runtime import native, planner
+from collectives.runtime.builders import native
+from collectives.runtime.planning import planner
 
 def noting(function, what):
     def wrapped(*arguments):

@@ -1,0 +1,1 @@
+"""Arguments of a call: its validated description, its key in caches, and its reduction operation."""

@@ -1,0 +1,166 @@
+"""Builds the programs of collective calls on one communicator: over its transports, or of the MPI's own collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from collectives.buffers.device_memory import DeviceMemory
+from collectives.runtime.arguments.call import Call
+from collectives.runtime.binding import call_binding
+from collectives.runtime.binding.any_length import bind_any_length
+from collectives.runtime.binding.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
+from collectives.runtime.builders import native
+from collectives.runtime.builders.communicator_transports import BLOCKING_CHANNEL, Transports
+from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.program_memory import ScratchMemory
+from collectives.schedule.semantics import MEANINGS
+from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
+from collectives.transport.node.shm import NodeAwareTransport
+from collectives.transport.wire import Wire
+
+DEFERRED_BYTES = 1 << 17
+"""Bytes from which a message is copied by the progress thread with the option `async_progress`."""
+
+
+class ProgramBuilder:
+    """Builds the programs of calls over `transports`; with `async_progress`, those of long messages are `deferred`."""
+
+    def __init__(self, transports: Transports, async_progress: bool) -> None:
+        self._comm, self._transports, self._async_progress = transports.comm, transports, async_progress
+        self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
+        self._scratch = ScratchMemory()  # of blocking calls
+
+    def on_device(
+        self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL, any_algorithm: bool = False
+    ) -> tuple[Call, DeviceMemory | None]:
+        """(call to bind, its device); the device is None if the data is on the host or must be staged there.
+
+        With `any_algorithm` the kernels of a GPU that all ranks share, or the copies of a rank that is alone, may take
+        the place of the chosen one.
+        """
+        if self._size == 1:
+            return self._alone_on_device(call) if any_algorithm or choice.algorithm != NATIVE else (call, None)
+        in_cells = self._transports.fits_cells(channel, call.unit.itemsize) and not needs_counts(call, choice)
+        takes_device = (self._transports.aware or in_cells) and choice.algorithm != NATIVE
+        return (call_binding.as_device_call(call) if takes_device else None) or (call, None)
+
+    @staticmethod
+    def _alone_on_device(call: Call) -> tuple[Call, DeviceMemory | None]:
+        """As `on_device` for a rank that is alone: it reduces nothing, so that any operation will do."""
+        return call_binding.as_device_call(call._replace(combine=None)) or (call, None)
+
+    def wire(
+        self,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        channel: int | None,
+        shared: bool = False,
+        device: DeviceMemory | None = None,
+    ) -> Wire:
+        """Create the transport of a call's program; see `Transports.wire`.
+
+        Messages are not cut if they are read from `shared` memory, or copied by the progress thread: a wait for each
+        part takes it long.
+        """
+        node, streamed = self._transports.node, 0
+        if node is not None and not shared and not (self._async_progress and form != BLOCKING):
+            streamed = node.streamed if MEANINGS[call.collective].rooted else node.streamed_both_ways
+            if call.combine is not None and (call.collective != "exscan" or self._size > 2):  # that only copies
+                streamed = node.streamed_reduced
+        mark = call_binding.call_mark(call, choice)
+        return self._transports.wire(form, mark, channel, call.unit.itemsize, streamed, device)
+
+    def bind(self, call: Call, choice: AlgorithmChoice, *how: Any, **keywords: Any) -> Program:
+        """Build the program of a call on its own memory; further arguments are those of `_bind`."""
+        return _labelled(self._bind(call, choice, *how, **keywords), call, choice)
+
+    def _bind(
+        self,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        device: DeviceMemory | None = None,
+        first: Sequence[Callable[[], object]] = (),
+        channel: int | None = BLOCKING_CHANNEL,
+        shared: bool = False,
+    ) -> Program:
+        """Build the program of a call; `first` runs before all else."""
+        if device is not None and self._size == 1:
+            return _own_blocks_program(call, device, self._transports.wire(form, 0, None), first)
+        if choice.algorithm == NATIVE:
+            source, target, loading, storing, _ = call_binding.buffer_ends(call, None, relocates=False)
+            return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
+        exchanges = needs_counts(call, choice)
+        wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
+        rank, size = self._rank, self._size
+        place = device or (self._scratch if form == BLOCKING else None)
+        bind_known = partial(
+            call_binding.bind_call,
+            choice=choice,
+            rank=rank,
+            size=size,
+            wire=wire,
+            place=place,
+            first=first,
+            nodes=nodes,
+        )
+        if not exchanges:
+            program = bind_known(call)
+            self._guard(program, call)
+            is_long = call.nbytes >= DEFERRED_BYTES and form != BLOCKING
+            program.deferred = self._async_progress and is_long and program.needs_no_mpi
+            return program
+        return bind_after_exchange(call, bind_count_exchange(call, choice, rank, size, wire, nodes), bind_known, device)
+
+    def bind_any_length(
+        self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, short: bool
+    ) -> Program | None:
+        """Build the program of a call for any length, or any `short` one; None if there is none."""
+        among_nodes = self._transports.node is None or self._transports.nodes is not None
+        if among_nodes or self._transports.chunks is not None or self._async_progress:
+            return None
+        wire = self.wire(call, choice, form, channel)
+        if not isinstance(wire, NodeAwareTransport) or wire.meets_devices:
+            return None
+        scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
+        program = bind_any_length(call, choice, self._rank, self._size, wire, nodes, scratch, short)
+        if program is not None:
+            self._guard(_labelled(program, call, choice), call)
+        return program
+
+    def _guard(self, program: Program, call: Call) -> None:
+        """Let the root of a call that has data for every rank look for messages that earlier calls have left."""
+        is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
+        if is_root and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # a rank that is alone has none
+            program.rounds[0] = [*program.wire.guard_root(), *program.rounds[0]]
+
+
+def _labelled(program: Program, call: Call, choice: AlgorithmChoice) -> Program:
+    program.label = f"{call.collective} ({choice.algorithm})"
+    return program
+
+
+def _own_blocks_program(call: Call, device: DeviceMemory, wire: Wire, first: Iterable[Callable[[], object]]) -> Program:
+    """Build the program of a call of one rank with its buffers on `device`: copies in the order of their streams.
+
+    The host waits for nothing. `first` runs before copies, if there are any. No message uses `wire`.
+    """
+    copies = list(_copies(call, device))
+    if not copies:
+        return Program([], wire)
+    return Program(call_rounds([*first, *copies, device.join]), wire, stream=device)
+
+
+def _copies(call: Call, device: DeviceMemory) -> Iterable[Callable[[], object]]:
+    """Copies of the blocks that the call sends to where it receives them, but not of a block to itself."""
+    source, target = call.source, call.target
+    if source is None or target is None:  # one buffer for input and result, as in a broadcast
+        return
+    for block, end in call.recv_blocks.items():
+        begin, size = call.send_blocks[block], call.unit.itemsize
+        here, there = source.address + begin * size, target.address + end * size
+        if here != there and call.lengths[block]:
+            yield partial(device.copy, there, here, call.lengths[block] * size)

@@ -1,0 +1,1 @@
+"""Methods of communicators: those of the collectives, generated from declarations, and those inherited from mpi4py."""
