@@ -1,6 +1,6 @@
 /* Reductions: out = left op right on dense memory of any alignment, where out may be left or right.
  *
- * The bits are those of runtime/arguments/ops.py and depend on the operands alone. Of equal numbers maximum and minimum take the
+ * The bits are those of arguments/ops.py and depend on the operands alone. Of equal numbers maximum and minimum take the
  * right one, or the left one of float16 and long double (zeros differ in their sign). Every NaN is the same one. Integers
  * wrap around. Most functions are compiled for several sets of vector instructions, of which the loader takes the best. */
 #include <math.h>

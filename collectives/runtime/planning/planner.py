@@ -13,8 +13,8 @@ from collectives.engine.instructions import DONE, HELD, QUEUED, REFUSED, STARTED
 from collectives.errors import Mismatch, OutOfMemory
 from collectives.runtime.arguments.argument_keys import UNCACHEABLE, CallKey, held, key_fields
 from collectives.runtime.arguments.call import Call, call_device
-from collectives.runtime.binding import call_binding
 from collectives.runtime.binding.any_length import ALL_CLASSES, class_number, key_of
+from collectives.runtime.binding.call_binding import check_no_overlap, is_bound_anew, memories, program_key
 from collectives.runtime.binding.count_exchange import CountExchange, bind_count_exchange, needs_counts
 from collectives.runtime.builders.communicator_transports import BLOCKING_CHANNEL, FIRST_NONBLOCKING, Transports
 from collectives.runtime.builders.program_builder import ProgramBuilder
@@ -85,7 +85,7 @@ class Planner:
 
     def visibility(self, call: Call) -> MemoryVisibility:
         """Raise if this rank's buffers overlap; else return the call's memory properties on all ranks. Collective."""
-        call_binding.check_no_overlap(call)
+        check_no_overlap(call)
         return agree_on_memory(self.comm, self.node, call)
 
     # -------------------------------------------------------------------------------- the three forms
@@ -103,11 +103,11 @@ class Planner:
         self.cache.check_in_step()
         choice = self.chooser.choose(call, algorithm, segments, "blocking")
         self._compare("blocking", call, choice)
-        call_binding.check_no_overlap(call)
+        check_no_overlap(call)
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
         call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
-        if device is None and call_binding.is_bound_anew(call, choice):
+        if device is None and is_bound_anew(call, choice):
             program = self._builder.bind(call, choice, "blocking")
             with self.cache.poisoning(call, program):
                 run_program(program)
@@ -120,7 +120,7 @@ class Planner:
         if bound.stream is not None:
             bound.stream.follow(*(buffer.owner for buffer in call.buffers))
         elif bound.relocatable:
-            bound.place(call_binding.memories(call), call.lengths[0])
+            bound.place(memories(call), call.lengths[0])
         with self.cache.poisoning(call, bound):
             run_program(bound)
         self.cache.store(cache_key, key, call, classes=classes)
@@ -153,10 +153,7 @@ class Planner:
                 cache.add(key, bound, self._active())
             if bound.scale.least <= call.lengths[0] <= bound.scale.most:
                 return key, bound, 1 << class_number(call.nbytes) if algorithm == "auto" else ALL_CLASSES
-        own = (
-            call_binding.program_key(call, choice, fixed, device, cache_key.offsets(call_binding.memories(call))),
-            channel,
-        )
+        own = program_key(call, choice, fixed, device, cache_key.offsets(memories(call))), channel
         return own, cache.bound.get(own), 0
 
     def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
@@ -231,7 +228,7 @@ class Planner:
             gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
             turn = self._turn
             call, device = self._builder.on_device(call, choice, FIRST_NONBLOCKING + turn, algorithm == "auto")
-            anew = device is None and call_binding.is_bound_anew(call, choice, MOST_PACKED)
+            anew = device is None and is_bound_anew(call, choice, MOST_PACKED)
             reusable = not (anew or needs_counts(call, choice))
             key: tuple[Any, ...] = ()
             program, classes, channel = None, 0, FIRST_NONBLOCKING + turn
@@ -242,7 +239,7 @@ class Planner:
             if self.nonblocking.is_busy(key, self._active):
                 program, reusable = None, False
             if program is None:
-                call_binding.check_no_overlap(call)
+                check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=channel)
                 if reusable:
                     self.nonblocking.add(key, program, self._active())
@@ -253,7 +250,7 @@ class Planner:
             request = new_request(call.collective, program, self, call)
             request.owns_program, request.device = not reusable, call_device(call)
             if reusable and program.relocatable:
-                request.placement = call_binding.memories(call), call.lengths[0]
+                request.placement = memories(call), call.lengths[0]
             try:
                 if self._checker is not None and choice.algorithm == NATIVE:
                     gate = self._checker.in_order(request, gate)
