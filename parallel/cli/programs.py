@@ -51,6 +51,9 @@ PROGRAMS = {
     "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),
     "plan --scaling": CommandEntry("parallel.cli.plan_scaling", "predicted scaling of a training", mpi=False),
     "plan --measure-device": CommandEntry("parallel.cli.measure_device", "measured device for a plan", mpi=False),
+    "plan --measure-scaling": CommandEntry(
+        "parallel.cli.measure_scaling", "measured scaling of trainings and sums, for --scaling", least=2
+    ),
     "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
     "plan --search": CommandEntry("parallel.cli.plan_layout", "fastest layout of a training here", blas_threads=True),
     "plan --run": CommandEntry(
@@ -59,6 +62,7 @@ PROGRAMS = {
     "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
     "verify --forecasts": CommandEntry("parallel.cli.verify_forecasts", "check memory forecasts of random trainings"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
+    "trace": CommandEntry("collectives.cli.trace", "record the steps of one collective call on every rank"),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),
     "draw program": CommandEntry("collectives.cli.draw_program", "instructions of a bound call, rank by rank"),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from site_algorithms import page
 from support.launches import MPIEXEC, launch_environment
 from support.program_runs import call
 from support.sources import SOURCES
@@ -29,7 +30,6 @@ from collectives.algorithms.catalog import CATALOG, build_all
 from collectives.algorithms.catalog import blocks as blocks_of
 from collectives.analysis.cost_functions import UniformNetwork
 from collectives.analysis.simulate import price
-from collectives.cli.document_algorithms import page
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS, vector
 from parallel.cli.main import find, take_ranks
@@ -52,8 +52,6 @@ CHEAP = {
     "chorus draw mesh": [],
     "chorus prove pipelines": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
     "chorus simulate": ["--ranks", "64", "--up-to", "64", "--sizes", "8,1M"],
-    "scripts/document_algorithms.py": [],
-    "scripts/trace.py": [],
 }
 """Programs whose commands are run, with arguments appended that keep them short. Commands under mpiexec are not run."""
 

@@ -7,9 +7,8 @@ import sys
 import time
 
 import pytest
+from mpi_launches import descendants, end_ranks, exit_on_signals
 from support.launches import MPIEXEC, is_alive, launch_environment, needs_mpiexec
-
-from collectives.conformance.launches import descendants, end_ranks, exit_on_signals
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(200)]
 
@@ -24,7 +23,7 @@ time.sleep(1000)
 
 LAUNCH = f"""
 import sys
-from collectives.conformance.launches import run_ranks
+from mpi_launches import run_ranks
 run_ranks({MPIEXEC!r}, {RANKS}, ["-c", {RANK!r}, sys.argv[1]], 1000)
 """
 

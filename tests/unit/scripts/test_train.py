@@ -15,11 +15,11 @@ from mpi4py import MPI
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
+from mpi_launches import ROOT
 from support.launched_training import KILLER, STOPS, course, lines, run, same, start, stop_and_resume
 from support.launches import ended, needs_mpiexec
 from support.tiers import default
 
-from collectives.conformance.launches import ROOT
 from parallel.benchmark.training_output import format_speed
 from parallel.checkpoint.checkpoint_files import all_in, name_of, tensors_in
 from parallel.cli.train_run import CheckpointWriter
