@@ -1,6 +1,6 @@
 """Measure scaling on the ranks here, of which each point takes the first few: replicas, 1F1B, allreduce, servers.
 
-chorus plan -n 4 --measure-scaling out/measured.json
+chorus plan --measure-scaling out/measured.json -n 4
 chorus plan --scaling --cluster h100:64 --model gpt2-xl --measured out/measured.json --plot out/scaling.png
 
 Points have the names of the tables of `chorus plan --scaling`, which adds them to its own. Replicas have ZeRO-1. The

@@ -87,14 +87,36 @@ EXAMPLES = """\
   chorus prove collectives --max-size 16"""
 
 
+RANKS = "  -n RANKS    start RANKS ranks with the mpiexec of this environment (MPIEXEC names another)\n"
+
+
+def members(first: str) -> dict[str, CommandEntry]:
+    """Programs whose first word is `first`."""
+    return {name: program for name, program in PROGRAMS.items() if name.partition(" ")[0] == first}
+
+
+def rows(programs: dict[str, CommandEntry]) -> str:
+    width = max(map(len, programs)) + 2
+    return "\n".join(f"  {name:<{width}}{program.summary}" for name, program in programs.items())
+
+
 def usage() -> str:
-    width = max(map(len, PROGRAMS)) + 2
-    rows = "\n".join(f"  {name:<{width}}{program.summary}" for name, program in PROGRAMS.items())
     return (
-        f"usage: chorus COMMAND [-n RANKS] [options]\n\ncommands:\n{rows}\n\n"
-        "options:\n"
-        "  -n RANKS    start RANKS ranks with the mpiexec of this environment (MPIEXEC names another)\n"
+        f"usage: chorus COMMAND [-n RANKS] [options]\n\ncommands:\n{rows(PROGRAMS)}\n\n"
+        f"options:\n{RANKS}"
         "  --help      this text; after a command, its options\n"
         "  --version   version of Chorus\n\n"
         f"examples:\n{EXAMPLES}\n"
+    )
+
+
+def group_usage(first: str) -> str:
+    """Help of the programs that share their first word."""
+    examples = [line for line in EXAMPLES.splitlines() if line.split()[1] == first]
+    ranks, usage = (RANKS, " [-n RANKS]") if any(program.mpi for program in members(first).values()) else ("", "")
+    return (
+        f"usage: chorus {first} ...{usage} [options]\n\ncommands:\n{rows(members(first))}\n\n"
+        f"options:\n{ranks}"
+        "  --help      after a command, its options\n"
+        + (f"\nexamples:\n{chr(10).join(examples)}\n" if examples else "")
     )

@@ -131,9 +131,7 @@ def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
             raise ValueError
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "another form"
-        raise ValueError(
-            f"--measured: expected a file of chorus plan --measure-scaling, found {str(path)!r}: {reason}"
-        ) from None
+        raise ValueError(f"--measured: expected points of --measure-scaling, found {str(path)!r}: {reason}") from None
     if unknown := points.keys() - predicted.keys():
         raise ValueError(f"--measured: {path}: expected tables out of {', '.join(predicted)}; found {unknown.pop()!r}")
     return {title: lines | points.get(title, {}) for title, lines in predicted.items()}

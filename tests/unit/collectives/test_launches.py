@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from mpi_launches import descendants, end_ranks, exit_on_signals
+from mpi_launches import ROOT, descendants, end_ranks, exit_on_signals
 from support.launches import MPIEXEC, is_alive, launch_environment, needs_mpiexec
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(200)]
@@ -49,7 +49,10 @@ def assert_ended(processes):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_ranks_end_with_the_program_that_started_them(tmp_path, number):
-    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], env=launch_environment()) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(tmp_path)],
+        env=launch_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests/studies")])),
+    ) as program:
         wait_for_ranks(program, tmp_path)
         processes = processes_in(tmp_path)
         assert set(processes) <= set(descendants(program.pid))

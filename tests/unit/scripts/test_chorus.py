@@ -1,7 +1,6 @@
 """The command `chorus`: it finds programs, starts ranks, and refuses wrong command lines."""
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -34,22 +33,6 @@ def test_every_program_has_a_main_and_shows_its_examples(name):
     assert f"chorus {name}" in module.__doc__
 
 
-WRAPPERS = "parallel.cli.main import run"
-SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if WRAPPERS in path.read_text()]
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_runs_a_module_of_a_package(path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(chorus, "run", lambda module, **options: ran.append((module, options)))
-    runpy.run_path(str(path), run_name="__main__")
-    ((module, options),) = ran
-    assert callable(import_module(module).main)
-    for program in PROGRAMS.values():
-        if program.module == module:
-            assert options.get("mpi", True) == program.mpi and options.get("guarded", False) == program.guarded
-
-
 @pytest.mark.parametrize(
     "words, ranks, rest",
     [
@@ -67,8 +50,10 @@ def test_number_of_ranks(words, ranks, rest):
     "words, message",
     [
         (["bogus"], "expected a command, one of demo, bench, "),
-        (["bench"], "chorus bench: expected one of collectives, "),
-        (["bench", "foo"], "found 'foo'"),
+        (["trian"], "found 'trian' (perhaps train)"),
+        (["bench", "foo"], "chorus bench: expected one of collectives, "),
+        (["bench", "colectives"], "found 'colectives' (perhaps collectives)"),
+        (["bench", "-n", "2"], "found ''"),
         (["-n", "2"], "expected a command"),
         (["train", "-n"], "-n: expected a number of ranks, 1 or more, found ''"),
         (["train", "-n", "0"], "-n: expected a number of ranks, 1 or more, found '0'"),
@@ -97,6 +82,38 @@ def test_an_mpiexec_of_another_mpi_is_reported(monkeypatch):
     monkeypatch.setenv(chorus.EXPECTED, "4")
     with pytest.raises(chorus.UsageError, match="started 4 processes, and MPI has 1 rank"):
         chorus.check_ranks(1, 1)
+
+
+@pytest.mark.parametrize("words", [["bench"], ["bench", "--help"], ["draw", "-h"], ["prove"], ["plan"]])
+def test_help_of_groups(words, capsys):
+    assert chorus.main(words) == (0 if words[1:] else 2)
+    lines = capsys.readouterr().out.splitlines()
+    for name, program in PROGRAMS.items():
+        assert any(line.split()[: len(name.split())] == name.split() and program.summary in line for line in lines) == (
+            name.split()[0] == words[0]
+        )
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["draw", "collective", "--colective", "allreduce"],
+            "unrecognized arguments: --colective (perhaps --collective)",
+        ),
+        (["plan", "--clustr=h100:8"], "unrecognized arguments: --clustr (perhaps --cluster)"),
+        (["bench", "collectives", "--zzzz", "1"], "unrecognized arguments: --zzzz 1"),
+    ],
+)
+def test_mistyped_options(words, message, capsys, monkeypatch):
+    for name in chorus.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("collectives.cli.launcher.ProgramParser.selectors", ())
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit, match="2"):
+        chorus.main(words)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
 
 
 def test_help_and_version():
