@@ -73,8 +73,7 @@ SHORT = {
     "plan --cluster": "--cluster h100:8 --model llama-3-8b --batch 8",
     "plan --search": "--search --model mlp:tiny --steps 1 --batch 8",
     "plan --run": "--run --model mlp:tiny --steps 1 --batch 8",
-    "plan --measure-scaling": "--measure-scaling files/new.json --bytes 64 --gradients 64 --replicas mlp:tiny "
-    "--pipelines mlp:tiny",
+    "plan --measure-scaling": "--measure-scaling out/new.json --replicas nosuch --pipelines nosuch",
     "verify": "--compositions 1 --ranks 2",
     "verify --forecasts": "--forecasts 1",
     "quantize": "--checkpoint files/made/checkpoints --samples 64",
