@@ -4,5 +4,6 @@ from pathlib import Path
 from parallel.cli.main import run
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    tests = Path(__file__).resolve().parents[1] / "tests"
+    sys.path[:0] = [str(tests), str(tests / "studies")]
     run("fuzzing.fuzz", mpi=False)

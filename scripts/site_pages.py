@@ -60,8 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the files of the site."""
     from mkdocs.structure.files import File
 
-    sys.path.insert(0, str(ROOT))
-    from collectives.cli.document_algorithms import page
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+    from site_algorithms import page
 
     def add(uri: str, content: str) -> None:
         files.append(File.generated(config, uri, content=content))

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from collectives.benchmark.reports import save_figure
 from collectives.benchmark.result_rows import Report, Row
 from collectives.benchmark.size_arguments import format_size, format_time
 
@@ -45,9 +46,7 @@ def page(path: Path, width: float, height: float, title: str, note: str = "") ->
         yield figure
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.02, ha="left")
         figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        save_figure(path, figure, 110)
 
 
 def _size_axis(axis: Axes, sizes: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Quartiles of samples, writing of JSON reports, and checks that files can be written."""
+"""Quartiles of samples, writing of JSON reports and figures, and checks that files can be written."""
 
 import json
 import os
@@ -20,6 +20,15 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def save_figure(path: str | Path, figure: Any, dpi: int) -> None:
+    """Write a figure of matplotlib to a file, creating its folder, and close it."""
+    import matplotlib.pyplot as plt
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)
 
 
 def read_report(path: Path, what: str, make: Callable[[bytes], Result]) -> Result:

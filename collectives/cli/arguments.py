@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from mpi4py import MPI
+
 from collectives.algorithms import catalog
-from collectives.benchmark.reports import PICTURES
+from collectives.benchmark.reports import PICTURES, check_writable
 from collectives.compressed import QuantCodec
 from quant import PerGroup, PerTensor, QuantSpec, parse
 
@@ -87,6 +89,19 @@ def shareable(spec: QuantSpec) -> bool:
     """
     kinds = spec.linear, spec.symmetric, spec.signed, spec.bits > 1, isinstance(spec.granularity, (PerTensor, PerGroup))
     return all(kinds)
+
+
+def expect_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> None:
+    """End with an error on all ranks if rank 0 cannot write one of the files. Collective."""
+    fault = None
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        try:
+            for path in filter(None, paths):
+                check_writable(path)
+        except OSError as error:
+            fault = str(error)
+    if fault := MPI.COMM_WORLD.bcast(fault):
+        parser.error(fault)
 
 
 def picture_file(text: str) -> Path:

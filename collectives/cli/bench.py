@@ -20,13 +20,13 @@ from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
 from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.overlap import overlap_lines
-from collectives.benchmark.reports import check_writable, read_report, write
+from collectives.benchmark.reports import read_report, write
 from collectives.benchmark.result_rows import Report, checked_report, make_report, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.benchmark.verdict import judge
 from collectives.cli import launcher
-from collectives.cli.arguments import names_of, picture_file, words
+from collectives.cli.arguments import expect_writable, names_of, picture_file, words
 
 LONGEST = 1 << 26
 """Bytes up to which messages are timed; longer ones are extrapolated."""
@@ -75,15 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.merge = args.merge and merge([read_report(path, REPORT, checked_report) for path in args.merge])
     except ValueError as error:
         parser.error(f"argument --merge: {error}")
-    fault = None
-    if MPI.COMM_WORLD.Get_rank() == 0:
-        try:
-            for path in filter(None, (args.json, args.plot)):
-                check_writable(path)
-        except OSError as error:
-            fault = str(error)
-    if fault := MPI.COMM_WORLD.bcast(fault):
-        parser.error(fault)
+    expect_writable(parser, args.json, args.plot)
     return args
 
 

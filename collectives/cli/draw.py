@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from collectives.algorithms.catalog import CATALOG, blocks, build_all, find
 from collectives.analysis import draw
 from collectives.analysis.matching import match
+from collectives.benchmark.reports import save_figure
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule.semantics import MEANINGS
@@ -87,9 +88,7 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, n
     figure.suptitle(title, fontweight="bold", fontsize=11)
     if messages:
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(path, figure, 130)
 
 
 def _ground(axis: Axes, size: int, rounds: int, nodes: Nodes | None) -> None:

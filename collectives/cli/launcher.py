@@ -9,9 +9,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from difflib import get_close_matches
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -26,15 +28,37 @@ OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
 """Launchers of Open MPI that a user starts."""
 
 
+ALIKE = 0.7
+"""Least similarity of an option that is named in the place of an unknown one (`difflib`)."""
+
+
 class ProgramParser(argparse.ArgumentParser):
-    """Argument parser of a program in one process; its help text keeps the description's line breaks."""
+    """Argument parser of a program in one process; its help text keeps the description's line breaks.
+
+    `selectors` are options of the same command that select other programs.
+    """
+
+    selectors: Sequence[str] = ()
+    _words: Sequence[str] = ()
 
     def __init__(self, description: str | None, **options: Any):
         options.setdefault("prog", os.path.basename(sys.argv[0]))
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """Print one line, without the usage, and exit with status 2."""
+        """Print one line, without the usage, and exit with status 2; names the option most like an unknown one."""
+        known = [*self._option_string_actions, *self.selectors]
+        for word in takewhile(lambda word: word != "--", self._words):
+            name = word.partition("=")[0]
+            is_option = name.startswith("--") and " " not in word
+            if is_option and not any(option.startswith(name) for option in known):
+                if close := get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE):
+                    message = f"unrecognized arguments: {name} (perhaps --{close[0]})"
+                break
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 

@@ -1,6 +1,6 @@
 """Record one collective call on all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
 
-    mpiexec -n 4 python scripts/trace.py --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
+    chorus trace -n 4 --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
 
 The beginning and end of each step of the program are recorded on every rank, on a clock that all ranks share up to half
 a message's round trip.
@@ -19,7 +19,7 @@ from collectives.benchmark import traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
 from collectives.benchmark.size_arguments import format_size, parse_size
 from collectives.cli import launcher
-from collectives.cli.arguments import check_schedule
+from collectives.cli.arguments import check_schedule, expect_writable
 from collectives.engine import interpreter
 from collectives.runtime.execution.program import Program
 
@@ -44,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
     arguments = parser.parse_args(argv)
     check_schedule(parser, arguments)
+    expect_writable(parser, arguments.output)
     return arguments
 
 
@@ -106,12 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     entries = recorded(arguments, MPI.COMM_WORLD)
     if entries is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         about = {name: str(value) for name, value in vars(arguments).items() if name != "output"}
         traces.write(arguments.output, entries, **about)
     launcher.say(f"{arguments.output} written; ui.perfetto.dev opens it")
     return 0
-
-
-if __name__ == "__main__":
-    launcher.run(main)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.benchmark.reports import save_figure
 from parallel.context.ring_steps import ring_work, score_steps
 from parallel.context.sequence_division import SequenceDivision
 from parallel.nn.attention_mask import AttentionMask
@@ -41,8 +42,7 @@ def draw_divisions(path: Path, divisions: Sequence[SequenceDivision], mask: Atte
     ranks = range(divisions[0].ranks)
     handles = [Patch(color=COLOURS[rank % len(COLOURS)], label=f"rank {rank}") for rank in ranks]
     figure.legend(handles=handles, loc="outside lower center", ncols=8, frameon=False)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save_figure(path, figure, 90)
 
 
 def _colours(rank: np.ndarray, step: np.ndarray, ranks: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives.benchmark.reports import save_figure
 from parallel.benchmark.expert_load import ExpertLoad, ExpertTraffic
 
 CELLS = 200
@@ -47,5 +48,4 @@ def plot_expert_loads(path: Path, loads: Sequence[ExpertLoad], traffic: Sequence
     handles, labels = axes[0, 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11, x=0.02, ha="left")
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save_figure(path, figure, 90)

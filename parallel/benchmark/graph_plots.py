@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from collectives.benchmark.reports import save_figure
 from parallel.benchmark.attention_plots import COLOURS
 from parallel.benchmark.graph_report import format_bytes
 from parallel.nn.placement import Shard
@@ -66,8 +67,7 @@ def draw_plans(
                 axes.add_patch(Rectangle(place, 0.18 * width, 0.72 * height, fc=colour, ec="black", linewidth=0.6))
     axes.set(xlim=(0, len(columns)), ylim=(len(graph.operators) - 0.4, -1.1))
     axes.axis("off")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    save_figure(path, figure, 100)
 
 
 def _cell(plan: GraphPlan, name: str, graph: OperatorGraph, sizes: tuple[int, ...]) -> _Cell:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives.benchmark.reports import save_figure
 from parallel.benchmark.attention_plots import COLOURS
 from parallel.benchmark.tensor_parts import Holding
 from parallel.mesh.mesh import Mesh
@@ -39,8 +40,7 @@ def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save_figure(path, figure, 90)
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:

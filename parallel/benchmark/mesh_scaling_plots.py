@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.benchmark.reports import quartiles
+from collectives.benchmark.reports import quartiles, save_figure
 from parallel.benchmark.attention_plots import COLOURS
 from parallel.engine.memory_ledger import KINDS
 
@@ -59,8 +59,7 @@ def draw_mesh_scaling(path: Path, reports: Sequence[Report]) -> None:
     speed.set_xticks(counts)
     speed.grid(alpha=0.3)
     speed.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save_figure(path, figure, 90)
 
 
 def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

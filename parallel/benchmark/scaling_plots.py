@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 
+from collectives.benchmark.reports import save_figure
 from parallel.benchmark.attention_plots import COLOURS
 from parallel.planner.scaling import MEASURED
 
@@ -35,5 +36,4 @@ def draw_scaling(path: Path, tables: Mapping[str, Mapping[str, Mapping[int, floa
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    save_figure(path, figure, 90)

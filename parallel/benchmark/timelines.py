@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from collectives.benchmark.reports import read_report
+from collectives.benchmark.reports import read_report, save_figure
 from parallel.pipeline.schedule.actions import Action, parse
 from parallel.pipeline.schedule.activation_memory import peaks, versions
 from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
@@ -115,8 +115,7 @@ def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
         for chunk in sorted(chunk for of, chunk in present if of == kind)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    save_figure(path, figure, 100)
 
 
 def _colour(kind: str, chunk: int) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,31 +13,13 @@ from collectives import Communicator
 from collectives.cli import launcher
 from parallel.data.datasets import LearningTask, load
 from parallel.data.sampler import Batch, Sampler
-from parallel.engine.settings import DEFAULTS, Settings, complete
-from parallel.nn.compose import Sequential
-from parallel.nn.flat_params import FlatParams
-from parallel.nn.models import build
-from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.resources import cores_per_rank, limit_threads
+from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.task_setup import expect_fit
 
 DATA = {"gpt": "pydoc", "mlp": "digits"}  # default data by model
 
 COUNT = launcher.at_least(1, int)
-
-
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the options --data, --model and --steps to a parser, for a training with otherwise default settings."""
-    parser.add_argument("--data", default="digits", metavar="NAME", help="default digits")
-    parser.add_argument("--model", default="mlp", metavar="NAME", help="default mlp")
-    parser.add_argument("--steps", type=COUNT, metavar="N", help="default: those of the recipe")
-
-
-def recipe_settings(options: argparse.Namespace, comm: Communicator) -> Settings:
-    """Training settings from the options of `add_recipe`; also sets the number of BLAS threads. Collective."""
-    collective_call(comm, partial(limit_threads, cores_per_rank(comm)), "BLAS threads")
-    return complete({"data": options.data, "model": options.model, "steps": options.steps})
 
 
 def add_options(parser: argparse.ArgumentParser, model: str, turn: int) -> None:
@@ -82,15 +63,6 @@ def begin(options: argparse.Namespace, together: bool = False) -> tuple[Communic
     steps = Sampler(len(task.train), total, options.micro_batch).ahead()
     batches = (next(step.batches(task.train, [share])) for step in steps if step.samples == total)
     return comm, task, batches
-
-
-def first_model(name: str, shape: tuple[int, ...], classes: int) -> Sequential:
-    """Model by name, as of `parallel.nn.models.build`, with the first weights of an engine with default settings."""
-    flat = FlatParams(model := build(name, shape, classes))
-    vector = np.empty(flat.length, np.float32)
-    flat.initialise(vector, DEFAULTS.seed)
-    flat.bind(vector)
-    return model
 
 
 class TrainingTurn(NamedTuple):

@@ -1,7 +1,7 @@
 """Speed and memory of a training whose operators are cut over 1, 2, 4 ... of the ranks here, and a plot of both.
 
 chorus bench meshes -n 4 --output out/node.json
-scripts/cluster --hosts 4 -- python scripts/bench_meshes.py --output out/cluster.json
+scripts/cluster --hosts 4 -- chorus bench meshes --output out/cluster.json
 chorus bench meshes --plot out/tensor.png out/node.json out/cluster.json
 
 All meshes train the same batches in turns, while the other ranks sleep. A row of the file has the seconds of every step

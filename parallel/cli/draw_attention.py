@@ -53,7 +53,6 @@ def main() -> int:
     if arguments.output is None:
         print("\n\n".join(as_text(division, mask) for division in divisions))
         return 0
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     draw_divisions(arguments.output, divisions, mask)
     print(f"{arguments.output} written")
     return 0

@@ -71,7 +71,6 @@ def main() -> int:
     if arguments.output is None:
         print(as_text(loads, traffic, arguments.rows))
         return 0
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     plot_expert_loads(arguments.output, loads, traffic, f"load of experts: {arguments.metrics.name}")
     print(f"{arguments.output} written")
     return 0

@@ -67,7 +67,6 @@ def main() -> int:
     if arguments.output is None:
         print(as_text(mesh, held))
         return 0
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     draw_holdings(arguments.output, mesh, held)
     print(f"{arguments.output} written")
     return 0

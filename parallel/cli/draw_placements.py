@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from collectives.benchmark.reports import save_figure
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.expert.placements import ExpertPlacement, MixtureSize, placements
@@ -66,9 +67,7 @@ def picture(path: Path, every: Sequence[ExpertPlacement], ranks: int, size: Mixt
         axis.set_title(str(placement), fontsize=9)
         axis.set_xlabel(f"expert\n\n{label}", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(path, figure, 110)
 
 
 def main(argv: list[str] | None = None) -> int:

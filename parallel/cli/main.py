@@ -7,12 +7,14 @@ while MPI starts.
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from parallel.cli import launched_ranks, watchdog
-from parallel.cli.programs import PROGRAMS, CommandEntry, usage
+from parallel.cli.programs import PROGRAMS, CommandEntry, group_usage, members, usage
+from parallel.planner.checked import suggestion
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "FLUX_TASK_RANK")
 """Environment variables that a launcher sets for each rank."""
@@ -27,6 +29,12 @@ LAUNCH_DEFAULTS = {
     "OMPI_MCA_osc": "^ucx",  # the ucx component prints a false error whenever a window is created
 }
 ONE_BLAS_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+HELP = ("-h", "--help", "help")
+
+GROUPS = ("bench", "draw", "prove", "plan")
+"""Words that list their programs where nothing follows."""
 
 
 class UsageError(Exception):
@@ -45,12 +53,12 @@ def find(words: list[str]) -> tuple[str, list[str]]:
             return name, words[length:]
     if not words:
         raise UsageError("expected a command; chorus --help lists them")
-    members = [name.split()[1] for name in PROGRAMS if name.split()[0] == words[0] and " " in name]
-    if members:
-        found = f", found {words[1]!r}" if len(words) > 1 else ""
-        raise UsageError(f"chorus {words[0]}: expected one of {', '.join(members)}{found}")
-    first = dict.fromkeys(name.split()[0] for name in PROGRAMS)
-    raise UsageError(f"expected a command, one of {', '.join(first)}; found {words[0]!r}")
+    if group := members(words[0]):
+        known, where = [name.split()[1] for name in group], f"chorus {words[0]}: expected one of "
+    else:
+        known, where = list(dict.fromkeys(name.split()[0] for name in PROGRAMS)), "expected a command, one of "
+    word = "".join(words[1:2]) if group else words[0]
+    raise UsageError(f"{where}{', '.join(known)}; found {word!r}{suggestion(word, known)}")
 
 
 def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
@@ -95,28 +103,29 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
         raise UsageError(f"-n: cannot start {mpiexec} ({error.strerror}); {advice}") from error
 
 
-def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1) -> NoReturn:
+def run(
+    module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1, selectors: Sequence[str] = ()
+) -> NoReturn:
     """Run the `main()` of a module in this process, and exit with the status that it returns.
 
     With `mpi` all ranks, at least `least`, run it, and an exception on one ends all. With `guarded` the watchdog starts
-    before MPI.
+    before MPI. `selectors` are options by which the same command selects other programs.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C ends the process without a traceback
     if guarded:
         watchdog.start()
     entry = import_module(module).main
+    from collectives.cli import launcher
+
+    launcher.ProgramParser.selectors = selectors
     if not mpi:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader of the output, such as head, has ended
         try:
             sys.exit(entry())
         except Exception as error:
-            from collectives.cli.launcher import user_message
-
-            if (message := user_message(error)) is None:
+            if (message := launcher.user_message(error)) is None:
                 raise
             raise UsageError(message) from error
-    from collectives.cli import launcher
-
     if least > 1 or EXPECTED in os.environ:
         check_ranks(launcher.world_size(), least)
     launcher.run(entry, before_exit=watchdog.stop)
@@ -161,15 +170,21 @@ def start(words: list[str]) -> None:
             )
         print(f"chorus {name}: one rank, since no mpiexec has started it; -n 4 starts four", file=sys.stderr)
     sys.argv = [f"chorus {name}", *rest]
-    run(program.module, mpi=program.mpi, guarded=program.guarded, least=1 if helps else program.least)
+    others = [option for other in members(name.split()[0]) if (option := other.split()[-1]).startswith("--")]
+    least = 1 if helps else program.least
+    run(program.module, mpi=program.mpi, guarded=program.guarded, least=least, selectors=others)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `chorus`; exit status 2 for an invalid command line, else that of the subcommand."""
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in HELP:
         print(usage(), end="")
         return 0 if words else 2
+    if (group := words[0]) in GROUPS and (words == [group] or (group not in PROGRAMS and words[1] in HELP)):
+        if not rank_of_launcher():
+            print(group_usage(group), end="")
+        return 0 if words[1:] else 2
     if words[0] == "--version":
         from collectives import __version__
         from collectives.engine.extension import available

@@ -1,23 +1,23 @@
 """Measure scaling on the ranks here, of which each point takes the first few: replicas, 1F1B, allreduce, servers.
 
-scripts/cluster --hosts 4 -- python scripts/measure_scaling.py --output out/measured.json
+chorus plan --measure-scaling out/measured.json -n 4
 chorus plan --scaling --cluster h100:64 --model gpt2-xl --measured out/measured.json --plot out/scaling.png
 
-Points have the names of the tables of `chorus plan --scaling`, which adds them to its own. Replicas have ZeRO-1 and
-mlp:medium; pipelines gpt:small, of which the share that they compute is the time of one rank over that of all.
+Points have the names of the tables of `chorus plan --scaling`, which adds them to its own. Replicas have ZeRO-1. The
+share that a pipeline computes is the time of one rank over that of all.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.benchmark.reports import check_writable, write
 from collectives.benchmark.size_arguments import parse_size
 from collectives.cli import launcher
 from collectives.cli.launcher import say
@@ -33,6 +33,7 @@ from parallel.planner.scaling import (
     ScalingTables,
     powers_of_two,
 )
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training
@@ -42,9 +43,12 @@ T = TypeVar("T")
 STEPS, WARM_UP = 12, 3
 """Steps of a training, the first of which do not count; the median of the others does."""
 
-MLP = {"data": "digits", "model": "mlp:medium", "layout": "zero1", "dropout": 0.0}
-GPT = {"data": "pydoc", "model": "gpt:small", "length": 64, "batch": 8}
+MLP = {"data": "digits", "layout": "zero1", "dropout": 0.0}
+GPT = {"data": "pydoc", "length": 64, "batch": 8}
 BATCH, MICROBATCHES = 64, (1, 2, 4, 8)
+
+ALGORITHMS = ("ring", "rabenseifner", "mst", "linear")
+"""Algorithms of the allreduce over nodes."""
 
 
 class RankPrefixes:
@@ -67,6 +71,15 @@ class RankPrefixes:
         return float(max(self.results(count, run)))
 
 
+class ScaledSizes(NamedTuple):
+    """Bytes of the allreduce over nodes and of the gradients; models of replicas and of pipelines."""
+
+    nbytes: int
+    gradients: int
+    replicas: str
+    pipelines: str
+
+
 def step_seconds(options: dict[str, object], comm: Communicator) -> float:
     """Median seconds of a step. Collective."""
     with Training(complete(options | {"steps": STEPS}), comm) as training:
@@ -79,30 +92,30 @@ def allreduce_seconds(nbytes: int, algorithm: str, comm: Communicator) -> float:
     return median_seconds(comm, lambda: comm.Allreduce(MPI.IN_PLACE, vector, algorithm=algorithm))
 
 
-def measure(ranks: RankPrefixes, nbytes: int, gradients: int, algorithms: Iterable[str]) -> ScalingTables:
-    """All points: bytes of the allreduce over nodes, and of the gradients. Collective."""
-    several = ranks.counts[1:]
+def measure(ranks: RankPrefixes, sizes: ScaledSizes, algorithms: Iterable[str] = ALGORITHMS) -> ScalingTables:
+    """All points. Collective."""
+    several, mlp, gpt = ranks.counts[1:], MLP | {"model": sizes.replicas}, GPT | {"model": sizes.pipelines}
     weak, strong = (
-        {n: ranks.seconds(n, partial(step_seconds, MLP | {"batch": BATCH * (1 if fixed else n)})) for n in ranks.counts}
+        {n: ranks.seconds(n, partial(step_seconds, mlp | {"batch": BATCH * (1 if fixed else n)})) for n in ranks.counts}
         for fixed in (False, True)
     )
-    alone = ranks.seconds(1, partial(step_seconds, GPT | {"layout": "dp"}))
+    alone = ranks.seconds(1, partial(step_seconds, gpt | {"layout": "dp"}))
     pipelines = {
         f"{stages} stages": {
             m: alone
             / stages
-            / ranks.seconds(stages, partial(step_seconds, GPT | {"layout": "pp:1f1b", "microbatches": m}))
+            / ranks.seconds(stages, partial(step_seconds, gpt | {"layout": "pp:1f1b", "microbatches": m}))
             for m in MICROBATCHES
         }
         for stages in several
     }
-    allreduces = {name: partial(allreduce_seconds, nbytes, name) for name in algorithms}
+    allreduces = {name: partial(allreduce_seconds, sizes.nbytes, name) for name in algorithms}
     bandwidths = {
-        name: {n: 2e-9 * (n - 1) / n * nbytes / ranks.seconds(n, run) for n in several}
+        name: {n: 2e-9 * (n - 1) / n * sizes.nbytes / ranks.seconds(n, run) for n in several}
         for name, run in allreduces.items()
     }
     exchanges = {
-        name: {n: ranks.seconds(n, partial(allreduce_seconds, gradients, algorithm)) for n in several}
+        name: {n: ranks.seconds(n, partial(allreduce_seconds, sizes.gradients, algorithm)) for n in several}
         for name, algorithm in SERVERS.items()
     }
     return {
@@ -118,20 +131,20 @@ def measure(ranks: RankPrefixes, nbytes: int, gradients: int, algorithms: Iterab
 
 def main(argv: list[str] | None = None) -> int:
     """Measure on all ranks, and write the points."""
-    parser = launcher.LauncherParser(__doc__)
+    parser = launcher.LauncherParser(__doc__, usage="%(prog)s FILE [options]")
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FILE", help="points, JSON")
+    add("--measure-scaling", type=Path, required=True, metavar="FILE", help="points to write, JSON")
     add("--bytes", type=parse_size, default="256M", metavar="SIZE", help="of the allreduce over nodes (default 256M)")
     add("--gradients", type=parse_size, default="16M", metavar="SIZE", help="of the sums by servers (default 16M)")
+    add("--replicas", default="mlp:medium", metavar="MODEL", help="of replicas (default mlp:medium)")
+    add("--pipelines", default="gpt:small", metavar="MODEL", help="of pipelines (default gpt:small)")
     args = parser.parse_args(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    collective_call(comm, partial(check_writable, args.measure_scaling), "--measure-scaling", root=0)
     keep_freed_memory()
     limit_threads(1)
-    comm = Communicator(MPI.COMM_WORLD)
-    if comm.Get_size() < 2:
-        parser.error("expected 2 ranks or more, found 1")
-    found = measure(RankPrefixes(comm), args.bytes, args.gradients, ("ring", "rabenseifner", "mst", "linear"))
-    if comm.Get_rank() == 0:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
-    say(f"{args.output} written")
+    sizes = ScaledSizes(args.bytes, args.gradients, args.replicas, args.pipelines)
+    found = measure(RankPrefixes(comm), sizes)
+    collective_call(comm, partial(write, args.measure_scaling, found), "--measure-scaling", root=0)
+    say(f"{args.measure_scaling} written")
     return 0

@@ -9,7 +9,6 @@ engines' own forecast. With --run the first layout is trained.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections import Counter
@@ -22,7 +21,7 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.reports import check_folder
+from collectives.benchmark.reports import check_folder, write
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
 from parallel.benchmark.plan_plots import draw_step
@@ -120,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     for line in report(fitting, refused, args.top):
         say(line)
-    if args.plan_json and comm.Get_rank() == 0:
-        args.plan_json.write_text(json.dumps(as_dict(fitting, refused), indent=1) + "\n")
+    if comm.Get_rank() == 0:
+        write(args.plan_json, as_dict(fitting, refused))
     if args.plan_plot and fitting and comm.Get_rank() == 0:
         draw_step(args.plan_plot, f"{chosen.model}: {shlex.join(words_of(fitting[0].settings))}", fitting[0].step)
     if not fitting or not args.run:

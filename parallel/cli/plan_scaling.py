@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add_setup(result)
     add("--model", default="gpt2-xl", metavar="NAME", help="a preset, or a model of --presets (default gpt2-xl)")
     add("--batch", type=at_least(1, int), default=128, metavar="N", help="sequences (default 128)")
-    add("--measured", type=Path, metavar="FILE", help="add points of scripts/measure_scaling.py")
+    add("--measured", type=Path, metavar="FILE", help="add points of chorus plan --measure-scaling")
     add("--plot", type=picture_file, metavar="FILE", help="draw the tables (PNG, SVG, PDF)")
     return result
 

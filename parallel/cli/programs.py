@@ -51,6 +51,9 @@ PROGRAMS = {
     "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),
     "plan --scaling": CommandEntry("parallel.cli.plan_scaling", "predicted scaling of a training", mpi=False),
     "plan --measure-device": CommandEntry("parallel.cli.measure_device", "measured device for a plan", mpi=False),
+    "plan --measure-scaling": CommandEntry(
+        "parallel.cli.measure_scaling", "measured scaling of trainings and sums, for --scaling", least=2
+    ),
     "plan --cluster": CommandEntry("parallel.cli.plan_cluster", "layout of a large model on a cluster", mpi=False),
     "plan --search": CommandEntry("parallel.cli.plan_layout", "fastest layout of a training here", blas_threads=True),
     "plan --run": CommandEntry(
@@ -59,6 +62,7 @@ PROGRAMS = {
     "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
     "verify --forecasts": CommandEntry("parallel.cli.verify_forecasts", "check memory forecasts of random trainings"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
+    "trace": CommandEntry("collectives.cli.trace", "record the steps of one collective call on every rank"),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),
     "draw program": CommandEntry("collectives.cli.draw_program", "instructions of a bound call, rank by rank"),
@@ -83,14 +87,36 @@ EXAMPLES = """\
   chorus prove collectives --max-size 16"""
 
 
+RANKS = "  -n RANKS    start RANKS ranks with the mpiexec of this environment (MPIEXEC names another)\n"
+
+
+def members(first: str) -> dict[str, CommandEntry]:
+    """Programs whose first word is `first`."""
+    return {name: program for name, program in PROGRAMS.items() if name.partition(" ")[0] == first}
+
+
+def rows(programs: dict[str, CommandEntry]) -> str:
+    width = max(map(len, programs)) + 2
+    return "\n".join(f"  {name:<{width}}{program.summary}" for name, program in programs.items())
+
+
 def usage() -> str:
-    width = max(map(len, PROGRAMS)) + 2
-    rows = "\n".join(f"  {name:<{width}}{program.summary}" for name, program in PROGRAMS.items())
     return (
-        f"usage: chorus COMMAND [-n RANKS] [options]\n\ncommands:\n{rows}\n\n"
-        "options:\n"
-        "  -n RANKS    start RANKS ranks with the mpiexec of this environment (MPIEXEC names another)\n"
+        f"usage: chorus COMMAND [-n RANKS] [options]\n\ncommands:\n{rows(PROGRAMS)}\n\n"
+        f"options:\n{RANKS}"
         "  --help      this text; after a command, its options\n"
         "  --version   version of Chorus\n\n"
         f"examples:\n{EXAMPLES}\n"
+    )
+
+
+def group_usage(first: str) -> str:
+    """Help of the programs that share their first word."""
+    examples = [line for line in EXAMPLES.splitlines() if line.split()[1] == first]
+    ranks, usage = (RANKS, " [-n RANKS]") if any(program.mpi for program in members(first).values()) else ("", "")
+    return (
+        f"usage: chorus {first} ...{usage} [options]\n\ncommands:\n{rows(members(first))}\n\n"
+        f"options:\n{ranks}"
+        "  --help      after a command, its options\n"
+        + (f"\nexamples:\n{chr(10).join(examples)}\n" if examples else "")
     )

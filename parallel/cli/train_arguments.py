@@ -1,11 +1,10 @@
 """Command-line options of `chorus train` and `chorus plan`."""
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from collectives.benchmark.reports import PICTURES
+from collectives.cli.arguments import picture_file
 from parallel.context.divide_model import ALGORITHMS
 from parallel.context.models_by_length import AUTO as AUTO_CONTEXT
 from parallel.data import datasets
@@ -189,8 +188,10 @@ def argument_error(args: argparse.Namespace) -> str | None:
 
 
 def picture_error(option: str, path: Path | None) -> str | None:
-    if path is None:
-        return None
-    if path.suffix not in PICTURES:
-        return f"{option}: expected a name that ends in one of {', '.join(PICTURES)}, found {str(path)!r}"
-    return None if find_spec("matplotlib") else f"{option} needs matplotlib: pip install 'chorus-mpi[plot]'"
+    """Text if `picture_file` refuses the path of an option; else None."""
+    try:
+        if path is not None:
+            picture_file(str(path))
+    except argparse.ArgumentTypeError as error:
+        return f"{option}: {error}"
+    return None

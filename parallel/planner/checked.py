@@ -1,6 +1,6 @@
 """Checks of the planner's values: numbers in range, and tables of a TOML file as dataclasses."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from types import UnionType
@@ -26,7 +26,7 @@ def expect_above_zero(value: Any, *names: str) -> None:
 def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
     """Value of a name in a table; ValueError with the names that are alike, or all, if there is none."""
     if name not in known:
-        raise ValueError(f"{kind}: expected one of {', '.join(known)}; found {name!r}{_suggestion(name, known)}")
+        raise ValueError(f"{kind}: expected one of {', '.join(known)}; found {name!r}{suggestion(name, known)}")
     return known[name]
 
 
@@ -41,7 +41,7 @@ def from_table(cls: type[T], table: Any, where: str) -> T:
     known: dict[str, Field[Any]] = {each.name: each for each in fields(cls) if each.init}
     for key in table:
         if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r}{_suggestion(key, known)}; known: {', '.join(known)}")
+            raise ValueError(f"{where}: unknown key {key!r}{suggestion(key, known)}; known: {', '.join(known)}")
     missing = [
         name
         for name, each in known.items()
@@ -91,6 +91,7 @@ MOST, MOST_WHOLE = 1e30, 10**12
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Text that names the known name most like a wrong one; empty if none is like it."""
     alike = get_close_matches(name, known, n=1)
     return f" (perhaps {alike[0]})" if alike else ""

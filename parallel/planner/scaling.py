@@ -118,7 +118,7 @@ def exchange_seconds(cluster: Cluster, workers: int, nbytes: int) -> dict[str, f
 
 
 def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
-    """Tables with the points of a file of `scripts/measure_scaling.py` added; ValueError if it has another form."""
+    """Tables with the points of a file of `chorus plan --measure-scaling` added; ValueError if it has another form."""
     try:
         found = json.loads(path.read_text())
         points = {
@@ -131,7 +131,7 @@ def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
             raise ValueError
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "another form"
-        raise ValueError(f"--measured: expected a file of measure_scaling.py, found {str(path)!r}: {reason}") from None
+        raise ValueError(f"--measured: expected points of --measure-scaling, found {str(path)!r}: {reason}") from None
     if unknown := points.keys() - predicted.keys():
         raise ValueError(f"--measured: {path}: expected tables out of {', '.join(predicted)}; found {unknown.pop()!r}")
     return {title: lines | points.get(title, {}) for title, lines in predicted.items()}

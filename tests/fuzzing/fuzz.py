@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from mpi_launches import Launch, describe_end, find_mpiexec
+
 from collectives.cli.arguments import numbers, rank_counts
 from collectives.cli.launcher import ProgramParser
-from collectives.conformance.launches import Launch, describe_end, find_mpiexec
 from fuzzing.sequences import Step, sequence
 
 MOST_FAULTS = 5

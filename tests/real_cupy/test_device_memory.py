@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import gpu_probe
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -11,7 +12,6 @@ from support.fakes import cupy as standin
 
 from collectives.buffers import staging
 from collectives.buffers.arguments import vector
-from collectives.cli import gpu_probe
 from collectives.runtime.arguments import call
 from collectives.runtime.binding import call_binding
 from collectives.transport.gpu.device_copies import DeviceCopies

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from mpi_launches import ROOT, find_mpiexec
 
-from collectives.conformance.launches import ROOT, find_mpiexec
 from parallel.cli.main import LAUNCH_DEFAULTS
 
 MPIEXEC = find_mpiexec()

@@ -1,7 +1,7 @@
 """Wrong command lines of all programs of `chorus`, made from the programs' own parsers, run on all ranks of a launch.
 
 Run by `test_wrong_command_lines` with a folder, the number of cases of each program, and names of programs. Each rank
-writes how each case ended as a line of JSON to ``rank-N`` (`collectives.conformance.launches.Launch`).
+writes how each case ended as a line of JSON to ``rank-N`` (`mpi_launches.Launch`).
 """
 
 import argparse
@@ -73,9 +73,11 @@ SHORT = {
     "plan --cluster": "--cluster h100:8 --model llama-3-8b --batch 8",
     "plan --search": "--search --model mlp:tiny --steps 1 --batch 8",
     "plan --run": "--run --model mlp:tiny --steps 1 --batch 8",
+    "plan --measure-scaling": "--measure-scaling out/new.json --replicas nosuch --pipelines nosuch",
     "verify": "--compositions 1 --ranks 2",
     "verify --forecasts": "--forecasts 1",
     "quantize": "--checkpoint files/made/checkpoints --samples 64",
+    "trace": "--bytes 64",
     "simulate": "--ranks 8 --up-to 64",
     "draw collective": "--collective allreduce --algorithm ring",
     "draw program": "--collective allreduce --algorithm ring",

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from site_algorithms import page
 from support.launches import MPIEXEC, launch_environment
 from support.program_runs import call
 from support.sources import SOURCES
@@ -29,7 +30,6 @@ from collectives.algorithms.catalog import CATALOG, build_all
 from collectives.algorithms.catalog import blocks as blocks_of
 from collectives.analysis.cost_functions import UniformNetwork
 from collectives.analysis.simulate import price
-from collectives.cli.document_algorithms import page
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS, vector
 from parallel.cli.main import find, take_ranks
@@ -52,8 +52,6 @@ CHEAP = {
     "chorus draw mesh": [],
     "chorus prove pipelines": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
     "chorus simulate": ["--ranks", "64", "--up-to", "64", "--sizes", "8,1M"],
-    "scripts/document_algorithms.py": [],
-    "scripts/trace.py": [],
 }
 """Programs whose commands are run, with arguments appended that keep them short. Commands under mpiexec are not run."""
 
@@ -147,6 +145,8 @@ def run_program(program, *arguments):
     """Run a script, or a command of `chorus`, with its `main` in this process if it has one."""
     if program.startswith("chorus "):
         module = PROGRAMS[program.removeprefix("chorus ")].module
+    elif program.startswith("tests/studies/"):
+        module = Path(program).stem
     elif wrapped := re.search(r'run\("([\w.]+)"', (ROOT / program).read_text(encoding="utf-8")):
         module = wrapped[1]
     else:
@@ -201,7 +201,7 @@ def check_command(command, execute=False):
         return
     program, arguments, several = split_program(words)
     if not program.startswith("chorus "):
-        assert program.startswith("scripts/"), f"this test does not know how to check {program}"
+        assert program.startswith(("scripts/", "tests/studies/")), f"this test does not know how to check {program}"
         assert (ROOT / program).exists(), f"there is no {program}"
         assert program.endswith(".py") or os.access(ROOT / program, os.X_OK), f"{program} is not executable"
     for argument in arguments:
@@ -227,7 +227,7 @@ def test_commands_exist(path, line, command):
 def test_commands_in_sentences_exist(path):
     prose = re.sub(r"^```(?:.*\n)*?```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for command in re.findall(r"`((?:python |mpirun |mpiexec |pip |chorus )?[^`\s]*(?: [^`]*)?)`", prose):
-        if re.match(r"(?:python )?scripts/\w+|chorus \w+|pip install|python -m pytest", command):
+        if re.match(r"(?:python )?(?:scripts|tests/studies)/\w+|chorus \w+|pip install|python -m pytest", command):
             check_command(command)
 
 
@@ -326,22 +326,19 @@ MODULES = [
 ]
 SCRIPTS = [
     path
-    for path in sorted((ROOT / "scripts").glob("*.py"))
-    if ">>>" in path.read_text(encoding="utf-8") and not path.stem.startswith("site_")  # they need the extra docs
+    for path in [*sorted((ROOT / "scripts").glob("*.py")), *sorted((ROOT / "tests/studies").glob("*.py"))]
+    if ">>> " in path.read_text(encoding="utf-8") and path.stem != "site_docstrings"  # it needs the extra docs
 ]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
-    if name.startswith("parallel.benchmark.torch_"):
-        pytest.importorskip("torch")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=shown)
 def test_examples_in_scripts(path):
-    done = run([sys.executable, "-m", "doctest", path])
-    assert done.returncode == 0, done.stdout
+    assert doctest.testmod(importlib.import_module(path.stem)).failed == 0
 
 
 SELF_EXPLAINING = 16

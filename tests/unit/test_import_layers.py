@@ -72,7 +72,6 @@ LAYERS = [
     "parallel.forecast",
     "parallel.conformance",
     "parallel.ptq",
-    "collectives.conformance",
     "collectives.benchmark",
     "collectives.cli",
     "quant.cli",

@@ -6,9 +6,9 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from mpi4py import MPI
+from verify_errors import LAWS, noise, once, relative
 
 from collectives import Communicator
-from collectives.cli.verify_errors import LAWS, noise, once, relative
 from collectives.compressed import (
     EncodedAlltoall,
     HierarchicalAllreduce,

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import gpu_probe
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -10,7 +11,6 @@ from support.fakes import cupy
 
 from collectives import Communicator
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.cli import gpu_probe
 from collectives.transport.gpu.device_copies import DeviceCopies, PinnedMailboxes
 from collectives.transport.gpu.device_messages import DeviceNodeTransport, DeviceSend
 from collectives.transport.node.mailbox import KIND, MASK, WORDS

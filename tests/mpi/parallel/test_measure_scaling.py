@@ -10,13 +10,14 @@ from parallel.planner.scaling import BANDWIDTH, EXCHANGES, PIPELINES, REPLICAS, 
 
 
 def test_points(comm, monkeypatch):
-    tiny = {"data": "teacher_classes", "model": "mlp:tiny", "layout": "zero1"}
+    tiny = {"data": "teacher_classes", "layout": "zero1"}
     monkeypatch.setattr(measure_scaling, "MLP", tiny)
     monkeypatch.setattr(measure_scaling, "GPT", tiny | {"batch": 8})
     for name, value in (("BATCH", 12), ("MICROBATCHES", (2,)), ("STEPS", 2), ("WARM_UP", 1)):
         monkeypatch.setattr(measure_scaling, name, value)
     monkeypatch.setattr(measured_messages, "TIMES", (1, 1))
-    found = measure_scaling.measure(measure_scaling.RankPrefixes(comm), 1 << 12, 1 << 12, ["ring"])
+    sizes = measure_scaling.ScaledSizes(1 << 12, 1 << 12, "mlp:tiny", "mlp:tiny")
+    found = measure_scaling.measure(measure_scaling.RankPrefixes(comm), sizes, ["ring"])
     assert comm.allgather(found) == [found] * comm.size and tuple(found) == (REPLICAS, PIPELINES, BANDWIDTH, EXCHANGES)
     replicas, pipelines, bandwidths, exchanges = found.values()
     counts = powers_of_two(comm.size)

@@ -1,9 +1,8 @@
 """Ways to compress compared: where trainings end, over several seeds."""
 
+import compare_compression
 import numpy as np
 import pytest
-
-from parallel.cli import compare_compression
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 import re
 from importlib.util import find_spec
 
+import compare_torch
 import numpy as np
 import pytest
-
-from parallel.cli import compare_torch
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 

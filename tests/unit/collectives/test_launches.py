@@ -7,9 +7,8 @@ import sys
 import time
 
 import pytest
+from mpi_launches import ROOT, descendants, end_ranks, exit_on_signals
 from support.launches import MPIEXEC, is_alive, launch_environment, needs_mpiexec
-
-from collectives.conformance.launches import descendants, end_ranks, exit_on_signals
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(200)]
 
@@ -24,7 +23,7 @@ time.sleep(1000)
 
 LAUNCH = f"""
 import sys
-from collectives.conformance.launches import run_ranks
+from mpi_launches import run_ranks
 run_ranks({MPIEXEC!r}, {RANKS}, ["-c", {RANK!r}, sys.argv[1]], 1000)
 """
 
@@ -50,7 +49,10 @@ def assert_ended(processes):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_ranks_end_with_the_program_that_started_them(tmp_path, number):
-    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], env=launch_environment()) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(tmp_path)],
+        env=launch_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests/studies")])),
+    ) as program:
         wait_for_ranks(program, tmp_path)
         processes = processes_in(tmp_path)
         assert set(processes) <= set(descendants(program.pid))

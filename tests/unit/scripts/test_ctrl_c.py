@@ -9,10 +9,9 @@ import time
 from contextlib import suppress
 
 import pytest
+from mpi_launches import ROOT
 from support.launches import MPIEXEC, is_alive, needs_mpiexec
 from support.tiers import default
-
-from collectives.conformance.launches import ROOT
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(300)]
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from parallel.cli import kill_ranks
+import kill_ranks
 
 
 def test_oversubscription_is_requested():

@@ -1,10 +1,9 @@
-"""scripts/mpi4py_tests.py: what it makes of tests that pass, fail, hang and end the process."""
+"""tests/studies/mpi4py_tests.py: what it makes of tests that pass, fail, hang and end the process."""
 
+import mpi4py_tests
 import pytest
+from mpi4py_files import FILES, reason
 from support.launches import MPIEXEC, needs_mpiexec
-
-from collectives.cli import mpi4py_tests
-from collectives.conformance.test_files import FILES, reason
 
 TESTS = """
 import os, time, unittest

@@ -15,13 +15,15 @@ from mpi4py import MPI
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
+from mpi_launches import ROOT
 from support.launched_training import KILLER, STOPS, course, lines, run, same, start, stop_and_resume
 from support.launches import ended, needs_mpiexec
+from support.program_runs import call
 from support.tiers import default
 
-from collectives.conformance.launches import ROOT
 from parallel.benchmark.training_output import format_speed
 from parallel.checkpoint.checkpoint_files import all_in, name_of, tensors_in
+from parallel.cli import train
 from parallel.cli.train_run import CheckpointWriter
 from parallel.runtime.throughput import Throughput
 
@@ -29,6 +31,13 @@ pytestmark = [needs_mpiexec, pytest.mark.timeout(240)]
 
 TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--steps", "60", "--dropout", "0.1"]
 TASK += ["--test-every", "15", "--threads", "1"]
+
+
+def here(*arguments, status=0):
+    """Output of a training in this process, on one rank."""
+    done = call(train.main, *arguments)
+    assert done.returncode == status, done
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +208,7 @@ def test_the_newest_sound_checkpoint_is_told_where_the_newest_is_damaged(whole, 
     for path in all_in(folder)[1:]:
         file = path / "model.safetensors.index.json"
         file.write_bytes(file.read_bytes()[:-1])
-    output = run("--checkpoint", folder, "--resume", status=2)
+    output = here("--checkpoint", folder, "--resume", status=2)
     newest, *_, sound = all_in(folder)[::-1]
     assert output.count(f"error: {newest} cannot be used: model.safetensors.index.json has") == 1, output
     assert f"; the newest sound one is {sound}: with what is newer moved away" in output
@@ -227,7 +236,7 @@ def test_checkpoints_are_overwritten_if_that_is_asked_for(whole, tmp_path):
     shutil.copytree(whole[0] / "c", folder)
 
     def trained(steps, *more, **options):
-        output = run(*TASK, "--checkpoint", folder, "--steps", steps, *more, **options)
+        output = run(*TASK, "--checkpoint", folder, "--steps", steps, *more, ranks=1, **options)
         return output, [path.name for path in all_in(folder)]
 
     first, last = "step-000000005", "step-000000008"
@@ -243,7 +252,7 @@ def test_checkpoints_are_overwritten_if_that_is_asked_for(whole, tmp_path):
 
 def test_a_training_that_is_over_is_kept_in_another_folder(whole, tmp_path):
     newest = all_in(whole[0] / "c")[-1]
-    output = run("--resume", newest, "--checkpoint", tmp_path / "b")
+    output = here("--resume", newest, "--checkpoint", tmp_path / "b")
     assert f"checkpoints are in {tmp_path / 'b'}" in output
     assert same(tmp_path / "b" / newest.name, newest)
 

@@ -5,9 +5,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
+from support.program_runs import call
+
+from parallel.cli.programs import PROGRAMS
 
 
 def run(*words, ranks=1, **variables):
@@ -24,7 +28,6 @@ def run(*words, ranks=1, **variables):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("bench quant --specs zz", "expected some of int8_g128"),
         ("bench quant --turns 0", "expected a whole number from 1 on, found '0'"),
         ("bench quant --size zz", "expected a number and perhaps K, M or G, as in 64K; found 'zz'"),
         ("bench layouts --data nosuch", "neither a file nor one of digits"),
@@ -32,8 +35,14 @@ def run(*words, ranks=1, **variables):
     ],
 )
 def test_one_line(words, expected):
-    status, lines = run("-m", "parallel.cli.main", *words.split())
-    assert status == 2 and len(lines) == 1 and expected in lines[0]
+    group, name, *words = words.split()
+    done = call(import_module(PROGRAMS[f"{group} {name}"].module).main, *words)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr
+
+
+def test_one_line_of_a_process():
+    status, lines = run("-m", "parallel.cli.main", "bench", "quant", "--specs", "zz")
+    assert status == 2 and len(lines) == 1 and "expected some of int8_g128" in lines[0]
 
 
 def test_one_line_of_all_ranks():

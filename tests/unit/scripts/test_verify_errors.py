@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+import verify_errors
+from in_process import run_in_lockstep, simulated_comms
 
-from collectives.benchmark.in_process import run_in_lockstep, simulated_comms
-from collectives.cli import verify_errors
 from collectives.compressed import EncodedAlltoall, QuantCodec, RingAllreduce, SegmentedAllreduce, TwoShotAllreduce
 from quant import grouped, parse
 

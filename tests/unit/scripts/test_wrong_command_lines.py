@@ -1,10 +1,10 @@
 """Wrong command lines end on all ranks with one line and status 2 or 1, without a traceback, and damage no file."""
 
 import pytest
+from mpi_launches import Launch
 from support.launches import MPIEXEC, needs_mpiexec
 from support.wrong_command_lines import MAKERS
 
-from collectives.conformance.launches import Launch
 from parallel.cli.programs import PROGRAMS
 
 CASES = [(name, ranks) for name, program in PROGRAMS.items() for ranks in ((1, 2) if program.mpi else (1,))]

@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("safetensors")
 
+import plan_accuracy
+import verify_plan
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.benchmark import plan_accuracy
 from parallel.benchmark.plan_plots import draw_step
-from parallel.cli import plan, plan_layout, verify_plan
+from parallel.cli import plan, plan_layout
 from parallel.cli.main import UsageError, find, take_ranks
 from parallel.cli.train_arguments import add_settings
 from parallel.engine.settings import complete

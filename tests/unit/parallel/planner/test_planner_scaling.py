@@ -95,8 +95,8 @@ def test_program(capsys, tmp_path):
     endless.write_text(json.dumps({REPLICAS: {"weak": {"2": float("inf")}}}))
     for more, message in (
         (["--measured", str(other)], "expected tables out of share of ideal throughput"),
-        (["--measured", str(tmp_path / "none")], "--measured: expected a file of measure_scaling.py, found "),
-        (["--measured", str(endless)], "--measured: expected a file of measure_scaling.py, found "),
+        (["--measured", str(tmp_path / "none")], "--measured: expected points of --measure-scaling, found "),
+        (["--measured", str(endless)], "--measured: expected points of --measure-scaling, found "),
         (["--batch", "4M"], "--batch: expected a whole number from 1 on, found '4M'"),
         (["--nodes", "4"], "unrecognized arguments: --nodes 4"),
         (["--plot", "/dev/null/a.png"], "--plot: expected a file that can be written, found '/dev/null/a.png'"),

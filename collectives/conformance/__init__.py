@@ -1,1 +1,0 @@
-"""mpi4py's own tests, run on `collectives.Communicator`."""
