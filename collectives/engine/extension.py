@@ -33,6 +33,11 @@ def engine_class(name: str) -> Any:
     return getattr(engine if available() else interpreter, name)
 
 
+def set_record(words: np.ndarray, entries: np.ndarray) -> None:
+    """Note calls in this memory: the number of the last one in the first of `words`, and `CALL_RECORD` in `entries`."""
+    (engine if available() else interpreter.recorder).set_record(words, entries)
+
+
 @cache
 def use_mpi() -> None:
     """Give the compiled engine the functions of the MPI that this process has loaded."""

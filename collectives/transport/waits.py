@@ -94,6 +94,9 @@ class Awaited(Protocol):
     def moves(self) -> int:
         """Number that changes with its progress."""
 
+    def stall(self) -> None:
+        """Note that the wait has been long without progress."""
+
     def describe(self, subject: str) -> str:
         """Sentence on what is waited for, with a subject and verb such as "rank 0 waited 5 s"."""
 
@@ -105,6 +108,9 @@ class Others:
 
     def __init__(self, name: str, purpose: str = "for other ranks") -> None:
         self._name, self._purpose = name, purpose
+
+    def stall(self) -> None:
+        """Do nothing: no call of the record waits."""
 
     def describe(self, subject: str) -> str:
         return f"{self._name}: {subject} {self._purpose}"
@@ -206,6 +212,8 @@ class Pauses:
         moves = self._awaited.moves
         self._idle_looks = self._idle_looks + 1 if moves == self._moves else 0
         self._moves, self.is_long = moves, self._idle_looks >= LOOKS
+        if self._idle_looks == LOOKS:
+            self._awaited.stall()
         if not self.is_long:
             self._next_look, self._nap = now + LONG / LOOKS, NAP
             return

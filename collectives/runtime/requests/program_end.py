@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, Mismatch
 from collectives.runtime.execution.progress import progress, progress_thread
+from collectives.runtime.record.writer import record
 from collectives.runtime.requests.native_requests import free_unused_handles
 
 PATIENCE = 0.5
@@ -44,6 +45,8 @@ def close_all() -> None:
     """Release all communicators at exit, so that MPI reports no leaks; not if the job is aborted after an exception."""
     progress_thread.end()
     free_unused_handles()
+    if (found := record()) is not None:
+        found.end(uncaught_exception())
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):

@@ -90,6 +90,11 @@ class Request(Operation):
         """Number that changes with progress."""
         return self.program.moves
 
+    def stall(self) -> None:
+        """Note in the record what the operation has waited for long."""
+        if not self.is_queued:
+            self.program.stall()
+
     def describe(self, subject: str) -> str:
         """Sentence on what the operation waits for."""
         return f"{self.program.label}: {subject} {self.waits_for()}"
