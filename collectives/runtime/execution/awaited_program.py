@@ -8,6 +8,7 @@ from typing import Any
 
 from collectives.engine.assembly import Instruction
 from collectives.engine.instructions import Kind
+from collectives.runtime.record.watcher import look
 from collectives.runtime.record.writer import record
 
 PHRASES = {
@@ -40,16 +41,14 @@ class AwaitedProgram:
         """Number that changes with progress."""
         return int(self.engine.moves)
 
-    def stall(self) -> None:
-        """Note in the record what the program has waited for long."""
-        found, number = record(), int(self.engine.round)
-        if found is not None:
-            peers = [
-                one.message.peer if one.message else one.link.rank
-                for one in self._waiting(number)
-                if one.message or one.link
-            ]
-            found.stall(int(self.engine.number), self._round_of(number), peers)
+    def stall(self, idle: float) -> None:
+        """Look at the ranks that the program has waited for, `idle` seconds without progress; see `watcher.look`."""
+        number = int(self.engine.round)
+        peers = {one.link.rank: int(one.link.link["pid"][0]) for one in self._waiting(number) if one.link is not None}
+        far = [one.message.peer for one in self._waiting(number) if one.message is not None]
+        if (found := record()) is not None:
+            found.stall(int(self.engine.number), self._round_of(number), [*peers, *far])
+            look(self.label, peers, idle)
 
     def _round_of(self, number: int) -> int:
         """Round of the schedule, from 1, that a round of the program belongs to; -1 if unknown."""

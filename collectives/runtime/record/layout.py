@@ -36,6 +36,8 @@ _FIELDS = [
     ("host", "S64"),
     ("command", "S512"),
     ("last_words", "S1024"),  # of an exception that ends the rank
+    ("line", "S512"),  # that the program is at if it has made no call for long: file, number, function
+    ("line_seen", "i8"),  # nanoseconds of the monotonic clock when it was
 ]
 
 HEADER = np.dtype({"names": [name for name, _ in _FIELDS], "formats": [kind for _, kind in _FIELDS], "itemsize": 4096})

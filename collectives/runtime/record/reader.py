@@ -57,6 +57,17 @@ def read_record(path: Path) -> RankRecord:
     return RankRecord(header[0], kept[np.argsort(kept["number"])])
 
 
+def open_record(pid: int) -> RankRecord | None:
+    """Record of a process of this user, whose header changes with it; None if there is none."""
+    with suppress(OSError, ValueError):
+        for path in _paths(Path(f"/proc/{pid}")):
+            memory = np.memmap(path, np.uint8, "r", shape=(NBYTES,))
+            header, entries = parts(memory)
+            if header["pid"][0] == pid:
+                return RankRecord(header[0], entries)
+    return None
+
+
 def running() -> Iterator[RankRecord]:
     """Records of the processes of this user on this host."""
     for process in Path("/proc").iterdir():
@@ -67,13 +78,20 @@ def running() -> Iterator[RankRecord]:
 
 
 def _of_process(process: Path) -> Iterator[RankRecord]:
-    for entry in (process / "fd").iterdir():
+    for path in _paths(process):
         with suppress(OSError, ValueError):
+            found = read_record(path)
+            if found.header["pid"] == int(process.name):  # not a child that has inherited the descriptor
+                yield found
+                return
+
+
+def _paths(process: Path) -> Iterator[Path]:
+    """Descriptors of a process that may be those of records."""
+    for entry in (process / "fd").iterdir():
+        with suppress(OSError):
             if NAME in os.readlink(entry):
-                found = read_record(entry)
-                if found.header["pid"] == int(process.name):  # not a child that has inherited the descriptor
-                    yield found
-                    return
+                yield entry
 
 
 def in_folder(folder: Path) -> list[RankRecord]:

@@ -47,6 +47,15 @@ class Record:
         if error is not None:
             self._header["last_words"] = f"{type(error).__name__}: {error}".encode("ascii", "replace")
 
+    def at_line(self, line: str) -> None:
+        """Note the line that the program is at."""
+        self._header["line"], self._header["line_seen"] = line.encode("ascii", "replace"), time.monotonic_ns()
+
+    @property
+    def last(self) -> int:
+        """Number of the last call."""
+        return int(self._header["last"][0])
+
     def stall(self, number: int, round: int, peers: Sequence[int]) -> None:
         """Note what the active call with a number has waited for long: a round, and the first of these peers."""
         entry = self.entries[number % CALLS_KEPT]

@@ -90,10 +90,10 @@ class Request(Operation):
         """Number that changes with progress."""
         return self.program.moves
 
-    def stall(self) -> None:
-        """Note in the record what the operation has waited for long."""
+    def stall(self, idle: float) -> None:
+        """Look at the ranks that the operation waits for."""
         if not self.is_queued:
-            self.program.stall()
+            self.program.stall(idle)
 
     def describe(self, subject: str) -> str:
         """Sentence on what the operation waits for."""
