@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -88,21 +87,29 @@ def _memory() -> np.ndarray:
     return map_file(create_file(NBYTES, NAME), 0, NBYTES)  # others find it by the open descriptor
 
 
-@cache
+_current: Record | None = None
+_is_opened = False
+
+
 def record() -> Record | None:
-    """Record of this process, opened by the first call; None if the system refuses."""
-    try:
-        return Record(_memory())
-    except (OSError, AttributeError) as error:
-        if os.environ.get(FOLDER):
-            print(f"chorus: {FOLDER}: no record is kept ({error})", file=sys.stderr)
-        return None
+    """Record of this process, opened by the first call; None if the system refuses, and in a forked process."""
+    global _current, _is_opened
+    if not _is_opened:
+        _is_opened = True
+        try:
+            _current = Record(_memory())
+        except (OSError, AttributeError) as error:
+            if os.environ.get(FOLDER):
+                print(f"chorus: {FOLDER}: no record is kept ({error})", file=sys.stderr)
+    return _current
 
 
 def _forget() -> None:
-    """In a forked process: calls are noted in memory of its own."""
-    memory = np.zeros(NBYTES, np.uint8)
-    set_record(np.zeros(1, np.int64), parts(memory)[1])
+    """In a forked process: it has no part in the record, and its calls are noted in memory of its own."""
+    global _current
+    if _current is not None:
+        _current = None
+        set_record(np.zeros(1, np.int64), parts(np.zeros(NBYTES, np.uint8))[1])
 
 
 if hasattr(os, "register_at_fork"):
