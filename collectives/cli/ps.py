@@ -1,4 +1,4 @@
-"""Show what the ranks of this user's programs on this machine do: the call that each waits in, for whom, since when.
+"""Show the ranks of this user's programs on this machine: the call that each waits in, for which rank, since when.
 
     chorus ps                    # once
     chorus ps --watch 1          # again every second, until Ctrl-C

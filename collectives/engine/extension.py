@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from collectives.engine import interpreter, row_operands
+from collectives.engine.recorder import recorder
 
 engine: Any
 """The extension, or None."""
@@ -35,7 +36,7 @@ def engine_class(name: str) -> Any:
 
 def set_record(words: np.ndarray, entries: np.ndarray) -> None:
     """Note calls in this memory: the number of the last one in the first of `words`, and `CALL_RECORD` in `entries`."""
-    (engine if available() else interpreter.recorder).set_record(words, entries)
+    (engine if available() else recorder).set_record(words, entries)
 
 
 @cache

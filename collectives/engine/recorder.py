@@ -7,11 +7,13 @@ import numpy as np
 
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
 
-AFTER_NUMBER = CALL_RECORD.fields["turn"][1]
+_PLACES = {name: place for name, (_, place, *_) in (CALL_RECORD.fields or {}).items()}
+
+AFTER_NUMBER = _PLACES["turn"]
 """Bytes of an entry before all fields but its number."""
 
 _CALL_BYTES = CALL_RECORD.itemsize
-_STATE, _ENDED, _NBYTES = (CALL_RECORD.fields[name][1] for name in ("state", "ended", "nbytes"))
+_STATE, _ENDED, _NBYTES = (_PLACES[name] for name in ("state", "ended", "nbytes"))
 _TWO_WORDS, _WORD = Struct("qq"), Struct("q")
 
 

@@ -17,7 +17,7 @@ def describe_call(call: Any) -> str:
     """Collective, algorithm and data of a call."""
     root = "" if call["root"] < 0 else f" with root {call['root']}"
     kinds = [text.decode() for text in (call["dtype"], call["op"]) if text]
-    data = ", ".join([size(int(call["nbytes"])), *[" ".join(kinds)] * bool(kinds)])
+    data = ", ".join([size(call["nbytes"]), *[" ".join(kinds)] * bool(kinds)])
     return f"{call['collective'].decode()}{root} ({call['algorithm'].decode()}, {data})"
 
 
@@ -38,21 +38,21 @@ def seconds(nanoseconds: int) -> str:
 
 
 def condition(record: RankRecord, now: int) -> str:
-    """What a rank does, at a time of the monotonic clock."""
+    """Text on a rank: the call that it waits in, or where else it is, at a time of the monotonic clock."""
     if record.state == RankState.HAS_RAISED:
         return f"has ended by {record.text('last_words')}"
     if record.state == RankState.HAS_LEFT:
         return "has left the program"
     if not record.is_alive:
         return f"has died{_last(record)}"
-    stopped = "is stopped, and " if _process_state(int(record.header["pid"])) in STOPPED else ""
+    stopped = "is stopped, and " if _process_state(record.header["pid"]) in STOPPED else ""
     active = record.active
     if len(active):
         call = active[0]
         wait = "" if call["round"] < 0 and call["peer"] < 0 else _awaited(call)
-        return f"{stopped}waits {seconds(now - int(call['started']))} in {describe_call(call)} #{call['turn']}{wait}"
-    since = int(record.calls[-1]["ended"]) if len(record.calls) else int(record.header["opened"])
-    line = f", at {record.text('line')}" if int(record.header["line_seen"]) > since else ""
+        return f"{stopped}waits {seconds(now - call['started'])} in {describe_call(call)} #{call['turn']}{wait}"
+    since = record.calls[-1]["ended"] if len(record.calls) else record.header["opened"]
+    line = f", at {record.text('line')}" if record.header["line_seen"] > since else ""
     return f"{stopped}is in its own code since {seconds(now - since)}{_last(record)}{line}"
 
 
@@ -80,11 +80,11 @@ def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]
     ordered = sorted(records, key=lambda one: (one.text("job"), one.rank))
     for job, group in groupby(ordered, lambda one: one.text("job")):
         ranks = list(group)
-        size = int(ranks[0].header["size"])
+        size = ranks[0].header["size"].item()
         yield f"job {job}: {len(ranks)} of {size} rank{'s' * (size > 1)}, {ranks[0].text('command')}"
         for one in ranks:
             yield f"  rank {one.rank} (pid {one.header['pid']}) {condition(one, now)}"
             for call in one.calls[len(one.calls) - calls :] if calls else ():
-                end = CallState(int(call["state"])).name.lower().replace("_", " ")
-                took = seconds(int(call["ended"]) - int(call["started"])) if call["ended"] else "under way"
+                end = CallState(call["state"]).name.lower().replace("_", " ")
+                took = seconds(call["ended"] - call["started"]) if call["ended"] else "under way"
                 yield f"      #{call['turn']} {describe_call(call)}: {end}, {took}"

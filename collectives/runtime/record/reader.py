@@ -21,11 +21,12 @@ class RankRecord(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return int(self.header["rank"])
+        found: int = self.header["rank"].item()
+        return found
 
     @property
     def state(self) -> RankState:
-        return RankState(int(self.header["state"]))
+        return RankState(self.header["state"])
 
     @property
     def is_alive(self) -> bool:
@@ -35,7 +36,8 @@ class RankRecord(NamedTuple):
     @property
     def active(self) -> np.ndarray:
         """Calls that have started and not ended."""
-        return self.calls[self.calls["ended"] == 0]
+        found: np.ndarray = self.calls[self.calls["ended"] == 0]
+        return found
 
     def text(self, field: str) -> str:
         """A field of the header that is text."""
@@ -51,7 +53,7 @@ def read_record(path: Path) -> RankRecord:
     header, entries = parts(memory)
     if header["magic"][0] != MAGIC or header["version"][0] != VERSION:
         raise ValueError(f"{path}: expected a record of version {VERSION}")
-    last = int(header["last"][0])
+    last = header["last"][0]
     numbers = entries["number"]
     kept = entries[(numbers > last - CALLS_KEPT) & (numbers > 0)]
     return RankRecord(header[0], kept[np.argsort(kept["number"])])
@@ -81,7 +83,7 @@ def _of_process(process: Path) -> Iterator[RankRecord]:
     for path in _paths(process):
         with suppress(OSError, ValueError):
             found = read_record(path)
-            if found.header["pid"] == int(process.name):  # not a child that has inherited the descriptor
+            if str(found.header["pid"]) == process.name:  # not a child that has inherited the descriptor
                 yield found
                 return
 

@@ -102,7 +102,7 @@ class LineWatch(threading.Thread):
         self._last = -1
 
     def run(self) -> None:
-        ident = threading.main_thread().ident
+        ident = threading.main_thread().ident or 0
         while (found := record()) is not None:
             time.sleep(LOOK)
             if found.last == self._last and (frame := sys._current_frames().get(ident)) is not None:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from collectives.engine.extension import set_record
 from collectives.engine.instructions import CALLS_KEPT
-from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.runtime.record.layout import MAGIC, NAME, NBYTES, VERSION, RankState, parts
 from collectives.transport.memory.memory_file import create_file, map_file
 
 FOLDER = "CHORUS_RECORD"
@@ -37,8 +37,7 @@ class Record:
         }  # fmt: skip
         for name, value in values.items():
             self._header[name] = value.encode("ascii", "replace") if isinstance(value, str) else value
-        place = HEADER.fields["last"][1]
-        set_record(memory[place : place + 8].view(np.int64), self.entries)
+        set_record(self._header["last"], self.entries)
 
     def end(self, error: BaseException | None) -> None:
         """Note the end of the program, by an uncaught exception or in order."""

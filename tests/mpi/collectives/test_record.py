@@ -17,7 +17,9 @@ def calls_of(made):
     entries = [one for one in found.entries if one["number"] > before]
     entries.sort(key=lambda one: one["number"])
     fields = ("collective", "form", "channel", "turn", "nbytes", "state")
-    return [tuple(one[name].item() for name in fields) for one in entries], {int(one["communicator"]) for one in entries}
+    return [tuple(one[name].item() for name in fields) for one in entries], {
+        int(one["communicator"]) for one in entries
+    }
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["node", "network"])
