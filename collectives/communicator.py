@@ -39,6 +39,7 @@ from collectives.runtime.planning.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.planning.compiled_calls import call_functions
 from collectives.runtime.planning.desync_check import DesyncChecker, is_wanted, others
 from collectives.runtime.planning.planner import Planner
+from collectives.runtime.record import watcher
 from collectives.runtime.requests.program_end import close_all, open_communicators
 from collectives.runtime.requests.request import Request
 from collectives.selection.cost_model import Costs
@@ -233,6 +234,7 @@ class Communicator(CollectiveMethods):
             self._report_refusals(self._checker)
         if agreed.timeout is not None:
             self._limit_calls(agreed.timeout)
+        watcher.start()
         self._number = next(_numbers)
         open_communicators[self._number] = self
 

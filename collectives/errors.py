@@ -91,3 +91,11 @@ class RanksDisagree(InvalidInput, RuntimeError):
 
 class Timeout(InvalidInput, TimeoutError):
     """Wait for other ranks that took longer than its `timeout`; the message names what was waited for."""
+
+
+class PeerLeft(InvalidInput, ConnectionError):
+    """Wait for a rank that has left the program: by an exception, `sys.exit` or its end, and will make no call."""
+
+
+class PeerFailed(InvalidInput, ConnectionError):
+    """Wait for a rank whose process has died."""

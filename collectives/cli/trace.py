@@ -91,7 +91,8 @@ def recorded_rows(program: Program) -> tuple[list[int], list[float]]:
         finished.append(row)
         times.append(time.perf_counter())
 
-    engine.finished, engine.is_running = note, True
+    engine.finished = note
+    engine.begin()
     while engine.is_running:
         program.note(engine.advance(POLLS))
     return finished, times

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from collectives.engine import interpreter, row_operands
+from collectives.engine.recorder import recorder
 
 engine: Any
 """The extension, or None."""
@@ -31,6 +32,11 @@ def available() -> bool:
 def engine_class(name: str) -> Any:
     """Class `RowProgram` or `CallTable` of the engine in use."""
     return getattr(engine if available() else interpreter, name)
+
+
+def set_record(words: np.ndarray, entries: np.ndarray) -> None:
+    """Note calls in this memory: the number of the last one in the first of `words`, and `CALL_RECORD` in `entries`."""
+    (engine if available() else recorder).set_record(words, entries)
 
 
 @cache

@@ -210,6 +210,40 @@ NET_MESSAGE = np.dtype(
     ]
 )
 
+CALLS_KEPT = 512
+"""Calls in the record of a rank, the last ones: a power of two."""
+
+
+class CallState(IntEnum):
+    """State of a call in the record."""
+
+    IS_ACTIVE = 0  # the call has started
+    HAS_ENDED = 1
+    HAS_FAILED = 2
+    WAS_LEFT = 3  # its program was started again before the call had ended
+
+
+CALL_RECORD = np.dtype(
+    [
+        ("number", "i8"),  # of the call in this process, from 1; 0 while the entry is written
+        ("turn", "i8"),  # number of the call among those of its channel, from 1: the same on all ranks
+        ("started", "i8"),  # nanoseconds of the monotonic clock
+        ("ended", "i8"),  # the same; 0 before the end
+        ("nbytes", "i8"),  # message size n of cost formulas
+        ("communicator", "i8"),  # number that all its ranks know it by
+        ("channel", "i4"),  # of the communicator's mailboxes; -1: without
+        ("root", "i4"),  # -1: none
+        ("round", "i4"),  # that the call waits for if it waits long, else -1
+        ("peer", "i4"),  # the same: the rank in the communicator, else -1
+        ("state", "u1"),  # a `CallState`
+        ("form", "u1"),  # 0 blocking, 1 non-blocking, 2 persistent
+        ("collective", "S14"),
+        ("algorithm", "S32"),
+        ("dtype", "S8"),
+        ("op", "S8"),
+    ]
+)
+
 MAX_DEPTH = 3
 """Levels of lists and tuples in an argument of a call whose items are checked."""
 

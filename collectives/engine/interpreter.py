@@ -20,8 +20,17 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.engine.instructions import DONE, IGNORED, MISMATCH, REFUSED, WAITING, Kind
+from collectives.engine.instructions import (
+    DONE,
+    IGNORED,
+    MISMATCH,
+    REFUSED,
+    WAITING,
+    CallState,
+    Kind,
+)
 from collectives.engine.mailbox_rows import MailboxRows
+from collectives.engine.recorder import AFTER_NUMBER, recorder
 from collectives.engine.row_operands import Row
 
 NAP = 2e-5
@@ -50,14 +59,17 @@ class RowProgram(MailboxRows):
     shares_cores : the core is yielded between polls
     is_deferred : a start only stores addresses
     is_running : from a start of the program to its end
+    number : of the active call in the record; 0: none
     round, failed : index of the current round, and of the row that failed
     moves : number that changes with progress
     finished : called with the index of each row that is done, if not None
     """
 
-    polls = call_polls = round = moves = 0
+    polls = call_polls = round = moves = number = 0
     shares_cores = is_deferred = is_running = _is_busy = False
     finished: Callable[[int], object] | None = None
+    _entry: bytes | None = None
+    _turns: memoryview
 
     def __init__(
         self,
@@ -97,6 +109,23 @@ class RowProgram(MailboxRows):
         """Describe the array with a number in `run`: the memory in it, and the bytes that may not overlap."""
         self._expected[number] = _Expected(memory, offset, nbytes, written, per_element)
 
+    def describe(self, entry: np.ndarray, turns: np.ndarray) -> None:
+        """Note calls in the record: as copies of `entry`, with numbers that `turns` counts."""
+        self._entry, self._turns = entry.tobytes()[AFTER_NUMBER:], turns.data
+
+    def begin(self) -> None:
+        """Begin a call."""
+        if recorder.words is not None and self._entry is not None:
+            self._note_end(CallState.WAS_LEFT)
+            nbytes = None if self._scale is None else int(self._scale["length"] * self._scale["call_bytes"])
+            self.number = recorder.start(self._entry, self._turns, nbytes)
+        self.is_running = True
+
+    def _note_end(self, state: CallState) -> None:
+        if self.number:
+            recorder.end(self.number, state)
+            self.number = 0
+
     def accepts(self, *arrays: np.ndarray) -> bool:
         """True if `run` would start the program on these arrays."""
         return self._places(arrays) is not None
@@ -111,7 +140,7 @@ class RowProgram(MailboxRows):
             self.resize(length)
         for place, expected in zip(places, self._expected):
             self._bases[expected.memory] = place
-        self.is_running = True
+        self.begin()
         return WAITING if self.is_deferred else self.advance(self.call_polls)
 
     def _places(self, arrays: Sequence[np.ndarray]) -> tuple[list[int], int | None] | None:
@@ -161,6 +190,7 @@ class RowProgram(MailboxRows):
             left = polls
             while waiting := [stream for stream in streams if self.failed >= 0 or not self._run_stream(stream)]:
                 if self.failed >= 0:  # then no stream after it has run
+                    self._note_end(CallState.HAS_FAILED)
                     return MISMATCH
                 if self._has_moved:
                     self._has_moved, left = False, polls
@@ -176,6 +206,7 @@ class RowProgram(MailboxRows):
                 self._positions[stream] = self._stops[stream][0]
             self.round += 1
         self.round, self.is_running = 0, False
+        self._note_end(CallState.HAS_ENDED)
         return DONE
 
     def _run_stream(self, stream: int) -> bool:

@@ -16,6 +16,7 @@ enum {
     PROBE_EVERY = 64,    /* messages between two comparisons of copies into bounce buffers */
     MOST_SEGMENTS = 32,  /* segments of a shared heap that a link knows */
     CLASS_WORDS = 2,     /* of a set of size classes */
+    CALLS_KEPT = 512,       /* of a record: the last calls of a rank */
 };
 
 #define KIND ((int64_t)1 << 18) /* a flag is the number of its message times this, plus its label */
@@ -134,5 +135,27 @@ typedef struct {
     int64_t count;           /* bytes received */
     int64_t status[8];
 } NetMessage;
+
+typedef enum {
+    IS_ACTIVE,  /* the call has started */
+    HAS_ENDED,
+    HAS_FAILED,
+    WAS_LEFT,   /* its program was started again before the call had ended */
+} CallState;
+
+/* A call in the record of a rank. */
+typedef struct {
+    _Atomic int64_t number;  /* of the call in this process, from 1; 0 while the entry is written */
+    int64_t turn;            /* number of the call among those of its channel, from 1: the same on all ranks */
+    int64_t started, ended;  /* nanoseconds of the monotonic clock */
+    int64_t nbytes;
+    int64_t communicator;    /* number that all its ranks know it by */
+    int32_t channel;         /* of the communicator's mailboxes; -1: without */
+    int32_t root;            /* -1: none */
+    int32_t round, peer;     /* that the call waits for if it waits long, else -1 */
+    uint8_t state;           /* a CallState */
+    uint8_t form;            /* 0 blocking, 1 non-blocking, 2 persistent */
+    char collective[14], algorithm[32], dtype[8], op[8];
+} CallRecord;
 
 #endif

@@ -8,6 +8,7 @@
 extern PyType_Spec program_spec, call_table_spec;
 
 PyObject *set_progress(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *set_record(PyObject *, PyObject *);
 PyObject *set_handles(PyObject *, PyObject *), *take_handle(PyObject *, PyObject *), *keep_handle(PyObject *, PyObject *);
 
 /* copy(target, source, nbytes): copy memory at addresses. */
@@ -70,6 +71,7 @@ static const struct {
     {"Operand", sizeof(Operand)}, FIELD(Operand, nbytes), FIELD(Operand, left_offset), FIELD(Operand, left),
     {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
     FIELD(Link, theirs), {"Check", sizeof(int64_t) * 16}, {"NetMessage", sizeof(NetMessage)}, FIELD(NetMessage, status),
+    {"CallRecord", sizeof(CallRecord)}, FIELD(CallRecord, turn), FIELD(CallRecord, channel), FIELD(CallRecord, state), FIELD(CallRecord, op),
 };
 
 static PyObject *layout(PyObject *module, PyObject *args) {
@@ -91,6 +93,7 @@ static PyMethodDef functions[] = {
     {"reduction", reduction, METH_VARARGS, NULL},
     {"set_handles", set_handles, METH_VARARGS, NULL},
     {"set_mpi", set_mpi, METH_VARARGS, NULL},
+    {"set_record", set_record, METH_VARARGS, NULL},
     {"set_progress", (PyCFunction)(void (*)(void))set_progress, METH_FASTCALL, NULL},
     {"take_handle", take_handle, METH_O, NULL},
     {NULL, NULL, 0, NULL},

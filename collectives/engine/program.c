@@ -85,7 +85,7 @@ Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, co
     const CallArray *send = &program->call[0], *recv = &program->call[1];
     program->bases[send->memory] = sendbuf->data + send->offset;
     program->bases[recv->memory] = recvbuf->data + recv->offset;
-    program->is_running = 1;
+    begin(program);
     return program->is_deferred ? WAITING : advance_released(program, program->call_polls, 0);
 }
 
@@ -171,6 +171,7 @@ static void program_dealloc(Program *self) {
     PyMem_Free(self->links);
     Py_XDECREF(self->arrays);
     Py_XDECREF(self->scale_arrays);
+    Py_XDECREF(self->described);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -196,6 +197,26 @@ static PyObject *program_scale(Program *self, PyObject *args) {
     self->order = data_of(order);
     self->bounds = data_of(bounds);
     self->may_choose = data_of(may_choose);
+    Py_RETURN_NONE;
+}
+
+/* describe(entry, turns): note calls in the record, as copies of the entry. */
+static PyObject *program_describe(Program *self, PyObject *args) {
+    PyObject *entry, *turns;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyArray_Type, &entry, &PyArray_Type, &turns)) return NULL;
+    if (PyArray_NBYTES((PyArrayObject *)entry) != sizeof(CallRecord)) {
+        PyErr_SetString(PyExc_ValueError, "describe: expected an entry of the record");
+        return NULL;
+    }
+    Py_XSETREF(self->described, Py_NewRef(args));
+    self->entry = data_of(entry);
+    self->turns = data_of(turns);
+    Py_RETURN_NONE;
+}
+
+static PyObject *program_begin(Program *self, PyObject *unused) {
+    (void)unused;
+    begin(self);
     Py_RETURN_NONE;
 }
 
@@ -291,7 +312,7 @@ static bool is_idle(Program *self) { return self->is_startable && self->request 
  * request is active, and the progress thread must be woken. */
 static PyObject *program_start(Program *self, PyObject *request) {
     if (!is_idle(self)) return PyLong_FromLong(REFUSED);
-    self->is_running = 1;
+    begin(self);
     Result result = advance_released(self, 0, 0);
     return result_or_error(result == DONE ? DONE : activate(self, request));
 }
@@ -339,6 +360,8 @@ static PyObject *program_is_idle(Program *self, void *closure) {
 }
 
 static PyMethodDef methods[] = {
+    {"begin", (PyCFunction)program_begin, METH_NOARGS, NULL},
+    {"describe", (PyCFunction)program_describe, METH_VARARGS, NULL},
     {"scale", (PyCFunction)program_scale, METH_VARARGS, NULL},
     {"resize", (PyCFunction)program_resize, METH_O, NULL},
     {"expect", (PyCFunction)program_expect, METH_VARARGS, NULL},
@@ -360,10 +383,11 @@ static PyMemberDef members[] = {
     {"call_polls", T_LONG, offsetof(Program, call_polls), 0, "the same of a call"},
     {"round", T_LONGLONG, offsetof(Program, round), READONLY, "index of the current round"},
     {"failed", T_LONGLONG, offsetof(Program, failed), READONLY, "index of the row that failed"},
+    {"number", T_LONGLONG, offsetof(Program, number), READONLY, "of the active call in the record; 0: none"},
     {"moves", T_LONGLONG, offsetof(Program, moves), READONLY, "number that changes with progress"},
     {"shares_cores", T_BOOL, offsetof(Program, shares_cores), 0, "the core is yielded between polls"},
     {"is_deferred", T_BOOL, offsetof(Program, is_deferred), 0, "a start only stores addresses"},
-    {"is_running", T_BOOL, offsetof(Program, is_running), 0, "from a start of the program to its end"},
+    {"is_running", T_BOOL, offsetof(Program, is_running), READONLY, "from a start of the program to its end"},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -72,12 +72,20 @@ typedef struct {
     char is_running;       /* from a start to the end */
     char is_startable;     /* the engine may start it for its persistent request */
     PyObject *request;     /* active request that the engine advances and ends, else NULL; not owned */
+    PyObject *described;   /* arrays of the next two, which it keeps */
+    const CallRecord *entry; /* of its calls in the record, else NULL */
+    int64_t *turns;        /* calls of its channel so far */
+    int64_t number;        /* of its last call in the record */
 } Program;
 
 Result advance(Program *program, long polls);
 Result advance_released(Program *program, long polls, long naps);
 Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes);
 Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes);
+
+/* record.c */
+void begin(Program *program);
+void note_end(Program *program, CallState state);
 
 /* scale.c */
 void resize(Program *program, int64_t elements);

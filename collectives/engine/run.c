@@ -101,7 +101,10 @@ Result advance(Program *program, long polls) {
         bool moved;
         Result result;
         for (long left = polls; (result = run_streams(program, first, stop, &moved)) != DONE;) {
-            if (result != WAITING) return result;
+            if (result != WAITING) {
+                note_end(program, HAS_FAILED);
+                return result;
+            }
             if (moved) {
                 program->moves++;
                 left = polls;
@@ -117,5 +120,6 @@ Result advance(Program *program, long polls) {
     }
     program->round = 0;
     program->is_running = 0;
+    note_end(program, HAS_ENDED);
     return DONE;
 }

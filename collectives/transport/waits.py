@@ -28,6 +28,9 @@ LONG = 1.0
 LOOKS = 10
 """Looks for progress in this time."""
 
+STALL = 0.25
+"""Seconds from one call of `Awaited.stall` to the next."""
+
 LONGEST_NAP = 1e-3
 """Seconds of such a nap; the first one is short, each other one twice as long as the one before."""
 
@@ -94,6 +97,9 @@ class Awaited(Protocol):
     def moves(self) -> int:
         """Number that changes with its progress."""
 
+    def stall(self, idle: float) -> None:
+        """Look at the other ranks after `idle` seconds without progress; an error that it raises ends the wait."""
+
     def describe(self, subject: str) -> str:
         """Sentence on what is waited for, with a subject and verb such as "rank 0 waited 5 s"."""
 
@@ -105,6 +111,9 @@ class Others:
 
     def __init__(self, name: str, purpose: str = "for other ranks") -> None:
         self._name, self._purpose = name, purpose
+
+    def stall(self, idle: float) -> None:
+        """Do nothing: it is not known who is waited for."""
 
     def describe(self, subject: str) -> str:
         return f"{self._name}: {subject} {self._purpose}"
@@ -173,13 +182,25 @@ class Pauses:
     is_long : the wait naps, so that further polls between two pauses are of no use
     """
 
-    __slots__ = ("_awaited", "_deadline", "_idle_looks", "_moves", "_nap", "_next_look", "_yields", "is_long")
+    __slots__ = (
+        "_awaited",
+        "_deadline",
+        "_idle_looks",
+        "_moved",
+        "_moves",
+        "_nap",
+        "_next_look",
+        "_next_stall",
+        "_yields",
+        "is_long",
+    )
 
     def __init__(self, awaited: Awaited) -> None:
         self._awaited, self._moves = awaited, awaited.moves
         self._deadline, self._next_look = _limits.current, time.monotonic() + LONG / LOOKS
         self._yields, self._idle_looks = YIELDS if _cores_are_shared else FEW_YIELDS, 0
         self._nap, self.is_long = NAP, False
+        self._moved, self._next_stall = time.monotonic(), 0.0
 
     def pause(self, count: int = 1) -> None:
         """Pause after an unsuccessful poll that has taken as long as `count` yields; raise Timeout if time is up."""
@@ -205,7 +226,12 @@ class Pauses:
         """Look for progress, and nap if there was none for long."""
         moves = self._awaited.moves
         self._idle_looks = self._idle_looks + 1 if moves == self._moves else 0
+        if moves != self._moves:
+            self._moved = now
         self._moves, self.is_long = moves, self._idle_looks >= LOOKS
+        if self.is_long and now >= self._next_stall:
+            self._next_stall = now + STALL
+            self._awaited.stall(now - self._moved)
         if not self.is_long:
             self._next_look, self._nap = now + LONG / LOOKS, NAP
             return

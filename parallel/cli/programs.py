@@ -45,6 +45,7 @@ PROGRAMS = {
     "bench servers": CommandEntry("parallel.cli.bench_servers", "speed of a parameter server's push and pull", least=2),
     "bench dispatch": CommandEntry("parallel.cli.bench_dispatch", "time to exchange tokens between experts"),
     "bench quant": CommandEntry("quant.cli.bench", "speed of quantisation", mpi=False),
+    "ps": CommandEntry("collectives.cli.ps", "what the ranks of running programs do, or wait for", mpi=False),
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True, stops=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),

@@ -39,6 +39,7 @@ LAYERS = [
     "collectives.selection",
     "collectives.runtime",
     "collectives.runtime.arguments",
+    "collectives.runtime.record",
     "collectives.runtime.execution",
     "collectives.runtime.requests",
     "collectives.runtime.binding",

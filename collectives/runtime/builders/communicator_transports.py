@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,11 @@ BLOCKING_CHANNEL = 0
 FIRST_NONBLOCKING = 1
 """First of the `NONBLOCKING` channels for non-blocking calls."""
 
+RANK_SHIFT = 24
+"""Position of the world's rank of rank 0 in the number of a communicator, above how many this process has made."""
+
+_numbers = count(1)
+
 PROBES = 2
 """Probes for messages at the end: the first one may only take in what has arrived (Intel MPI)."""
 
@@ -53,11 +59,14 @@ class Transports:
     no rank knows where its peers' messages are, and both ends of a message must use the same transport. `gpu`, the best
     transfer of device memory to use where that is possible: "kernel", by the kernels of a GPU that all ranks share, or
     between GPUs with peer access; "pinned", through pinned memory; "staged". Arguments are equal on all ranks.
+
+    `number` is one that all ranks know the communicator by.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: NodePlacement, aware: bool, gpu: str = "staged") -> None:
         self.comm, self.placement, self.nodes, self.aware = comm, placement, placement.nodes, aware
-        self.node, has_cupy = open_mailboxes(comm, placement, "cupy" in sys.modules)
+        number = MPI.COMM_WORLD.Get_rank() << RANK_SHIFT | next(_numbers)
+        self.node, has_cupy, self.number = open_mailboxes(comm, placement, "cupy" in sys.modules, number)
         self.heap = SharedHeap(comm) if self.node is None else self.node.heap
         everyone = self.node if self.nodes is None else None
         self.alone = comm.Get_size() == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+
+import numpy as np
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.runtime.arguments.call import Call
@@ -15,6 +16,7 @@ from collectives.runtime.builders import native
 from collectives.runtime.builders.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.execution.program import Program, call_rounds
 from collectives.runtime.execution.program_memory import ScratchMemory
+from collectives.runtime.record.entries import NO_CHANNEL, call_entry
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.node.shm import NodeAwareTransport
@@ -31,6 +33,8 @@ class ProgramBuilder:
         self._comm, self._transports, self._async_progress = transports.comm, transports, async_progress
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
         self._scratch = ScratchMemory()  # of blocking calls
+        self._turns: dict[int, np.ndarray] = {}
+        """Number of calls so far, by channel."""
 
     def on_device(
         self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL, any_algorithm: bool = False
@@ -73,9 +77,29 @@ class ProgramBuilder:
         mark = call_binding.call_mark(call, choice)
         return self._transports.wire(form, mark, channel, call.unit.itemsize, streamed, device)
 
-    def bind(self, call: Call, choice: AlgorithmChoice, *how: Any, **keywords: Any) -> Program:
-        """Build the program of a call on its own memory; further arguments are those of `_bind`."""
-        return _labelled(self._bind(call, choice, *how, **keywords), call, choice)
+    def bind(
+        self,
+        call: Call,
+        choice: AlgorithmChoice,
+        form: Form,
+        device: DeviceMemory | None = None,
+        first: Sequence[Callable[[], object]] = (),
+        channel: int | None = BLOCKING_CHANNEL,
+        shared: bool = False,
+    ) -> Program:
+        """Build the program of a call on its own memory; `first` runs before all else."""
+        program = self._bind(call, choice, form, device, first, channel, shared)
+        return self._described(program, call, choice, form, channel)
+
+    def _described(
+        self, program: Program, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None
+    ) -> Program:
+        """The program, with its label, and the entry of its calls in the record."""
+        number = NO_CHANNEL if channel is None else channel
+        turns = self._turns.setdefault(number, np.zeros(1, np.int64))
+        program.label = f"{call.collective} ({choice.algorithm})"
+        program.recorded = call_entry(call, choice, form, number, self._transports.number), turns
+        return program
 
     def _bind(
         self,
@@ -87,7 +111,7 @@ class ProgramBuilder:
         channel: int | None = BLOCKING_CHANNEL,
         shared: bool = False,
     ) -> Program:
-        """Build the program of a call; `first` runs before all else."""
+        """As `bind`, without a description."""
         if device is not None and self._size == 1:
             return _own_blocks_program(call, device, self._transports.wire(form, 0, None), first)
         if choice.algorithm == NATIVE:
@@ -128,7 +152,7 @@ class ProgramBuilder:
         scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
         program = bind_any_length(call, choice, self._rank, self._size, wire, nodes, scratch, short)
         if program is not None:
-            self._guard(_labelled(program, call, choice), call)
+            self._guard(self._described(program, call, choice, form, channel), call)
         return program
 
     def _guard(self, program: Program, call: Call) -> None:
@@ -136,11 +160,6 @@ class ProgramBuilder:
         is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
         if is_root and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # a rank that is alone has none
             program.rounds[0] = [*program.wire.guard_root(), *program.rounds[0]]
-
-
-def _labelled(program: Program, call: Call, choice: AlgorithmChoice) -> Program:
-    program.label = f"{call.collective} ({choice.algorithm})"
-    return program
 
 
 def _own_blocks_program(call: Call, device: DeviceMemory, wire: Wire, first: Iterable[Callable[[], object]]) -> Program:

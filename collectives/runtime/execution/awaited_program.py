@@ -8,6 +8,8 @@ from typing import Any
 
 from collectives.engine.assembly import Instruction
 from collectives.engine.instructions import Kind
+from collectives.runtime.record.watcher import look
+from collectives.runtime.record.writer import record
 
 PHRASES = {
     Kind.RECV: ("a message from", "messages from"),
@@ -39,6 +41,20 @@ class AwaitedProgram:
         """Number that changes with progress."""
         return int(self.engine.moves)
 
+    def stall(self, idle: float) -> None:
+        """Look at the ranks that the program has waited for, `idle` seconds without progress; see `watcher.look`."""
+        number = int(self.engine.round)
+        peers = {one.link.rank: int(one.link.link["pid"][0]) for one in self._waiting(number) if one.link is not None}
+        far = [one.message.peer for one in self._waiting(number) if one.message is not None]
+        if (found := record()) is not None:
+            found.stall(int(self.engine.number), self._round_of(number), [*peers, *far])
+            look(self.label, peers, idle)
+
+    def _round_of(self, number: int) -> int:
+        """Round of the schedule, from 1, that a round of the program belongs to; -1 if unknown."""
+        reached = [index for index, first in self.begins if first <= number]
+        return reached[-1] + 1 if reached else -1
+
     def describe(self, subject: str) -> str:
         """Sentence on what the program waits for."""
         return f"{self.label}: {subject} {self.waits_for()}"
@@ -51,8 +67,8 @@ class AwaitedProgram:
         number = int(self.engine.round)
         awaited = [*self._peers(number), *self._work(number)]
         text = f"for {' and '.join(awaited or ['other ranks'])}"
-        reached = [index for index, first in self.begins if first <= number]
-        return f"in round {reached[-1] + 1} of {self.begins[-1][0] + 1} {text}" if reached else text
+        reached = self._round_of(number)
+        return f"in round {reached} of {self.begins[-1][0] + 1} {text}" if reached > 0 else text
 
     def _waiting(self, number: int) -> Iterator[Instruction]:
         """Next instruction of each stream of a round."""

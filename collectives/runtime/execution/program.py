@@ -102,6 +102,9 @@ class Program(AwaitedProgram):
     broken = waits_in_mpi = deferred = relocatable = False
     scale: Scale | None = None
     places = (SOURCE, TARGET)
+    recorded: tuple[np.ndarray, np.ndarray] | None = None
+    """Entry of its calls in the record, and the number of calls on its channel."""
+
     runs_native: Callable[[Any, Any], bool] | None = None
     """``runs_native(sendbuf, recvbuf)`` runs the MPI's collective on other arrays like these; False if it cannot."""
 
@@ -135,6 +138,8 @@ class Program(AwaitedProgram):
         engine, node = engine_class("RowProgram")(*self.rows), self.wire.node
         engine.is_deferred, engine.shares_cores = self.deferred, node is not None and bool(node.shares_cores)
         engine.polls = engine.call_polls = self.spins
+        if self.recorded is not None:
+            engine.describe(*self.recorded)
         if self.scale is not None:
             units, order = self.rows.operands.copy(), self.scale.order
             bounds = np.zeros(len(order) + SCRATCH + 1, np.int64)
@@ -287,7 +292,7 @@ class Program(AwaitedProgram):
 
     def start(self) -> bool:
         """Start the program, and `advance` unless it is `deferred`; if False, `advance` or `finish` must follow."""
-        self.engine.is_running = True
+        self.engine.begin()
         return not self.deferred and self.advance()
 
     def advance(self) -> bool:
@@ -309,7 +314,7 @@ class Program(AwaitedProgram):
 
     def run(self) -> None:
         """Run the program on the memory it was bound to, or placed at."""
-        self.engine.is_running = True
+        self.engine.begin()
         self.finish()
 
     def finish(self) -> None:

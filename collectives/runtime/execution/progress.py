@@ -119,7 +119,7 @@ class ActiveRequests:
     """All active requests and what one wait is for, so that the wait does not nap while any of them progresses."""
 
     def __init__(self, awaited: Awaited) -> None:
-        self._awaited, self.describe = awaited, awaited.describe
+        self._awaited, self.describe, self.stall = awaited, awaited.describe, awaited.stall
 
     @property
     def moves(self) -> int:

@@ -5,11 +5,8 @@ ranks raise the same error if two records differ. Without it, such calls would d
 """
 
 import json
-import os
-import sys
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +18,13 @@ from collectives.runtime.arguments.ops import OP_NAMES
 from collectives.runtime.binding.call_binding import check_no_overlap
 from collectives.runtime.execution.progress import orphans, progress_until
 from collectives.runtime.planning.agreement import gather_or_raise, without_attributes
+from collectives.runtime.record.source_line import caller
 from collectives.runtime.requests.request import Request
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.waits import Others, has_deadline
 
 RECORD = 1024
 """Bytes of a record; longer lists of lengths are left out, longer texts cut off."""
-
-_PACKAGE = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep
 
 _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
@@ -48,14 +44,6 @@ def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
 def others(collective: str) -> Others:
     """Other ranks whose records of a call are awaited."""
     return Others(collective, "for other ranks to make a call (debug mode)")
-
-
-def caller() -> str:
-    """Source line ``file:line in function`` of the innermost frame outside the package `collectives`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, Mismatch
 from collectives.runtime.execution.progress import progress, progress_thread
+from collectives.runtime.record.writer import record
 from collectives.runtime.requests.native_requests import free_unused_handles
 
 PATIENCE = 0.5
@@ -45,6 +46,7 @@ def close_all() -> None:
     progress_thread.end()
     free_unused_handles()
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
+        _note_end()
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):
         try:
@@ -52,10 +54,17 @@ def close_all() -> None:
         except Mismatch as error:
             _report_at_exit(error)
     _finish_active()
+    _note_end()
     for comm in list(open_communicators.values()):
         text = f"{comm._closing.active} collectives are still under way"
         sys.excepthook(InvalidArgument, InvalidArgument(MPI.ERR_PENDING, text), None)
         comm._release()
+
+
+def _note_end() -> None:
+    """Note in the record that this rank makes no more calls."""
+    if (found := record()) is not None:
+        found.end(uncaught_exception())
 
 
 def _finish_active() -> None:

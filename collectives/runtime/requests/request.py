@@ -90,6 +90,11 @@ class Request(Operation):
         """Number that changes with progress."""
         return self.program.moves
 
+    def stall(self, idle: float) -> None:
+        """Look at the ranks that the operation waits for."""
+        if not self.is_queued:
+            self.program.stall(idle)
+
     def describe(self, subject: str) -> str:
         """Sentence on what the operation waits for."""
         return f"{self.program.label}: {subject} {self.waits_for()}"

@@ -54,6 +54,11 @@ class _Several:
             timeout = min((one.timeout for one in active if one.timeout is not None), default=None)
         return limited(timeout, active[0].owner.rank if active else MPI.COMM_WORLD.Get_rank())
 
+    def stall(self, idle: float) -> None:
+        """Look at the ranks that the first of the active requests waits for."""
+        for one in self._active[:1]:
+            one.stall(idle)
+
     def describe(self, subject: str) -> str:
         """Sentence on what the first of the active requests waits for."""
         active = self._active

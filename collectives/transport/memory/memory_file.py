@@ -35,9 +35,9 @@ AHEAD = 1 << 28
 """Most bytes of a new segment in advance: it doubles the mapped part of the file up to this."""
 
 
-def create_file(nbytes: int) -> int:
+def create_file(nbytes: int, name: str = "chorus") -> int:
     """Create a memory file and return its descriptor. OSError if the system refuses; AttributeError without memfd."""
-    descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which checks the mode
         os.ftruncate(descriptor, nbytes)

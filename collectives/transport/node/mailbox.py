@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -43,7 +44,7 @@ from collectives.errors import Mismatch, mismatch
 from collectives.transport.memory.copy_speed import MessageSpeed, copies_past_caches
 from collectives.transport.memory.shared_heap import SharedHeap
 from collectives.transport.memory.shared_node import NodeRange
-from collectives.transport.mpi.reduced import reduced
+from collectives.transport.mpi.reduced import gathered
 from collectives.transport.node.mailbox_layout import (
     CELL,
     FIRST_CHANNELS,
@@ -251,15 +252,21 @@ class NodeMemory:
         del self._shared  # its memory goes with the last communicator
 
 
-def open_mailboxes(comm: MPI.Intracomm, placement: NodePlacement, trait: bool) -> tuple[NodeMemory | None, bool]:
-    """Allocate the mailboxes of a communicator; None on all ranks without memory of nodes. Collective over `comm`.
+class Opened(NamedTuple):
+    """Result of `open_mailboxes`: the memory, if `trait` holds on all ranks, and the `number` of rank 0."""
 
-    The second result is True if `trait` holds on all ranks.
-    """
+    node: NodeMemory | None
+    all_have_trait: bool
+    number: int
+
+
+def open_mailboxes(comm: MPI.Intracomm, placement: NodePlacement, trait: bool, number: int) -> Opened:
+    """Allocate the mailboxes of a communicator; None on all ranks without memory of nodes. Collective over `comm`."""
     shared, places = placement.shared, placement.neighbours
     if shared is None:
-        return None, bool(reduced(comm, trait, MPI.LAND))
-    mine = trait | (placement.crowded or cores_are_shared()) << 1
+        traits = gathered(comm, trait | number << 2)
+        return Opened(None, all(one & 1 for one in traits), traits[0] >> 2)
+    mine = trait | (placement.crowded or cores_are_shared()) << 1 | number << 2
     memory, traits = shared.allocate(comm, places, partial(mailbox_bytes, len(places)), traits=mine)
     shares_cores = any(traits[rank] & 2 for rank in placement.usable)
     if shares_cores:
@@ -268,7 +275,7 @@ def open_mailboxes(comm: MPI.Intracomm, placement: NodePlacement, trait: bool) -
     if memory is not None:
         speed = MessageSpeed() if all(one & 2 for one in traits) else placement.speed
         node = NodeMemory(comm, placement, memory, speed, shares_cores)
-    return node, all(one & 1 for one in traits)
+    return Opened(node, all(one & 1 for one in traits), traits[0] >> 2)
 
 
 class MailboxEdge:

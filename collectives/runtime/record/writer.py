@@ -1,0 +1,115 @@
+"""The record of this process: always on, unless the system refuses the memory.
+
+It is in a memory file, which others find by the descriptor in /proc as long as the process lives, or in a file of the
+folder ``CHORUS_RECORD``, which outlives it.
+"""
+
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.engine.extension import set_record
+from collectives.engine.instructions import CALLS_KEPT
+from collectives.runtime.record.layout import MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.transport.memory.memory_file import create_file, map_file
+
+FOLDER = "CHORUS_RECORD"
+
+
+class Record:
+    """Record of this process in `memory`, whose entries the engine writes."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._header, self.entries = parts(memory)
+        wall, now = time.time_ns(), time.monotonic_ns()
+        world = MPI.COMM_WORLD
+        values = {
+            "magic": MAGIC, "version": VERSION, "calls_kept": CALLS_KEPT, "state": RankState.RUNS,
+            "rank": world.Get_rank(), "size": world.Get_size(), "pid": os.getpid(), "wall_offset": wall - now,
+            "opened": now, "job": job_name(), "host": socket.gethostname(), "command": _command(),
+        }  # fmt: skip
+        for name, value in values.items():
+            self._header[name] = value.encode("ascii", "replace") if isinstance(value, str) else value
+        set_record(self._header["last"], self.entries)
+
+    def end(self, error: BaseException | None) -> None:
+        """Note the end of the program, by an uncaught exception or in order."""
+        self._header["state"] = RankState.HAS_LEFT if error is None else RankState.HAS_RAISED
+        if error is not None:
+            self._header["last_words"] = f"{type(error).__name__}: {error}".encode("ascii", "replace")
+
+    def at_line(self, line: str) -> None:
+        """Note the line that the program is at."""
+        self._header["line"], self._header["line_seen"] = line.encode("ascii", "replace"), time.monotonic_ns()
+
+    @property
+    def last(self) -> int:
+        """Number of the last call."""
+        return int(self._header["last"][0])
+
+    def stall(self, number: int, round: int, peers: Sequence[int]) -> None:
+        """Note what the active call with a number has waited for long: a round, and the first of these peers."""
+        entry = self.entries[number % CALLS_KEPT]
+        if entry["number"] == number:
+            entry["round"], entry["peer"] = round, min(peers, default=-1)
+
+
+def job_name() -> str:
+    """Name of this launch, the same for all its ranks on a node: by Slurm's step, PMIx, or the process above."""
+    step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return ".".join(step) if all(step) else os.environ.get("PMIX_NAMESPACE") or str(os.getppid())
+
+
+def _command() -> str:
+    program = [getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0], *sys.argv[1:]]
+    return shlex.join(map(str, program))
+
+
+def _memory() -> np.ndarray:
+    """Memory of a new record; OSError or AttributeError if the system refuses."""
+    folder = os.environ.get(FOLDER, "")
+    if folder:
+        path = Path(folder) / f"{job_name()}-{MPI.COMM_WORLD.Get_rank()}.record"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, NBYTES)
+            return map_file(descriptor, 0, NBYTES)
+        finally:
+            os.close(descriptor)
+    return map_file(create_file(NBYTES, NAME), 0, NBYTES)  # others find it by the open descriptor
+
+
+_current: Record | None = None
+_is_opened = False
+
+
+def record() -> Record | None:
+    """Record of this process, opened by the first call; None if the system refuses, and in a forked process."""
+    global _current, _is_opened
+    if not _is_opened:
+        _is_opened = True
+        try:
+            _current = Record(_memory())
+        except (OSError, AttributeError) as error:
+            if os.environ.get(FOLDER):
+                print(f"chorus: {FOLDER}: no record is kept ({error})", file=sys.stderr)
+    return _current
+
+
+def _forget() -> None:
+    """In a forked process: it has no part in the record, and its calls are noted in memory of its own."""
+    global _current
+    if _current is not None:
+        _current = None
+        set_record(np.zeros(1, np.int64), parts(np.zeros(NBYTES, np.uint8))[1])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,181 @@
+"""The record of a rank: entries that the engines write, its memory, and the text on what ranks do."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from collectives.engine import interpreter
+from collectives.engine.assembly import assemble, calling, new_bases
+from collectives.engine.extension import available, engine
+from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
+from collectives.engine.recorder import Recorder
+from collectives.runtime.record import writer
+from collectives.runtime.record.conditions import condition, report
+from collectives.runtime.record.layout import HEADER, MAGIC, NBYTES, VERSION, RankState, parts
+from collectives.runtime.record.reader import RankRecord, in_folder, open_record, read_record, running
+
+ENGINES = [pytest.param("interpreter", id="Python")]
+if available():
+    ENGINES.append(pytest.param("compiled", id="C"))
+
+
+@pytest.fixture(params=ENGINES)
+def recorded(request, monkeypatch):
+    """(class of programs, words, entries) of an engine that writes a new record."""
+    words, entries = np.zeros(1, np.int64), np.zeros(CALLS_KEPT, CALL_RECORD)
+    if request.param == "compiled":
+        engine.set_record(words, entries)
+        yield engine.RowProgram, words, entries
+        writer._opened = False
+        memory = np.zeros(NBYTES, np.uint8)
+        engine.set_record(np.zeros(1, np.int64), parts(memory)[1])
+        return
+    recorder = Recorder()
+    recorder.set_record(words, entries)
+    monkeypatch.setattr(interpreter, "recorder", recorder)
+    yield interpreter.RowProgram, words, entries
+
+
+def program(kind, function, turns):
+    """Program that calls a function until it is true, described by an entry."""
+    made = kind(*assemble([[[calling(function)]]], new_bases()))
+    entry = np.zeros(1, CALL_RECORD)
+    entry["nbytes"], entry["collective"], entry["round"], entry["peer"] = 24, "broadcast", -1, -1
+    made.describe(entry, turns)
+    return made
+
+
+def test_starts_and_ends_of_calls(recorded):
+    kind, words, entries = recorded
+    results, turns = iter([False, True]), np.array([6])
+    made = program(kind, lambda: next(results), turns)
+    before = time.monotonic_ns()
+    made.begin()
+    made.advance(0)
+    entry = entries[1]
+    assert (words[0], turns[0], made.number, entry["number"], entry["turn"]) == (1, 7, 1, 1, 7)
+    assert (entry["ended"], entry["state"], entry["nbytes"], entry["collective"]) == (
+        0,
+        CallState.IS_ACTIVE,
+        24,
+        b"broadcast",
+    )
+    made.advance(0)
+    assert entry["state"] == CallState.HAS_ENDED and made.number == 0
+    assert before <= entry["started"] <= entry["ended"] <= time.monotonic_ns()
+
+
+def test_the_ring_keeps_the_last_calls(recorded):
+    kind, words, entries = recorded
+    made = program(kind, lambda: True, np.zeros(1, np.int64))
+    for _ in range(CALLS_KEPT + 3):
+        made.begin()
+        made.advance(0)
+    assert words[0] == CALLS_KEPT + 3
+    assert sorted(entries["number"]) == list(range(4, CALLS_KEPT + 4))
+
+
+def test_a_call_that_is_left(recorded):
+    kind, _, entries = recorded
+    made = program(kind, lambda: False, np.zeros(1, np.int64))
+    made.begin()
+    made.begin()
+    assert [entries[1]["state"], entries[2]["state"]] == [CallState.WAS_LEFT, CallState.IS_ACTIVE]
+
+
+def test_programs_without_a_description(recorded):
+    kind, words, _ = recorded
+    made = kind(*assemble([[[calling(lambda: True)]]], new_bases()))
+    made.begin()
+    assert made.advance(0) == 0 and words[0] == 0
+
+
+# ------------------------------------------------------------------------------------------ memory and text
+
+
+def record(rank=0, state=RankState.RUNS, calls=(), pid=None):
+    """Record of a rank with calls of (turn, started, ended, round, peer)."""
+    memory = np.zeros(NBYTES, np.uint8)
+    header, entries = parts(memory)
+    header["magic"], header["version"], header["rank"], header["size"] = MAGIC, VERSION, rank, 4
+    header["pid"], header["state"], header["job"] = os.getpid() if pid is None else pid, state, "7"
+    header["command"], header["last"] = "train.py", len(calls)
+    for number, (turn, started, ended, place, peer) in enumerate(calls, 1):
+        entry = entries[number]
+        entry["number"], entry["turn"], entry["started"], entry["ended"] = number, turn, started, ended
+        entry["round"], entry["peer"], entry["root"], entry["nbytes"] = place, peer, -1, 1 << 20
+        entry["collective"], entry["algorithm"], entry["dtype"], entry["op"] = "allreduce", "ring", "float32", "SUM"
+        entry["state"] = CallState.HAS_ENDED if ended else CallState.IS_ACTIVE
+    return memory
+
+
+def of(memory):
+    header, entries = parts(memory)
+    return RankRecord(header[0], entries[entries["number"] > 0])
+
+
+CALL = "allreduce (ring, 1 MiB, float32 SUM)"
+
+
+@pytest.mark.parametrize(
+    "memory, expected",
+    [
+        (record(calls=[(3, 10**9, 0, -1, -1)]), f"waits 4 s in {CALL} #3"),
+        (record(calls=[(3, 10**9, 0, 2, 1)]), f"waits 4 s in {CALL} #3, in round 2, for rank 1"),
+        (record(calls=[(3, 10**9, 2 * 10**9, 2, 1)]), f"is in its own code since 3 s, after {CALL} #3"),
+        (record(), "is in its own code since 5 s, before its first call"),
+        (record(state=RankState.HAS_LEFT), "has left the program"),
+        (record(pid=(1 << 22) + 1), "has died, before its first call"),
+    ],
+    ids=["waits", "for a rank", "ended", "no call", "left", "died"],
+)
+def test_text_on_a_rank(memory, expected):
+    assert condition(of(memory), 5 * 10**9) == expected
+
+
+def test_report_by_jobs():
+    lines = list(report([of(record(1)), of(record(0))], 0, 0))
+    assert lines[0] == "job 7: 2 of 4 ranks, train.py"
+    assert [line.split()[1] for line in lines[1:]] == ["0", "1"]
+
+
+def test_files_of_records(tmp_path):
+    (tmp_path / "7-1.record").write_bytes(record(1, calls=[(1, 1, 2, -1, -1)]).tobytes())
+    (found,) = in_folder(tmp_path)
+    assert found.rank == 1 and len(found.calls) == 1 and not len(found.active)
+    for text in (b"", bytes(NBYTES)):
+        (tmp_path / "8-1.record").write_bytes(text)
+        with pytest.raises(ValueError, match="expected a record"):
+            read_record(tmp_path / "8-1.record")
+
+
+def test_the_record_of_a_process_is_found(tmp_path):
+    memory = writer._memory()
+    header, _ = parts(memory)
+    header["magic"], header["version"], header["pid"], header["rank"] = MAGIC, VERSION, os.getpid(), 5
+    assert 5 in [found.rank for found in running()] or writer.record() is not None
+    found = open_record(os.getpid())
+    assert found is not None and found.header["pid"] == os.getpid()
+
+
+def test_a_forked_process_leaves_the_record_alone():
+    found = writer.record()
+    assert found is not None
+    child = os.fork()
+    if not child:
+        try:
+            gone = writer.record() is None
+        finally:
+            os._exit(0 if gone else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert writer.record() is found
+
+
+def test_the_header_is_a_page():
+    assert (
+        HEADER.itemsize == 4096
+        and CALL_RECORD.itemsize == 128
+        and max(place + kind.itemsize for kind, place in HEADER.fields.values()) <= 4096
+    )
