@@ -88,7 +88,8 @@ def test_a_busy_rank_leaves_all_chunks_to_the_other(pair, busy):
     (call,) = pair._planner.cache.calls[0].values()
     program = call.program
     data[:] = 0 if receiver else 5
-    program.engine.is_running, is_busy = True, receiver == (busy == "receiver")
+    program.engine.begin()
+    is_busy = receiver == (busy == "receiver")
     if is_busy:
         program.advance()  # makes the offer, or sends the address
     MPI.Intracomm(pair).Barrier()

@@ -190,7 +190,7 @@ def test_contract(world, monkeypatch, gpu, kind, engine, program):
     if kind == "symmetric":
         monkeypatch.setattr(shm, "RENDEZVOUS_BYTES", 1)
     own = world.Dup()
-    node, _ = open_mailboxes(own, place_ranks(own, True, None), True)
+    node = open_mailboxes(own, place_ranks(own, True, None), True, 0).node
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()

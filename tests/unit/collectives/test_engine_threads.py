@@ -40,7 +40,8 @@ def run_at_once(programs, turns):
     def run(engine):
         start.wait()
         for _ in range(turns):
-            engine.is_running, result = True, WAITING
+            engine.begin()
+            result = WAITING
             for _ in range(100):
                 if result == WAITING:
                     result = engine.advance_patiently(POLLS, NAPS)

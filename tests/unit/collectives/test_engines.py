@@ -226,7 +226,7 @@ class RandomPrograms:
         rows = [assemble(rounds, base) for rounds, base in zip(self.programs, bases)]
         engines = [ENGINES[engine](rank)(*one) for rank, one in enumerate(rows)]
         for one in engines:
-            one.is_running = True
+            one.begin()
         for _ in range(1000):
             if all([one.advance(0) == DONE for one in engines]):
                 return self.memory.copy(), self.hub.state()
@@ -259,7 +259,7 @@ def sent_by(engine, hub, array, mark=None, number=1):
     """Send a message from rank 0 to rank 1."""
     program = Program([[hub.wire(0, mark).send(1, [piece(array)]).starts]], hub.wire(0))
     use([program], engine)
-    program.engine.is_running = True
+    program.engine.begin()
     assert program.engine.advance(0) == DONE
 
 
@@ -283,7 +283,7 @@ def test_messages_of_other_calls_and_lengths(sender, receiver, mark, expected, f
     wire = hub.wire(1)
     program = Program([[wire.receive(0, [piece(into)]).starts, [late]]], wire)
     use([program], receiver)
-    program.engine.is_running = True
+    program.engine.begin()
     fits = expected == found and not mark
     assert program.engine.advance(5) == (DONE if fits else MISMATCH)
     assert bool(into.all()) == (fits or not expected) and program.engine.is_running != fits
@@ -317,7 +317,7 @@ def test_messages_before_they_are_expected(engine):
         wire = hub.wire(0)
         program = Program([[*wire.guard_root(), wire.send(1, [piece(array)]).starts]], wire)
         use([program], engine)
-        program.engine.is_running = True
+        program.engine.begin()
         assert program.engine.advance(0) == (MISMATCH if arrived else DONE)
         assert hub.edges[0][1].counts[0] == (not arrived), "the message has left"
 
@@ -345,7 +345,7 @@ def test_addresses_of_other_lengths_and_numbers(engine):
         wire = hub.wire(1)
         program = Program([[wire.receive(0, [piece(into)]).starts]], wire)
         use([program], engine)
-        program.engine.is_running = True
+        program.engine.begin()
         assert program.engine.advance(3) == WAITING
         edge, at = hub.edges[1][0], hub.edges[1][0].inbox + WORDS
         for place, word in enumerate(words, at + 1):
