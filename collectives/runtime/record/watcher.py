@@ -20,7 +20,7 @@ from collectives.runtime.record.conditions import report
 from collectives.runtime.record.layout import RankState
 from collectives.runtime.record.reader import RankRecord, open_record, running
 from collectives.runtime.record.source_line import caller
-from collectives.runtime.record.writer import job_name, record
+from collectives.runtime.record.writer import Record, job_name, record
 from collectives.transport.node.peer_watch import has_ended
 
 PATIENCE = 30.0
@@ -94,6 +94,13 @@ def _report_if_due(idle: float) -> None:
         )
 
 
+def _note_line(found: Record, ident: int) -> None:
+    """Note the line of a thread; a function of its own, as frames keep what is in them alive."""
+    frame = sys._current_frames().get(ident)
+    if frame is not None:
+        found.at_line(caller(frame))
+
+
 class LineWatch(threading.Thread):
     """Thread that notes the line of the main thread, if that has made no call for `LOOK` seconds."""
 
@@ -105,8 +112,8 @@ class LineWatch(threading.Thread):
         ident = threading.main_thread().ident or 0
         while (found := record()) is not None:
             time.sleep(LOOK)
-            if found.last == self._last and (frame := sys._current_frames().get(ident)) is not None:
-                found.at_line(caller(frame))
+            if found.last == self._last:
+                _note_line(found, ident)
             self._last = found.last
 
 
