@@ -59,9 +59,13 @@ class Column:
 
     @property
     def parts(self) -> int:
-        """Parts of the model: stages of a pipeline, times their chunks."""
-        chunks = 2 if self.schedule in ("zb-v", "dualpipe-v", "interleaved") else 1
-        return self.size("pp") * chunks
+        """Parts of the model: stages of a pipeline, times their chunks (the two of DualPipe are copies)."""
+        return self.size("pp") * (1 if self.schedule == "dualpipe" else self.chunks)
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model on each stage."""
+        return 2 if self.schedule in ("zb-v", "dualpipe", "dualpipe-v", "interleaved") else 1
 
     @property
     def expert_replicas(self) -> int:

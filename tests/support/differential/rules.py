@@ -192,7 +192,7 @@ FIELDS: dict[str, Sequence[Rule]] = {
         owned("virtual", "pp"),
         where(
             "virtual: .* has . parts of the model per stage, found 2",
-            lambda column: column.parts != 2 * column.size("pp"),
+            lambda column: column.chunks != 2,
         ),
     ),
     "stage_ranks": (
