@@ -1,0 +1,84 @@
+"""Choice of the fastest implementation of a kernel for its arrays.
+
+A package of kernels has a reference, which defines the results, and faster forms of some kernels: `compiled` for NumPy
+arrays (an extension module in C, built at installation) and `device` for CuPy arrays.
+
+>>> import numpy as np
+>>> from quant.kernels import reference_codecs
+>>> with forms():
+...     float(Kernels(reference_codecs).fastest("peak")(np.ones((1, 4), np.float32), 4)[0, 0])
+1.0
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+FORMS = ("compiled", "device")
+
+_allowed = list(FORMS)
+
+
+class Unsuited(TypeError):
+    """A faster form does not take these arguments; the reference does. Raised before anything is changed."""
+
+
+@contextmanager
+def forms(*names: str) -> Iterator[None]:
+    """Allow only these of the faster forms (`compiled`, `device`) within a `with` block; without names, none.
+
+    For tests and benchmarks. Holds for all threads.
+    """
+    before = _allowed[:]
+    _allowed[:] = names
+    try:
+        yield
+    finally:
+        _allowed[:] = before
+
+
+class Kernels:
+    """Table of the implementations of a package's kernels, by name and form.
+
+    Parameters
+    ----------
+    reference : module
+        Reference functions by name.
+    modules : str
+        Name of the module of each form (`compiled=`, `device=`). Its mapping ``KERNELS`` has the functions by name. It is
+        imported at the first call, and has no kernels where the import fails: without the extension, or without CuPy.
+    """
+
+    def __init__(self, reference: ModuleType, **modules: str):
+        self._reference, self._modules = reference, modules
+        self.form = cache(self._form)
+
+    def _form(self, form: str) -> Mapping[str, Callable[..., Any]]:
+        """Kernels of a form by name; empty if it cannot be imported."""
+        try:
+            found: Mapping[str, Callable[..., Any]] = import_module(self._modules[form]).KERNELS
+        except ImportError:
+            return {}
+        return found
+
+    def fastest(self, name: str, place: int = 0) -> Any:
+        """Function that calls the fastest form of kernel `name`; argument `place` shows where the arrays are."""
+        reference = getattr(self._reference, name)
+
+        @wraps(reference)
+        def call(*arguments: Any, **options: Any) -> Any:
+            form = "compiled" if isinstance(arguments[place], np.ndarray | np.generic) else "device"
+            fast = self.form(form).get(name) if form in _allowed else None
+            if fast is None:
+                return reference(*arguments, **options)
+            try:
+                return fast(*arguments, **options)
+            except Unsuited:
+                return reference(*arguments, **options)
+
+        return call
