@@ -13,13 +13,14 @@ from setuptools import Extension, setup
 FLAGS = ["-std=c11", "-O3", "-D_GNU_SOURCE", "-fvisibility=hidden"]
 EXACT = ["-ffp-contract=off"]  # every operation is rounded by itself: the bits are those of NumPy
 FUSED = ["-ffp-contract=fast", "-fopenmp-simd"]  # sums in the order that a loop asks for
-WIDE = ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
+VECTORS = ["-fno-math-errno", "-fno-trapping-math"]  # no bit of a result depends on these
+VECTORS += ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
 
 EXTENSIONS = {
     "collectives.engine._engine": EXACT,
-    "quant.kernels._codecs": EXACT + WIDE,
-    "parallel.nn.kernels._operators": FUSED + WIDE,
-    "parallel.optim.kernels._updates": EXACT + WIDE,
+    "quant.kernels._codecs": EXACT + VECTORS,
+    "parallel.nn.kernels._operators": FUSED + VECTORS,
+    "parallel.optim.kernels._updates": EXACT + VECTORS,
 }
 """Modules, each of the C files of its folder, with the flags of the compiler that their results depend on."""
 

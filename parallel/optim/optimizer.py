@@ -31,12 +31,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parallel.nn.operator import Parameter
-from parallel.optim.kernels import device_updates, kernels
+from parallel.optim.kernels import device_updates, host, kernels, reference_updates
 from parallel.optim.kernels.reference_updates import Scalars
 from parallel.optim.lr_schedules import Rate, describe
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
 from parallel.optim.param_groups import GroupTable, ParamGroup, RateClock, TorchNames, Tuning
-from quant.kernels.availability import has_compiler
 from quant.types import Array
 
 Gather = Callable[[np.ndarray], np.ndarray]
@@ -45,7 +44,7 @@ Gather = Callable[[np.ndarray], np.ndarray]
 EMA = "ema"
 """State vector: moving average of the weights."""
 
-PORTION = {"host": 1 << (16 if has_compiler() else 14), "device": 1 << 24}
+PORTION = {"host": 1 << (14 if host is reference_updates else 16), "device": 1 << 24}
 """Elements per kernel call. Compiled updates make one pass over memory, and fewer calls cost less. Those of NumPy make
 several: seven float32 vectors fit into half a megabyte of cache. On a GPU a small call costs more than its traffic."""
 
@@ -285,7 +284,7 @@ class Optimizer(metaclass=TorchNames):
         raise NotImplementedError
 
     def _scalars(self, step: int, scale: float, rate: float, tuning: Tuning) -> Scalars:
-        """Scalar arguments of the update kernels for a run of elements; all floats, so that numba compiles once."""
+        """Scalar arguments of the update kernels for a run of elements."""
         return tuple(map(float, (scale, rate, tuning.decay, *self._hyperparameters(step - tuning.missed))))
 
     def _hyperparameters(self, step: int) -> Scalars:

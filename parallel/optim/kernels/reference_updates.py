@@ -16,7 +16,7 @@ SPARE_TERMS = 1
 
 Scalars = tuple[float, ...]
 """(scale, rate, decay), then momentum for SGD, or (beta1, beta2, eps, correction1, correction2) for Adam and LAMB, with
-corrections 1 - beta^t. Not a named tuple: numba takes 1 us longer to unbox one, a tenth of a portion's update."""
+corrections 1 - beta^t."""
 
 
 def sgd(weights: Array, gradient: Array, spare: Array, scalars: Scalars) -> None:

@@ -215,7 +215,7 @@ def test_no_bit_depends_on_the_portions(name, portion, monkeypatch, arithmetic):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiled_gives_the_same_bits_as_the_reference(name, dtype, monkeypatch):
-    pytest.importorskip("numba")
+    pytest.importorskip("parallel.optim.kernels._updates")
     assert kernels(np.zeros(1)) is importlib.import_module("parallel.optim.kernels.compiled_updates")
     expected = train(make(name), dtype=dtype)
     use_reference(monkeypatch)
