@@ -50,8 +50,9 @@ class Kernels:
     reference : module
         Reference functions by name.
     modules : str
-        Name of the module of each form (`compiled=`, `device=`). Its mapping ``KERNELS`` has the functions by name. It is
-        imported at the first call, and has no kernels where the import fails: without the extension, or without CuPy.
+        Name of the module of each form (`compiled=`, `device=`). Its mapping ``KERNELS`` has the functions by name.
+        They raise `Unsuited` for arguments that only the reference takes. The module is imported at the first call.
+        Where that fails, without the extension or without CuPy, the form has no kernels.
     """
 
     def __init__(self, reference: ModuleType, **modules: str):
@@ -59,7 +60,7 @@ class Kernels:
         self.form = cache(self._form)
 
     def _form(self, form: str) -> Mapping[str, Callable[..., Any]]:
-        """Kernels of a form by name; empty if it cannot be imported."""
+        """Kernels of a form by name; none if it cannot be imported."""
         try:
             found: Mapping[str, Callable[..., Any]] = import_module(self._modules[form]).KERNELS
         except ImportError:
@@ -74,11 +75,11 @@ class Kernels:
         def call(*arguments: Any, **options: Any) -> Any:
             form = "compiled" if isinstance(arguments[place], np.ndarray | np.generic) else "device"
             fast = self.form(form).get(name) if form in _allowed else None
-            if fast is None:
-                return reference(*arguments, **options)
-            try:
-                return fast(*arguments, **options)
-            except Unsuited:
-                return reference(*arguments, **options)
+            if fast is not None:
+                try:
+                    return fast(*arguments, **options)
+                except Unsuited:
+                    return reference(*arguments, **options)
+            return reference(*arguments, **options)
 
         return call

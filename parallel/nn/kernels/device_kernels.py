@@ -15,6 +15,7 @@ import numpy as np
 from parallel.nn.kernels import device_row_source, device_source, reference_kernels
 from parallel.nn.kernels.deferred import number
 from parallel.nn.kernels.storage import BOOL, wide
+from quant.kernels.dispatch import Unsuited
 from quant.types import Array
 
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -291,9 +292,9 @@ def causal_gradient(dp: Array, p: Array, scale: float, first: int) -> Array | No
 
 
 ELEMENTWISE = (*ACTIVATIONS, *(f"{name}_backward" for name in ACTIVATIONS), "masked", "add")
-KERNELS: dict[str, Callable[..., Any]] = {name: partial(_elementwise, name) for name in ELEMENTWISE}
-KERNELS |= {f"biased_{name}": partial(_biased, name) for name in ACTIVATIONS}
-KERNELS |= {
+_KERNELS: dict[str, Callable[..., Any]] = {name: partial(_elementwise, name) for name in ELEMENTWISE}
+_KERNELS |= {f"biased_{name}": partial(_biased, name) for name in ACTIVATIONS}
+_KERNELS |= {
     function.__name__: function
     for function in (
         affine,
@@ -304,4 +305,19 @@ KERNELS |= {
         softmax_cross_entropy_backward,
     )
 }
+
+
+def _of_floats(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernel that raises `Unsuited` where its first array is of no floating-point type."""
+    place = int(name == "softmax_cross_entropy_backward")
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not suits(arguments[place]):
+            raise Unsuited(f"{name}: expected floating-point numbers")
+        return function(*arguments, **options)
+
+    return call
+
+
+KERNELS = {name: _of_floats(name, function) for name, function in _KERNELS.items()}
 """Kernels by the name of the reference."""

@@ -25,7 +25,6 @@ pytestmark = [
 
 PROGRAM = """
 import gc, re, sys
-from importlib.util import find_spec
 import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
@@ -59,9 +58,6 @@ def train(widths):
         return taken() - before, sum(engine.ledger.allocated.values()) + scratch()
 
 comm = Communicator(MPI.COMM_WORLD)
-if find_spec("numba"):  # load what compilations need: the larger model may have kernels of its own
-    from numba.core.registry import cpu_target
-    cpu_target.target_context.refresh()
 train([64, 32, 10])  # code and libraries are loaded when first used
 comm.Barrier()
 grown, ledger = np.mean(MPI.COMM_WORLD.allgather(train([64, 2000, 2000, 10])), axis=0)
