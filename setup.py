@@ -12,8 +12,8 @@ from setuptools import Extension, setup
 
 FLAGS = ["-std=c11", "-O3", "-D_GNU_SOURCE", "-fvisibility=hidden"]
 EXACT = ["-ffp-contract=off"]  # every operation is rounded by itself: the bits are those of NumPy
-FUSED = ["-ffp-contract=fast", "-fopenmp-simd"]  # sums in the order that a loop asks for
-VECTORS = ["-fno-math-errno", "-fno-trapping-math", "-funroll-loops"]  # no bit of a result depends on these
+FUSED = ["-ffp-contract=fast"]
+VECTORS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-funroll-loops"]
 VECTORS += ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
 
 EXTENSIONS = {

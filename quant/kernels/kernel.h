@@ -18,6 +18,7 @@
 typedef struct {
     void *data;       /* first element of an array */
     int64_t size;     /* elements of an array */
+    int64_t stride;   /* bytes between rows, for letters with ~ */
     int64_t columns;  /* length of its last axis, 1 for an array without axes */
     int64_t integer;  /* value of a Python int */
     double number;    /* value of a Python float */

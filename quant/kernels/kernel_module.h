@@ -8,7 +8,8 @@
  *     i r       Python int, Python float
  *
  * An upper-case letter is an array that the kernel writes. `?` after a letter allows None (data is NULL then, size 0).
- * Arrays are C-contiguous and aligned NumPy arrays. Any other argument raises `quant.kernels.dispatch.Unsuited`, before
+ * `~` after a letter is a matrix that may have gaps between its rows, at any address.
+ * Other arrays are C-contiguous and aligned NumPy arrays. Any other argument raises `quant.kernels.dispatch.Unsuited`, before
  * anything is computed. Kernels do not check sizes: the Python functions around them do. */
 #ifndef CHORUS_KERNEL_MODULE_H
 #define CHORUS_KERNEL_MODULE_H
@@ -33,7 +34,7 @@ enum { MOST_ARGUMENTS = 16, LONG_ARRAY = 2048 /* elements; from here on other th
 
 static PyObject *unsuited; /* exception class */
 
-static bool read_array(const Kernel *kernel, char letter, PyObject *object, Argument *argument, int *real) {
+static bool read_array(const Kernel *kernel, char letter, bool has_gaps, PyObject *object, Argument *argument, int *real) {
     bool is_written = letter >= 'A' && letter <= 'Z';
     if (!PyArray_CheckExact(object)) {
         PyErr_Format(unsuited, "%s: expected a NumPy array, found %s", kernel->name, Py_TYPE(object)->tp_name);
@@ -55,7 +56,12 @@ static bool read_array(const Kernel *kernel, char letter, PyObject *object, Argu
         *real = type;
         break;
     }
-    int needed = is_written ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+    int needed = is_written ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO, axes = PyArray_NDIM(array);
+    if (has_gaps) {
+        needed = is_written ? NPY_ARRAY_WRITEABLE : 0;
+        fits = fits && axes == 2 && (PyArray_STRIDE(array, 1) == itemsize || PyArray_DIM(array, 1) < 2);
+        argument->stride = axes == 2 ? PyArray_STRIDE(array, 0) : 0;
+    }
     if (!fits || !PyArray_CHKFLAGS(array, needed) || PyArray_ISBYTESWAPPED(array)) {
         const char *order = PyArray_IS_C_CONTIGUOUS(array) ? "a C-contiguous" : "another";
         PyErr_Format(unsuited, "%s: expected a C-contiguous array of kind '%c', found %s array of %R", kernel->name, letter,
@@ -64,14 +70,13 @@ static bool read_array(const Kernel *kernel, char letter, PyObject *object, Argu
     }
     argument->data = PyArray_DATA(array);
     argument->size = PyArray_SIZE(array);
-    argument->columns = PyArray_NDIM(array) ? PyArray_DIM(array, PyArray_NDIM(array) - 1) : 1;
+    argument->columns = axes ? PyArray_DIM(array, axes - 1) : 1;
     return true;
 }
 
-static bool read_argument(const Kernel *kernel, char letter, bool may_be_none, PyObject *object, Argument *argument,
-                          int *real) {
+static bool read_argument(const Kernel *kernel, char letter, char mark, PyObject *object, Argument *argument, int *real) {
     *argument = (Argument){0};
-    if (may_be_none && object == Py_None)
+    if (mark == '?' && object == Py_None)
         return true;
     if (letter == 'i') {
         argument->integer = PyLong_AsLongLong(object);
@@ -81,7 +86,7 @@ static bool read_argument(const Kernel *kernel, char letter, bool may_be_none, P
         argument->number = PyFloat_AsDouble(object);
         return argument->number != -1.0 || !PyErr_Occurred();
     }
-    return read_array(kernel, letter, object, argument, real);
+    return read_array(kernel, letter, mark == '~', object, argument, real);
 }
 
 static PyObject *call_kernel(PyObject *self, PyObject *const *objects, Py_ssize_t count) {
@@ -93,12 +98,12 @@ static PyObject *call_kernel(PyObject *self, PyObject *const *objects, Py_ssize_
     for (const char *letter = kernel->signature; *letter; letter++, at++) {
         if (at == count || at == MOST_ARGUMENTS)
             break;
-        bool may_be_none = letter[1] == '?';
-        if (!read_argument(kernel, *letter, may_be_none, objects[at], &arguments[at], &real))
+        char mark = letter[1] == '?' || letter[1] == '~' ? letter[1] : 0;
+        if (!read_argument(kernel, *letter, mark, objects[at], &arguments[at], &real))
             return NULL;
         if (arguments[at].size > longest)
             longest = arguments[at].size;
-        letter += may_be_none;
+        letter += mark != 0;
         if (!letter[1] && at + 1 == count) {
             Run run = real == NPY_FLOAT64 ? kernel->run_double : kernel->run;
             double result;

@@ -1,0 +1,67 @@
+/* Dense packing of codes below 8 bits, in blocks of 32: a plane of 4, 2 or 1 bits for each power of two in the width. */
+#include "codecs.h"
+
+INLINE void pack_plane(const uint8_t *restrict codes, int power, int shift, uint8_t *restrict out) {
+    for (int i = 0; i < 4 * power; i++) {
+        int byte = 0;
+        for (int k = 0; k < 8 / power; k++)
+            byte |= ((codes[k * 4 * power + i] >> shift) & ((1 << power) - 1)) << (k * power);
+        out[i] = (uint8_t)byte;
+    }
+}
+
+INLINE void unpack_plane(const uint8_t *restrict packed, int power, int shift, uint8_t *restrict codes) {
+    for (int k = 0; k < 8 / power; k++)
+        for (int i = 0; i < 4 * power; i++) {
+            const int field = ((packed[i] >> (k * power)) & ((1 << power) - 1)) << shift;
+            codes[k * 4 * power + i] = (uint8_t)(shift ? codes[k * 4 * power + i] | field : field);
+        }
+}
+
+/* Planes of a width: 7 bits are 4, 2 and 1. */
+INLINE void pack_block(const uint8_t *codes, int bits, uint8_t *out) {
+    int shift = 0;
+    if (bits & 4)
+        pack_plane(codes, 4, 0, out), shift = 4;
+    if (bits & 2)
+        pack_plane(codes, 2, shift, out + 4 * shift), shift += 2;
+    if (bits & 1)
+        pack_plane(codes, 1, shift, out + 4 * shift);
+}
+
+INLINE void unpack_block(const uint8_t *packed, int bits, uint8_t *codes) {
+    int shift = 0;
+    if (bits & 4)
+        unpack_plane(packed, 4, 0, codes), shift = 4;
+    if (bits & 2)
+        unpack_plane(packed + 4 * shift, 2, shift, codes), shift += 2;
+    if (bits & 1)
+        unpack_plane(packed + 4 * shift, 1, shift, codes);
+}
+
+/* Loops for each width: shifts and lengths are constants in them. */
+#define EACH_WIDTH(CALL) \
+    switch (a[1].integer) { case 1: CALL(1); case 2: CALL(2); case 3: CALL(3); case 4: CALL(4); case 5: CALL(5); \
+                            case 6: CALL(6); case 7: CALL(7); }
+
+#define PACK(BITS)                                                                        \
+    for (int64_t block = 0; block < a[0].size / BLOCK; block++)                           \
+        pack_block((const uint8_t *)a[0].data + block * BLOCK, BITS, (uint8_t *)a[2].data + block * 4 * BITS); \
+    return 0
+
+#define UNPACK(BITS)                                                                      \
+    for (int64_t block = 0; block < a[2].size / BLOCK; block++)                           \
+        unpack_block((const uint8_t *)a[0].data + block * 4 * BITS, BITS, (uint8_t *)a[2].data + block * BLOCK); \
+    return 0
+
+/* codes, bits -> packed, of whole blocks */
+CLONED double run_pack(const Argument *a) {
+    EACH_WIDTH(PACK)
+    return 0;
+}
+
+/* packed, bits -> codes, of whole blocks */
+CLONED double run_unpack(const Argument *a) {
+    EACH_WIDTH(UNPACK)
+    return 0;
+}
