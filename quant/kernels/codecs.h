@@ -37,6 +37,11 @@ enum { FP32, FP16, BF16 };
 #define DECLARE(NAME, SIGNATURE) double run_##NAME(const Argument *a);
 CODECS(DECLARE)
 
+/* 16 numbers, at any address. */
+typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(1), may_alias));
+typedef float Floats __attribute__((vector_size(64), aligned(1), may_alias));
+
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Number of groups of `size` elements in a row, and the elements of group `group`. */
@@ -48,6 +53,17 @@ INLINE float load_float(const char *from) {
     memcpy(&x, from, sizeof x);
     return x;
 }
+
+/* Run CALL(count) with a count that is known to the compiler for groups of 16 and 32, the most frequent ones. */
+#define SHORT_COUNTS(COUNT, CALL) \
+    do {                          \
+        if ((COUNT) == 32)        \
+            CALL(32);             \
+        else if ((COUNT) == 16)   \
+            CALL(16);             \
+        else                      \
+            CALL(COUNT);          \
+    } while (0)
 
 /* The largest finite number instead of infinity; NaN stays NaN. */
 INLINE float clamped(float r) {

@@ -50,6 +50,11 @@ INLINE void encode_chunk(const float *restrict r, int64_t count, float by, float
                 out[i] = byte_of(rintf(r[i] / by) + zero, code);
         return;
     }
+    if (code->rounding == HALF_UP && code->shift == PLAIN && code->multiply) {
+        for (int64_t i = 0; i < count; i++)
+            out[i] = byte_of(floorf(r[i] * by + (code->bias + 0.5f)) - code->bias, code);
+        return;
+    }
     float t[CHUNK];
     scaled(r, count, by, code->multiply, t);
     if (code->shift == BEFORE)
@@ -95,13 +100,10 @@ INLINE void encode_span(const float *r, int64_t count, float by, float zero, uin
     }
 }
 
-/* Groups of one block, the most frequent ones, by loops of a known length. */
 INLINE void encode_group(const float *r, int64_t count, float by, float zero, uint64_t number, const Linear *code,
                          uint8_t *out) {
-    if (count == BLOCK)
-        encode_span(r, BLOCK, by, zero, number, code, out);
-    else
-        encode_span(r, count, by, zero, number, code, out);
+#define ENCODE(COUNT) encode_span(r, COUNT, by, zero, number, code, out)
+    SHORT_COUNTS(count, ENCODE);
 }
 
 /* rows, size, by, zeros, multiply, rounding, shift, low, high, bias, key, key, nibbles -> codes */
@@ -204,20 +206,33 @@ CLONED double run_quantize_linear(const Argument *a) {
     return worst < infinite;
 }
 
+INLINE float decoded(int32_t q, float scale, float zero) { return clamped(((float)q - zero) * scale); }
+
+INLINE void decode_16(Ints q, float scale, float zero, bool add, float *out) {
+    const Floats r = (__builtin_convertvector(q, Floats) - zero) * scale;
+    if (add)
+        *(Floats *)out += r;
+    else
+        *(Floats *)out = r;
+}
+
+/* True if no code is decoded to infinity. */
+INLINE bool is_safe(float scale, float zero) { return fabsf(scale) * (256.0f + fabsf(zero)) <= GREATEST; }
+
 INLINE void decode_span(const uint8_t *restrict q, int64_t count, float scale, float zero, int32_t bias, bool is_signed,
                         bool add, float *restrict out) {
     if (is_signed && add)
         for (int64_t i = 0; i < count; i++)
-            out[i] += clamped(((float)(int8_t)q[i] - zero) * scale);
+            out[i] += decoded((int8_t)q[i], scale, zero);
     else if (is_signed)
         for (int64_t i = 0; i < count; i++)
-            out[i] = clamped(((float)(int8_t)q[i] - zero) * scale);
+            out[i] = decoded((int8_t)q[i], scale, zero);
     else if (add)
         for (int64_t i = 0; i < count; i++)
-            out[i] += clamped(((float)((int32_t)q[i] - bias) - zero) * scale);
+            out[i] += decoded((int32_t)q[i] - bias, scale, zero);
     else
         for (int64_t i = 0; i < count; i++)
-            out[i] = clamped(((float)((int32_t)q[i] - bias) - zero) * scale);
+            out[i] = decoded((int32_t)q[i] - bias, scale, zero);
 }
 
 /* codes, size, scales, zeros, signed, bias, add -> out */
@@ -229,11 +244,8 @@ CLONED double run_decode_bytes(const Argument *a) {
         const uint8_t *q = (const uint8_t *)a[0].data + row * a[0].stride + group * size;
         const float scale = load_float((const char *)a[2].data + row * a[2].stride + 4 * group), zero = zeros ? *zeros++ : 0.0f;
         float *out = (float *)a[7].data + row * columns + group * size;
-        const int64_t width = width_of(columns, size, group);
-        if (width == BLOCK)
-            decode_span(q, BLOCK, scale, zero, (int32_t)a[5].integer, is_signed, add, out);
-        else
-            decode_span(q, width, scale, zero, (int32_t)a[5].integer, is_signed, add, out);
+#define DECODE(COUNT) decode_span(q, COUNT, scale, zero, (int32_t)a[5].integer, is_signed, add, out)
+        SHORT_COUNTS(width_of(columns, size, group), DECODE);
     }
     return 0;
 }
@@ -246,14 +258,19 @@ CLONED double run_decode_nibbles(const Argument *a) {
     for (int64_t group = 0; group < a[2].size; group++)
         for (int64_t at = group * size; at < (group + 1) * size; at += BLOCK) {
             const uint8_t *packed = (const uint8_t *)a[0].data + at / 2;
-            float *restrict out = (float *)a[6].data + at;
+            float *out = (float *)a[6].data + at;
             const float scale = scales[group], zero = zeros ? zeros[group] : 0.0f;
-            uint8_t codes[BLOCK];
-            for (int i = 0; i < BLOCK / 2; i++) {
-                codes[i] = packed[i] & 15;
-                codes[BLOCK / 2 + i] = packed[i] >> 4;
-            }
-            decode_span(codes, BLOCK, scale, zero, bias, false, a[5].integer, out);
+            const Bytes both = *(const Bytes *)packed;
+            const Ints low = __builtin_convertvector(both & 15, Ints) - bias;
+            const Ints high = __builtin_convertvector(both >> 4, Ints) - bias;
+            if (is_safe(scale, zero)) {
+                decode_16(low, scale, zero, a[5].integer, out);
+                decode_16(high, scale, zero, a[5].integer, out + 16);
+            } else
+                for (int i = 0; i < BLOCK; i++) {
+                    const float r = decoded(i < 16 ? low[i % 16] : high[i % 16], scale, zero);
+                    out[i] = a[5].integer ? out[i] + r : r;
+                }
         }
     return 0;
 }

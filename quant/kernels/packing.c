@@ -10,13 +10,21 @@ INLINE void pack_plane(const uint8_t *restrict codes, int power, int shift, uint
     }
 }
 
-INLINE void unpack_plane(const uint8_t *restrict packed, int power, int shift, uint8_t *restrict codes) {
-    for (int k = 0; k < 8 / power; k++)
-        for (int i = 0; i < 4 * power; i++) {
-            const int field = ((packed[i] >> (k * power)) & ((1 << power) - 1)) << shift;
-            codes[k * 4 * power + i] = (uint8_t)(shift ? codes[k * 4 * power + i] | field : field);
-        }
-}
+/* The reverse, for a plane of POWER bits: all its bytes at once. */
+#define UNPACK_PLANE(POWER)                                                                                  \
+    INLINE void unpack_plane_##POWER(const uint8_t *packed, int shift, uint8_t *codes) {                     \
+        typedef uint8_t Plane __attribute__((vector_size(4 * POWER), aligned(1), may_alias));                \
+        const Plane plane = *(const Plane *)packed;                                                          \
+        for (int k = 0; k < 8 / POWER; k++) {                                                                \
+            Plane *into = (Plane *)(codes + k * 4 * POWER);                                                  \
+            const Plane field = ((plane >> (k * POWER)) & ((1 << POWER) - 1)) << shift;                      \
+            *into = shift ? (Plane)(*into | field) : (Plane)field;                                                      \
+        }                                                                                                    \
+    }
+
+UNPACK_PLANE(4)
+UNPACK_PLANE(2)
+UNPACK_PLANE(1)
 
 /* Planes of a width: 7 bits are 4, 2 and 1. */
 INLINE void pack_block(const uint8_t *codes, int bits, uint8_t *out) {
@@ -32,11 +40,11 @@ INLINE void pack_block(const uint8_t *codes, int bits, uint8_t *out) {
 INLINE void unpack_block(const uint8_t *packed, int bits, uint8_t *codes) {
     int shift = 0;
     if (bits & 4)
-        unpack_plane(packed, 4, 0, codes), shift = 4;
+        unpack_plane_4(packed, 0, codes), shift = 4;
     if (bits & 2)
-        unpack_plane(packed + 4 * shift, 2, shift, codes), shift += 2;
+        unpack_plane_2(packed + 4 * shift, shift, codes), shift += 2;
     if (bits & 1)
-        unpack_plane(packed + 4 * shift, 1, shift, codes);
+        unpack_plane_1(packed + 4 * shift, shift, codes);
 }
 
 /* Loops for each width: shifts and lengths are constants in them. */
