@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +31,14 @@ LAUNCH_DEFAULTS = {
 }
 ONE_BLAS_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
+
+COMPILED = (
+    "collectives.engine._engine",
+    "quant.kernels._codecs",
+    "parallel.nn.kernels._operators",
+    "parallel.optim.kernels._updates",
+)
+"""Modules in C, in whose place Python runs where no compiler was at hand."""
 
 HELP = ("-h", "--help", "help")
 
@@ -187,9 +196,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words[1:] else 2
     if words[0] == "--version":
         from collectives import __version__
-        from collectives.engine.extension import available
 
-        print(f"chorus {__version__}, " + ("compiled engine" if available() else "engine in Python: no compiled one"))
+        missing = [name for name in COMPILED if find_spec(name) is None]
+        text = "compiled engine and kernels"
+        if missing:
+            text = f"in Python, as not compiled: {', '.join(missing)}"
+        print(f"chorus {__version__}, {text}")
         return 0
     try:
         start(words)

@@ -32,7 +32,7 @@ SPECS = {
     "Q8_0": Q8_0,
     "Q4_0": Q4_0,
 }
-FORMS = {"numba": ("compiled",), "numpy": ()}
+FORMS = {"c": ("compiled",), "numpy": ()}
 
 
 class QuantContestant(NamedTuple):
@@ -53,7 +53,7 @@ def specs_of(text: str) -> dict[str, QuantSpec]:
 
 
 def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantContestant]:
-    """Benchmark entries of a spec: quantise, dequantise, dequantise and add, each with numba (if there) and NumPy."""
+    """Benchmark entries of a spec: quantise, dequantise, dequantise and add, each in C (if built) and with NumPy."""
     with kernels.forms():
         expected = quantize(x, spec, seed=1)
         numbers = expected.dequantize()

@@ -9,7 +9,7 @@ from quant.kernels.dispatch import Kernels
 from quant.kernels.dispatch import forms as forms
 from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits, surely_all
 
-TABLE = Kernels(reference_codecs, compiled="quant.kernels.compiled_codecs", device="quant.kernels.device_codecs")
+TABLE = Kernels(compiled="quant.kernels.compiled_codecs", device="quant.kernels.device_codecs")
 
 
 def available(form: str) -> bool:
@@ -17,18 +17,18 @@ def available(form: str) -> bool:
     return bool(TABLE.form(form))
 
 
-absmax = TABLE.fastest("absmax")
-minmax = TABLE.fastest("minmax")
-peak = TABLE.fastest("peak")
-encode_linear = TABLE.fastest("encode_linear")
-encode_float = TABLE.fastest("encode_float")
-encode_table = TABLE.fastest("encode_table")
-quantize_linear = TABLE.fastest("quantize_linear")
-decode_linear = TABLE.fastest("decode_linear")
-decode_table = TABLE.fastest("decode_table")
-add_rows = TABLE.fastest("add_rows")
-multiply_rows = TABLE.fastest("multiply_rows")
-pack = TABLE.fastest("pack")
-unpack = TABLE.fastest("unpack")
+absmax = TABLE.fastest(reference_codecs.absmax)
+minmax = TABLE.fastest(reference_codecs.minmax)
+peak = TABLE.fastest(reference_codecs.peak)
+encode_linear = TABLE.fastest(reference_codecs.encode_linear)
+encode_float = TABLE.fastest(reference_codecs.encode_float)
+encode_table = TABLE.fastest(reference_codecs.encode_table)
+quantize_linear = TABLE.fastest(reference_codecs.quantize_linear)
+decode_linear = TABLE.fastest(reference_codecs.decode_linear)
+decode_table = TABLE.fastest(reference_codecs.decode_table)
+add_rows = TABLE.fastest(reference_codecs.add_rows)
+multiply_rows = TABLE.fastest(reference_codecs.multiply_rows)
+pack = TABLE.fastest(reference_codecs.pack)
+unpack = TABLE.fastest(reference_codecs.unpack)
 
 __all__ = ["LinearCode", "ScaleRule", "array_namespace", "minifloat_bits", "surely_all"]

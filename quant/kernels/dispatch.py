@@ -6,7 +6,7 @@ arrays (an extension module in C, built at installation) and `device` for CuPy a
 >>> import numpy as np
 >>> from quant.kernels import reference_codecs
 >>> with forms():
-...     float(Kernels(reference_codecs).fastest("peak")(np.ones((1, 4), np.float32), 4)[0, 0])
+...     float(Kernels().fastest(reference_codecs.peak)(np.ones((1, 4), np.float32), 4)[0, 0])
 1.0
 """
 
@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 FORMS = ("compiled", "device")
 
@@ -47,16 +48,14 @@ class Kernels:
 
     Parameters
     ----------
-    reference : module
-        Reference functions by name.
     modules : str
         Name of the module of each form (`compiled=`, `device=`). Its mapping ``KERNELS`` has the functions by name.
         They raise `Unsuited` for arguments that only the reference takes. The module is imported at the first call.
         Where that fails, without the extension or without CuPy, the form has no kernels.
     """
 
-    def __init__(self, reference: ModuleType, **modules: str):
-        self._reference, self._modules = reference, modules
+    def __init__(self, **modules: str):
+        self._modules = modules
         self.form = cache(self._form)
 
     def _form(self, form: str) -> Mapping[str, Callable[..., Any]]:
@@ -67,9 +66,9 @@ class Kernels:
             return {}
         return found
 
-    def fastest(self, name: str, place: int = 0) -> Any:
-        """Function that calls the fastest form of kernel `name`; argument `place` shows where the arrays are."""
-        reference = getattr(self._reference, name)
+    def fastest(self, reference: Kernel, place: int = 0) -> Kernel:
+        """Function that calls the fastest form of a kernel; argument `place` shows where the arrays are."""
+        name = reference.__name__
 
         @wraps(reference)
         def call(*arguments: Any, **options: Any) -> Any:
@@ -82,4 +81,4 @@ class Kernels:
                     return reference(*arguments, **options)
             return reference(*arguments, **options)
 
-        return call
+        return cast(Kernel, call)

@@ -322,7 +322,7 @@ MODULES = [
     module.name
     for package in (collectives, parallel, quant)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if not module.name.endswith("._engine")  # an extension in C
+    if not module.name.endswith(("._engine", "._codecs", "._operators", "._updates"))  # extensions in C
 ]
 SCRIPTS = [
     path

@@ -21,8 +21,11 @@ TWINS = (
 """Kernels that exist compiled or for a device too; the others are those of the reference."""
 
 
-TABLE = Kernels(
-    reference_kernels, compiled="parallel.nn.kernels.compiled_kernels", device="parallel.nn.kernels.device_kernels"
-)
+TABLE = Kernels(compiled="parallel.nn.kernels.compiled_kernels", device="parallel.nn.kernels.device_kernels")
 
-globals().update({name: TABLE.fastest(name, int(name == "softmax_cross_entropy_backward")) for name in TWINS})
+globals().update(
+    {
+        name: TABLE.fastest(getattr(reference_kernels, name), int(name == "softmax_cross_entropy_backward"))
+        for name in TWINS
+    }
+)

@@ -109,7 +109,7 @@ def test_what_has_no_mean():
 @pytest.mark.parametrize("k", [1, 3, 7, 15, 255])
 def test_codes_at_thresholds(k, own, multiply):
     """A threshold itself takes the level below it, and the next number the one above; as the reference does it."""
-    pytest.importorskip("numba")
+    pytest.importorskip("quant.kernels._codecs")
     limits = np.sort(np.random.default_rng(k).standard_normal((2, 3, k) if own else k), axis=-1).astype(np.float32)
     flat = limits.reshape(-1)
     numbers = np.concatenate([flat, np.nextafter(flat, np.float32(9)), np.float32([-99, 99, 0, -0.0])])
@@ -126,7 +126,7 @@ def test_codes_at_thresholds(k, own, multiply):
 
 def test_16_levels_cost_little_more_than_four_bits():
     """A search for each element's level took 30 times as long, so 8 leaves room for noise."""
-    pytest.importorskip("numba")
+    pytest.importorskip("quant.kernels._codecs")
     x = np.random.default_rng(1).standard_normal(1 << 20).astype(np.float32)
     made = {spec: QuantizedArray(spec, x.shape) for spec in (NF4, INT4_G32)}
     seconds = {spec: [] for spec in made}

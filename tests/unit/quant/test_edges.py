@@ -35,7 +35,7 @@ SPECS = PRESETS | {
 @pytest.fixture(params=["reference", "compiled"], autouse=True)
 def form(request):
     if request.param == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("quant.kernels._codecs")
         import_module("quant.kernels.compiled_codecs")
     with kernels.forms(*([] if request.param == "reference" else [request.param])):
         yield

@@ -17,7 +17,7 @@ RNG = np.random.default_rng(5)
 @pytest.fixture(params=["reference", "compiled"], autouse=True)
 def form(request):
     if request.param == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("quant.kernels._codecs")
     with kernels.forms(*([] if request.param == "reference" else [request.param])):
         yield request.param
 

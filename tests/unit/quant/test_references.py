@@ -458,7 +458,7 @@ def test_groups_are_fitted_each_by_itself(n, k):
 @cases(10)
 def test_codes_of_kmeans_in_all_forms(seeds):
     """Levels ascend, whatever is beside them, so that codes by comparison and by bisection are the same."""
-    pytest.importorskip("numba")
+    pytest.importorskip("quant.kernels._codecs")
     for seed in seeds:
         rng = np.random.default_rng(seed)
         x = hard(rng, (2, int(rng.choice([5, 33, 100])))).astype(F)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 from support.program_runs import call
@@ -106,17 +105,3 @@ def test_calls_after_finalize():
         assert "this communicator was freed" in str(error)
     """
     assert run("-c", program(text), ranks=2)[0] == 0
-
-
-@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
-def test_without_compiled_code():
-    text = """
-    import quant
-    from parallel.nn import kernels
-    for _ in range(40):
-        comm.Allreduce(mine, total)
-        comm.Iallreduce(mine, total).Wait()
-        quant.quantize(np.ones(128, np.float32), quant.Q8_0)
-    assert (total == comm.Get_size()).all()
-    """
-    assert run("-c", program(text), ranks=2, NUMBA_DISABLE_JIT="1")[0] == 0
