@@ -9,7 +9,8 @@ rightmost one without a neighbour waits. On 5 ranks, for every block::
     ((a+b)+(c+d))+e
 
 If each rank first adds 2^k contributions by the same tree, the bits are those of 2^k times as many ranks: the basis of
-sums that do not depend on the number of ranks (`parallel.tensor`). Other algorithms choose an order for each block.
+sums that do not depend on the number of ranks (`parallel.sharding.tensor`). Other algorithms choose an order for each
+block.
 
 (Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci. Comput. 14, 1993.)
 """

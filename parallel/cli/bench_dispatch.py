@@ -22,12 +22,12 @@ from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.arguments import words
 from collectives.cli.launcher import at_least, say
-from parallel.benchmark.token_choices import token_choices
-from parallel.expert.dispatch import Dispatch, TokenRoute
-from parallel.expert.row_codec import RowCodec, predicted_error
-from parallel.mesh.device_mesh import MeshAxis
+from parallel.cli.reports.token_choices import token_choices
 from parallel.nn.expert_group import Assignments
 from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.sharding.device_mesh import MeshAxis
+from parallel.sharding.expert.dispatch import Dispatch, TokenRoute
+from parallel.sharding.expert.row_codec import RowCodec, predicted_error
 
 EVERY = "direct,hierarchical,direct:int8,hierarchical:int8,direct:fp8"
 

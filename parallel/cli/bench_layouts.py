@@ -20,10 +20,10 @@ from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.arguments import names_of
 from collectives.cli.launcher import say
-from parallel.benchmark import workload
+from parallel.cli.reports import workload
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy

@@ -23,8 +23,8 @@ from collectives.cli import launcher
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine, mpi_name
-from parallel.benchmark.mesh_scaling_plots import checked, draw_mesh_scaling, rates
 from parallel.cli.measure_scaling import RankPrefixes
+from parallel.cli.reports.mesh_scaling_plots import checked, draw_mesh_scaling, rates
 from parallel.engine.memory_ledger import KINDS
 from parallel.engine.settings import complete
 from parallel.runtime.collective_errors import collective_call

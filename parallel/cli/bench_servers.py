@@ -17,14 +17,14 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
+from parallel.asynchronous.server.key_assignment import ServerKey
+from parallel.asynchronous.server.server_engine import ParameterServer
+from parallel.asynchronous.server.work_assignment import WorkPart
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.linear import Linear
 from parallel.nn.loss import MSE
 from parallel.optim.optimizers import SGD
-from parallel.parameter_server.key_assignment import ServerKey
-from parallel.parameter_server.server_engine import ParameterServer
-from parallel.parameter_server.work_assignment import WorkPart
 
 WIDTH, BUCKET, TURNS = 1024, 4 << 20, 15
 """Width of the model's layers, bytes of a bucket, and turns after two to warm up."""

@@ -25,7 +25,7 @@ from collectives.benchmark.size_arguments import format_size
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
-from parallel.benchmark.training_output import title_of
+from parallel.cli.reports.training_output import title_of
 from parallel.engine.settings import complete
 from parallel.trainer.records import EvalScore
 from parallel.trainer.trainer import Training
@@ -131,7 +131,7 @@ def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
     """Plot the learning curve and, if given, the benchmark results into `OUT`; without matplotlib print a hint."""
     try:
         from collectives.benchmark.race_plots import plot_race
-        from parallel.benchmark.training_plots import plot_learning
+        from parallel.cli.reports.training_plots import plot_learning
     except ImportError:
         say("No pictures: matplotlib is not installed (pip install 'chorus-mpi[plot]').")
         return

@@ -13,10 +13,10 @@ import argparse
 from collectives.benchmark.reports import PICTURES
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.attention_plots import draw_divisions
-from parallel.context.ring_steps import ring_work
-from parallel.context.sequence_division import DIVISIONS, SequenceDivision
+from parallel.cli.reports.attention_plots import draw_divisions
 from parallel.nn.attention_mask import AttentionMask
+from parallel.sharding.context.ring_steps import ring_work
+from parallel.sharding.context.sequence_division import DIVISIONS, SequenceDivision
 
 
 def parser() -> argparse.ArgumentParser:

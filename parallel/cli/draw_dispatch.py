@@ -26,9 +26,9 @@ from collectives.cli.draw import picture
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import Nodes, regular
-from parallel.benchmark.token_choices import token_choices
-from parallel.expert.dispatch import ROUTES
-from parallel.expert.dispatch_schedule import DispatchSchedule, combine_schedule, dispatch_schedule
+from parallel.cli.reports.token_choices import token_choices
+from parallel.sharding.expert.dispatch import ROUTES
+from parallel.sharding.expert.dispatch_schedule import DispatchSchedule, combine_schedule, dispatch_schedule
 
 INSIDE, BETWEEN = LinearCost(1e-6, 1e-10), LinearCost(20e-6, 4e-9)
 """Seconds of a message and of a byte: in shared memory, and over a network of 2 Gbit/s (TCP)."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from collectives.benchmark.reports import read_report
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark import metrics
-from parallel.benchmark.expert_load import ExpertLoad, ExpertTraffic, expert_loads, expert_traffic
-from parallel.benchmark.expert_plots import plot_expert_loads
+from parallel.cli.reports import metrics
+from parallel.cli.reports.expert_load import ExpertLoad, ExpertTraffic, expert_loads, expert_traffic
+from parallel.cli.reports.expert_plots import plot_expert_loads
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from collectives.benchmark.reports import PICTURES
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.mesh_plots import draw_holdings
-from parallel.benchmark.tensor_parts import Holding, holdings, unlike
+from parallel.cli.reports.mesh_plots import draw_holdings
+from parallel.cli.reports.tensor_parts import Holding, holdings, unlike
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.pipeline.config import schedule_of
+from parallel.sharding.mesh import Mesh
 
 SAMPLES = {"gpt": (32,), "gpt-moe": (32,), "mlp": (64,), "convnet": (1, 8, 8)}
 """Shapes of samples, by family."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from collectives.benchmark.reports import PICTURES
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.timelines import measured, picture, simulated, summary
+from parallel.cli.reports.timelines import measured, picture, simulated, summary
 from parallel.pipeline.schedule import timeline as draw
 from parallel.pipeline.schedule.actions import from_csv, to_csv
 from parallel.pipeline.schedule.lowering import lower

@@ -16,7 +16,7 @@ from pathlib import Path
 from collectives.benchmark.reports import save_figure
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.expert.placements import ExpertPlacement, MixtureSize, placements
+from parallel.sharding.expert.placements import ExpertPlacement, MixtureSize, placements
 
 
 def parser() -> argparse.ArgumentParser:

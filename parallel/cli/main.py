@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from parallel.cli import launched_ranks, watchdog
 from parallel.cli.programs import PROGRAMS, CommandEntry, group_usage, members, usage
-from parallel.planner.checked import suggestion
+from parallel.planning.analytic.checked import suggestion
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "FLUX_TASK_RANK")
 """Environment variables that a launcher sets for each rank."""

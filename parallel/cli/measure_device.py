@@ -11,8 +11,8 @@ from pathlib import Path
 
 from collectives.cli.launcher import ProgramParser
 from parallel.cli.plan_arguments import check_files
-from parallel.planner.device_measurement import measure_device
-from parallel.planner.presets import parse
+from parallel.planning.analytic.device_measurement import measure_device
+from parallel.planning.analytic.presets import parse
 from parallel.runtime.resources import node_memory
 
 

@@ -22,9 +22,7 @@ from collectives.benchmark.size_arguments import parse_size
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from parallel.engine.settings import complete
-from parallel.forecast.core_sharing import measured
-from parallel.forecast.measured_messages import median_seconds
-from parallel.planner.scaling import (
+from parallel.planning.analytic.scaling import (
     BANDWIDTH,
     EXCHANGES,
     PIPELINES,
@@ -33,6 +31,8 @@ from parallel.planner.scaling import (
     ScalingTables,
     powers_of_two,
 )
+from parallel.planning.measured.core_sharing import measured
+from parallel.planning.measured.measured_messages import median_seconds
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from collectives.benchmark.reports import check_writable
-from parallel.planner.checked import lookup
-from parallel.planner.presets import Presets, load
-from parallel.planner.states import RECIPES
-from parallel.planner.step_time import Setup
+from parallel.planning.analytic.checked import lookup
+from parallel.planning.analytic.presets import Presets, load
+from parallel.planning.analytic.states import RECIPES
+from parallel.planning.analytic.step_time import Setup
 
 MOST_DEVICES, MOST_TOKENS = 1 << 20, 1 << 40
 """Devices of a cluster, and tokens of a step, beyond which a number is taken for a slip."""

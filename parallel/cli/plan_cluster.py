@@ -16,7 +16,6 @@ from typing import Any
 
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.plan_report import PlanQuestion, as_dict, operator_lines, report
 from parallel.cli.plan_arguments import (
     MOST_DEVICES,
     add_json,
@@ -28,10 +27,11 @@ from parallel.cli.plan_arguments import (
     setup_of,
     write_json,
 )
-from parallel.planner.checked import lookup
-from parallel.planner.layout import COMPRESSED_BITS, ClusterLayout
-from parallel.planner.presets import Presets
-from parallel.planner.search import PlanChoice, candidates, search
+from parallel.cli.reports.plan_report import PlanQuestion, as_dict, operator_lines, report
+from parallel.planning.analytic.checked import lookup
+from parallel.planning.analytic.layout import COMPRESSED_BITS, ClusterLayout
+from parallel.planning.analytic.presets import Presets
+from parallel.planning.analytic.search import PlanChoice, candidates, search
 
 MULTIPLES = {"K": 1 << 10, "M": 1 << 20}
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -212,20 +212,20 @@ def main(argv: list[str] | None = None) -> int:
             print("\n" + "\n".join(operator_lines(question)))
     write_json(arguments.json, as_dict(question, found, arguments.top))
     if arguments.plot and found.choices:
-        from parallel.benchmark.plan_plots import draw_memory
+        from parallel.cli.reports.plan_plots import draw_memory
 
         draw_memory(arguments.plot, question, found.choices[0])
         print(f"{arguments.plot} drawn", file=sys.stderr)
     if arguments.plot_step and found.choices:
-        from parallel.benchmark.plan_plots import draw_step
-        from parallel.benchmark.plan_timeline import predicted_timeline, title
+        from parallel.cli.reports.plan_plots import draw_step
+        from parallel.cli.reports.plan_timeline import predicted_timeline, title
 
         draw_step(
             arguments.plot_step, title(question, found.choices[0]), predicted_timeline(question, found.choices[0])
         )
         print(f"{arguments.plot_step} drawn", file=sys.stderr)
     if arguments.plot_nodes and found.choices:
-        from parallel.benchmark.plan_plots import draw_nodes
+        from parallel.cli.reports.plan_plots import draw_nodes
 
         draw_nodes(arguments.plot_nodes, plans_by_nodes(question, arguments.fix, arguments.compress))
         print(f"{arguments.plot_nodes} drawn", file=sys.stderr)

@@ -16,7 +16,6 @@ from pathlib import Path
 from collectives.benchmark.size_arguments import parse_size
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.graph_report import as_dict, plan_lines, resharding_lines, stage_lines
 from parallel.cli.plan_arguments import (
     add_json,
     add_setup,
@@ -26,13 +25,14 @@ from parallel.cli.plan_arguments import (
     setup_of,
     write_json,
 )
-from parallel.planner.checked import lookup
-from parallel.planner.graph_costs import GraphCosts, GraphPlan
-from parallel.planner.graph_presets import read_graph, transformer_block, two_layers
-from parallel.planner.graph_stages import StagePlanner, mesh_of
-from parallel.planner.operator_graph import OperatorGraph
-from parallel.planner.presets import Presets
-from parallel.planner.step_time import Setup
+from parallel.cli.reports.graph_report import as_dict, plan_lines, resharding_lines, stage_lines
+from parallel.planning.analytic.checked import lookup
+from parallel.planning.analytic.graph_costs import GraphCosts, GraphPlan
+from parallel.planning.analytic.graph_presets import read_graph, transformer_block, two_layers
+from parallel.planning.analytic.graph_stages import StagePlanner, mesh_of
+from parallel.planning.analytic.operator_graph import OperatorGraph
+from parallel.planning.analytic.presets import Presets
+from parallel.planning.analytic.step_time import Setup
 
 WIDTH, HIDDEN = 8192, 32768
 """Widths of the graph two-layers."""
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join([*plan_lines(plans), *(["", *stage_lines(staged)] if staged else [])]))
     write_json(arguments.json, as_dict(plans, staged))
     if arguments.plot:
-        from parallel.benchmark.graph_plots import draw_plans
+        from parallel.cli.reports.graph_plots import draw_plans
 
         draw_plans(arguments.plot, graph, sizes, plans, staged)
     return 0

@@ -24,15 +24,15 @@ from collectives import Communicator
 from collectives.benchmark.reports import check_folder, write
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
-from parallel.benchmark.plan_plots import draw_step
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.cli import train
 from parallel.cli.plan_arguments import expect_writable
+from parallel.cli.reports.plan_plots import draw_step
 from parallel.cli.train_arguments import add_files, add_settings, argument_error, picture_error
 from parallel.engine import settings
+from parallel.engine.grad_compression import AUTO, NONE, parse
 from parallel.engine.settings import Settings
-from parallel.forecast.layout_choice import LayoutChoice, LayoutForecast, Refusal
-from parallel.grad_compression import AUTO, NONE, parse
+from parallel.planning.measured.layout_choice import LayoutChoice, LayoutForecast, Refusal
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 

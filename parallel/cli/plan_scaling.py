@@ -15,8 +15,8 @@ from collectives.benchmark.size_arguments import format_time
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.cli.plan_arguments import add_setup, check_files, expect_tokens, presets_of, setup_of
-from parallel.planner.checked import lookup
-from parallel.planner.scaling import (
+from parallel.planning.analytic.checked import lookup
+from parallel.planning.analytic.scaling import (
     BANDWIDTH,
     EXCHANGES,
     PIPELINES,
@@ -32,8 +32,8 @@ from parallel.planner.scaling import (
     sum_costs,
     with_measured,
 )
-from parallel.planner.step_time import Setup
-from parallel.planner.transformer import Transformer
+from parallel.planning.analytic.step_time import Setup
+from parallel.planning.analytic.transformer import Transformer
 
 NBYTES = 256 << 20
 """Bytes of the allreduce over nodes."""
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{arguments.model} on {name}, predicted\n")
     print("\n".join([*report(found), *traffic_lines(setup, powers_of_two(devices)[-1])]))
     if arguments.plot:
-        from parallel.benchmark.scaling_plots import draw_scaling
+        from parallel.cli.reports.scaling_plots import draw_scaling
 
         draw_scaling(arguments.plot, found)
     return 0

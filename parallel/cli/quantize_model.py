@@ -25,11 +25,12 @@ from collectives.cli import launcher
 from collectives.cli.arguments import numbers
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine
-from parallel.benchmark.training_output import format_score
 from parallel.checkpoint.checkpoint_files import CheckpointError
+from parallel.cli.reports.training_output import format_score
 from parallel.cli.train_arguments import picture_error
 from parallel.data.datasets import LearningTask
 from parallel.nn.operator import Operator
+from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt
 from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
@@ -43,7 +44,6 @@ from parallel.ptq.tune_levels import tune_levels
 from parallel.ptq.tune_weights import tune_weights
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
-from parallel.transforms.quantizable_layers import layers_of
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.observers import OBSERVERS
 from quant.search import SEARCHES, Choice
@@ -180,7 +180,7 @@ def mixture_of(job: QuantizeJob) -> PrecisionMixture:
 
 def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
     """Plot test results against bits per weight: uniform widths, and the searched mixtures of widths. Collective."""
-    from parallel.benchmark.training_plots import ParetoPoint, plot_pareto
+    from parallel.cli.reports.training_plots import ParetoPoint, plot_pareto
 
     args, trained = job.args, job.trained
 

@@ -24,10 +24,10 @@ from collectives.benchmark.reports import check_folder, check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.errors import OutOfMemory
-from parallel.benchmark.training_output import OutputError, short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
 from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
+from parallel.cli.reports.training_output import OutputError, short
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
 from parallel.engine import settings

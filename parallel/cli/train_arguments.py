@@ -5,19 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from collectives.cli.arguments import picture_file
-from parallel.context.divide_model import ALGORITHMS
-from parallel.context.models_by_length import AUTO as AUTO_CONTEXT
 from parallel.data import datasets
-from parallel.grad_compression import AUTO, COMPRESSORS, NONE
+from parallel.engine.grad_compression import AUTO, COMPRESSORS, NONE
 from parallel.nn.expert_layers import WORDS
 from parallel.nn.models import MODELS
 from parallel.nn.recompute import KINDS
+from parallel.nn.transforms.apply import STORED
+from parallel.nn.transforms.few_bit_product import PRODUCTS
+from parallel.nn.transforms.pruning import PATTERNS
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
+from parallel.sharding.context.divide_model import ALGORITHMS
+from parallel.sharding.context.models_by_length import AUTO as AUTO_CONTEXT
 from parallel.trainer.strategies import STRATEGIES
-from parallel.transforms.apply import STORED
-from parallel.transforms.few_bit_product import PRODUCTS
-from parallel.transforms.pruning import PATTERNS
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -18,8 +18,10 @@ from collectives.cli import launcher
 from collectives.cli.exit_notice import ExitNotice
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
-from parallel.benchmark.metrics import Metrics
-from parallel.benchmark.training_output import (
+from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
+from parallel.cli import watchdog
+from parallel.cli.reports.metrics import Metrics
+from parallel.cli.reports.training_output import (
     OutputError,
     format_loss,
     format_score,
@@ -29,8 +31,6 @@ from parallel.benchmark.training_output import (
     unit,
     write_trace,
 )
-from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
-from parallel.cli import watchdog
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
@@ -233,7 +233,7 @@ class TrainingRun:
         return 0
 
     def _draw(self) -> None:
-        from parallel.benchmark.training_plots import plot_learning
+        from parallel.cli.reports.training_plots import plot_learning
 
         plot_learning(self._args.plot, self._metrics.lines, title_of(self._training), machine())
 

@@ -19,10 +19,10 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli.launcher import LauncherParser, at_least, say
-from parallel.conformance.composition import Composition
-from parallel.conformance.composition_run import Launch, difference, on_threads, shrink
-from parallel.conformance.published_bugs import CASES
-from parallel.conformance.random_composition import draw
+from parallel.cli.conformance.composition import Composition
+from parallel.cli.conformance.composition_run import Launch, difference, on_threads, shrink
+from parallel.cli.conformance.published_bugs import CASES
+from parallel.cli.conformance.random_composition import draw
 
 MOST_FAILURES = 5
 SECONDS = 600.0  # for one composition; then all stacks are shown and the program ends

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli.launcher import LauncherParser, at_least, say
-from parallel.conformance.random_training import draw_settings, forecast_difference
+from parallel.cli.conformance.random_training import draw_settings, forecast_difference
 from parallel.engine.settings import DEFAULTS, NAMES
 
 

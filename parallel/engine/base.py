@@ -15,10 +15,10 @@ from collectives import Communicator
 from collectives.errors import OutOfMemory
 from parallel.checkpoint.tensor_slices import TensorSlice, taken_once
 from parallel.data.sampler import Batch
-from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
-from parallel.data_parallel.reducers import Assignment, StepScale
-from parallel.data_parallel.run_context import RunContext
-from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer, copies
+from parallel.engine.data_parallel.error_feedback import ErrorFeedbackReducer
+from parallel.engine.data_parallel.reducers import Assignment, StepScale
+from parallel.engine.data_parallel.run_context import RunContext
+from parallel.engine.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer, copies
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.fingerprint import Fingerprint
 from parallel.engine.microbatch_pass import Measure
@@ -32,6 +32,7 @@ from parallel.nn.kernels.deferred import deferred
 from parallel.nn.operator import Operator, Parameter, PassMode
 from parallel.nn.own_arrays import changed_arrays
 from parallel.nn.selection_bias import SelectionBias
+from parallel.nn.transforms.fake_quantized_input import MovingRanges, checked_ranges
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
 from parallel.optim.precision import PRECISIONS
@@ -44,7 +45,6 @@ from parallel.runtime.meeting_point import MeetingPoint, text_of
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.validation import expect_integer, expect_mapping
-from parallel.transforms.fake_quantized_input import MovingRanges, checked_ranges
 from quant.types import Array
 
 

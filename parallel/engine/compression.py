@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 from collectives import Communicator
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.grad_compression import AUTO, COMPRESSORS, NONE, CompressorFactory, parse
+from parallel.engine.grad_compression.auto_select import choose
 from parallel.engine.settings import Settings
-from parallel.grad_compression import AUTO, COMPRESSORS, NONE, CompressorFactory, parse
-from parallel.grad_compression.auto_select import choose
-from parallel.mesh.mesh import SHARDS, STAGES, Mesh
 from parallel.optim.precision import PRECISIONS
+from parallel.sharding.mesh import SHARDS, STAGES, Mesh
 
 NOT_SUMMED = STAGES, SHARDS
 """Axes whose ranks have different parameters: gradients are summed over all others."""

@@ -7,16 +7,15 @@ from itertools import chain, islice
 from typing import Any
 
 from collectives import Communicator
-from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch
-from parallel.data_parallel.expert_shards import JoinedGradients, JoinedWeights, RankGroups
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.partition_spec import plan_of, units_of
-from parallel.data_parallel.reducers import Assignment, StepScale
-from parallel.data_parallel.run_context import RunContext
-from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error, type_of
 from parallel.engine.compression import check_compression, compressor_of, resolve_compression
+from parallel.engine.data_parallel.expert_shards import JoinedGradients, JoinedWeights, RankGroups
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.partition_spec import plan_of, units_of
+from parallel.engine.data_parallel.reducers import Assignment, StepScale
+from parallel.engine.data_parallel.run_context import RunContext
+from parallel.engine.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
@@ -34,8 +33,6 @@ from parallel.engine.model_on_mesh import (
 )
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import CheckedBatches, Losses
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import EXPERT_REPLICAS
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
@@ -44,6 +41,9 @@ from parallel.runtime.interleaving import interleave
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport
 from parallel.runtime.vector_memory import VectorAllocator
+from parallel.sharding.context.models_by_length import LengthModel
+from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.mesh import EXPERT_REPLICAS
 
 
 class DataParallelEngine(TrainEngine):

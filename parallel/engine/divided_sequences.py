@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from parallel.context.models_by_length import AUTO, ModelsByLength, WholeSequences
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.operator import Operator
 from parallel.nn.placement import Placement, Replicate, Shard
-from parallel.tensor.check import check_placements
+from parallel.sharding.context.models_by_length import AUTO, ModelsByLength, WholeSequences
+from parallel.sharding.mesh import Mesh
+from parallel.sharding.tensor.check import check_placements
 
 REPLICAS, CONTEXT, TENSOR = "dp", "cp", "tp"
 

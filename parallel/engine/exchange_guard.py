@@ -3,8 +3,8 @@
 Along ``tp`` and ``cp`` operators exchange in the middle of a pass. A rank on which one raises must make the same
 exchanges as the others until the end of the step, where errors are raised on all ranks before anything is updated.
 Operators between exchanges are therefore guarded: after an error zeros take the place of the result or gradient. An
-operator or loss with exchanges computes its operands of them by `parallel.tensor.exchange.Operands`. Exceptions of any
-kind count, such as SystemExit.
+operator or loss with exchanges computes its operands of them by `parallel.sharding.tensor.exchange.Operands`.
+Exceptions of any kind count, such as SystemExit.
 """
 
 from __future__ import annotations

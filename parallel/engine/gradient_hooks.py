@@ -15,7 +15,7 @@ from parallel.nn import kernels
 from parallel.nn.operator import GradientSink, Parameter
 from parallel.nn.parameter import ParameterShard
 from parallel.runtime.validation import is_real
-from parallel.tensor.exchange import allreduce_among
+from parallel.sharding.tensor.exchange import allreduce_among
 from quant.types import Array
 
 Compute = Callable[[Array], object]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from parallel.data_parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
-from parallel.data_parallel.expert_shards import RankGroups
-from parallel.data_parallel.grad_bucket import buckets_of, users_of
-from parallel.data_parallel.param_store import resident_slots, slot_sizes
-from parallel.data_parallel.partition_spec import PartitionSpec
-from parallel.data_parallel.reducers import Assignment, Turns
-from parallel.data_parallel.zero import Zero1, Zero2, Zero3, slots
+from parallel.engine.data_parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
+from parallel.engine.data_parallel.expert_shards import RankGroups
+from parallel.engine.data_parallel.grad_bucket import buckets_of, users_of
+from parallel.engine.data_parallel.param_store import resident_slots, slot_sizes
+from parallel.engine.data_parallel.partition_spec import PartitionSpec
+from parallel.engine.data_parallel.reducers import Assignment, Turns
+from parallel.engine.data_parallel.zero import Zero1, Zero2, Zero3, slots
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.causal_attention import outlines_on

@@ -2,7 +2,7 @@
 
 A rank without a micro-batch, or whose model has raised an exception, makes the same calls without computing, so that
 collectives inside the passes match; errors are exchanged at the end of the step. Gradients are multiplied by the loss
-scale; the update of `parallel.data_parallel.sharded_optimizer` divides it out.
+scale; the update of `parallel.engine.data_parallel.sharded_optimizer` divides it out.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch
 from parallel.engine.microbatch_pass import MicrobatchPass
 from parallel.engine.step_sync import Losses
+from parallel.sharding.context.models_by_length import LengthModel
 
 
 class MicrobatchTurn(NamedTuple):

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from collectives import Communicator
-from parallel.data_parallel.expert_shards import ExpertDivision, ExpertTeams
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.logical_blocks import LogicalBlocks, tensors_of
+from parallel.engine.data_parallel.expert_shards import ExpertDivision, ExpertTeams
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.logical_blocks import LogicalBlocks, tensors_of
 from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
-from parallel.expert.dispatch import Dispatch
-from parallel.expert.divide_experts import divide_experts, holders_of
-from parallel.mesh.device_mesh import DeviceMesh, MeshAxis
-from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, STAGES, Mesh
 from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, name_all
 from parallel.nn.placement import PlacementError
 from parallel.nn.rewrite import operators_in
 from parallel.runtime.collective_errors import collective_call
-from parallel.tensor.check import check_placements
-from parallel.tensor.cut_model import cut
-from parallel.tensor.mixture_shards import ExpertCut, GroupShards
+from parallel.sharding.device_mesh import DeviceMesh, MeshAxis
+from parallel.sharding.expert.dispatch import Dispatch
+from parallel.sharding.expert.divide_experts import divide_experts, holders_of
+from parallel.sharding.mesh import EXPERT_TENSOR, EXPERTS, STAGES, Mesh
+from parallel.sharding.tensor.check import check_placements
+from parallel.sharding.tensor.cut_model import cut
+from parallel.sharding.tensor.mixture_shards import ExpertCut, GroupShards
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:

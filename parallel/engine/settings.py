@@ -52,7 +52,7 @@ class Settings:
     experts : mixtures of experts of gpt-moe, such as ``8,k=2,every=2`` (`parallel.nn.expert_layers.ExpertLayers.parse`)
     depths : blocks of gpt models for some tokens only, such as ``0.125`` (`parallel.nn.depth_layers.DepthLayers.parse`)
     recompute : recompute activations: none, selective (attention), full, or one of these for each block; True is full
-    products : operands of matrix products: "stored", or a format of `parallel.transforms.few_bit_product`
+    products : operands of matrix products: "stored", or a format of `parallel.nn.transforms.few_bit_product`
     fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
     prune, prune_pattern : fraction of weights to prune, from 0 to below 1; elements, rows, or N:M
     reproducible : sum in canonical order, bitwise equal on any mesh (of any ``tp`` and ``cp`` with the same
@@ -60,7 +60,7 @@ class Settings:
     seed : of initial values, sample order and dropout, at least 0
     check_every : compare replicated parameters between ranks every so many steps; 0 for never
     bucket_bytes, first_bytes : least bytes of a gradient bucket, and of the bucket that is complete first
-    compress : gradient compression, as in `parallel.grad_compression`; "none", or "auto" to measure and choose
+    compress : gradient compression, as in `parallel.engine.grad_compression`; "none", or "auto" to measure and choose
     pool : ranks take micro-batches from a shared queue as they get ready
     device : "cpu" or "cuda" (the current device)
     trace : record profiler events
@@ -69,7 +69,7 @@ class Settings:
         neighbours. ``ep`` ranks share the experts of mixtures, along tp and then over neighbouring replicas;
         ``etp`` ranks along tp have parts of the same experts
     dispatch : exchange of tokens between replicas that share experts: direct or hierarchical, perhaps with a format of
-        rows, as ``direct:int8`` (`parallel.expert.dispatch`)
+        rows, as ``direct:int8`` (`parallel.sharding.expert.dispatch`)
     overlap_expert_comm : a forward pass runs while tokens of another micro-batch's backward pass travel along ``ep``,
         and conversely; needs the memory of both. In pipelines these are `parallel.pipeline.schedule.pass_pairs`
     tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
@@ -248,7 +248,7 @@ BUILD_FIELDS = ("dropout", "recompute", "experts", "depths")
 """Options of `parallel.nn.models.build`."""
 
 TRANSFORM_FIELDS = ("products", "fake_quant", "fake_quant_inputs", "prune", "prune_pattern")
-"""Fields that describe transforms of a model (`parallel.transforms`)."""
+"""Fields that describe transforms of a model (`parallel.nn.transforms`)."""
 
 MODEL_FIELDS = ("data", "length", "model", *BUILD_FIELDS, *TRANSFORM_FIELDS)
 """Fields that determine the model that is trained, and the shapes of its samples."""

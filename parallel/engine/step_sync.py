@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel.data.sampler import Batch, batch_of
-from parallel.data_parallel.run_context import RunContext
+from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.fingerprint import Fingerprint, array_text
 from parallel.nn.kernels.deferred import DeferredNumbers
 from parallel.runtime import consistency_check

@@ -23,7 +23,7 @@ class Sequential(Operator):
     """Operators applied in order. Of a whole model, the items are the *units* whose weights are gathered and freed.
 
     They are arguments, as in PyTorch, or one iterable; TypeError if one is no operator. `cuts`, the styles in which
-    `parallel.tensor` cuts operators by names or patterns of names, is for whole models.
+    `parallel.sharding.tensor` cuts operators by names or patterns of names, is for whole models.
     """
 
     fixed = ("cuts",)

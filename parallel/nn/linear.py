@@ -36,7 +36,7 @@ class Linear(Operator):
     Attributes
     ----------
     columns, rows : Features
-        Units in which `parallel.tensor` cuts outputs and inputs: by default single features.
+        Units in which `parallel.sharding.tensor` cuts outputs and inputs: by default single features.
     """
 
     mixes = (-1,)

@@ -14,7 +14,7 @@ Along an axis, a value is one of these; its gradient then has the placement on t
     =================================  ===================================  ==================================
 
 (Names as in PyTorch's DTensor.) An operator maps the placement of its input to that of its result (`Operator.place`),
-and raises `PlacementError` if it cannot take it. `parallel.tensor.check` walks a model with it.
+and raises `PlacementError` if it cannot take it. `parallel.sharding.tensor.check` walks a model with it.
 """
 
 from __future__ import annotations

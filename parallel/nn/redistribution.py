@@ -1,6 +1,6 @@
 """Collectives that change the placement of a value along one mesh axis, forward and backward. No arrays, no MPI.
 
-The operators in `parallel.tensor.redistribute` do this, and the planner prices it.
+The operators in `parallel.sharding.tensor.redistribute` do this, and the planner prices it.
 """
 
 from parallel.nn.placement import Partial, Placement, Replicate, Shard

@@ -1,7 +1,7 @@
 """Dynamic loss scaling: the factor by which losses are multiplied and gradients divided.
 
 Losses of `parallel.nn.loss` multiply (`parallel.engine.microbatch_pass` gives them the factor), and
-`parallel.data_parallel.sharded_optimizer` divides.
+`parallel.engine.data_parallel.sharded_optimizer` divides.
 """
 
 from __future__ import annotations

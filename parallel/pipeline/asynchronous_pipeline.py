@@ -14,12 +14,11 @@ import numpy as np
 from mpi4py import MPI
 
 from parallel.data.sampler import Batch
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.reducers import Assignment, StepScale
-from parallel.data_parallel.sharded_optimizer import ParamShard, numbers_of
 from parallel.engine.base import PassResult
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.reducers import Assignment, StepScale
+from parallel.engine.data_parallel.sharded_optimizer import ParamShard, numbers_of
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
 from parallel.optim.grad_norm import block_squares
 from parallel.optim.precision import PRECISIONS
@@ -29,6 +28,7 @@ from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
 from parallel.pipeline.stage import StageTrainer
 from parallel.pipeline.stage_params import replicas_of
 from parallel.runtime.tree_sum import VectorPool
+from parallel.sharding.mesh import Mesh
 from quant.types import Array
 
 

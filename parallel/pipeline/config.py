@@ -8,13 +8,12 @@ from typing import Any
 
 from collectives import Communicator
 from collectives.compressed.compression_model import fitted
-from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.compression import check_compression
+from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences
 from parallel.engine.model_on_mesh import check_cut, check_overlap
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
 from parallel.optim.optimizer import Optimizer
@@ -27,6 +26,7 @@ from parallel.pipeline.schedule.stage_partition import LayerCost, partition, rep
 from parallel.pipeline.stage_params import AXIS, replicas_of
 from parallel.pipeline.unit_timing import measure
 from parallel.runtime.collective_errors import collective_call
+from parallel.sharding.mesh import Mesh
 from quant.types import Array
 
 AUTO = "auto"

@@ -28,7 +28,7 @@ class SharedParamGroup:
 
     `parts` are the parts of the model that use them, ascending; `terms` are the gradients of each part from a backward.
     Of experts that replicas share, `holder` is the position in a team of the replicas that have them
-    (`parallel.data_parallel.expert_shards`), and `unit` that of the model.
+    (`parallel.engine.data_parallel.expert_shards`), and `unit` that of the model.
     """
 
     number: int

@@ -7,17 +7,16 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.context.models_by_length import LengthModel
 from parallel.data.sampler import Batch, contiguous
-from parallel.data_parallel.expert_shards import HeldGroup
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.partition_spec import PartitionSpec as Division
-from parallel.data_parallel.partition_spec import plan_of, units_of
-from parallel.data_parallel.reducers import Assignment, StepScale
-from parallel.data_parallel.run_context import RunContext
-from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error, type_of
 from parallel.engine.compression import check_compression, compressor_of, resolve_compression
+from parallel.engine.data_parallel.expert_shards import HeldGroup
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.partition_spec import PartitionSpec as Division
+from parallel.engine.data_parallel.partition_spec import plan_of, units_of
+from parallel.engine.data_parallel.reducers import Assignment, StepScale
+from parallel.engine.data_parallel.run_context import RunContext
+from parallel.engine.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload
@@ -32,8 +31,6 @@ from parallel.engine.model_on_mesh import (
     with_own_experts,
 )
 from parallel.engine.settings import Settings
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizer import Optimizer
@@ -49,6 +46,9 @@ from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, Stag
 from parallel.pipeline.stage_params import AXIS, Portion, replicas_of
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import VectorAllocator
+from parallel.sharding.context.models_by_length import LengthModel
+from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 
 
 class Pipeline(TrainEngine):

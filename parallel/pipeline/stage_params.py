@@ -9,15 +9,13 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
-from parallel.context.models_by_length import LengthModel
-from parallel.data_parallel.expert_shards import ExpertDivision, ExpertTeams
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.partition_spec import PartitionSpec as Division
-from parallel.data_parallel.partition_spec import units_of
-from parallel.data_parallel.reducers import Assignment, Turns
+from parallel.engine.data_parallel.expert_shards import ExpertDivision, ExpertTeams
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.partition_spec import PartitionSpec as Division
+from parallel.engine.data_parallel.partition_spec import units_of
+from parallel.engine.data_parallel.reducers import Assignment, Turns
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
-from parallel.mesh.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.causal_attention import outlines_on
@@ -29,6 +27,8 @@ from parallel.pipeline.schedule.activation_memory import versions
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, truncate
 from parallel.pipeline.schedule.stage_placement import StagePlace
+from parallel.sharding.context.models_by_length import LengthModel
+from parallel.sharding.mesh import EXPERT_TENSOR, EXPERTS, Mesh
 
 AXIS = "pp"
 REPLICAS = tuple(name for name, layout in LAYOUTS.items() if layout.across_stages)

@@ -10,10 +10,10 @@ import numpy as np
 
 from parallel.data.sampler import Batch, Dataset
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.transforms.quantizable_layers import QuantizableLayer, kind_of
+from parallel.nn.transforms.wrapper import WrappedOperator, rebuilt
 from parallel.ptq.packed_weights import PackedWeight, inputs_of
 from parallel.runtime.collective_errors import collective_call
-from parallel.transforms.quantizable_layers import QuantizableLayer, kind_of
-from parallel.transforms.wrapper import WrappedOperator, rebuilt
 from quant import PerChannel, QuantSpec
 from quant.observers import OBSERVERS, MinMax
 from quant.types import Array

@@ -11,11 +11,11 @@ from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.operator import Operator, PassMode
 from parallel.nn.rewrite import operators_in
+from parallel.nn.transforms.quantizable_layers import QuantizableLayer
 from parallel.ptq.calibration import UNFIT, forward, watch
 from parallel.ptq.packed_weights import weights_of
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation, in_units
-from parallel.transforms.quantizable_layers import QuantizableLayer
 from quant.types import Array
 
 

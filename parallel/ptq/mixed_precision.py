@@ -10,12 +10,12 @@ import numpy as np
 from parallel.data.sampler import Batch
 from parallel.nn.array_checks import checked
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.transforms.quantizable_layers import QuantizableLayer, to_matrix
 from parallel.ptq.calibration import InputMoments
 from parallel.ptq.evaluation import evaluate
 from parallel.ptq.packed_weights import FewBitWeight, packed
 from parallel.ptq.quantize_model import attempted
 from parallel.runtime.collective_errors import collective_call
-from parallel.transforms.quantizable_layers import QuantizableLayer, to_matrix
 from quant import PerGroup, QuantSpec
 from quant.search import SEARCHES, Choice, SearchTable
 

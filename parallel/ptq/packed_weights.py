@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.nn.operator import Operator, PassMode
-from parallel.transforms.quantizable_layers import MatrixProduct, from_matrix, kind_of
-from parallel.transforms.wrapper import WrappedOperator, rebuilt
+from parallel.nn.transforms.quantizable_layers import MatrixProduct, from_matrix, kind_of
+from parallel.nn.transforms.wrapper import WrappedOperator, rebuilt
 from quant import QuantizedArray, QuantSpec, quantize
 from quant.ptq.integer_matmul import exact, product
 from quant.types import Array

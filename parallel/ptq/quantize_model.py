@@ -7,9 +7,9 @@ import numpy as np
 
 from parallel.data.sampler import Batch
 from parallel.nn.operator import Operator
+from parallel.nn.transforms.quantizable_layers import QuantizableLayer, layers_of
 from parallel.ptq.calibration import InputMoments, calibrate, observed
 from parallel.ptq.packed_weights import FewBitWeight, packed, rounding
-from parallel.transforms.quantizable_layers import QuantizableLayer, layers_of
 from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec, quantize
 from quant.observers import OBSERVERS
 from quant.ptq import awq, gptq, hqq, smoothing

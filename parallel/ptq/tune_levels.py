@@ -13,11 +13,11 @@ import numpy as np
 from collectives import Communicator
 from parallel.data.datasets import LearningTask
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.transforms.quantizable_layers import from_matrix
+from parallel.nn.transforms.weight_transform import ComputedWeight
+from parallel.nn.transforms.wrapper import WrappedOperator, rebuilt
 from parallel.ptq.fine_tune import FineTuning, fine_tune, starting_at
 from parallel.ptq.packed_weights import FewBitWeight, PackedWeight, packed, weights_of
-from parallel.transforms.quantizable_layers import from_matrix
-from parallel.transforms.weight_transform import ComputedWeight
-from parallel.transforms.wrapper import WrappedOperator, rebuilt
 from quant.types import Array
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from collectives import Communicator
 from parallel.data.datasets import LearningTask
 from parallel.nn.operator import Operator
+from parallel.nn.transforms.quantizable_layers import kind_of, layers_of, to_matrix
+from parallel.nn.transforms.weight_transform import TransformedWeight, WeightFunction, rounding_to
+from parallel.nn.transforms.wrapper import rebuilt
 from parallel.ptq.fine_tune import FineTuning, fine_tune, starting_at
 from parallel.ptq.packed_weights import packed
 from parallel.ptq.quantize_model import rounded
-from parallel.transforms.quantizable_layers import kind_of, layers_of, to_matrix
-from parallel.transforms.weight_transform import TransformedWeight, WeightFunction, rounding_to
-from parallel.transforms.wrapper import rebuilt
 from quant import QuantSpec
 from quant.types import Array
 

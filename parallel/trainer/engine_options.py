@@ -7,9 +7,9 @@ from typing import Any
 
 from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, LAYOUT_FIELDS, NAMES, TRANSFORM_FIELDS, Settings
 from parallel.nn.operator import Operator
+from parallel.nn.transforms.apply import transformed
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
-from parallel.transforms.apply import transformed
 
 OPTIONS = (
     *("layout", "precision", "clip", "batch", "batch_tokens", "micro_batch", "accumulate", "reproducible", "seed"),
@@ -58,7 +58,7 @@ def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Opti
 
 
 def with_transforms(model: Operator, settings: Settings) -> Operator:
-    """Model with the transforms of the settings (`parallel.transforms`); ValueError names a setting."""
+    """Model with the transforms of the settings (`parallel.nn.transforms`); ValueError names a setting."""
     if settings.prune and settings.steps is None:
         raise ValueError(f"steps: pruning reaches {settings.prune:g} after half of them; expected a number, found None")
     return transformed(model, settings, settings.steps or 0)  # type: ignore[arg-type]

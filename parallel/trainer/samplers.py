@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from parallel.asynchronous.decentralized.federated import clients_of, label_shards_of, local_epochs_of
 from parallel.data.client_shards import ClientSampler, divide, labels_of
 from parallel.data.sampler import Dataset, Sampler
 from parallel.data.sequences import TokenSampler
-from parallel.decentralized.federated import clients_of, label_shards_of, local_epochs_of
 from parallel.engine.settings import Settings
 
 MakeSampler = Callable[..., Sampler]

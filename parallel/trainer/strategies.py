@@ -5,13 +5,15 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from parallel.asynchronous.decentralized import styles
+from parallel.asynchronous.decentralized.federated_engine import FederatedEngine
+from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
+from parallel.asynchronous.decentralized.styles import STYLES
+from parallel.asynchronous.server.server_engine import ParameterServer
+from parallel.asynchronous.server.server_settings import refuse_servers
 from parallel.data.sampler import Batch, Dataset, OnDemandSampler, StepBatches
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.decentralized import styles
-from parallel.decentralized.federated_engine import FederatedEngine
-from parallel.decentralized.replica_engine import ReplicaEngine
-from parallel.decentralized.styles import STYLES
 from parallel.engine.compression import resolve_compression
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings, workers
 from parallel.engine.model_on_mesh import mesh_of
 from parallel.engine.settings import DEFAULTS, MESH_FIELDS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
@@ -19,8 +21,6 @@ from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import LAMB, OPTIMIZERS
-from parallel.parameter_server.server_engine import ParameterServer
-from parallel.parameter_server.server_settings import refuse_servers
 from parallel.pipeline import config as pipeline_config
 from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.config import Take

@@ -15,13 +15,13 @@ from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
 from parallel.nn.operator import ArraySpec
+from parallel.nn.transforms.apply import transformed
 from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import strategy_of
-from parallel.transforms.apply import transformed
 
 FINAL_RATE = 0.1
 """Final learning rate relative to the highest one."""

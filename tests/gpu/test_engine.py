@@ -3,7 +3,7 @@
 import pytest
 from support.device_training import COMPRESSORS, TOLERANCES, compresses_as_on_the_host, trains_as_on_the_host
 
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -19,8 +19,8 @@ from recipes import add_recipe, recipe_settings
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import say
+from parallel.engine.grad_compression import AUTO, NONE, parse
 from parallel.engine.settings import Settings
-from parallel.grad_compression import AUTO, NONE, parse
 from parallel.trainer.trainer import Training
 
 WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"  # default of --ways

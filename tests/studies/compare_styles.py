@@ -18,7 +18,7 @@ from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
-from parallel.decentralized.replica_engine import ReplicaEngine
+from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
 from parallel.engine.settings import Settings
 from parallel.trainer.trainer import Training
 

@@ -23,7 +23,7 @@ from collectives import Communicator
 from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.benchmark import workload
+from parallel.cli.reports import workload
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine

@@ -13,8 +13,6 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.benchmark.reports import quartiles
 from collectives.cli.launcher import say
-from parallel.expert.expert_ranks import ExpertRanks
-from parallel.mesh.device_mesh import MeshAxis
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.mixture import MixtureOfExperts
@@ -22,6 +20,8 @@ from parallel.nn.models import TRANSFORMERS
 from parallel.nn.operator import Parameter, PassMode, normal
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.sharding.device_mesh import MeshAxis
+from parallel.sharding.expert.expert_ranks import ExpertRanks
 
 RTOL = 1e-5
 """Largest difference of an element of results and gradients, relative to the largest element."""

@@ -31,7 +31,7 @@ from parallel.nn.models import build
 from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizers import AdamW
 from parallel.optim.precision import PRECISIONS
-from parallel.planner import presets
+from parallel.planning.analytic import presets
 from parallel.runtime.resources import peak_flops
 
 VOCABULARY = 256

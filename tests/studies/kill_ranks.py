@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from mpi_launches import find_mpiexec
 
 from collectives.cli.launcher import ProgramParser, at_least
-from parallel.benchmark.metrics import read
+from parallel.cli.reports.metrics import read
 from parallel.cli.watchdog import children
 
 WORKERS = 3

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.forecast.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, STEP, UPDATE
+from parallel.planning.measured.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, STEP, UPDATE
 
 FACTORS = {
     "compute": (COMPUTE, IDLE),

@@ -16,14 +16,14 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
+from parallel.asynchronous.server.consistency import rule_of
+from parallel.asynchronous.server.server_engine import ParameterServer
 from parallel.data import datasets
 from parallel.data.sampler import OnDemandSampler, Sampler
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.optim.optimizers import SGD
-from parallel.parameter_server.consistency import rule_of
-from parallel.parameter_server.server_engine import ParameterServer
 
 BATCH = 16  # samples of a part of a step
 DELAY, FACTOR = 0.03, 5.0  # additional seconds of a part, and the factor on the slow worker

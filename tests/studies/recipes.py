@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from collectives import Communicator
-from parallel.benchmark.workload import COUNT
+from parallel.cli.reports.workload import COUNT
 from parallel.engine.settings import DEFAULTS, Settings, complete
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.ticker import PercentFormatter
 
 from collectives.benchmark.race_plots import NATIVE, OURS
-from parallel.benchmark.training_plots import PLAIN_NUMBERS, picture, smooth
+from parallel.cli.reports.training_plots import PLAIN_NUMBERS, picture, smooth
 
 
 def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]], slow: int, title: str) -> None:

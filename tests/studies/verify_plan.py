@@ -32,9 +32,9 @@ from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
 from parallel.engine.settings import Settings, complete
-from parallel.forecast.measurement_record import MeasurementRecord
-from parallel.forecast.step_forecast import StepForecaster
-from parallel.forecast.step_timeline import CAUSES
+from parallel.planning.measured.measurement_record import MeasurementRecord
+from parallel.planning.measured.step_forecast import StepForecaster
+from parallel.planning.measured.step_timeline import CAUSES
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training

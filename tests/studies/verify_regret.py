@@ -25,6 +25,7 @@ from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.arguments import numbers
 from collectives.cli.launcher import at_least, say
+from parallel.asynchronous.server.server_engine import ParameterServer
 from parallel.data import datasets
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import OnDemandSampler, Sampler
@@ -34,7 +35,6 @@ from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import constant
 from parallel.optim.optimizers import SGD
-from parallel.parameter_server.server_engine import ParameterServer
 
 BATCH = 8  # samples of a gradient
 RADIUS, DELAY = 12.0, 0.001  # radius of the ball, and additional seconds of a gradient

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.context.allgather_attention import AllgatherAttention
-from parallel.context.ring_attention import RingAttention
-from parallel.context.sequence_division import SequenceDivision
-from parallel.context.ulysses_attention import UlyssesAttention
 from parallel.nn.attention_mask import CAUSAL, FULL, AttentionMask
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
+from parallel.sharding.context.allgather_attention import AllgatherAttention
+from parallel.sharding.context.ring_attention import RingAttention
+from parallel.sharding.context.sequence_division import SequenceDivision
+from parallel.sharding.context.ulysses_attention import UlyssesAttention
 from support.operator_cases import seen_keys
 
 ALGORITHMS = {"ring": RingAttention, "allgather": AllgatherAttention, "ulysses": UlyssesAttention}

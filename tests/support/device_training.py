@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.grad_compression import parse
 from parallel.engine.settings import Settings
-from parallel.grad_compression import parse
 from parallel.optim.optimizers import SGD, AdamW
 from support import tiny_models
 

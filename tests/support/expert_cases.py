@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from parallel.expert.expert_ranks import ExpertRanks
 from parallel.nn.operator import PassMode, name_all
 from parallel.nn.router import RouterSettings
+from parallel.sharding.expert.expert_ranks import ExpertRanks
 from support.mixture_cases import EXPERTS, WIDTH, mixture
 
 CASES = {

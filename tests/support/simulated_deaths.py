@@ -7,21 +7,21 @@ from functools import partial
 
 import numpy as np
 
+from parallel.asynchronous.server.consistency import rule_of
+from parallel.asynchronous.server.event_order import EventOrder
+from parallel.asynchronous.server.key_assignment import ServerKey
+from parallel.asynchronous.server.messages import Envelope, MessageHandle, MessageKind, ServerMessage
+from parallel.asynchronous.server.replication_chain import ReplicationChainLost
+from parallel.asynchronous.server.retry import RetryQueue
+from parallel.asynchronous.server.server_loop import ServerLoop, TrainingFailed
+from parallel.asynchronous.server.server_replicas import ServerReplicas
+from parallel.asynchronous.server.shard_store import AsyncStore, ShardState, SyncStore
+from parallel.asynchronous.server.work_assignment import PartResult
+from parallel.asynchronous.server.worker_client import Requeued, WorkerClient
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import SGD
-from parallel.parameter_server.consistency import rule_of
-from parallel.parameter_server.event_order import EventOrder
-from parallel.parameter_server.key_assignment import ServerKey
-from parallel.parameter_server.messages import Envelope, MessageHandle, MessageKind, ServerMessage
-from parallel.parameter_server.replication_chain import ReplicationChainLost
-from parallel.parameter_server.retry import RetryQueue
-from parallel.parameter_server.server_loop import ServerLoop, TrainingFailed
-from parallel.parameter_server.server_replicas import ServerReplicas
-from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
-from parallel.parameter_server.work_assignment import PartResult
-from parallel.parameter_server.worker_client import Requeued, WorkerClient
 
 RATE, KEYS = 0.5, 2
 IN_VAIN = 3000

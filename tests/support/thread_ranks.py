@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-from parallel.conformance.thread_communicator import ThreadCommunicator, run_threads
+from parallel.cli.conformance.thread_communicator import ThreadCommunicator, run_threads
 
 
 class ThreadAxis(NamedTuple):
-    """Axis of a mesh, as `parallel.mesh.device_mesh.MeshAxis`."""
+    """Axis of a mesh, as `parallel.sharding.device_mesh.MeshAxis`."""
 
     name: str
     rank: int

@@ -52,39 +52,41 @@ LAYERS = [
     "collectives.compressed",
     "parallel.engine.settings",
     "parallel.nn",
-    "parallel.transforms",
+    "parallel.nn.transforms",
     "parallel.runtime",
     "parallel.optim",
     "parallel.data",
     "parallel.checkpoint",
-    "parallel.mesh",
-    "parallel.context",
-    "parallel.expert",
-    "parallel.tensor",
-    "parallel.data_parallel",
-    "parallel.grad_compression",
+    "parallel.sharding",
+    "parallel.sharding.context",
+    "parallel.sharding.expert",
+    "parallel.sharding.tensor",
+    "parallel.engine.data_parallel",
+    "parallel.engine.grad_compression",
     "parallel.engine",
-    "parallel.decentralized",
-    "parallel.parameter_server",
+    "parallel.asynchronous",
+    "parallel.asynchronous.decentralized",
+    "parallel.asynchronous.server",
     "parallel.pipeline.schedule",
-    "parallel.planner",
     "parallel.pipeline",
     "parallel.trainer",
-    "parallel.forecast",
-    "parallel.conformance",
+    "parallel.planning",
+    "parallel.planning.analytic",
+    "parallel.planning.measured",
     "parallel.ptq",
     "collectives.benchmark",
     "collectives.cli",
     "quant.cli",
-    "parallel.benchmark",
     "parallel",
+    "parallel.cli.conformance",
+    "parallel.cli.reports",
     "parallel.cli",
 ]
 """From the lowest layer to the highest. A package's own name stands for its `__init__` module."""
 
 NO_MPI = (
-    "collectives.schedule collectives.analysis collectives.algorithms quant parallel.nn parallel.transforms "
-    "parallel.optim parallel.pipeline.schedule parallel.planner"
+    "collectives.schedule collectives.analysis collectives.algorithms quant parallel.nn "
+    "parallel.optim parallel.pipeline.schedule parallel.planning.analytic"
 )
 """Layers whose modules import no MPI, directly or indirectly (`quant`: all of its layers but the programs)."""
 

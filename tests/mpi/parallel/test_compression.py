@@ -15,11 +15,11 @@ from collectives.compressed.compression_model import CompressionForecast, crowdi
 from collectives.runtime.requests.request_lists import wait_all
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
-from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.engine.data_parallel.grad_bucket import GradBucket
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.grad_compression import COMPRESSORS, auto_select, parse
+from parallel.engine.grad_compression.signs import SignCompressor
 from parallel.engine.settings import Settings
-from parallel.grad_compression import COMPRESSORS, auto_select, parse
-from parallel.grad_compression.signs import SignCompressor
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizers import SGD
 from parallel.runtime.consistency_check import StepFailed

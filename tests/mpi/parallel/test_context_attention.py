@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from support.context_cases import ALGORITHMS, CASES, check
 
-from parallel.context.ulysses_attention import refusal
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import Mesh
+from parallel.sharding.context.ulysses_attention import refusal
+from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.mesh import Mesh
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,13 +11,13 @@ from collectives import Communicator
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, mlp, transformer
 from parallel.nn.operator import ArraySpec
 from parallel.nn.placement import PlacementError
 from parallel.optim.optimizers import AdamW
+from parallel.sharding.mesh import Mesh
 
 TOKENS, CONTEXT, HEADS, COUNT = 37, 16, 12, 3
 

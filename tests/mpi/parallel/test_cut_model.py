@@ -3,9 +3,9 @@
 import pytest
 from support.cut_models import CASES, expect_close, one_pass
 
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import Mesh
-from parallel.tensor.cut_model import cut
+from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.mesh import Mesh
+from parallel.sharding.tensor.cut_model import cut
 
 
 @pytest.mark.parametrize("case", CASES)

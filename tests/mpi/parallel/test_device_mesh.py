@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import Mesh
+from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.mesh import Mesh
 
 
 def mesh_for(ranks):

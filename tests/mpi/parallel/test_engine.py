@@ -13,8 +13,8 @@ from parallel import SGD, AdamW, Engine, Settings, nn
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.data.datasets import ArrayDataset
 from parallel.nn.operator import name_all
+from parallel.nn.transforms.pruning import Pruning
 from parallel.runtime.consistency_check import RankMismatch, StepFailed
-from parallel.transforms.pruning import Pruning
 
 SYNCHRONOUS = {
     "dp-naive": {},

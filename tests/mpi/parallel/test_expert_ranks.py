@@ -5,8 +5,8 @@ import pytest
 from support.expert_cases import CASES, divided, expect_as_alone, played, tokens
 
 from collectives import Communicator
-from parallel.expert.dispatch import Dispatch
-from parallel.mesh.device_mesh import MeshAxis
+from parallel.sharding.device_mesh import MeshAxis
+from parallel.sharding.expert.dispatch import Dispatch
 
 NODES = {"one node": lambda rank: 0, "pairs": lambda rank: rank // 2, "in turn": lambda rank: rank % 2}
 

@@ -12,12 +12,12 @@ import pytest
 
 from collectives import Communicator
 from parallel import AdamW, Engine, nn
+from parallel.asynchronous.server.messages import MessageKind
+from parallel.asynchronous.server.server_loop import HANDLERS
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.models import transformer
 from parallel.nn.norm import LayerNorm
 from parallel.nn.router import RouterSettings
-from parallel.parameter_server.messages import MessageKind
-from parallel.parameter_server.server_loop import HANDLERS
 from parallel.pipeline import runner
 from parallel.runtime.consistency_check import RankLeft, StepFailed
 

@@ -8,12 +8,12 @@ from support import tiny_models
 pytest.importorskip("safetensors")
 
 from collectives import Communicator
+from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.data.sampler import Batch
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.decentralized.styles import STYLES
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.grad_compression import COMPRESSORS, auto_select
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings, complete
-from parallel.grad_compression import COMPRESSORS, auto_select
 from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizers import SGD, AdamW
 from parallel.optim.precision import PRECISIONS

@@ -5,7 +5,7 @@ from support.tiers import default
 
 pytest.importorskip("safetensors")
 
-from parallel.conformance.random_training import STRATEGIES, draw_settings, forecast_difference
+from parallel.cli.conformance.random_training import STRATEGIES, draw_settings, forecast_difference
 
 SEEDS = 200
 

@@ -7,7 +7,7 @@ from support.fakes import cupy
 from collectives import Communicator
 from collectives.runtime.builders.program_builder import ProgramBuilder
 from parallel.data.sampler import Batch
-from parallel.data_parallel.sharded_optimizer import ShardedOptimizer
+from parallel.engine.data_parallel.sharded_optimizer import ShardedOptimizer
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy

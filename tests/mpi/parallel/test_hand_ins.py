@@ -7,13 +7,13 @@ from support import tiny_models
 from support.training_states import differing, whole
 
 from collectives import Communicator
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.decentralized.replica_engine import ReplicaEngine
+from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
+from parallel.asynchronous.server.server_engine import ParameterServer
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD
-from parallel.parameter_server.server_engine import ParameterServer
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.runtime.consistency_check import StepFailed
 

@@ -7,13 +7,13 @@ from support.training_states import differing, whole
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import ArraySpec
 from parallel.nn.placement import Copies
 from parallel.optim.optimizers import AdamW
 from parallel.runtime.consistency_check import ParameterMismatch
+from parallel.sharding.mesh import Mesh
 from parallel.trainer.engine import Engine
 
 TOKENS, CONTEXT, HEADS, WIDTH, PARTS = 37, 8, 8, 32, 4

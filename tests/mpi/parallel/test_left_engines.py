@@ -11,10 +11,10 @@ from collectives import Communicator
 from collectives.runtime.requests.program_end import open_communicators
 from parallel import AdamW, Engine, nn
 from parallel.data.work_queue import WorkQueue
-from parallel.mesh.device_mesh import DeviceMesh
-from parallel.mesh.mesh import Mesh
 from parallel.runtime import left_windows
 from parallel.runtime.consistency_check import RankLeft
+from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.mesh import Mesh
 
 X = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
 Y = np.arange(12) % 4

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("safetensors")
 
 from parallel.cli import measure_scaling
-from parallel.forecast import measured_messages
-from parallel.planner.scaling import BANDWIDTH, EXCHANGES, PIPELINES, REPLICAS, SERVERS, powers_of_two
+from parallel.planning.analytic.scaling import BANDWIDTH, EXCHANGES, PIPELINES, REPLICAS, SERVERS, powers_of_two
+from parallel.planning.measured import measured_messages
 
 
 def test_points(comm, monkeypatch):

@@ -6,8 +6,8 @@ from support import tiny_models
 from support.training_states import whole
 
 from parallel.data.sampler import batch_of
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.naive_ddp import NaiveDataParallel
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.naive_ddp import NaiveDataParallel
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.optim.optimizers import LAMB, SGD, AdamW

@@ -12,7 +12,7 @@ from support.training_states import differing, whole
 from collectives import Communicator
 from collectives.runtime.execution.progress import active_requests
 from parallel.data.work_queue import WorkQueue
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
@@ -353,7 +353,7 @@ def test_a_gradient_that_is_no_number(comm, layout, clip):
 def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
     """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
     monkeypatch.setattr(
-        "parallel.data_parallel.sharded_optimizer.block_squares",
+        "parallel.engine.data_parallel.sharded_optimizer.block_squares",
         lambda gradient: np.full(len(gradient) // BLOCK, 1e308),
     )
     with engine(comm, precision="fp64", clip=clip) as made:

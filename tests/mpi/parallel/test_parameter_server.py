@@ -8,6 +8,9 @@ import pytest
 from support import tiny_models
 from support.training_states import same, whole
 
+from parallel.asynchronous.server import naive_bsp
+from parallel.asynchronous.server.messages import MessageKind
+from parallel.asynchronous.server.server_engine import ParameterServer
 from parallel.checkpoint import checkpoint_files
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
@@ -19,9 +22,6 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, PassMode, constant
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import LAMB, SGD, AdamW
-from parallel.parameter_server import naive_bsp
-from parallel.parameter_server.messages import MessageKind
-from parallel.parameter_server.server_engine import ParameterServer
 from parallel.runtime.consistency_check import StepFailed
 
 STEPS = (7, 1, 4, 3)

@@ -13,6 +13,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
 from parallel.nn.rewrite import operators_in
+from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt, observed
 from parallel.ptq.evaluation import compare, evaluate
@@ -20,7 +21,6 @@ from parallel.ptq.mixed_precision import SENSITIVITIES, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, packed, weights_of
 from parallel.ptq.quantize_model import METHODS, quantise, rounded
 from parallel.trainer.trainer import Training
-from parallel.transforms.quantizable_layers import layers_of
 from quant import INT8, grouped
 from quant.observers import OBSERVERS
 

@@ -11,13 +11,13 @@ from mpi4py import MPI
 from support import tiny_models
 
 from collectives import Communicator
-from parallel.decentralized import gossip, group_averaging
-from parallel.decentralized.averaging_style import LocalSGD, ReplicaSums
-from parallel.decentralized.gossip import Gossip
-from parallel.decentralized.group_averaging import GroupAveraging
-from parallel.decentralized.hogwild import LINE
-from parallel.decentralized.replica_engine import ReplicaEngine
-from parallel.decentralized.styles import STYLES
+from parallel.asynchronous.decentralized import gossip, group_averaging
+from parallel.asynchronous.decentralized.averaging_style import LocalSGD, ReplicaSums
+from parallel.asynchronous.decentralized.gossip import Gossip
+from parallel.asynchronous.decentralized.group_averaging import GroupAveraging
+from parallel.asynchronous.decentralized.hogwild import LINE
+from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
+from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 from support.training_states import differing, whole
 
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
 from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizers import AdamW
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.sharding.mesh import Mesh
 from parallel.trainer.strategies import strategy_of
 
 TOKENS, CONTEXT, HEADS, PARTS, STEPS = 37, 12, 4, 8, 2

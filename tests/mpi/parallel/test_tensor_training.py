@@ -8,11 +8,11 @@ from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
-from parallel.mesh.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
 from parallel.optim.optimizers import AdamW
+from parallel.sharding.mesh import Mesh
 from parallel.trainer.engine import Engine
 
 TOKENS, CONTEXT, HEADS, PARTS, STEPS = 37, 6, 9, 5, 2

@@ -8,8 +8,8 @@ from support.training_states import differing, whole
 
 from collectives import Communicator
 from parallel import Engine
+from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
 from parallel.data.sequences import PaddedSequences, TokenSampler
-from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel.cli import bench_layouts
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel.mesh.mesh import Mesh
+from parallel.sharding.mesh import Mesh
 
 SAMPLES = 8
 """Samples of a step."""

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from parallel import SGD, Adam, AdamW, LRSchedule
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 from support.differential.cells import (
     Cell,
     Refusal,

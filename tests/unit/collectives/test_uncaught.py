@@ -102,7 +102,7 @@ with Pipeline(mlp([8, 8, 8, 2]), SoftmaxCrossEntropy(), comm, SGD(rate=0.1), Set
 """,
     "in a parameter server's with block": MODEL
     + """
-from parallel.parameter_server.server_engine import ParameterServer
+from parallel.asynchronous.server.server_engine import ParameterServer
 with ParameterServer(mlp([8, 8, 2]), SoftmaxCrossEntropy(), comm, SGD(rate=0.1)) as engine:
     engine.quiesce()
     fail()

@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 from parallel import SGD, AdamW, Engine, nn
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.loss import MSE
 from parallel.nn.operator import ParameterNotGathered
 

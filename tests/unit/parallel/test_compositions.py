@@ -5,27 +5,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parallel.conformance.composition import SIMPLEST, Composition, simpler
-from parallel.conformance.composition_run import difference, shrink
-from parallel.conformance.published_bugs import CASES
-from parallel.conformance.random_composition import draw
-from parallel.context.messages import RingShift
-from parallel.context.positions import DividedPositionEmbedding
-from parallel.data_parallel.expert_shards import ExpertGradients, JoinedGradients
-from parallel.data_parallel.logical_blocks import LogicalBlocks
-from parallel.data_parallel.sharded_optimizer import ShardedOptimizer
+from parallel.cli.conformance.composition import SIMPLEST, Composition, simpler
+from parallel.cli.conformance.composition_run import difference, shrink
+from parallel.cli.conformance.published_bugs import CASES
+from parallel.cli.conformance.random_composition import draw
+from parallel.engine.data_parallel.expert_shards import ExpertGradients, JoinedGradients
+from parallel.engine.data_parallel.logical_blocks import LogicalBlocks
+from parallel.engine.data_parallel.sharded_optimizer import ShardedOptimizer
 from parallel.engine.step_sync import StepSync
-from parallel.expert.expert_ranks import ExpertRanks
-from parallel.mesh.mesh import Mesh
 from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.storage import widen
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.placement import Features
-from parallel.tensor import grouped_shards, mixture_shards, vocabulary
-from parallel.tensor.redistribute import CopyToShards
-from parallel.tensor.shards import DropoutShard
-from parallel.tensor.vocabulary import VocabularyCrossEntropy
+from parallel.sharding.context.messages import RingShift
+from parallel.sharding.context.positions import DividedPositionEmbedding
+from parallel.sharding.expert.expert_ranks import ExpertRanks
+from parallel.sharding.mesh import Mesh
+from parallel.sharding.tensor import grouped_shards, mixture_shards, vocabulary
+from parallel.sharding.tensor.redistribute import CopyToShards
+from parallel.sharding.tensor.shards import DropoutShard
+from parallel.sharding.tensor.vocabulary import VocabularyCrossEntropy
 
 RANKS, TRIALS = 4, 200
 

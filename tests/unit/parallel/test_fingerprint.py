@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parallel import AdamW, Engine, RankMismatch, nn
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine.fingerprint import Fingerprint, text_of
 from parallel.nn.models import build
 

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from parallel import LAMB, Adam, AdamW, Engine, nn
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.loss import MSE
 
 WIDTHS = (5, 8, 6, 3)

@@ -5,9 +5,7 @@ import pytest
 from support.property_cases import CASES, batch, chosen, expect_equal, model, trained
 
 from parallel import SGD, Engine
-from parallel.conformance.thread_communicator import run_threads
-from parallel.mesh.device_mesh import MeshAxis
-from parallel.mesh.mesh import Mesh
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
@@ -15,7 +13,9 @@ from parallel.nn.operator import name_all
 from parallel.nn.parameter import ParameterShard
 from parallel.runtime import consistency_check
 from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
-from parallel.tensor.cut_model import cut
+from parallel.sharding.device_mesh import MeshAxis
+from parallel.sharding.mesh import Mesh
+from parallel.sharding.tensor.cut_model import cut
 
 SLOW = pytest.mark.full
 LAYOUTS = {

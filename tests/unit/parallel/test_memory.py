@@ -9,7 +9,7 @@ import pytest
 from support.launches import MPIEXEC, launch_environment, needs_mpiexec
 from support.tiers import default
 
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLLUP = Path("/proc/self/smaps_rollup")

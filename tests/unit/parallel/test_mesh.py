@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from parallel.mesh.mesh import Mesh
+from parallel.sharding.mesh import Mesh
 
 MESHES = ["dp=1", "dp=2,pp=2", "pp=3,dp=2", "a=2,b=3,c=4"]
 

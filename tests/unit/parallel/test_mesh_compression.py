@@ -7,23 +7,23 @@ import pytest
 from support.tiers import default
 
 from parallel.checkpoint.tensor_slices import TensorSlice
-from parallel.conformance.composition import Composition
-from parallel.conformance.composition_run import difference
-from parallel.conformance.thread_communicator import run_threads
-from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
-from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.cli.conformance.composition import Composition
+from parallel.cli.conformance.composition_run import difference
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine import compression
+from parallel.engine.data_parallel.error_feedback import ErrorFeedbackReducer
+from parallel.engine.data_parallel.partition_spec import PartitionSpec
 from parallel.engine.data_parallel_engine import DataParallelEngine
+from parallel.engine.grad_compression import parse
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
-from parallel.grad_compression import parse
-from parallel.mesh.mesh import Mesh
 from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import ArraySpec
 from parallel.nn.placement import Copies, Replicate, Shard
 from parallel.optim.optimizers import SGD
 from parallel.runtime.consistency_check import ParameterMismatch
+from parallel.sharding.mesh import Mesh
 from parallel.trainer.engine import Engine
 
 TOKENS, LENGTH, SAMPLES = 37, 4, 6

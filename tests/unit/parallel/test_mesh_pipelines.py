@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer

@@ -5,8 +5,8 @@ from math import ceil, inf, log, prod
 import numpy as np
 import pytest
 
-from parallel.decentralized import gossip, group_averaging
-from parallel.decentralized.push_sum import PushSumMass
+from parallel.asynchronous.decentralized import gossip, group_averaging
+from parallel.asynchronous.decentralized.push_sum import PushSumMass
 
 SIZES = range(1, 65)
 sizes = pytest.mark.parametrize("size", SIZES)

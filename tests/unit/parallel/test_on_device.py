@@ -14,7 +14,7 @@ from support.operator_cases import CASES, PRODUCTS, on_device_as_on_host, play, 
 
 from collectives import Communicator
 from parallel.data.sampler import Batch
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings

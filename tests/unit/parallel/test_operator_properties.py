@@ -14,8 +14,8 @@ from support.differential.tasks import GATED_TASKS, GPT, MIXTURE, MLP, gpt, mixt
 from support.tiers import default
 
 from parallel import SGD, Engine, nn
-from parallel.conformance import thread_meeting
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance import thread_meeting
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.attention_mask import AttentionMask
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.linear import Linear

@@ -10,8 +10,8 @@ from support.differential.coverage import options_in_use, public_options
 from support.differential.rows import ROWS
 from support.differential.torch_twin import TorchPlayer
 
-from parallel.conformance import thread_meeting
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance import thread_meeting
+from parallel.cli.conformance.thread_communicator import run_threads
 
 SAMPLE = 2
 """Cells of a row in the default tier."""

@@ -22,10 +22,10 @@ from parallel.nn.linear import Linear
 from parallel.nn.models import convnet, mlp, transformer
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
-from parallel.transforms.fake_quantized_input import FakeQuantizedInput
-from parallel.transforms.few_bit_product import PRODUCTS, FewBitProduct
-from parallel.transforms.pruning import Pruning
-from parallel.transforms.weight_transform import TransformedWeight, rounding_to
+from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput
+from parallel.nn.transforms.few_bit_product import PRODUCTS, FewBitProduct
+from parallel.nn.transforms.pruning import Pruning
+from parallel.nn.transforms.weight_transform import TransformedWeight, rounding_to
 from quant import INT8, parse
 
 LARGE = {

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from parallel import nn
-from parallel.context.sequence_parts import works_by_part
 from parallel.engine.microbatch_pass import MicrobatchPass
 from parallel.engine.operator_records import OperatorRecords
 from parallel.nn import kernels
@@ -13,6 +12,7 @@ from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.operator import name_all
 from parallel.nn.placement import PlacementError
 from parallel.nn.router import Router, RouterSettings
+from parallel.sharding.context.sequence_parts import works_by_part
 
 SAMPLES = np.array([4, 1, 9])
 

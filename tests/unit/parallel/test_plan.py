@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from support import tiny_models
 
-from parallel.data_parallel.ddp import MOST_REQUESTS
-from parallel.data_parallel.grad_bucket import GradBucket, buckets_of
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.data_parallel.param_store import resident_slots
-from parallel.data_parallel.partition_spec import PartitionSpec
-from parallel.data_parallel.zero import Zero3, slots, users_of
+from parallel.engine.data_parallel.ddp import MOST_REQUESTS
+from parallel.engine.data_parallel.grad_bucket import GradBucket, buckets_of
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.param_store import resident_slots
+from parallel.engine.data_parallel.partition_spec import PartitionSpec
+from parallel.engine.data_parallel.zero import Zero3, slots, users_of
 from parallel.engine.memory_ledger import FORMULAS, predict_part
 from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
 from parallel.nn.compose import Sequential

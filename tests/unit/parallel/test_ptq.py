@@ -19,6 +19,7 @@ from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import PassMode, name_all
+from parallel.nn.transforms.quantizable_layers import expect_finite, kind_of, layers_of
 from parallel.optim.optimizers import SGD
 from parallel.ptq import load_model
 from parallel.ptq import packed_weights as module
@@ -29,7 +30,6 @@ from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
 from parallel.ptq.quantize_model import METHODS, method_for, quantise, rounded
 from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
-from parallel.transforms.quantizable_layers import expect_finite, kind_of, layers_of
 from quant import INT8, PRESETS, PerChannel, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
 from quant.io import safetensors_file
 from quant.observers import OBSERVERS

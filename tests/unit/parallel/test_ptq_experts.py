@@ -18,12 +18,12 @@ from parallel.engine.settings import complete
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
 from parallel.nn.rewrite import operators_in
+from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq import load_model
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.quantize_model import quantise
 from parallel.trainer.trainer import Training
-from parallel.transforms.quantizable_layers import layers_of
 from quant import grouped
 from quant.io import safetensors_file
 

@@ -13,6 +13,7 @@ from parallel.nn.gradcheck import check
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
+from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
 from parallel.ptq.fine_tune import FineTuning
@@ -21,7 +22,6 @@ from parallel.ptq.packed_weights import RoundedInput, weights_of
 from parallel.ptq.quantize_model import quantise
 from parallel.ptq.tune_levels import tune_levels, with_levels
 from parallel.ptq.tune_weights import tune_weights
-from parallel.transforms.quantizable_layers import layers_of
 from quant import parse, quantize
 
 SHAPES = {"mlp:tiny": (8, 8), "convnet:tiny": (1, 8, 8), "gpt:tiny": (16,)}

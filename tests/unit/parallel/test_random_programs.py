@@ -4,7 +4,7 @@ import pytest
 from support.differential.columns import COLUMNS
 from support.differential.random_programs import draw, outcomes_on_threads, problem
 
-from parallel.conformance import thread_meeting
+from parallel.cli.conformance import thread_meeting
 
 ON_THREADS = [column for column in COLUMNS if column.threads and column.ranks <= 4]
 WHOLE, EACH, SAMPLE = 1000, 50, 40

@@ -10,7 +10,7 @@ from support.differential.tasks import GPT, MIXTURE, MLP
 from support.tiers import default
 
 from parallel import SGD, AdamW, ArrayDataset, Engine, StepFailed
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 
 COMPRESSORS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.1", "powersgd:1")
 MESHES = (

@@ -11,7 +11,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, transformer
 from parallel.nn.operator import ArraySpec, nbytes_of, set_names
 from parallel.nn.recompute import Recompute
-from parallel.tensor.cut_model import cut
+from parallel.sharding.tensor.cut_model import cut
 
 BATCH, LENGTH, HEADS, WIDTH, TOKENS = 2, 72, 4, 16, 11
 QUERIES = 64

@@ -6,7 +6,7 @@ import pytest
 from support.differential.tasks import MLP
 
 from parallel import LAMB, SGD, Adam, AdamW, Engine
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 
 
 @pytest.mark.parametrize("settings", [{"layout": "local", "tau": 2}, {"layout": "group"}, {"layout": "zero3"}])

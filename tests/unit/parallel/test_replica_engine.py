@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parallel import SGD, Adam, Engine, LRSchedule, nn
-from parallel.conformance.thread_communicator import run_threads
+from parallel.cli.conformance.thread_communicator import run_threads
 
 X = np.random.default_rng(0).normal(size=(12, 6))
 Y = np.arange(12) % 5

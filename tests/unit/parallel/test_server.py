@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 from support import tiny_models
 
+from parallel.asynchronous.server.consistency import rule_of
+from parallel.asynchronous.server.event_order import EventEntry, EventOrder, ReplayMismatch, create, read
+from parallel.asynchronous.server.key_assignment import EmbeddingTable, buckets_of, keys_of, tables
+from parallel.asynchronous.server.messages import Envelope, MessageFormat, MessageHandle, MessageKind, ServerMessage
+from parallel.asynchronous.server.server_loop import ServerLoop
+from parallel.asynchronous.server.shard_store import AsyncStore, ShardState, SyncStore
+from parallel.asynchronous.server.work_assignment import PartResult, WorkAssignment, WorkPart, joined
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import OnDemandSampler, Sampler
-from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.engine.data_parallel.partition_spec import PartitionSpec
 from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding, Unembedding
@@ -18,13 +25,6 @@ from parallel.nn.linear import Linear
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import SGD, Adam
 from parallel.optim.precision import PRECISIONS
-from parallel.parameter_server.consistency import rule_of
-from parallel.parameter_server.event_order import EventEntry, EventOrder, ReplayMismatch, create, read
-from parallel.parameter_server.key_assignment import EmbeddingTable, buckets_of, keys_of, tables
-from parallel.parameter_server.messages import Envelope, MessageFormat, MessageHandle, MessageKind, ServerMessage
-from parallel.parameter_server.server_loop import ServerLoop
-from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
-from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart, joined
 from parallel.trainer.strategies import strategy_of
 
 # ---------------------------------------------------------------------------------------------- clocks

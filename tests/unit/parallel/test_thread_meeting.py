@@ -3,7 +3,7 @@
 import numpy as np
 from mpi4py import MPI
 
-from parallel.conformance.thread_meeting import Meeting, Message
+from parallel.cli.conformance.thread_meeting import Meeting, Message
 
 
 class ArrivesDuringTest(Message):

@@ -16,7 +16,7 @@ from parallel.checkpoint import step_folders
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import Batch
-from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import complete
 from parallel.optim.lr_schedules import rate_at
 from parallel.runtime import resources

@@ -14,12 +14,12 @@ from parallel.nn.gradcheck import check
 from parallel.nn.linear import Linear
 from parallel.nn.models import build, mlp
 from parallel.nn.operator import Operator, PassMode, name_all
-from parallel.transforms import few_bit_product
-from parallel.transforms.apply import prune, transformed
-from parallel.transforms.fake_quantized_input import FakeQuantizedInput, MovingRanges, checked_ranges
-from parallel.transforms.few_bit_product import PRODUCTS, FewBitProduct
-from parallel.transforms.pruning import Pruning
-from parallel.transforms.weight_transform import TransformedWeight, rounding_to
+from parallel.nn.transforms import few_bit_product
+from parallel.nn.transforms.apply import prune, transformed
+from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput, MovingRanges, checked_ranges
+from parallel.nn.transforms.few_bit_product import PRODUCTS, FewBitProduct
+from parallel.nn.transforms.pruning import Pruning
+from parallel.nn.transforms.weight_transform import TransformedWeight, rounding_to
 from quant import INT8, PerGroup, QuantSpec, parse, quantize
 
 F = np.float32

@@ -2,8 +2,8 @@
 
 import pytest
 
-from parallel.data_parallel.layouts import LAYOUTS
-from parallel.decentralized.styles import STYLES
+from parallel.asynchronous.decentralized.styles import STYLES
+from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import Settings
 from parallel.trainer import strategies
 from parallel.trainer.strategies import STRATEGIES, strategy_of

@@ -316,7 +316,7 @@ def test_the_race_becomes_a_picture(tmp_path):
 @pytest.mark.parametrize("measure", [{}, {"test_accuracy": 0.9}, {"bits_per_byte": 2.5}], ids=["loss", "right", "bits"])
 def test_a_training_becomes_a_picture(tmp_path, steps, measure):
     pytest.importorskip("matplotlib")
-    from parallel.benchmark.training_plots import plot_learning
+    from parallel.cli.reports.training_plots import plot_learning
 
     lines = [{"step": step, "loss": 1 / step} for step in range(1, steps + 1)]
     plot_learning(tmp_path / "all.png", [*lines, {"final": True, "step": steps, "test_loss": 0.1, **measure}], "a", "b")

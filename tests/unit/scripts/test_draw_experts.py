@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.program_runs import call
 
-from parallel.benchmark.expert_load import expert_loads, expert_traffic
 from parallel.cli import draw_experts
+from parallel.cli.reports.expert_load import expert_loads, expert_traffic
 
 LINES = [
     {"step": 1, "counts": {"1.router chosen": [4, 4], "1.router dropped": [0, 2]}},

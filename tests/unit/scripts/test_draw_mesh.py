@@ -3,11 +3,11 @@
 import pytest
 from support.program_runs import call
 
-from parallel.benchmark.tensor_parts import ABSENT, holdings
 from parallel.cli import draw_mesh
-from parallel.mesh.mesh import Mesh
+from parallel.cli.reports.tensor_parts import ABSENT, holdings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, transformer
+from parallel.sharding.mesh import Mesh
 
 
 def script(*arguments):

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 from support.program_runs import call
 
-from parallel.benchmark import timelines
 from parallel.cli import draw_pipeline
+from parallel.cli.reports import timelines
 from parallel.pipeline.schedule.actions import from_csv
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES

@@ -21,9 +21,9 @@ from support.launches import ended, needs_mpiexec
 from support.program_runs import call
 from support.tiers import default
 
-from parallel.benchmark.training_output import format_speed
 from parallel.checkpoint.checkpoint_files import all_in, name_of, tensors_in
 from parallel.cli import train
+from parallel.cli.reports.training_output import format_speed
 from parallel.cli.train_run import CheckpointWriter
 from parallel.runtime.throughput import Throughput
 
@@ -173,7 +173,7 @@ def test_metrics_of_a_training_without_a_test_set(tmp_path):
 
 
 def test_metrics_of_a_training_that_is_resumed_have_one_end(tmp_path, monkeypatch):
-    from parallel.benchmark.metrics import Metrics
+    from parallel.cli.reports.metrics import Metrics
 
     end = {"final": True, "step": 2}
     for done, added in ((0, [{"step": 1}, {"step": 2}, end]), (2, [end]), (2, [{"step": 3}])):
@@ -186,7 +186,7 @@ def test_metrics_of_a_training_that_is_resumed_have_one_end(tmp_path, monkeypatc
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_metrics_on_a_full_disk(tmp_path, monkeypatch):
-    from parallel.benchmark.metrics import Metrics
+    from parallel.cli.reports.metrics import Metrics
 
     metrics = Metrics(tmp_path / "m.jsonl", 0)
     metrics.add({"loss": float("inf")})
@@ -298,7 +298,7 @@ def test_lines_of_progress_come_at_their_times(monkeypatch, capsys):
 SHORT_OF_ROOM = """
 import json, resource, signal, sys
 from pathlib import Path
-from parallel.benchmark.metrics import Metrics
+from parallel.cli.reports.metrics import Metrics
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])

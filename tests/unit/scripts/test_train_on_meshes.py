@@ -10,7 +10,7 @@ from support.launched_training import KILLER, course, lines, run, same, start, s
 from support.launches import ended, needs_mpiexec
 
 from parallel.checkpoint.checkpoint_files import all_in
-from parallel.mesh.mesh import Mesh
+from parallel.sharding.mesh import Mesh
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(400)]
 

@@ -4,7 +4,7 @@ import pytest
 from support.program_runs import call
 
 from parallel.cli import verify_compositions
-from parallel.conformance.composition import Composition
+from parallel.cli.conformance.composition import Composition
 
 
 def script(*arguments):

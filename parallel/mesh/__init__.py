@@ -1,1 +1,0 @@
-"""Meshes of ranks with named axes, and the communicators along them."""

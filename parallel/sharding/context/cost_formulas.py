@@ -1,0 +1,77 @@
+"""Bytes and time of attention over a divided sequence, by algorithm; the choice of the fastest.
+
+Elements that a rank sends per layer, with c ranks, batch b, length s that 2c divides, a heads and g key/value heads of
+width d, and g' the larger of g and c (with fewer key/value heads than ranks, ulysses sends copies):
+
+    ==========  ===============================  ===========================================
+    algorithm   forward                          backward
+    ==========  ===============================  ===========================================
+    ring        2 (c-1)/c b s g d                as forward, and as many float32 gradients
+    allgather   2 (c-1)/c b s g d                as forward, and as many float32 gradients
+    ulysses     2 (c-1)/c^2 b s (a + g') d       as forward
+    ==========  ===============================  ===========================================
+
+In seconds: ring hides the messages of a step behind its computation, so each step takes the longer of the two on the
+rank with most pairs; the others exchange first and compute then. Ulysses computes as much on every rank.
+"""
+
+from typing import NamedTuple
+
+from collectives.analysis.cost_functions import UniformNetwork
+from parallel.nn.attention_mask import CAUSAL, AttentionMask
+from parallel.sharding.context.ring_steps import ring_work
+from parallel.sharding.context.sequence_division import SequenceDivision
+from parallel.sharding.context.ulysses_attention import refusal
+
+BACKWARD_FLOPS = 2.5
+"""Floating-point operations of a backward pass, in forward passes: five products, where forward has two."""
+
+
+class AttentionWork(NamedTuple):
+    """Attention of one layer over sequences of one division; `width` is that of a head."""
+
+    division: SequenceDivision
+    batch: int
+    heads: int
+    kv_heads: int
+    width: int
+    mask: AttentionMask = CAUSAL
+    itemsize: int = 4
+
+
+def sent_bytes(algorithm: str, work: AttentionWork) -> tuple[int, int]:
+    """Bytes that a rank sends (forward, backward); exact for lengths that twice the ranks divide."""
+    ranks, tokens = work.division.ranks, work.batch * work.division.length * work.width
+    if algorithm == "ulysses":
+        heads = work.heads + max(work.kv_heads, ranks)
+        forward = 2 * (ranks - 1) * tokens * heads * work.itemsize // ranks**2
+        return forward, forward
+    elements = 2 * (ranks - 1) * tokens * work.kv_heads // ranks
+    return elements * work.itemsize, elements * (work.itemsize + max(work.itemsize, 4))
+
+
+def seconds(algorithm: str, work: AttentionWork, network: UniformNetwork, flops: float) -> float:
+    """Time of a forward and a backward pass, of ranks that do `flops` operations per second each."""
+    ranks, pairs = work.division.ranks, ring_work(work.division, work.mask).pairs
+    pair = 4 * work.batch * work.heads * work.width * (1 + BACKWARD_FLOPS) / flops
+    exchange = sum(sent_bytes(algorithm, work)) * network.beta
+    if algorithm == "ulysses":
+        return exchange + 7 * (ranks - 1) * network.alpha + pair * int(pairs.sum()) / ranks
+    if algorithm == "allgather":
+        return exchange + 3 * (ranks - 1) * network.alpha + pair * int(pairs.sum(axis=0).max())
+    message = exchange / max(ranks - 1, 1) + 3 * network.alpha
+    *steps, last = (pair * float(row.max()) for row in pairs)
+    return sum(max(step, message) for step in steps) + last
+
+
+def fastest(work: AttentionWork, network: UniformNetwork, flops: float) -> str:
+    """Name of the algorithm that takes least time; ulysses only where the ranks divide the heads.
+
+    >>> from collectives.selection.cost_model import BUILT_IN
+    >>> fastest(AttentionWork(SequenceDivision("zigzag", 32768, 4), 1, 32, 8, 64), BUILT_IN.network, 1e11)
+    'ring'
+    """
+    names = ["ring", "allgather"]
+    if not refusal(work.heads, work.kv_heads, work.division.ranks):
+        names.append("ulysses")
+    return min(names, key=lambda name: seconds(name, work, network, flops))
