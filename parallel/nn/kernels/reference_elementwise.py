@@ -146,6 +146,7 @@ def _biased(activation: Callable[..., Array]) -> Callable[[Array, Array], Array]
         z += bias
         return activation(z)
 
+    kernel.__name__ = f"biased_{activation.__name__}"
     return kernel
 
 
