@@ -11,7 +11,7 @@ arrays (an extension module in C, built at installation) and `device` for CuPy a
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -75,10 +75,8 @@ class Kernels:
             form = "compiled" if isinstance(arguments[place], np.ndarray | np.generic) else "device"
             fast = self.form(form).get(name) if form in _allowed else None
             if fast is not None:
-                try:
+                with suppress(Unsuited):
                     return fast(*arguments, **options)
-                except Unsuited:
-                    return reference(*arguments, **options)
             return reference(*arguments, **options)
 
         return cast(Kernel, call)

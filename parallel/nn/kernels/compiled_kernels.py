@@ -35,9 +35,9 @@ def _mapped(name: str) -> Callable[..., Any]:
 
     def apply(*arrays: Array, out: Array | None = None) -> Array:
         first = arrays[0]
-        result = np.empty_like(first) if out is None else out
-        if any(array.shape != first.shape or array.dtype != F for array in (*arrays, result)):
+        if any(array.shape != first.shape or array.dtype != F for array in (*arrays, first if out is None else out)):
             return reference(*arrays, out=out)
+        result = np.empty_like(first) if out is None else out
         run(*arrays, result)
         return result
 
@@ -69,9 +69,10 @@ KERNELS |= {name: _biased(name) for name in ("biased_relu", *(f"biased_{name}" f
 
 @kernel
 def masked(x: Array, keep: Array, scale: float, out: Array | None = None) -> Array:
-    y = np.empty_like(x) if out is None else out
-    if keep.shape != x.shape or keep.dtype != bool or y.shape != x.shape or not x.dtype == y.dtype == F:
+    target = x if out is None else out
+    if keep.shape != x.shape or keep.dtype != bool or target.shape != x.shape or not x.dtype == target.dtype == F:
         return reference_kernels.masked(x, keep, scale, out=out)
+    y = np.empty_like(x) if out is None else out
     c.masked(x, keep, scale, y)
     return y
 

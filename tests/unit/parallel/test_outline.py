@@ -136,7 +136,7 @@ def test_work_is_enough(name, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", LARGE)
 def test_work_is_that_of_the_reference(name, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "_compiled", dict)
+    monkeypatch.setattr(kernels.TABLE, "form", lambda form: {})
     found, foretold = temporaries(name, dtype)
     assert found <= foretold + 2**17, f"{found} bytes of temporaries, {foretold} foretold"
     assert foretold <= 4 * found + 2**18, f"{foretold} bytes foretold, {found} found"
