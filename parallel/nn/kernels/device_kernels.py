@@ -43,7 +43,6 @@ def _sources() -> dict[str, RawSource]:
     for name in ("same", *ACTIVATIONS):
         found[f"biased_{name}"] = RawSource(f"biased_{name}", device_source.BIASED.format(name=name))
     found["add"] = RawSource("add_of", device_source.BINARY.format(name="add"))
-    found = {name: raw._replace(text=device_source.FUNCTIONS + raw.text) for name, raw in found.items()}
     found["masked"] = RawSource("masked_of", device_source.MASKED)
     for kind in "TW":
         found[f"merge_heads from {kind}"] = RawSource("merge_heads", device_source.MERGED_HEADS.format(kind=kind))
@@ -61,7 +60,7 @@ def source(name: str, dtype: np.dtype, width: int) -> str:
     """CUDA source of a kernel for elements of a dtype, `width` of them at once."""
     sizes = {"WIDTH": width, "THREADS": device_source.THREADS, "CHUNK": device_source.CHUNK}
     begin = "".join(f"#define {key} {value}\n" for key, value in sizes.items())
-    return begin + device_source.TYPES[dtype] + device_source.COMMON + SOURCES[name].text
+    return begin + device_source.TYPES[dtype] + device_source.COMMON + device_source.formulas() + SOURCES[name].text
 
 
 @cache

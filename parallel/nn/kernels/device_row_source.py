@@ -43,7 +43,7 @@ KERNEL layer_norm(const T* x, const T* gain, const T* bias, T* y, W* means, W* r
             Pack<T> a = load(from, j);
             const Pack<T> g = load(gain, j), b = load(bias, j);
             EACH(k) {
-                const W scaled = (wide(a.values[k]) - mean) * rstd * wide(g.values[k]);
+                const W scaled = norm_unit(wide(a.values[k]), mean, rstd) * wide(g.values[k]);
                 a.values[k] = narrow(centred ? scaled + wide(b.values[k]) : scaled);
             }
             store(y + row * columns * WIDTH, j, a);
@@ -69,7 +69,7 @@ KERNEL layer_norm_dx(const T* dy, const T* x, const T* gain, const W* means, con
             EACH(k) {
                 const W inner = wide(a.values[k]) * wide(g.values[k]);
                 sum += inner;
-                product += inner * ((wide(b.values[k]) - mean) * rstd);
+                product += inner * norm_unit(wide(b.values[k]), mean, rstd);
             }
         }
         sum = centred ? warp_sum(sum) / width : W(0);
@@ -78,8 +78,8 @@ KERNEL layer_norm_dx(const T* dy, const T* x, const T* gain, const W* means, con
             Pack<T> a = load(upper, j);
             const Pack<T> b = load(from, j), g = load(gain, j);
             EACH(k) {
-                const W unit = (wide(b.values[k]) - mean) * rstd;
-                a.values[k] = narrow((wide(a.values[k]) * wide(g.values[k]) - sum - unit * product) * rstd);
+                const W unit = norm_unit(wide(b.values[k]), mean, rstd), inner = wide(a.values[k]) * wide(g.values[k]);
+                a.values[k] = narrow(norm_gradient(inner, unit, sum, product, rstd));
             }
             store(dx + row * columns * WIDTH, j, a);
         }
@@ -142,7 +142,7 @@ KERNEL causal_gradient(const W* dp, const T* p, T* ds, long long rows, long long
                 const Pack<W> a = load(upper, j);
                 const Pack<T> b = load(from, j);
                 EACH(k) if (j * WIDTH + k < visible)
-                    c.values[k] = narrow((a.values[k] - sum) * wide(b.values[k]) * (W)scale);
+                    c.values[k] = narrow(softmax_gradient(a.values[k], wide(b.values[k]), sum, (W)scale));
             }
             store(ds + row * columns * WIDTH, j, c);
         }

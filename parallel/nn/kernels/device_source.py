@@ -5,6 +5,9 @@ an order that depends on shapes only, so results are reproducible. A kernel read
 elements at once, a pack, of at most 16 bytes of T.
 """
 
+from functools import cache
+from importlib.resources import files
+
 from parallel.nn.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 THREADS = 256
@@ -75,34 +78,16 @@ template <typename E> __device__ inline void store(E* x, long long pack, Pack<E>
 """
 
 
-FUNCTIONS = """
-__device__ inline W sigmoid(W x) {
-    const W e = exponential(x < 0 ? x : -x);
-    return (x < 0 ? e : W(1)) / (W(1) + e);
-}
-__device__ inline W normal_cdf(W x) { return W(0.5) * (error_function(x * W(0.70710678118654752)) + W(1)); }
-__device__ inline W density_times_x(W x) { return exponential(x * x * W(-0.5)) * x * W(0.39894228040143268); }
-__device__ inline W cubic(W x, W factor) { return W(1) + factor * W(0.044715) * x * x; }
+HEADERS = (("quant.kernels", "portable.h"), ("parallel.nn.kernels", "scalar.h"))
 
-__device__ inline W same(W x) { return x; }
-__device__ inline W add(W x, W y) { return x + y; }
-__device__ inline W relu(W x) { return x > 0 || x != x ? x : W(0); }
-__device__ inline W relu_backward(W dy, W y) { return dy * (y > 0 ? W(1) : W(0)); }
-__device__ inline W gelu(W x) { return normal_cdf(x) * x; }
-__device__ inline W gelu_backward(W dy, W x) { return (normal_cdf(x) + density_times_x(x)) * dy; }
-__device__ inline W gelu_tanh(W x) { return x * sigmoid(W(1.5957691216057308) * x * cubic(x, W(1))); }
-__device__ inline W gelu_tanh_backward(W dy, W x) {
-    const W clipped = x < -16 ? W(-16) : x > 16 ? W(16) : x;
-    const W s = sigmoid(W(1.5957691216057308) * clipped * cubic(clipped, W(1)));
-    return dy * (s + clipped * s * (1 - s) * W(1.5957691216057308) * cubic(clipped, W(3)));
-}
-__device__ inline W silu(W x) { return x * sigmoid(x); }
-__device__ inline W silu_backward(W dy, W x) {
-    const W s = sigmoid(x);
-    return dy * s * (W(1) + x * (W(1) - s));
-}
-"""
-"""Formulas of `reference_elementwise` for one element."""
+
+@cache
+def formulas() -> str:
+    """Formulas for one element, those of the kernels in C."""
+    texts = (files(package).joinpath(name).read_text(encoding="utf-8") for package, name in HEADERS)
+    own = "INLINE W same(W x) { return x; }\nINLINE W add(W x, W y) { return x + y; }\n"
+    return "#define CUDA_SOURCE\n" + "".join(texts) + own
+
 
 UNARY = """
 KERNEL {name}_of(const T* x, T* y, long long packs) {{
@@ -142,7 +127,7 @@ KERNEL masked_of(const T* x, const bool* keep, T* y, long long packs, double sca
     LOOP(i, packs) {
         Pack<T> a = load(x, i);
         const Pack<bool> b = load(keep, i);
-        EACH(k) a.values[k] = narrow(wide(a.values[k]) * (b.values[k] ? W(1) : W(0)) * (W)scale);
+        EACH(k) a.values[k] = narrow(dropout(wide(a.values[k]), b.values[k], (W)scale));
         store(y, i, a);
     }
 }
@@ -194,7 +179,7 @@ KERNEL norm_sums(const T* dy, const T* x, const W* means, const W* rstds, W* sum
             const Pack<T> a = load(dy, row * packs + pack), b = load(x, row * packs + pack);
             const W mean = centred ? means[row] : W(0), rstd = rstds[row];
             EACH(k) {
-                products[k] += wide(a.values[k]) * ((wide(b.values[k]) - mean) * rstd);
+                products[k] += wide(a.values[k]) * norm_unit(wide(b.values[k]), mean, rstd);
                 sum[k] += wide(a.values[k]);
             }
         }

@@ -58,7 +58,7 @@ CLONED double run_masked(const Argument *a) {
     const float *x = a[0].data, scale = (float)a[2].number;
     const uint8_t *keep = a[1].data;
     float *y = a[3].data;
-    INDEPENDENT for (int64_t i = 0; i < a[0].size; i++) y[i] = x[i] * (float)keep[i] * scale;
+    INDEPENDENT for (int64_t i = 0; i < a[0].size; i++) y[i] = dropout(x[i], keep[i], scale);
     return 0;
 }
 

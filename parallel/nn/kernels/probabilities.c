@@ -67,7 +67,7 @@ CLONED double run_softmax_backward(const Argument *a) {
         float along = 0;
         SUM_OF(along, keys, LOAD(row) * LOAD(p), row[j] * p[j]);
         INDEPENDENT for (int64_t j = 0; j < keys; j++)
-            row[j] = (row[j] - along) * p[j] * scale;
+            row[j] = softmax_gradient(row[j], p[j], along, scale);
     }
     return 0;
 }
@@ -116,7 +116,7 @@ CLONED double run_attention_gradient(const Argument *a) {
         float *restrict row = (float *)a[0].data + i * keys;
         const float *restrict p = (const float *)a[1].data + i * keys;
         for (int64_t j = 0; j < keys; j++)
-            row[j] = (row[j] - sums[i]) * p[j] * scale;
+            row[j] = softmax_gradient(row[j], p[j], sums[i], scale);
     }
     return 0;
 }

@@ -43,10 +43,10 @@ CLONED double run_layer_norm(const Argument *a) {
         rstds[i] = rstd;
         if (bias)
             INDEPENDENT for (int64_t j = 0; j < width; j++)
-                y[j] = (row[j] - mean) * rstd * gain[j] + bias[j];
+                y[j] = norm_unit(row[j], mean, rstd) * gain[j] + bias[j];
         else
             INDEPENDENT for (int64_t j = 0; j < width; j++)
-                y[j] = (row[j] - mean) * rstd * gain[j];
+                y[j] = norm_unit(row[j], mean, rstd) * gain[j];
     }
     return 0;
 }
@@ -74,8 +74,8 @@ CLONED double run_layer_norm_backward(const Argument *a) {
             total /= (float)width;
             along *= rstd / (float)width;
             INDEPENDENT for (int64_t j = 0; j < width; j++) {
-                const float unit = (row[j] - mean) * rstd;
-                dx[j] = (upper[j] * gain[j] - total - unit * along) * rstd;
+                const float unit = norm_unit(row[j], mean, rstd);
+                dx[j] = norm_gradient(upper[j] * gain[j], unit, total, along, rstd);
                 gains[j] += upper[j] * unit;
                 biases[j] += upper[j];
             }

@@ -1,16 +1,32 @@
-/* Scalar functions of float32 without branches, so that loops over them vectorise. NaN stays NaN.
+/* Formulas of the operators for one element of type W, without branches, so that loops over them vectorise.
  *
- * Products and sums may be fused. */
+ * In C, W is float, and products and sums may be fused. CUDA sources contain this text after their type W, with
+ * CUDA_SOURCE defined, and functions `exponential` and `error_function` of W. NaN stays NaN. */
 #ifndef CHORUS_SCALAR_H
 #define CHORUS_SCALAR_H
 
+#ifndef CUDA_SOURCE
 #include "portable.h"
+typedef float W;
+#endif
 
-#define LOWEST -87.0f          /* exp of less is 0: almost the smallest normal number, 1.2e-38 */
-#define SHIFT 12582912.0f      /* 1.5 * 2^23: once added, the last digit of a float32 is that of an integer */
-#define TWICE_SLOPE 1.5957691216057308f /* 2 sqrt(2 / pi) */
-#define CUBIC 0.044715f
-#define FAR 12.0f              /* from this distance on, the slope of GELU's approximation is 0 or 1 */
+#define ROOT_HALF ((W)0.70710678118654752)     /* sqrt(1 / 2) */
+#define DENSITY_AT_0 ((W)0.39894228040143268)  /* 1 / sqrt(2 pi) */
+#define TWICE_SLOPE ((W)1.5957691216057308)    /* 2 sqrt(2 / pi) */
+#define CUBIC ((W)0.044715)
+#define FAR ((W)16) /* from this distance on, the slope of GELU's approximation is 0 or 1 */
+
+#ifdef CUDA_SOURCE
+INLINE W exp_down(W x) { return exponential(x); }
+
+/* Density of the normal distribution at x; the distribution function goes to `below`. */
+INLINE W normal(W x, W *below) {
+    *below = (W)0.5 * (error_function(x * ROOT_HALF) + (W)1);
+    return exponential(x * x * (W)-0.5) * DENSITY_AT_0;
+}
+#else
+#define LOWEST -87.0f     /* exp of less is 0: almost the smallest normal number, 1.2e-38 */
+#define SHIFT 12582912.0f /* 1.5 * 2^23: once added, the last digit of a float32 is that of an integer */
 
 /* exp(x) for x below 88, accurate to 2 units in the last place; 0 for x below -87.
  *
@@ -30,19 +46,13 @@ INLINE float exp_down(float x) {
     return x < LOWEST ? 0.0f : p * power;
 }
 
-/* 1 / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow. */
-INLINE float logistic(float x) {
-    const float e = exp_down(-fabsf(x));
-    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
-}
-
 /* Density of the normal distribution at x; the distribution function goes to `below`.
  *
  * erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z) and z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz and
  * Stegun, "Handbook of Mathematical Functions" (1964), with eight coefficients, a minimax fit for z up to 9.4 (beyond, erfc
  * is 0 in float32): relative error 1.7e-7. */
 INLINE float normal(float x, float *below) {
-    const float z = fabsf(x) * 0.70710678118654752f, e = exp_down(-(z * z)), t = 1.0f / (1.0f + 0.42f * z);
+    const float z = fabsf(x) * ROOT_HALF, e = exp_down(-(z * z)), t = 1.0f / (1.0f + 0.42f * z);
     float p = 0.07039331645f * t + -0.3209409416f;
     p = p * t + 0.4418688715f;
     p = p * t + -0.1316446215f;
@@ -52,38 +62,55 @@ INLINE float normal(float x, float *below) {
     p = p * t + 0.2368222028f;
     const float tail = 0.5f * e * (p * t);
     *below = x < 0.0f ? tail : 1.0f - tail;
-    return e * 0.39894228040143268f;
+    return e * DENSITY_AT_0;
+}
+#endif
+
+/* 1 / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow. */
+INLINE W logistic(W x) {
+    const W e = exp_down(x < 0 ? x : -x);
+    return (x < 0 ? e : (W)1) / ((W)1 + e);
 }
 
-INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; /* NaN stays NaN */ }
-INLINE float relu_backward(float dy, float y) { return dy * (y > 0.0f ? 1.0f : 0.0f); }
+INLINE W relu(W x) { return x < 0 ? (W)0 : x; /* NaN stays NaN */ }
+INLINE W relu_backward(W dy, W y) { return dy * (y > 0 ? (W)1 : (W)0); }
 
-INLINE float gelu(float x) {
-    float below;
+INLINE W gelu(W x) {
+    W below;
     normal(x, &below);
     return x * below;
 }
 
-INLINE float gelu_backward(float dy, float x) {
-    float below;
-    const float density = normal(x, &below);
+INLINE W gelu_backward(W dy, W x) {
+    W below;
+    const W density = normal(x, &below);
     return dy * (below + x * density);
 }
 
 /* (1 + tanh(u)) / 2 = logistic(2 u) */
-INLINE float gelu_tanh(float x) { return x * logistic(TWICE_SLOPE * x * (1.0f + CUBIC * x * x)); }
+INLINE W gelu_tanh(W x) { return x * logistic(TWICE_SLOPE * x * ((W)1 + CUBIC * x * x)); }
 
-INLINE float gelu_tanh_backward(float dy, float x) {
-    const float near = x > FAR ? FAR : (x < -FAR ? -FAR : x), square = near * near;
-    const float s = logistic(TWICE_SLOPE * near * (1.0f + CUBIC * square));
-    return dy * (s + near * s * (1.0f - s) * TWICE_SLOPE * (1.0f + 3.0f * CUBIC * square));
+INLINE W gelu_tanh_backward(W dy, W x) {
+    const W near = x > FAR ? FAR : (x < -FAR ? -FAR : x), square = near * near;
+    const W s = logistic(TWICE_SLOPE * near * ((W)1 + CUBIC * square));
+    return dy * (s + near * s * ((W)1 - s) * TWICE_SLOPE * ((W)1 + (W)3 * CUBIC * square));
 }
 
-INLINE float silu(float x) { return x * logistic(x); }
+INLINE W silu(W x) { return x * logistic(x); }
 
-INLINE float silu_backward(float dy, float x) {
-    const float s = logistic(x);
-    return dy * s * (1.0f + x * (1.0f - s));
+INLINE W silu_backward(W dy, W x) {
+    const W s = logistic(x);
+    return dy * s * ((W)1 + x * ((W)1 - s));
 }
+
+INLINE W dropout(W x, bool keep, W scale) { return x * (keep ? (W)1 : (W)0) * scale; }
+
+/* Norms of rows: an element in units of the deviation, and the gradient with respect to it. `along` is the mean of `inner`
+ * unit over the row, `total` the mean of `inner`, dy gain. */
+INLINE W norm_unit(W x, W mean, W rstd) { return (x - mean) * rstd; }
+INLINE W norm_gradient(W inner, W unit, W total, W along, W rstd) { return (inner - total - unit * along) * rstd; }
+
+/* Softmax of `scale` times scores: gradient of a score; `along` is the sum of dp p over the row. */
+INLINE W softmax_gradient(W dp, W p, W along, W scale) { return (dp - along) * p * scale; }
 
 #endif
