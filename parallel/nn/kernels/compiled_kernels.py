@@ -1,7 +1,8 @@
 """Kernels in C: one pass over memory where NumPy takes several. Names as in `reference_kernels`.
 
 For C-contiguous host arrays of float32 (indices and flags: int64, uint8, bool). Results depend on values and shapes
-only. Sums may be reordered (for vector instructions), but NaN and infinity come out as NumPy's would.
+only. Sums may be reordered (for vector instructions), but NaN and infinity come out as NumPy's would. C checks types and
+memory layouts, the functions of this module shapes: other arguments raise `Unsuited` before anything is changed.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 
 from parallel.nn.kernels import _operators as c  # type: ignore[attr-defined]
 from parallel.nn.kernels import reference_kernels
+from quant.kernels.dispatch import Unsuited
 from quant.types import Array
 
 F = np.float32
@@ -26,31 +28,35 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return KERNELS[function.__name__]
 
 
+def needs(condition: bool) -> None:
+    """Raise `Unsuited` unless the condition holds."""
+    if not condition:
+        raise Unsuited("expected other shapes or numbers of rows")
+
+
 # ------------------------------------------------------------------------------------------ elementwise
 
 
 def _mapped(name: str) -> Callable[..., Any]:
-    """Elementwise kernel; unequal shapes or dtypes go to the reference."""
-    run, reference = getattr(c, name), getattr(reference_kernels, name)
+    """Elementwise kernel of arrays of one shape."""
+    run = getattr(c, name)
 
     def apply(*arrays: Array, out: Array | None = None) -> Array:
         first = arrays[0]
-        if any(array.shape != first.shape or array.dtype != F for array in (*arrays, first if out is None else out)):
-            return reference(*arrays, out=out)
         result = np.empty_like(first) if out is None else out
+        needs(all(array.shape == first.shape for array in (*arrays, result)))
         run(*arrays, result)
         return result
 
-    return wraps(reference)(apply)
+    return wraps(getattr(reference_kernels, name))(apply)
 
 
 def _biased(name: str) -> Callable[..., Any]:
-    """Kernel that adds the bias to z in place and returns f(z + bias); the reference for other types and shapes."""
-    run, reference = getattr(c, name), getattr(reference_kernels, name)
+    """Kernel that adds the bias to z in place and returns f(z + bias)."""
+    run = getattr(c, name)
 
     def apply(z: Array, bias: Array) -> Array:
-        if not (z.size and z.dtype == bias.dtype == F and bias.shape == z.shape[-1:]):
-            return reference(z, bias)
+        needs(bias.shape == z.shape[-1:])
         if name == "biased_relu":
             run(z, bias)
             return z
@@ -58,7 +64,7 @@ def _biased(name: str) -> Callable[..., Any]:
         run(z, bias, y)
         return y
 
-    return wraps(reference)(apply)
+    return wraps(getattr(reference_kernels, name))(apply)
 
 
 UNARY = ("gelu", "gelu_tanh", "silu")
@@ -69,18 +75,15 @@ KERNELS |= {name: _biased(name) for name in ("biased_relu", *(f"biased_{name}" f
 
 @kernel
 def masked(x: Array, keep: Array, scale: float, out: Array | None = None) -> Array:
-    target = x if out is None else out
-    if keep.shape != x.shape or keep.dtype != bool or target.shape != x.shape or not x.dtype == target.dtype == F:
-        return reference_kernels.masked(x, keep, scale, out=out)
     y = np.empty_like(x) if out is None else out
+    needs(keep.shape == x.shape == y.shape and keep.dtype == bool)
     c.masked(x, keep, scale, y)
     return y
 
 
 @kernel
 def keep(samples: Array, elements: int, rate: float, key: tuple[int, int], first: int = 0) -> Array:
-    if samples.dtype != np.int64 or samples.ndim != 1:
-        return reference_kernels.keep(samples, elements, rate, key, first)
+    needs(samples.dtype == np.int64 and samples.ndim == 1)
     start, at = divmod(first, 4)
     kept = np.empty((len(samples), -(-(at + elements) // 4) * 4), bool)
     c.keep(samples, round(rate * 2**32), *key, start, kept)
@@ -93,14 +96,14 @@ def keep(samples: Array, elements: int, rate: float, key: tuple[int, int], first
 @kernel
 def sum_rows(x: Array, out: Array | None = None) -> Array:
     result = np.empty(x.shape[1:], F) if out is None else out
-    if x.ndim < 1 or x.dtype != F or result.shape != x.shape[1:] or result.dtype != F:
-        return reference_kernels.sum_rows(x, out=out)
+    needs(x.ndim > 0 and result.shape == x.shape[1:])
     c.sum_rows(x, result)
     return result
 
 
 @kernel
 def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[Array, Array | None, Array]:
+    needs(x.ndim == 2 and gain.shape == x.shape[1:] and (bias is None or bias.shape == gain.shape))
     y, rstd = np.empty_like(x), np.empty(len(x), F)
     mean = None if bias is None else np.empty_like(rstd)
     c.layer_norm(x, gain, bias, eps, y, mean, rstd)
@@ -111,6 +114,8 @@ def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[A
 def layer_norm_backward(
     dy: Array, x: Array, gain: Array, mean: Array | None, rstd: Array
 ) -> tuple[Array, Array, Array | None]:
+    needs(dy.ndim == 2 and dy.shape == x.shape and gain.shape == x.shape[1:] and rstd.shape == x.shape[:1])
+    needs(mean is None or mean.shape == rstd.shape)
     dx, dgain, dbias = np.empty_like(dy), np.empty_like(gain), None if mean is None else np.empty_like(gain)
     c.layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias, np.empty((2, gain.size), F))
     return dx, dgain, dbias
@@ -121,6 +126,7 @@ def layer_norm_backward(
 
 @kernel
 def causal_softmax(scores: Array, scale: float, first: int) -> Array:
+    needs(first >= 0)
     if scores.size:
         c.causal_softmax(scores, scores.shape[-2], scale, first)
     return scores
@@ -128,6 +134,7 @@ def causal_softmax(scores: Array, scale: float, first: int) -> Array:
 
 @kernel
 def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
+    needs(dp.shape == p.shape)
     if dp.size:
         c.softmax_backward(dp, p, scale)
     return dp
@@ -135,6 +142,7 @@ def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
 
 @kernel
 def visible_softmax(scores: Array, scale: float, low: Array, high: Array) -> Array:
+    _check_tiles(scores, low, high)
     log_sum = np.empty(scores.shape[:-1], F)
     if scores.size:
         c.visible_softmax(scores, scale, low, high, log_sum)
@@ -143,13 +151,22 @@ def visible_softmax(scores: Array, scale: float, low: Array, high: Array) -> Arr
 
 @kernel
 def visible_probabilities(scores: Array, scale: float, low: Array, high: Array, log_sum: Array) -> Array:
+    _check_tiles(scores, low, high)
+    needs(log_sum.shape == scores.shape[:-1])
     if scores.size:
         c.visible_probabilities(scores, scale, low, high, log_sum)
     return scores
 
 
+def _check_tiles(scores: Array, low: Array, high: Array) -> None:
+    """Raise `Unsuited` unless each row of scores has keys and one of the ranges."""
+    needs(scores.ndim > 1 and scores.shape[-1] > 0 and low.ndim == 1 and low.shape == high.shape)
+    needs(scores.shape[-2] % low.size == 0 if low.size else scores.size == 0)
+
+
 @kernel
 def attention_gradient(dp: Array, p: Array, scale: float, row_sum: Array) -> Array:
+    needs(dp.shape == p.shape and row_sum.shape == dp.shape[:-1])
     if dp.size:
         c.attention_gradient(dp, p, scale, row_sum)
     return dp
@@ -157,14 +174,14 @@ def attention_gradient(dp: Array, p: Array, scale: float, row_sum: Array) -> Arr
 
 @kernel
 def merge_attention(out: Array, log_sum: Array, part: Array, part_log_sum: Array) -> None:
+    needs(out.shape == part.shape and log_sum.shape == part_log_sum.shape == out.shape[:-1])
     if out.size:
         c.merge_attention(out, log_sum, part, part_log_sum)
 
 
 @kernel
 def softmax(x: Array) -> Array:
-    if x.dtype != F or not x.size:
-        return reference_kernels.softmax(x)
+    needs(x.size > 0)
     y = np.empty_like(x)
     c.softmax(x, y)
     return y
@@ -172,22 +189,30 @@ def softmax(x: Array) -> Array:
 
 @kernel
 def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
-    if not scores.size or scores.dtype != F or targets.max() >= scores.shape[1]:
-        return reference_kernels.softmax_cross_entropy(scores, targets)
+    _check_targets(scores, targets)
     log_sum = np.empty(len(scores), F)
     return c.softmax_cross_entropy(scores, targets, log_sum), log_sum
 
 
 @kernel
 def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, log_sum: Array) -> Array:
-    if not scores.size or targets.max() >= scores.shape[1]:
-        return reference_kernels.softmax_cross_entropy_backward(scale, scores, targets, log_sum)
+    _check_targets(scores, targets)
+    needs(log_sum.shape == targets.shape)
     dscores = np.empty_like(scores)
     c.softmax_cross_entropy_backward(scale, scores, targets, log_sum, dscores)
     return dscores
 
 
+def _check_targets(scores: Array, targets: Array) -> None:
+    """Raise `Unsuited` unless each row of scores has a target, which is a class, or negative."""
+    needs(scores.ndim == 2 and targets.shape == scores.shape[:1])
+    needs(targets.max(initial=-1) < scores.shape[1])
+
+
 # ------------------------------------------------------------------------------------------ rows of tokens
+
+FOUND = 0.0
+"""Result of kernels in C that found all rows; nothing was changed if there is another."""
 
 SHORT = 64
 """Longest row in which `top_k` compares all pairs."""
@@ -195,8 +220,7 @@ SHORT = 64
 
 @kernel
 def top_k(scores: Array, count: int) -> Array:
-    if scores.dtype != F or not 0 < scores.shape[-1] <= SHORT:
-        return reference_kernels.top_k(scores, count)
+    needs(0 < scores.shape[-1] <= SHORT)
     mask = np.empty(scores.shape, bool)
     c.top_k(scores, count, mask)
     return mask
@@ -204,38 +228,34 @@ def top_k(scores: Array, count: int) -> Array:
 
 @kernel
 def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
-    if not tokens.size or tokens.min() < 0 or tokens.max() >= len(out) or out.dtype != F:
-        return reference_kernels.embedding_gradient(dy, tokens, out)
-    c.embedding_gradient(dy, tokens, out)
+    needs(tokens.ndim == 1 and out.ndim == 2 and dy.shape == (*tokens.shape, *out.shape[1:]))
+    needs(c.embedding_gradient(dy, tokens, out) == FOUND)
     return out
 
 
 @kernel
 def add_rows(y: Array, tokens: Array, rows: Array, weights: Array | None = None) -> None:
-    if _fit(tokens, y, rows, rows if weights is None else weights):
-        c.add_rows(y, tokens, rows, weights)
-    else:
-        reference_kernels.add_rows(y, tokens, rows, weights)
+    _check_rows(y, tokens, rows, weights=weights)
+    needs(c.add_rows(y, tokens, rows, weights) == FOUND)
 
 
 @kernel
 def weighted_rows(upper: Array, tokens: Array, weights: Array, results: Array, out: Array) -> Array:
-    if not _fit(tokens, upper, results, weights, out):
-        return reference_kernels.weighted_rows(upper, tokens, weights, results, out)
+    _check_rows(upper, tokens, results, out, weights=weights)
     products = np.empty(len(results), F)
-    c.weighted_rows(upper, tokens, weights, results, out, products)
+    needs(c.weighted_rows(upper, tokens, weights, results, out, products) == FOUND)
     return products
 
 
 @kernel
 def row_products(x: Array, places: Array, rows: Array) -> Array:
-    if not _fit(places, x, rows):
-        return reference_kernels.row_products(x, places, rows)
+    _check_rows(x, places, rows)
     products = np.empty(len(rows), F)
-    c.row_products(x, places, rows, products)
+    needs(c.row_products(x, places, rows, products) == FOUND)
     return products
 
 
-def _fit(places: Array, *matrices: Array) -> bool:
-    """True for matrices of float32 and int64 numbers of rows of the first."""
-    return places.dtype == np.int64 and all(matrix.dtype == F and matrix.ndim == 2 for matrix in matrices)
+def _check_rows(table: Array, places: Array, *rows: Array, weights: Array | None = None) -> None:
+    """Raise `Unsuited` unless each place in the table has its row, of the table's width, and weight."""
+    needs(table.ndim == 2 and places.ndim == 1 and all(one.shape == (*places.shape, table.shape[1]) for one in rows))
+    needs(weights is None or weights.shape == (len(places), 1))

@@ -72,6 +72,8 @@ CLONED double run_softmax_backward(const Argument *a) {
     return 0;
 }
 
+INLINE int64_t within(int64_t key, int64_t keys) { return key < 0 ? 0 : key < keys ? key : keys; }
+
 /* scores, scale, low, high -> log_sum: row i sees the keys from low[i % n] up to high[i % n]. */
 CLONED double run_visible_softmax(const Argument *a) {
     const int64_t keys = a[0].columns, *low = a[2].data, *high = a[3].data, queries = a[2].size;
@@ -79,8 +81,8 @@ CLONED double run_visible_softmax(const Argument *a) {
     float *log_sum = a[4].data;
     for (int64_t i = 0; i < a[4].size; i++) {
         float *row = (float *)a[0].data + i * keys;
-        const int64_t first = low[i % queries], last = high[i % queries];
-        clear(row, first < keys ? first : keys);
+        const int64_t first = within(low[i % queries], keys), last = within(high[i % queries], keys);
+        clear(row, first);
         clear(row + last, keys - last);
         if (first >= last) {
             clear(row, keys);
@@ -100,8 +102,8 @@ CLONED double run_visible_probabilities(const Argument *a) {
     const float scale = (float)a[1].number, *log_sum = a[4].data;
     for (int64_t i = 0; i < a[4].size; i++) {
         float *row = (float *)a[0].data + i * keys;
-        const int64_t first = low[i % queries], last = high[i % queries];
-        clear(row, first < keys ? first : keys);
+        const int64_t first = within(low[i % queries], keys), last = within(high[i % queries], keys);
+        clear(row, first);
         for (int64_t j = first; j < last; j++)
             row[j] = exp_down(row[j] * scale - log_sum[i]);
         clear(row + last, keys - last);

@@ -89,9 +89,21 @@ CLONED double run_layer_norm_backward(const Argument *a) {
     return 0;
 }
 
+/* 0 if all places are numbers of rows, else 1. The kernels below return it and change nothing if it is 1. */
+INLINE double any_outside(Argument places, Argument table) {
+    const uint64_t rows = table.columns ? (uint64_t)(table.size / table.columns) : 0;
+    const uint64_t *numbers = places.data;
+    uint64_t outside = 0;
+    for (int64_t i = 0; i < places.size; i++)
+        outside |= numbers[i] >= rows;
+    return (double)outside;
+}
+
 /* dy, tokens -> out: the sum of the rows of each token. */
 CLONED double run_embedding_gradient(const Argument *a) {
     const int64_t *tokens = a[1].data, width = a[2].columns;
+    if (any_outside(a[1], a[2]))
+        return 1;
     memset(a[2].data, 0, (size_t)a[2].size * sizeof(float));
     for (int64_t i = 0; i < a[1].size; i++) {
         const float *restrict row = (const float *)a[0].data + i * width;
@@ -106,6 +118,8 @@ CLONED double run_embedding_gradient(const Argument *a) {
 CLONED double run_add_rows(const Argument *a) {
     const int64_t *places = a[1].data, width = a[0].columns;
     const float *weights = a[3].data;
+    if (any_outside(a[1], a[0]))
+        return 1;
     for (int64_t i = 0; i < a[1].size; i++) {
         const float *restrict row = (const float *)a[2].data + i * width;
         float *restrict into = (float *)a[0].data + places[i] * width;
@@ -124,6 +138,8 @@ CLONED double run_weighted_rows(const Argument *a) {
     const int64_t *places = a[1].data, width = a[0].columns;
     const float *weights = a[2].data;
     float *products = a[5].data;
+    if (any_outside(a[1], a[0]))
+        return 1;
     for (int64_t i = 0; i < a[1].size; i++) {
         const float *restrict source = (const float *)a[0].data + places[i] * width;
         const float *restrict result = (const float *)a[3].data + i * width;
@@ -139,6 +155,8 @@ CLONED double run_weighted_rows(const Argument *a) {
 CLONED double run_row_products(const Argument *a) {
     const int64_t *places = a[1].data, width = a[0].columns;
     float *products = a[3].data;
+    if (any_outside(a[1], a[0]))
+        return 1;
     for (int64_t i = 0; i < a[1].size; i++) {
         const float *source = (const float *)a[0].data + places[i] * width, *row = (const float *)a[2].data + i * width;
         float total = 0;

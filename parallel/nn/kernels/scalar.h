@@ -100,7 +100,7 @@ INLINE W silu(W x) { return x * logistic(x); }
 
 INLINE W silu_backward(W dy, W x) {
     const W s = logistic(x);
-    return dy * s * ((W)1 + x * ((W)1 - s));
+    return dy * (s * ((W)1 + x * ((W)1 - s)));
 }
 
 INLINE W dropout(W x, bool keep, W scale) { return x * (keep ? (W)1 : (W)0) * scale; }

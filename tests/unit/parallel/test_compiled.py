@@ -326,7 +326,7 @@ def test_cross_entropy_hides_nothing(bad):
 
 def test_a_target_that_is_no_class_is_refused():
     with pytest.raises(IndexError):
-        compiled.softmax_cross_entropy(numbers(2, 3), np.array([0, 3]))
+        kernels.softmax_cross_entropy(numbers(2, 3), np.array([0, 3]))
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(0, 3), (1, 1), (100, 7), (300, 64)])
@@ -363,7 +363,7 @@ def test_rows_of_tokens(assigned, width):
 
 def test_a_token_out_of_the_table_is_refused():
     with pytest.raises(IndexError):
-        compiled.embedding_gradient(numbers(2, 3), np.array([0, 5]), np.empty((5, 3), F))
+        kernels.embedding_gradient(numbers(2, 3), np.array([0, 5]), np.empty((5, 3), F))
 
 
 def test_views_float64_and_halves_go_to_the_reference():
