@@ -1,10 +1,10 @@
 """Quantisation kernels, each run by the fastest implementation available for its arrays.
 
-`reference_codecs` defines the results. Other modules have tables of faster forms with the same bits: `compiled_codecs`
-for host arrays (in C), `device_codecs` for CuPy arrays.
+`reference_codecs` and `reference_clusters` define the results. Other modules have tables of faster forms with the same
+bits: `compiled_codecs` for host arrays (in C), `device_codecs` for CuPy arrays.
 """
 
-from quant.kernels import reference_codecs
+from quant.kernels import reference_clusters, reference_codecs
 from quant.kernels.dispatch import Kernels
 from quant.kernels.dispatch import forms as forms
 from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits, surely_all
@@ -30,5 +30,6 @@ add_rows = TABLE.fastest(reference_codecs.add_rows)
 multiply_rows = TABLE.fastest(reference_codecs.multiply_rows)
 pack = TABLE.fastest(reference_codecs.pack)
 unpack = TABLE.fastest(reference_codecs.unpack)
+optimal_edges = TABLE.fastest(reference_clusters.optimal_edges)
 
 __all__ = ["LinearCode", "ScaleRule", "array_namespace", "minifloat_bits", "surely_all"]

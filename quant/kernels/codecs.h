@@ -32,7 +32,8 @@ enum { FP32, FP16, BF16 };
     CODEC(add_rows, "b~if~f?Flf?")              \
     CODEC(multiply_rows, "b~if~f?flF")          \
     CODEC(pack, "biB")                          \
-    CODEC(unpack, "biB")
+    CODEC(unpack, "biB")                        \
+    CODEC(optimal_edges, "diiDDWL")
 
 #define DECLARE(NAME, SIGNATURE) double run_##NAME(const Argument *a);
 CODECS(DECLARE)

@@ -13,7 +13,7 @@ import numpy as np
 
 from quant.formats import MINIFLOATS
 from quant.kernels import _codecs as c  # type: ignore[attr-defined]
-from quant.kernels import reference_codecs
+from quant.kernels import reference_clusters, reference_codecs
 from quant.kernels.reference_codecs import LinearCode, ScaleRule
 from quant.packing import BLOCK
 from quant.spec.quant_spec import ROUNDINGS
@@ -31,8 +31,9 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Register a function as the compiled version of the reference kernel of its name (decorator)."""
-    KERNELS[function.__name__] = wraps(getattr(reference_codecs, function.__name__))(function)
-    return KERNELS[function.__name__]
+    name = function.__name__
+    KERNELS[name] = wraps(getattr(reference_codecs, name, None) or getattr(reference_clusters, name))(function)
+    return KERNELS[name]
 
 
 def _cut(rows: Array, size: int, *per_group: Array) -> Any:
@@ -203,3 +204,16 @@ def _suit(codes: Array, matrix: Array, places: Array, others: Array | None) -> b
         and (others is None or len(others) == len(codes))
     )
     return fit and (not places.size or (places.min() >= 0 and places.max() < len(matrix)))
+
+
+# ------------------------------------------------------------------------------------------ k-means
+
+
+@kernel
+def optimal_edges(points: Array, k: int) -> Array:
+    groups, n = points.shape
+    edges = np.empty((groups, k + 1), np.int64)
+    height = max(n - 1, 1).bit_length()
+    tables = np.empty((2, height + 1, 1 << height))
+    c.optimal_edges(points, k, height, tables, np.empty((3, n + 1)), np.empty((k, n + 1), np.int32), edges)
+    return edges

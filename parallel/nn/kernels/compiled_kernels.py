@@ -1,8 +1,8 @@
 """Kernels in C: one pass over memory where NumPy takes several. Names as in `reference_kernels`.
 
 For C-contiguous host arrays of float32 (indices and flags: int64, uint8, bool). Results depend on values and shapes
-only. Sums may be reordered (for vector instructions), but NaN and infinity come out as NumPy's would. C checks types and
-memory layouts, the functions of this module shapes: other arguments raise `Unsuited` before anything is changed.
+only. Sums may be reordered (for vector instructions), but NaN and infinity come out as NumPy's would. C checks types
+and memory layouts, the functions of this module shapes: other arguments raise `Unsuited` before anything is changed.
 """
 
 from collections.abc import Callable
