@@ -1,21 +1,27 @@
-"""Pytest plugin: the engine of the build in the folder CHORUS_ENGINE_BUILD takes the place of the installed one."""
+"""Pytest plugin: modules in C of the build in the folder CHORUS_ENGINE_BUILD take the place of the installed ones."""
 
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
-NAME = "collectives.engine._engine"
+NAMES = (
+    "collectives.engine._engine",
+    "quant.kernels._codecs",
+    "parallel.nn.kernels._operators",
+    "parallel.optim.kernels._updates",
+)
 
 
 def load(folder):
-    """Import the engine of a build before anything else imports the installed one."""
-    assert NAME not in sys.modules, "the plugin is loaded before the package: -p support.built_engine"
-    (path,) = Path(folder).rglob("_engine*.so")
-    spec = importlib.util.spec_from_file_location(NAME, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[NAME] = module
-    spec.loader.exec_module(module)
+    """Import the modules of a build before anything else imports the installed ones. The engine must be there."""
+    assert not set(NAMES) & set(sys.modules), "the plugin is loaded before the packages: -p support.built_engine"
+    built = {name: [*Path(folder).rglob(f"{name.rpartition('.')[2]}.*.so")] for name in NAMES}
+    assert built[NAMES[0]], f"{folder} has no engine"
+    for name in (name for name in NAMES if built[name]):
+        spec = importlib.util.spec_from_file_location(name, *built[name])
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
 
 
 load(os.environ["CHORUS_ENGINE_BUILD"])
