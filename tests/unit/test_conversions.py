@@ -13,7 +13,7 @@ from support.sources import SOURCES
 
 PACKAGES = ("collectives", "parallel", "quant")
 
-OWN = ("benchmark", "conformance", "analysis", "forecast", "kernels")
+OWN = ("benchmark", "reports", "conformance", "analysis", "measured", "kernels")
 """Folders without values of users: figures and checks; and kernels, whose callers check."""
 
 TYPES = {name for name in np.sctypeDict if isinstance(name, str)}
