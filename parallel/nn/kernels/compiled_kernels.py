@@ -2,7 +2,7 @@
 
 For C-contiguous host arrays of float32 (indices and flags: int64, uint8, bool). Results depend on values and shapes
 only. Sums may be reordered (for vector instructions), but NaN and infinity come out as NumPy's would. C checks types
-and memory layouts, the functions of this module shapes: other arguments raise `Unsuited` before anything is changed.
+and memory layouts, the functions of this module shapes. Other arguments raise `Unsuited` before anything is changed.
 """
 
 from collections.abc import Callable

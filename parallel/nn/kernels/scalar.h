@@ -30,7 +30,8 @@ INLINE W normal(W x, W *below) {
 
 /* exp(x) for x below 88, accurate to 2 units in the last place; 0 for x below -87.
  *
- * exp(n ln 2 + r) = 2^n exp(r): method and coefficients of expf in the Cephes library (S. Moshier, netlib.org/cephes). */
+ * exp(n ln 2 + r) = 2^n exp(r): method and coefficients of expf in the Cephes library (S. Moshier,
+ * netlib.org/cephes). */
 INLINE float exp_down(float x) {
     const float bounded = x < LOWEST ? LOWEST : x;
     const float shifted = bounded * 1.44269504088896341f + SHIFT, n = shifted - SHIFT;
@@ -48,9 +49,9 @@ INLINE float exp_down(float x) {
 
 /* Density of the normal distribution at x; the distribution function goes to `below`.
  *
- * erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z) and z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz and
- * Stegun, "Handbook of Mathematical Functions" (1964), with eight coefficients, a minimax fit for z up to 9.4 (beyond, erfc
- * is 0 in float32): relative error 1.7e-7. */
+ * erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z) and z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz
+ * and Stegun, "Handbook of Mathematical Functions" (1964), with eight coefficients, a minimax fit for z up to 9.4
+ * (beyond, erfc is 0 in float32): relative error 1.7e-7. */
 INLINE float normal(float x, float *below) {
     const float z = fabsf(x) * ROOT_HALF, e = exp_down(-(z * z)), t = 1.0f / (1.0f + 0.42f * z);
     float p = 0.07039331645f * t + -0.3209409416f;
@@ -105,8 +106,8 @@ INLINE W silu_backward(W dy, W x) {
 
 INLINE W dropout(W x, bool keep, W scale) { return x * (keep ? (W)1 : (W)0) * scale; }
 
-/* Norms of rows: an element in units of the deviation, and the gradient with respect to it. `along` is the mean of `inner`
- * unit over the row, `total` the mean of `inner`, dy gain. */
+/* Norms of rows: an element in units of the deviation, and the gradient with respect to it. With `inner` = dy gain,
+ * `total` is the mean of `inner` over the row, `along` the mean of `inner` unit. */
 INLINE W norm_unit(W x, W mean, W rstd) { return (x - mean) * rstd; }
 INLINE W norm_gradient(W inner, W unit, W total, W along, W rstd) { return (inner - total - unit * along) * rstd; }
 
