@@ -72,27 +72,22 @@ CLONED double run_keep(const Argument *a) {
     for (int64_t row = 0; row < a[0].size; row++) {
         uint8_t *flags = (uint8_t *)a[5].data + row * 4 * blocks;
         for (int64_t first = 0; first < blocks; first += BLOCKS) {
-            uint32_t c0[BLOCKS], c1[BLOCKS], c2[BLOCKS], c3[BLOCKS], k0 = (uint32_t)a[2].integer, k1 = (uint32_t)a[3].integer;
-            for (int i = 0; i < BLOCKS; i++) {
-                c0[i] = (uint32_t)(start + (uint64_t)(first + i));
-                c1[i] = 0;
-                c2[i] = (uint32_t)samples[row];
-                c3[i] = (uint32_t)(samples[row] >> 32);
-            }
-            for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
-                for (int i = 0; i < BLOCKS; i++) {
-                    const uint64_t left = (uint64_t)c0[i] * 0xD2511F53u, right = (uint64_t)c2[i] * 0xCD9E8D57u;
-                    c0[i] = (uint32_t)(right >> 32) ^ c1[i] ^ k0;
-                    c1[i] = (uint32_t)right;
-                    c2[i] = (uint32_t)(left >> 32) ^ c3[i] ^ k1;
-                    c3[i] = (uint32_t)left;
-                }
             uint8_t kept[4 * BLOCKS];
             for (int i = 0; i < BLOCKS; i++) {
-                kept[4 * i] = c0[i] >= limit;
-                kept[4 * i + 1] = c1[i] >= limit;
-                kept[4 * i + 2] = c2[i] >= limit;
-                kept[4 * i + 3] = c3[i] >= limit;
+                uint64_t c0 = (uint32_t)(start + (uint64_t)(first + i)), c1 = 0; /* words, in 64 bits for products */
+                uint64_t c2 = (uint32_t)samples[row], c3 = samples[row] >> 32;
+                uint32_t k0 = (uint32_t)a[2].integer, k1 = (uint32_t)a[3].integer;
+                for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+                    const uint64_t left = c0 * 0xD2511F53u, right = c2 * 0xCD9E8D57u;
+                    c0 = (right >> 32) ^ c1 ^ k0;
+                    c1 = (uint32_t)right;
+                    c2 = (left >> 32) ^ c3 ^ k1;
+                    c3 = (uint32_t)left;
+                }
+                kept[4 * i] = c0 >= limit;
+                kept[4 * i + 1] = c1 >= limit;
+                kept[4 * i + 2] = c2 >= limit;
+                kept[4 * i + 3] = c3 >= limit;
             }
             memcpy(flags + 4 * first, kept, (size_t)(4 * (blocks - first < BLOCKS ? blocks - first : BLOCKS)));
         }

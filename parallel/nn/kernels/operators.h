@@ -45,7 +45,6 @@ INLINE float lanes_sum(Lanes a, Lanes b, Lanes c, Lanes d) {
         (TOTAL) = lanes_sum(sum0, sum1, sum2, sum3) + rest;               \
     } while (0)
 
-#define SUM(...) DO_PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 #define DO_PRAGMA(TEXT) _Pragma(#TEXT)
 
 /* Functions of the table in operators.c: name, signature. */

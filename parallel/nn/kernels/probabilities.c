@@ -20,14 +20,35 @@ INLINE float largest(const float *row, int64_t count, float scale) {
     return from_ordered(top);
 }
 
-/* Replace a row by exp(scale row - top); the result is their sum. */
-INLINE float exponentials(float *row, int64_t count, float scale, float top) {
+enum { PART = 1024 /* terms that are added one to the other: limits rounding errors for all lengths of vectors */ };
+
+/* Write exp(scale row - top) to `into`, or nothing if it is NULL; the result is the sum. */
+INLINE float exponentials(const float *row, float *into, int64_t count, float scale, float top) {
     float total = 0;
-    SUM(total)
-    for (int64_t j = 0; j < count; j++) {
-        const float e = exp_down(row[j] * scale - top);
-        row[j] = e;
-        total += e;
+    for (int64_t first = 0; first < count; first += PART) {
+        const int64_t end = count - first < PART ? count : first + PART;
+        float part = 0;
+        DO_PRAGMA(omp simd reduction(+ : part))
+        for (int64_t j = first; j < end; j++) {
+            const float e = exp_down(row[j] * scale - top);
+            if (into)
+                into[j] = e;
+            part += e;
+        }
+        total += part;
+    }
+    return total;
+}
+
+INLINE float sum_of(const float *row, int64_t count) {
+    float total = 0;
+    for (int64_t first = 0; first < count; first += PART) {
+        const int64_t end = count - first < PART ? count : first + PART;
+        float part = 0;
+        DO_PRAGMA(omp simd reduction(+ : part))
+        for (int64_t j = first; j < end; j++)
+            part += row[j];
+        total += part;
     }
     return total;
 }
@@ -50,7 +71,7 @@ CLONED double run_causal_softmax(const Argument *a) {
         float *row = (float *)a[0].data + i * keys;
         int64_t seen = first + i % queries + 1;
         seen = seen < keys ? seen : keys;
-        const float total = exponentials(row, seen, scale, largest(row, seen, scale));
+        const float total = exponentials(row, row, seen, scale, largest(row, seen, scale));
         multiply(row, seen, 1.0f / total);
         clear(row + seen, keys - seen);
     }
@@ -90,9 +111,9 @@ CLONED double run_visible_softmax(const Argument *a) {
             continue;
         }
         const float top = largest(row + first, last - first, scale);
-        const float total = exponentials(row + first, last - first, scale, top);
+        const float total = exponentials(row + first, row + first, last - first, scale, top);
         multiply(row + first, last - first, 1.0f / total);
-        log_sum[i] = (float)log((double)total) + top;
+        log_sum[i] = logf(total) + top;
     }
     return 0;
 }
@@ -132,8 +153,8 @@ CLONED double run_merge_attention(const Argument *a) {
         const float one = log_sum[i], other = others[i];
         if (other == -INFINITY)
             continue;
-        const float top = one > other ? one : other, e = (float)exp(-fabs((double)(one - other)));
-        log_sum[i] = top + (float)log1p((double)e);
+        const float top = one > other ? one : other, e = expf(-fabsf(one - other));
+        log_sum[i] = top + log1pf(e);
         const float share = (other >= one ? 1.0f : e) / (1.0f + e);
         float *restrict row = (float *)a[0].data + i * width;
         const float *restrict part = (const float *)a[2].data + i * width;
@@ -151,11 +172,8 @@ CLONED double run_softmax_cross_entropy(const Argument *a) {
     for (int64_t i = 0; i < a[2].size; i++) {
         const float *row = (const float *)a[0].data + i * classes;
         const float top = largest(row, classes, 1.0f);
-        float total = 0;
-        SUM(total)
-        for (int64_t j = 0; j < classes; j++)
-            total += exp_down(row[j] - top);
-        log_sum[i] = (float)log((double)total) + top;
+        const float total = exponentials(row, NULL, classes, 1.0f, top);
+        log_sum[i] = logf(total) + top;
         if (targets[i] >= 0)
             loss += (double)(log_sum[i] - row[targets[i]]);
     }
@@ -195,10 +213,8 @@ CLONED double run_softmax(const Argument *a) {
         INDEPENDENT for (int64_t j = begin * width; j < end * width; j++)
             y[j] = exp_down(y[j]);
         for (int64_t i = begin; i < end; i++) {
-            float *row = y + i * width, total = 0;
-            SUM(total)
-            for (int64_t j = 0; j < width; j++)
-                total += row[j];
+            float *row = y + i * width;
+            const float total = sum_of(row, width);
             for (int64_t j = 0; j < width; j++)
                 row[j] /= total;
         }

@@ -18,6 +18,7 @@ typedef float W;
 
 #ifdef CUDA_SOURCE
 INLINE W exp_down(W x) { return exponential(x); }
+INLINE W magnitude(W x) { return fabs(x); }
 
 /* Density of the normal distribution at x; the distribution function goes to `below`. */
 INLINE W normal(W x, W *below) {
@@ -28,14 +29,15 @@ INLINE W normal(W x, W *below) {
 #define LOWEST -87.0f     /* exp of less is 0: almost the smallest normal number, 1.2e-38 */
 #define SHIFT 12582912.0f /* 1.5 * 2^23: once added, the last digit of a float32 is that of an integer */
 
+INLINE float magnitude(float x) { return fabsf(x); }
+
 /* exp(x) for x below 88, accurate to 2 units in the last place; 0 for x below -87.
  *
  * exp(n ln 2 + r) = 2^n exp(r): method and coefficients of expf in the Cephes library (S. Moshier,
  * netlib.org/cephes). */
 INLINE float exp_down(float x) {
-    const float bounded = x < LOWEST ? LOWEST : x;
-    const float shifted = bounded * 1.44269504088896341f + SHIFT, n = shifted - SHIFT;
-    float r = bounded - n * 0.693359375f;
+    const float shifted = x * 1.44269504088896341f + SHIFT, n = shifted - SHIFT; /* any number if x is below LOWEST */
+    float r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     float p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -43,7 +45,7 @@ INLINE float exp_down(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const float power = float_of((int32_t)((uint32_t)(bits_of(shifted) + 127) << 23));
+    const float power = float_of((int32_t)(((uint32_t)bits_of(shifted) + 127u) << 23));
     return x < LOWEST ? 0.0f : p * power;
 }
 
@@ -53,7 +55,7 @@ INLINE float exp_down(float x) {
  * and Stegun, "Handbook of Mathematical Functions" (1964), with eight coefficients, a minimax fit for z up to 9.4
  * (beyond, erfc is 0 in float32): relative error 1.7e-7. */
 INLINE float normal(float x, float *below) {
-    const float z = fabsf(x) * ROOT_HALF, e = exp_down(-(z * z)), t = 1.0f / (1.0f + 0.42f * z);
+    const float z = magnitude(x) * ROOT_HALF, e = exp_down(-(z * z)), t = 1.0f / (1.0f + 0.42f * z);
     float p = 0.07039331645f * t + -0.3209409416f;
     p = p * t + 0.4418688715f;
     p = p * t + -0.1316446215f;
@@ -69,7 +71,7 @@ INLINE float normal(float x, float *below) {
 
 /* 1 / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow. */
 INLINE W logistic(W x) {
-    const W e = exp_down(x < 0 ? x : -x);
+    const W e = exp_down(-magnitude(x));
     return (x < 0 ? e : (W)1) / ((W)1 + e);
 }
 
