@@ -204,9 +204,7 @@ CLONED double run_softmax(const Argument *a) {
         float *y = a[1].data;
         for (int64_t i = begin; i < end; i++) {
             const float *row = (const float *)a[0].data + i * width;
-            float top = row[0];
-            for (int64_t j = 1; j < width; j++)
-                top = row[j] > top ? row[j] : top;
+            const float top = largest(row, width, 1.0f);
             for (int64_t j = 0; j < width; j++)
                 y[i * width + j] = row[j] - top;
         }

@@ -44,7 +44,7 @@ INLINE float exp_down(float x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    p = (p * r + 1.0f) * r + 1.0f;
     const float power = float_of((int32_t)(((uint32_t)bits_of(shifted) + 127u) << 23));
     return x < LOWEST ? 0.0f : p * power;
 }
@@ -91,12 +91,13 @@ INLINE W gelu_backward(W dy, W x) {
 }
 
 /* (1 + tanh(u)) / 2 = logistic(2 u) */
-INLINE W gelu_tanh(W x) { return x * logistic(TWICE_SLOPE * x * ((W)1 + CUBIC * x * x)); }
+INLINE W gelu_tanh(W x) { return x * logistic(x * (TWICE_SLOPE + TWICE_SLOPE * CUBIC * (x * x))); }
 
 INLINE W gelu_tanh_backward(W dy, W x) {
     const W near = x > FAR ? FAR : (x < -FAR ? -FAR : x), square = near * near;
-    const W s = logistic(TWICE_SLOPE * near * ((W)1 + CUBIC * square));
-    return dy * (s + near * s * ((W)1 - s) * TWICE_SLOPE * ((W)1 + (W)3 * CUBIC * square));
+    const W s = logistic(near * (TWICE_SLOPE + TWICE_SLOPE * CUBIC * square));
+    const W slope = near * (TWICE_SLOPE + (W)3 * TWICE_SLOPE * CUBIC * square); /* x d/dx of the argument */
+    return dy * (s * ((W)1 + ((W)1 - s) * slope));
 }
 
 INLINE W silu(W x) { return x * logistic(x); }
