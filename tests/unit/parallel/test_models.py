@@ -33,7 +33,7 @@ def test_every_size_has_an_outline(name):
 def test_it_learns(name):
     """A batch by heart in a few dozen steps of plain descent, from a loss near log(classes).
 
-    At a higher rate the loss of the transformer jumps up at times, at steps that depend on roundings.
+    At this rate the loss of the transformer falls alike whatever the roundings. At 0.1, 0.2 and 0.3 it jumps at times.
     """
     shape = SAMPLES[name.partition(":")[0]]
     random, model, loss = np.random.default_rng(0), build(name, shape, 10), SoftmaxCrossEntropy()
@@ -57,7 +57,7 @@ def test_it_learns(name):
         losses.append(sum_ / targets.size)
         gradient[...] = 0
         model.backward(loss.backward(1 / targets.size, kept), saved, sink)
-        vector -= 0.2 * gradient
+        vector -= 0.15 * gradient
     assert abs(losses[0] - np.log(10)) < 1.5 and losses[-1] < 0.5 * losses[0]
 
 
