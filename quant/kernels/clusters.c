@@ -40,10 +40,10 @@ INLINE void make_tables(const double *points, int64_t n, const Costs *costs) {
     }
 }
 
-/* totals[i]: the least cost of the values before first + i, and the cost of one interval from there to `end` (exclusive).
- * All starts from `first` to `stop` (exclusive) have one level with the last value. */
-INLINE void costs_of_level(const Costs *costs, const double *restrict least_costs, int64_t first, int64_t stop, int64_t end,
-                      int level, double *restrict totals) {
+/* totals[i]: least cost of the values before first + i, and cost of one interval from there to `end` (exclusive). All
+ * starts from `first` to `stop` (exclusive) have one level with the last value. */
+INLINE void costs_of_level(const Costs *costs, const double *restrict least_costs, int64_t first, int64_t stop,
+                           int64_t end, int level, double *restrict totals) {
     const int64_t last = end - 1, middle = level ? (last >> (level - 1)) << (level - 1) : last;
     const double *means = costs->means + level * costs->width, *squares = costs->squares + level * costs->width;
     const double mean = means[last], square = squares[last];
@@ -56,8 +56,8 @@ INLINE void costs_of_level(const Costs *costs, const double *restrict least_cost
 }
 
 /* As costs_of_level, for starts of any level. */
-INLINE void all_costs(const Costs *costs, const double *restrict least_costs, int64_t first, int64_t stop, int64_t end,
-                      double *restrict totals) {
+INLINE void total_costs(const Costs *costs, const double *restrict least_costs, int64_t first, int64_t stop,
+                        int64_t end, double *restrict totals) {
     const int64_t last = end - 1;
     for (int64_t at = first; at < stop;) {
         const int level = length_of((uint64_t)(at ^ last));
@@ -92,7 +92,7 @@ INLINE void next_row(const Costs *costs, const double *least_costs, int64_t clus
     for (int count = 1; count;) {
         const Span span = waiting[--count];
         const int64_t end = (span.low + span.high) / 2, stop = least(span.last, end - 1) + 1;
-        all_costs(costs, least_costs, span.first, stop, end, totals);
+        total_costs(costs, least_costs, span.first, stop, end, totals);
         const int64_t best = first_least(totals, stop - span.first), chosen = span.first + best;
         row[end] = totals[best];
         start[end] = (int32_t)chosen;
@@ -112,12 +112,12 @@ CLONED double run_optimal_edges(const Argument *a) {
     };
     int32_t *starts = a[5].data;
     int64_t *edges = a[6].data;
-    for (const double *points = a[0].data; points < (const double *)a[0].data + a[0].size; points += n, edges += k + 1) {
+    for (int64_t at = 0; at < a[0].size; at += n, edges += k + 1) {
         double *before = a[4].data, *row = before + n + 1, *const totals = row + n + 1;
-        make_tables(points, n, &costs);
+        make_tables((const double *)a[0].data + at, n, &costs);
         before[0] = 0;
         for (int64_t end = 1; end <= n; end++)
-            all_costs(&costs, before, 0, 1, end, before + end);
+            total_costs(&costs, before, 0, 1, end, before + end);
         for (int64_t clusters = 2; clusters <= k; clusters++) {
             next_row(&costs, before, clusters, n - (k - clusters), row, starts + clusters * (n + 1) - n - 1, totals);
             double *const other = before;

@@ -11,6 +11,7 @@ import pytest
 
 from quant import PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
 from quant.formats import GREATEST, MINIFLOATS
+from quant.kernels import reference_clusters
 from quant.observers import Ema, Entropy, MeanSquare, MinMax, Percentile
 from quant.ptq import awq, gptq, hqq
 from quant.scaling.codebook import EXACT, fit_groups, kmeans_exact, kmeans_lloyd
@@ -453,6 +454,22 @@ def test_groups_are_fitted_each_by_itself(n, k):
     rng = np.random.default_rng(n)
     groups = np.array([hard(rng, n) for _ in range(5)])
     np.testing.assert_array_equal(fit_groups(groups, k), [kmeans_exact(group, k) for group in groups])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 100, 1500])
+@pytest.mark.parametrize("k", [1, 2, 3, 16])
+def test_best_intervals_have_the_bits_of_the_reference(n, k):
+    """Also where intervals cost the same (few distinct values), beside outliers, and where squares vanish."""
+    pytest.importorskip("quant.kernels._codecs")
+    rng = np.random.default_rng(n)
+    draws = rng.standard_normal((5, n))
+    spread = 10.0 ** rng.integers(-40, 30, n)
+    rows = draws[0], np.round(draws[1]), draws[2] * spread, draws[3] * 1e-160, np.round(draws[4], 1)
+    points = np.sort(rows, axis=1)
+    k = min(k, n)
+    edges = kernels.optimal_edges(points, k)
+    assert edges.tobytes() == reference_clusters.optimal_edges(points, k).tobytes()
+    assert (edges[:, 0] == 0).all() and (edges[:, -1] == n).all() and (np.diff(edges, axis=1) > 0).all()
 
 
 @cases(10)
