@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,7 +37,7 @@ COMPILED = (
     "parallel.nn.kernels._operators",
     "parallel.optim.kernels._updates",
 )
-"""Modules in C, in whose place Python runs where no compiler was at hand."""
+"""Modules in C, in whose place Python runs where they were not compiled, or cannot be loaded."""
 
 HELP = ("-h", "--help", "help")
 
@@ -184,6 +183,15 @@ def start(words: list[str]) -> None:
     run(program.module, mpi=program.mpi, guarded=program.guarded, least=least, selectors=others)
 
 
+def _loads(name: str) -> bool:
+    """True if a module can be imported."""
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `chorus`; exit status 2 for an invalid command line, else that of the subcommand."""
     words = sys.argv[1:] if argv is None else argv
@@ -197,10 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] == "--version":
         from collectives import __version__
 
-        missing = [name for name in COMPILED if find_spec(name) is None]
-        text = "compiled engine and kernels"
-        if missing:
-            text = f"in Python, as not compiled: {', '.join(missing)}"
+        missing = [name for name in COMPILED if not _loads(name)]
+        text = f"in Python instead of C: {', '.join(missing)}" if missing else "compiled engine and kernels"
         print(f"chorus {__version__}, {text}")
         return 0
     try:

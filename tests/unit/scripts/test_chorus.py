@@ -128,6 +128,12 @@ def test_help_and_version(capsys):
     assert chorus.main(["--version"]) == 0 and capsys.readouterr().out.startswith("chorus 0.")
 
 
+def test_the_version_names_what_is_not_compiled(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quant.kernels._codecs", None)  # an import of it raises ImportError
+    assert chorus.main(["--version"]) == 0
+    assert "in Python instead of C: " in (line := capsys.readouterr().out) and "quant.kernels._codecs" in line
+
+
 @pytest.mark.parametrize("words", [["draw", "pipeline", "--help"], ["plan", "--cluster", "--help"]])
 def test_help_of_programs(words, in_process, capsys):
     """Also beside an option without its value."""
