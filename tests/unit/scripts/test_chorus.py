@@ -128,6 +128,12 @@ def test_help_and_version(capsys):
     assert chorus.main(["--version"]) == 0 and capsys.readouterr().out.startswith("chorus 0.")
 
 
+@pytest.mark.skipif(not os.environ.get("CI"), reason="an installation may lack a compiler")
+def test_continuous_integration_has_every_compiled_module(capsys):
+    """Tests of these modules are skipped where they are missing."""
+    assert chorus.main(["--version"]) == 0 and capsys.readouterr().out.endswith("compiled engine and kernels\n")
+
+
 def test_the_version_names_what_is_not_compiled(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "quant.kernels._codecs", None)  # an import of it raises ImportError
     assert chorus.main(["--version"]) == 0
