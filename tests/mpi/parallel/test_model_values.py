@@ -24,7 +24,7 @@ def options(comm, request):
         pytest.skip("no workers")
     if name in ("tp", "pp") and comm.size != 2:
         pytest.skip("two ranks")
-    return {"tp": {"mesh": "tp=2"}, "pp": {"layout": "pp:1f1b"}}.get(name, {"layout": name})
+    return {"tp": {"layout": "dp", "mesh": "tp=2"}, "pp": {"layout": "pp:1f1b"}}.get(name, {"layout": name})
 
 
 def engine(comm, model, **options):
@@ -45,7 +45,9 @@ def test_second_open_engine(comm, options):
         for other in (model, nn.Sequential(model.items[0], nn.Linear(16, 4)), encoder):
             with pytest.raises(ValueError, match=r"parameter [01]\..* belongs to an open engine of layout .*close the"):
                 engine(comm, other, layout="dp")
-        assert first.step(X, Y).loss < before
+        report = first.step(X, Y)
+        if options["layout"] != "ps" or comm.rank == 0:  # workers report their own micro-batches, which may be none
+            assert report.loss < before
         assert list(first.state_dict()) == ["0.1.weight", "0.1.bias", "1.0.weight", "1.0.bias"]
         with engine(comm, copy.deepcopy(mlp()), layout="dp") as second:
             second.step(X, Y)
