@@ -25,7 +25,7 @@ from collectives.runtime.arguments.call import BYTE, Call, is_in_place
 from collectives.runtime.builders.communicator_transports import Transports
 from collectives.runtime.execution.progress import progress_thread, progress_until
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
-from collectives.runtime.methods.collective_methods import CollectiveMethods
+from collectives.runtime.methods.object_methods import ObjectMethods
 from collectives.runtime.planning.agreement import (
     Agreement,
     agree_on_gpu,
@@ -84,7 +84,7 @@ def _adopting(name: str) -> Callable[..., Any]:
     return create
 
 
-class Communicator(CollectiveMethods):
+class Communicator(ObjectMethods):
     """Intracommunicator with Chorus's collectives on arrays, all else inherited from mpi4py. Creation is collective.
 
     It shares ranks and point-to-point messages with `comm`; messages of its collectives are separate.

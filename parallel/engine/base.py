@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.errors import OutOfMemory
+from collectives.errors import Mismatch, OutOfMemory
 from parallel.checkpoint.tensor_slices import TensorSlice, taken_once
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel.error_feedback import ErrorFeedbackReducer
@@ -133,6 +133,16 @@ class BaseEngine:
         """Wait until all ranks make this call, one of `meeting_point.CALLS`; `RankLeft` if a rank has left."""
         self.point.meet(call)
 
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Context of a call in which all ranks take part, one of `meeting_point.CALLS`: none waits for one that fails.
+
+        RankLeft if a rank has left.
+        """
+        self.meet(name)
+        with self.point.taking_part():
+            yield
+
     def leave(self, error: BaseException | None) -> bool:
         """Leave the engine by an exception, or None; True if all ranks do. Else the others have a notice of it."""
         if error is None or is_shared(error):
@@ -146,8 +156,9 @@ class BaseEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.leave(error):
             self.close()
-        else:  # a rank that failed does not wait for the others
-            self.resources.close()
+        else:  # a rank that failed does not wait for the others, whose messages may be unread
+            with suppress(Mismatch):
+                self.resources.close()
 
 
 class TrainEngine(BaseEngine):

@@ -95,14 +95,15 @@ def collective_call(
 def written(comm: MPI.Intracomm, write: Callable[..., Result], *arguments: Any) -> Result:
     """Result of the collective function ``write(comm, *arguments)``; an error on some ranks is raised on all.
 
-    On the others it is a RuntimeError. They must not wait for the failed ranks within `write`. Collective.
+    On the others it is a RuntimeError. They must not wait for the failed ranks within `write`, and do so after an
+    interrupt, which is not exchanged: `MeetingPoint.taking_part` ends their waits. Collective.
     """
     result: Any = None
     problem: BaseException | None = None
     try:
         result = write(comm, *arguments)
     except BaseException as error:
-        if is_shared(error):
+        if is_shared(error) or isinstance(error, KeyboardInterrupt):
             raise
         problem = error
     try:

@@ -70,7 +70,7 @@ class Notice(NamedTuple):
 
 
 class MeetingPoint:
-    """Meeting point of the ranks of a communicator. Construction and `free` are collective.
+    """Meeting point of the ranks of a communicator, which may leave alone if so said. Construction, `free`: collective.
 
     Attributes
     ----------
@@ -81,7 +81,8 @@ class MeetingPoint:
         Ranks that have left, as far as this rank knows, perhaps itself.
     """
 
-    def __init__(self, comm: MPI.Intracomm):
+    def __init__(self, comm: MPI.Intracomm, may_leave: bool = False):
+        self._may_leave = may_leave
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         plain = MPI.Intracomm(comm)
         self._mail = plain.Dup() if plain and self._size > 1 else None  # for notices
@@ -164,6 +165,9 @@ class MeetingPoint:
 
         Of waits those that Chorus polls in, which are all but those of the MPI's own collectives.
         """
+        if self._may_leave or self._expect_parts in watchers:  # the second: within a call that has begun
+            yield
+            return
         watchers.append(self._expect_parts)
         try:
             yield
@@ -188,14 +192,14 @@ class MeetingPoint:
             text = "; ".join(f"rank {rank} has left {notice.why}" for rank, notice in sorted(self.left.items()))
             raise RankLeft(f"{NOTHING}; {text}")
 
-    def watch(self, may_leave: bool) -> None:
-        """Raise RankLeft if another rank is in another engine, or has left, unless ranks `may_leave` or die.
+    def watch(self) -> None:
+        """Raise RankLeft if another rank is in another engine, or has left, unless ranks may leave, or die.
 
         For waits of another kind, in which ranks may be in different calls of this engine. Not collective.
         """
-        with suppress(MPI.Exception) if may_leave else nullcontext():  # of messages to dead ranks
+        with suppress(MPI.Exception) if self._may_leave else nullcontext():  # of messages to dead ranks
             self._expect_order(compares_calls=False)
-        if not may_leave:
+        if not self._may_leave:
             self.expect_all()
 
     def _expect_order(self, compares_calls: bool) -> None:

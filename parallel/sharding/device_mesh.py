@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 from collectives import Communicator
@@ -92,8 +93,9 @@ class DeviceMesh:
 
     def close(self) -> None:
         """Free the communicators. Collective, but waits for no rank."""
-        for axis in self._axes.values():
-            axis.comm.Free()
+        with ExitStack() as freed:  # all of them, also after an error
+            for axis in self._axes.values():
+                freed.callback(axis.comm.Free)
         self._axes = {}
 
     def __enter__(self) -> Self:

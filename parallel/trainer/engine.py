@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.errors import Mismatch
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, latest, new_run
 from parallel.checkpoint.step_folders import NAME
 from parallel.data.sampler import Batch, Dataset, prefetch
@@ -193,8 +194,7 @@ class Engine:
         ema : bool
             True to evaluate the moving average of the weights.
         """
-        self._begin("evaluate")
-        with self._average(ema):
+        with self._call("evaluate"), self._average(ema):
             if y is None:
                 return self.inner.evaluate(x, measure)
             expect_same(self._comm, x, y)
@@ -287,8 +287,7 @@ class Engine:
         New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks. Selection
         biases of routers (`SelectionBias`), as ``"1.1.inner.1.router.bias"``, are the last.
         """
-        self._begin("state_dict")
-        with self._average(ema):
+        with self._call("state_dict"), self._average(ema):
             return engine_checkpoint.state_dict(self.inner)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -297,8 +296,8 @@ class Engine:
         With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
         Arrays of another shape are always a ValueError, others on some ranks a RankMismatch. Nothing is changed then.
         """
-        self._begin("load_state_dict")
-        engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
+        with self._call("load_state_dict"):
+            engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
 
     def save(self, directory: str | Path, *, keep: int = 3, overwrite: bool = False, **facts: Any) -> Path:
         """Write a checkpoint into a directory that all ranks see, keep the newest `keep`; returns its folder.
@@ -310,13 +309,15 @@ class Engine:
         `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns; ValueError for
         others. CheckpointError if the checkpoint cannot be written.
         """
-        self._begin("save")
-        collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
-        keep = whole_number("keep", keep, 1)
-        check_equal(self._comm, [("keep", keep), *((name, json.dumps(facts[name])) for name in sorted(facts))])
-        about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
-        about |= {"ranks": self._comm.Get_size(), "user": facts}
-        return engine_checkpoint.save_engine(self.inner, Path(directory), about, keep, Owner(self._run_id, overwrite))
+        with self._call("save"):
+            collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
+            keep = whole_number("keep", keep, 1)
+            check_equal(self._comm, [("keep", keep), *((name, json.dumps(facts[name])) for name in sorted(facts))])
+            about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
+            about |= {"ranks": self._comm.Get_size(), "user": facts}
+            return engine_checkpoint.save_engine(
+                self.inner, Path(directory), about, keep, Owner(self._run_id, overwrite)
+            )
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest in a directory, written in any layout; returns the facts given to `save`.
@@ -324,20 +325,20 @@ class Engine:
         CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or state vectors. A
         remark if these are of another optimizer.
         """
-        self._begin("load")
-        folder: Path | None = Path(path)
-        check_equal(self._comm, [("path", Path(path).name)])
-        if not NAME.fullmatch(Path(path).name):
-            folder = latest(self._comm, Path(path))
-        if folder is None:
-            raise CheckpointError(f"{path} has no checkpoints")
-        found = Checkpoint(self._comm, folder)
-        self.inner.quiesce()
-        engine_checkpoint.fit_engine(found, self.inner, self.optimizer)
-        engine_checkpoint.restore_engine(found, self.inner)
-        self._run_id = found.run
-        self._remarks = (*self._remarks, *engine_checkpoint.other_optimizer(found, self.optimizer))
-        return dict(found.facts.get("user", {}))
+        with self._call("load"):
+            folder: Path | None = Path(path)
+            check_equal(self._comm, [("path", Path(path).name)])
+            if not NAME.fullmatch(Path(path).name):
+                folder = latest(self._comm, Path(path))
+            if folder is None:
+                raise CheckpointError(f"{path} has no checkpoints")
+            found = Checkpoint(self._comm, folder)
+            self.inner.quiesce()
+            engine_checkpoint.fit_engine(found, self.inner, self.optimizer)
+            engine_checkpoint.restore_engine(found, self.inner)
+            self._run_id = found.run
+            self._remarks = (*self._remarks, *engine_checkpoint.other_optimizer(found, self.optimizer))
+            return dict(found.facts.get("user", {}))
 
     def _average(self, ema: bool) -> Any:
         if not ema:
@@ -372,10 +373,10 @@ class Engine:
         if self._is_closed:
             raise RuntimeError(f"{method}: expected an open engine, found one that is closed")
 
-    def _begin(self, method: str) -> None:
-        """Begin a method in which all ranks take part."""
+    def _call(self, method: str) -> AbstractContextManager[None]:
+        """Context of a method in which all ranks take part."""
         self._expect_open(method)
-        self.inner.meet(method)
+        return self.inner.call(method)
 
     def __enter__(self) -> Self:
         self._expect_open("with")
@@ -399,10 +400,11 @@ class Engine:
         self._is_closed = self._is_left = True
         if self._pool is not None:
             self._pool.leave()
-        try:
-            self.inner.__exit__(kind, *others)
-        finally:
-            self._opened.close()
+        with suppress(Mismatch):  # messages of the others may be unread
+            try:
+                self.inner.__exit__(kind, *others)
+            finally:
+                self._opened.close()
 
 
 def _checked(model: Any, loss: Any, optimizer: Any, settings: Settings, options: Mapping[str, Any]) -> Settings:

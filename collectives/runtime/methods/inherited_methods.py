@@ -6,10 +6,10 @@ mpi4py's ``Recv`` or ``bcast`` blocks, and two ranks could deadlock. Without act
 own. While any request is active
 
 - a point-to-point method starts its non-blocking form and makes progress until that is complete;
-- the progress thread is woken before `Sendrecv_replace`, and before a collective call. Where the MPI is not
-  thread-safe, and in reductions of objects, all ranks first complete a non-blocking barrier in every such collective
-  call instead, which progresses the active requests: mpi4py's `allreduce` waits while it holds the interpreter's lock
-  (GIL), so that no other thread runs.
+- the progress thread is woken before `Sendrecv_replace`, and before a collective call, where the MPI is thread-safe.
+
+Where it is not, and in reductions of objects, collective calls begin with a `Barrier` of Chorus, which progresses the
+active requests: mpi4py's `allreduce` waits while it holds the interpreter's lock (GIL), so that no other thread runs.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,6 @@ _EXCHANGES = ("Sendrecv", "sendrecv")
 _PROBES = ("Probe", "Mprobe", "probe", "mprobe")
 
 _WITH_THREAD = (
-    *("barrier", "bcast", "gather", "scatter", "allgather", "alltoall"),
     *("Alltoallw", "Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent", "Cart_map"),
     *("Graph_map", "Create_intercomm", "Spawn", "Spawn_multiple", "Accept", "Connect"),
 )
@@ -57,10 +56,14 @@ class Inherited(MPI.Intracomm):
         thread-safe.
         """
         if after_barrier or not self._threads:
-            progress_until(MPI.Intracomm.Ibarrier(self).Test)
+            self.Barrier()
         elif active_requests:
             progress_thread.wake()
         return call()
+
+    def barrier(self) -> None:
+        """As `Barrier`."""
+        self.Barrier()
 
     def recv(
         self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None

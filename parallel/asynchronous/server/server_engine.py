@@ -110,10 +110,10 @@ class ParameterServer(BaseEngine):
         self.resources.callback(self._order.close)
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
-        self.point = MeetingPoint(comm)
+        self.point = MeetingPoint(comm, settings.fault_tolerant)
         self.resources.callback(self.point.leave, "the engine's constructor")
-        watch = partial(self.point.watch, settings.fault_tolerant)
-        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), watch)
+        watched = peers if is_server else context.servers
+        self._bus = MessageBus(comm, watched, len(context.workers), self.point.watch)
         self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
