@@ -43,6 +43,7 @@ from parallel.runtime.device_memory import PoolLimit
 from parallel.runtime.left_windows import free_left
 from parallel.runtime.meeting_point import MeetingPoint, text_of
 from parallel.runtime.profiler import Profiler, ProfilerEvent
+from parallel.runtime.signals import held
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.validation import expect_integer, expect_mapping
 from quant.types import Array
@@ -57,14 +58,19 @@ class PassResult(NamedTuple):
 
 
 def frees_on_error(construct: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of an engine's constructor: after an error, resources that it has are freed on this rank."""
+    """Decorator of an engine's constructor: after an error, resources that it has are freed on this rank.
+
+    An interrupt takes effect at its end, when the other ranks do not wait for this one any more.
+    """
 
     @wraps(construct)
     def constructor(self: Any, *arguments: Any, **options: Any) -> None:
         try:
-            construct(self, *arguments, **options)
+            with held():
+                construct(self, *arguments, **options)
         except BaseException:
-            self.resources.close()
+            with suppress(Mismatch):  # messages of the others may be unread
+                self.resources.close()
             raise
 
     return constructor

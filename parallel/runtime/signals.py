@@ -1,7 +1,10 @@
 """Signals as a flag, for a stop of all ranks after the same step, instead of an exception on some."""
 
 import signal
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -13,9 +16,9 @@ GRACE = 1.0
 
 
 class InterruptFlag:
-    """Context manager that catches SIGINT, SIGTERM and SIGUSR1: `seen` is then True, `number` the first's (else 0).
+    """Context manager that catches signals, by default SIGINT, SIGTERM, SIGUSR1: `seen` is then True.
 
-    A signal more than `GRACE` seconds after the first one has its previous effect.
+    `number` is that of the first one, 0 before. A signal more than `GRACE` seconds after it has its previous effect.
 
     >>> with InterruptFlag() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
@@ -23,8 +26,8 @@ class InterruptFlag:
     True
     """
 
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
+    def __init__(self, numbers: Sequence[int] = NUMBERS) -> None:
+        self._numbers, self._before = numbers, dict[int, Any]()
         self.number, self._since = 0, 0.0
 
     @property
@@ -32,7 +35,7 @@ class InterruptFlag:
         return self.number > 0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,3 +49,22 @@ class InterruptFlag:
         elif now - self._since > GRACE:
             signal.signal(number, self._before[number])
             signal.raise_signal(number)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Context of calls in which the MPI waits for all ranks, so that none must leave: Ctrl-C has its effect at the end.
+
+    A second one, more than `GRACE` seconds later, has it at once. A no-op in other threads than the main one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is None:  # the second: a handler in C
+        yield
+        return
+    interrupt = InterruptFlag([signal.SIGINT])
+    try:
+        with interrupt:
+            yield
+    finally:
+        if interrupt.seen:
+            signal.raise_signal(signal.SIGINT)

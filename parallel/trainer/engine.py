@@ -97,7 +97,7 @@ class Engine:
         self._comm = comm if isinstance(comm, Communicator) else Communicator(comm)
         with ExitStack() as opened:  # freed again after an error
             if self._comm is not comm:
-                opened.callback(self._comm.close)
+                opened.push(self._comm)
             settings = call_together(self._comm, lambda: _checked(model, loss, optimizer, settings, options))
             check(self._comm, settings)
             expect_free(self._comm, model)

@@ -1,5 +1,6 @@
 """Ctrl-C on one rank, anywhere in a call of all ranks, ends the call on all of them."""
 
+import signal
 import sys
 import time
 
@@ -76,3 +77,35 @@ def test_interrupt_of_one_rank(comm, layout, call, number, tmp_path_factory):
         assert found.type is KeyboardInterrupt
     else:
         assert "KeyboardInterrupt" in str(found.value)
+
+
+class Interrupting(nn.Linear):
+    """Operator whose parameter interrupts one rank when it is initialised, in the engine's constructor."""
+
+    def __init__(self, victim):
+        super().__init__(8, 4)
+        self._victim, self._own = victim, self.weight.init
+        self.weight.init = self.start
+
+    def start(self, random, shape):
+        if MPI.COMM_WORLD.rank == self._victim:
+            signal.raise_signal(signal.SIGINT)
+        return self._own(random, shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_interrupt_of_a_constructor(comm, layout):
+    """The rank raises KeyboardInterrupt at its end; the others have an engine, whose first step fails."""
+    size = comm.Get_size()
+    if size == 1 or layout == "pp:1f1b":
+        pytest.skip("not with these ranks")
+    model = nn.Sequential(Interrupting(size - 1))
+    began = time.monotonic()
+    with (
+        pytest.raises((KeyboardInterrupt, RankLeft)) as found,
+        Engine(model, nn.SoftmaxCrossEntropy(), MPI.COMM_WORLD.Dup(), AdamW(lr=0.05), layout=layout) as made,
+    ):
+        while True:
+            made.step(X, Y)
+    assert time.monotonic() - began < SECONDS
+    assert found.type is (KeyboardInterrupt if comm.rank == size - 1 else RankLeft)
