@@ -1,4 +1,7 @@
-"""Tests for any number of ranks: ``mpiexec -n 3 python -m pytest --with-mpi tests/mpi``."""
+"""Tests for any number of ranks: ``mpiexec -n 3 python -m pytest --with-mpi tests/mpi``.
+
+The default tier runs a test on the numbers of ranks of its folder in `RANKS`, or of its mark `ranks`.
+"""
 
 import shutil
 import tempfile
@@ -8,12 +11,38 @@ from pathlib import Path
 import pytest
 from support.engines import use_interpreter
 
+HERE = Path(__file__).parent
+LARGEST = 3
+"""Ranks of the default tier at most; on more it runs all tests."""
+RANKS = {"collectives": (1, 3), "quant": (1, 3), "parallel": (2,), "scripts": (2,), ".": (1, 3)}
+"""Numbers of ranks of the default tier, by folder: those on which a test can find a fault that no other one finds.
+
+Three ranks are the fewest with a sum whose order matters, a ring with a direction, and a stage in the middle.
+"""
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-mpi looks for the marker
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    size = ranks_of_job() if config.getoption("--with-mpi", False) else None
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.mpi)
+            if size is not None and size <= LARGEST and size not in default_ranks(item):
+                item.add_marker(pytest.mark.full)
+
+
+def ranks_of_job():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_size()
+
+
+def default_ranks(item):
+    """Numbers of ranks on which the default tier runs a test."""
+    mark = item.get_closest_marker("ranks")
+    numbers = mark.args if mark else RANKS[item.path.relative_to(HERE).parent.as_posix()]
+    assert numbers and max(numbers) <= LARGEST, f"{item.nodeid}: expected some of 1 to {LARGEST} ranks, found {numbers}"
+    return numbers
 
 
 @pytest.fixture

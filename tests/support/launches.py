@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,17 @@ def launch_environment(**more):
     return os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
 
 
+OWN_FILE = 'exec "$@" >"$0/$$" 2>&1'
+"""Shell program that runs a command with its output in a file of its own: Python writes an error line in pieces."""
+
+
 def start_ranks(ranks, words, **environment):
-    """Start Python with these words on all ranks; its output and errors are one stream of text."""
-    return _start([MPIEXEC, "-n", str(ranks), sys.executable, *map(str, words)], **environment)
+    """Start Python with these words on all ranks, each of which writes output and errors to a file of its own."""
+    folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")
+    rank = ["sh", "-c", OWN_FILE, folder.name, sys.executable, *map(str, words)]
+    process = _start([MPIEXEC, "-n", str(ranks), *rank], **environment)
+    process.folder = folder
+    return process
 
 
 def _start(command, **environment):
@@ -42,11 +51,15 @@ def start_command(ranks, words, **environment):
 
 
 def ended(process):
-    """Output of a program that `start_ranks` started, after its end; the test's limit of time ends both."""
+    """Output of a started program after its end: of the launcher, then of each rank. The test's limit ends both."""
     try:
-        return process.communicate()[0]
+        texts = [process.communicate()[0]]
     finally:
         process.kill()
+    if folder := getattr(process, "folder", None):
+        with folder:
+            texts += [file.read_text(errors="replace") for file in sorted(Path(folder.name).iterdir())]
+    return "".join(texts)
 
 
 def is_alive(process):

@@ -1,6 +1,6 @@
 """Collectives of the catalogue bound to memory on all ranks of one process, and what must come out."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 
 import numpy as np
@@ -28,6 +28,14 @@ def join(left, right, out):
 
 JOINING = Combiner(join, False)
 ADDING = Combiner(partial(partial, np.add), True, np.add, np.add)
+
+
+@cache
+def letters(rank, n, turn):
+    """Words of a rank: the same array in all cases, read-only."""
+    words = argument_spellings.letters(rank, n, turn)
+    words.flags.writeable = False
+    return words
 
 
 def advance(programs, chance=None):
@@ -94,16 +102,13 @@ class Case:
         for rank in range(self.size):
             self.targets[rank][:] = POISON
             self.sources[rank][:] = POISON
-            letters = self.letters(rank, turn)
+            words = letters(rank, self.n, turn)
             for chunk in self.brings[rank]:
-                self.sources[rank][self.slices[chunk]] = letters[self.slices[chunk]]
-
-    def letters(self, rank, turn):
-        return argument_spellings.letters(rank, self.n, turn)
+                self.sources[rank][self.slices[chunk]] = words[self.slices[chunk]]
 
     def combined(self, chunk, terms, turn):
         """Values of a chunk that combines these terms."""
-        values = [self.letters(origin, turn)[self.slices[chunk]] for origin, _ in terms]
+        values = [letters(origin, self.n, turn)[self.slices[chunk]] for origin, _ in terms]
         whole = values[0]
         for value in values[1:]:
             whole = argument_spellings.join(whole, value) if self.ordered else whole + value
@@ -123,9 +128,10 @@ class Case:
             assert all((self.targets[rank][self.slices[c]] == POISON).all() for c in untaken), (
                 f"rank {rank}: memory outside of what it takes was written to"
             )
+            words = letters(rank, self.n, turn)
             for chunk in self.brings[rank]:
                 place = self.slices[chunk]
-                unharmed = (self.sources[rank][place] == self.letters(rank, turn)[place]).all()
+                unharmed = (self.sources[rank][place] == words[place]).all()
                 assert unharmed, f"rank {rank}: its send buffer was written to"
 
     def step_by_step(self, chance=None):

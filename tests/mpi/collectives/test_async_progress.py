@@ -140,6 +140,7 @@ def test_one_rank_enables_it_for_all_and_new_communicators(world):
         assert not comm._agreed.async_progress
 
 
+@pytest.mark.ranks(2)
 def test_an_aborted_message_is_reported_by_wait(quick):
     """The ranks' lengths differ: the thread finds it, `Wait` raises."""
     if quick.Get_size() != 2:

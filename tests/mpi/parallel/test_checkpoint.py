@@ -11,6 +11,8 @@ from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import complete
 from parallel.trainer.trainer import Training
 
+pytestmark = pytest.mark.ranks(3)
+
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "micro_batch": 5, "dropout": 0.1, "steps": 6}
 
 

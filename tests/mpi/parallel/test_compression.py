@@ -25,6 +25,8 @@ from parallel.optim.optimizers import SGD
 from parallel.runtime.consistency_check import StepFailed
 from quant import grouped
 
+pytestmark = pytest.mark.ranks(3)
+
 HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
 hows = pytest.mark.parametrize("how", HOWS)
 

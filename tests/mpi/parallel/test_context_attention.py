@@ -8,6 +8,8 @@ from parallel.sharding.context.ulysses_attention import refusal
 from parallel.sharding.device_mesh import DeviceMesh
 from parallel.sharding.mesh import Mesh
 
+pytestmark = pytest.mark.ranks(3)
+
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -18,6 +18,8 @@ from parallel.optim.optimizers import AdamW
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.trainer.strategies import strategy_of
 
+pytestmark = pytest.mark.ranks(3)
+
 TOKENS, CONTEXT, HEADS, COUNT, STEPS = 29, 12, 6, 4, 2
 
 

@@ -19,6 +19,8 @@ from parallel.nn.placement import PlacementError
 from parallel.optim.optimizers import AdamW
 from parallel.sharding.mesh import Mesh
 
+pytestmark = pytest.mark.ranks(3)
+
 TOKENS, CONTEXT, HEADS, COUNT = 37, 16, 12, 3
 
 

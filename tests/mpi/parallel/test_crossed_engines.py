@@ -87,6 +87,7 @@ def test_engines_in_different_orders(comm, engine, soon, layout, second):
 PLACES = r"rank \d+ is in \w+ of engine \d+, rank \d+ in \w+ of engine \d+; expected calls in one order on all ranks"
 
 
+@pytest.mark.ranks(3)
 def test_engines_of_some_ranks(comm, engine):
     """The last two ranks differ in the order of an engine of their own; the others notice that they have left."""
     if comm.size < 3:
@@ -137,8 +138,9 @@ def test_hogwild_notices_a_rank_that_has_left(comm, engine):
     assert comm.rank == 0 or time.monotonic() - began < 2
 
 
-def test_an_engine_that_its_rank_has_left(comm, engine, soon):
-    """It refuses calls at once."""
+def test_an_engine_that_its_rank_has_left(comm, engine, monkeypatch):
+    """It refuses calls without patience."""
+    monkeypatch.setattr(call_order, "PATIENCE", 100.0)
     made = engine("dp", Communicator(comm))
     with pytest.raises(RankLeft if comm.rank else ValueError, match="mine"):
         made.step(X, Y)
@@ -149,4 +151,4 @@ def test_an_engine_that_its_rank_has_left(comm, engine, soon):
     began = time.monotonic()
     with pytest.raises(RankLeft, match="rank 0 has left the engine: ValueError: mine"), made:
         made.step(X, Y)
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 50

@@ -7,6 +7,8 @@ from parallel.sharding.device_mesh import DeviceMesh
 from parallel.sharding.mesh import Mesh
 from parallel.sharding.tensor.cut_model import cut
 
+pytestmark = pytest.mark.ranks(2, 3)
+
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("each", [1, 2])

@@ -67,6 +67,7 @@ def alone():
         return trained(made), made.evaluate(*batch(9, 10)), made.state_dict()
 
 
+@pytest.mark.ranks(1, 2, 3)
 @synchronous
 def test_the_same_training_in_every_layout(comm, layout, alone):
     losses, tested, weights = alone
@@ -106,6 +107,7 @@ def test_drawn_micro_batches(comm, layout, alone):
         close(made.state_dict(), alone[2])
 
 
+@pytest.mark.ranks(2, 3)
 @every
 @pytest.mark.parametrize("other", ["zero2", "dp-naive"])
 def test_a_checkpoint_goes_to_any_layout(comm, layout, other, tmp_path_factory):

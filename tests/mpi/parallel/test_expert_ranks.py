@@ -8,6 +8,8 @@ from collectives import Communicator
 from parallel.sharding.device_mesh import MeshAxis
 from parallel.sharding.expert.dispatch import Dispatch
 
+pytestmark = pytest.mark.ranks(3)
+
 NODES = {"one node": lambda rank: 0, "pairs": lambda rank: rank // 2, "in turn": lambda rank: rank % 2}
 
 SCALES = {"": 1, "int8": 1e11, "fp8": 5e11}

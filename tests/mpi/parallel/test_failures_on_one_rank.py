@@ -21,6 +21,8 @@ from parallel.nn.router import RouterSettings
 from parallel.pipeline import runner
 from parallel.runtime.consistency_check import RankLeft, StepFailed
 
+pytestmark = pytest.mark.ranks(3)
+
 TOKENS, LENGTH, WIDTH, SAMPLES = 24, 12, 12, 12
 
 

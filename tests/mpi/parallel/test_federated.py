@@ -15,6 +15,8 @@ from parallel.engine.settings import Settings, complete
 from parallel.nn.flat_params import FlatParams
 from parallel.trainer.trainer import Training
 
+pytestmark = pytest.mark.ranks(3)
+
 RECIPE = {"epochs": 60, "local_epochs": 1, "batch": 10, "optimizer": "sgd", "rate": 0.05}
 
 OPTIONS = {"layout": "federated", "precision": "fp64", "clients": 7, "client_fraction": 0.5, "local_epochs": 2}

@@ -23,6 +23,8 @@ from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.stage_params import REPLICAS
 from parallel.trainer.trainer import Training
 
+pytestmark = pytest.mark.ranks(3)
+
 SAMPLES, BATCH = 23, 8
 """Three steps an epoch, the last of them of 7 samples: a rank's micro-batches are other leaves of the tree then."""
 

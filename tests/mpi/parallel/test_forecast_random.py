@@ -7,6 +7,8 @@ pytest.importorskip("safetensors")
 
 from parallel.cli.conformance.random_training import STRATEGIES, draw_settings, forecast_difference
 
+pytestmark = pytest.mark.ranks(3)
+
 SEEDS = 200
 
 

@@ -14,6 +14,8 @@ from parallel.planning.measured.measured_messages import MeasuredMessages, group
 from parallel.planning.measured.measurement_record import MeasurementRecord
 from parallel.planning.measured.step_forecast import StepForecaster
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 @pytest.fixture(autouse=True)
 def few_repetitions(monkeypatch):

@@ -12,6 +12,8 @@ from parallel.nn.models import transformer
 from parallel.nn.router import Router, RouterSettings
 from parallel.runtime.consistency_check import StepFailed
 
+pytestmark = pytest.mark.ranks(3)
+
 TOKENS, LENGTH, WIDTH = 32, 16, 16
 ROUTERS = {
     "loss": RouterSettings(balance_loss=0.1, z_loss=0.01, noise=True),

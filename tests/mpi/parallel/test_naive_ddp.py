@@ -12,6 +12,8 @@ from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.settings import Settings
 from parallel.optim.optimizers import LAMB, SGD, AdamW
 
+pytestmark = pytest.mark.ranks(3)
+
 STEPS = (4, 3, 5)
 
 

@@ -9,6 +9,8 @@ from support.differential.columns import COLUMNS
 from support.differential.rows import ROWS
 from support.differential.rules import NOT_HELD
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 SAMPLE = {False: 8, True: 1}
 """Rows of a column in the default tier, by whether threads can run it."""
 

@@ -24,6 +24,8 @@ from parallel.optim.optimizers import LAMB, SGD, AdamW
 from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 from parallel.runtime.signals import InterruptFlag
 
+pytestmark = pytest.mark.ranks(3)
+
 STEPS = (7, 1, 4, 3)
 """Micro-batches of each step: more than ranks, fewer than ranks, not divisible."""
 

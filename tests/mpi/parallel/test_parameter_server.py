@@ -24,6 +24,8 @@ from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import LAMB, SGD, AdamW
 from parallel.runtime.consistency_check import StepFailed
 
+pytestmark = pytest.mark.ranks(3)
+
 STEPS = (7, 1, 4, 3)
 """Parts of each step."""
 

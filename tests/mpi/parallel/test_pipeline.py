@@ -24,6 +24,8 @@ from parallel.pipeline.schedule.stage_placement import loop
 from parallel.pipeline.stage_params import REPLICAS
 from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 
+pytestmark = pytest.mark.ranks(3)
+
 STEPS = (6, 6, 5, 1)
 """Micro-batches of each step: as many as are planned, fewer, and fewer than there are replicas."""
 MICROBATCHES = 6

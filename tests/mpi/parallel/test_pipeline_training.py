@@ -10,6 +10,8 @@ from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.runtime.consistency_check import RankMismatch
 from parallel.trainer.trainer import Training, TrainingPlan
 
+pytestmark = pytest.mark.ranks(3)
+
 SAID = {"data": "copy", "model": "gpt:tiny", "length": 16, "batch": 16, "steps": 3, "dropout": 0.1, "warm_up": 0}
 UNITS = 4
 

@@ -9,6 +9,8 @@ from mpi4py import MPI
 
 from parallel.data.work_queue import WorkQueue
 
+pytestmark = pytest.mark.ranks(3)
+
 
 @pytest.fixture
 def pool(comm):

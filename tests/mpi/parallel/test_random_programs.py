@@ -6,6 +6,8 @@ import pytest
 from support.differential.columns import COLUMNS
 from support.differential.random_programs import draw, outcome, problem
 
+pytestmark = pytest.mark.ranks(2, 3)
+
 WHOLE, SAMPLE = 40, 8
 """Programs with the marker `full`, and those of the default tier."""
 

@@ -27,6 +27,8 @@ from parallel.runtime.vector_memory import VectorAllocator
 from parallel.trainer.engine_checkpoint import load_state_dict, state_dict
 from parallel.trainer.trainer import Training
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 NOTHING = ReplicaSums(0.0, 0)
 
 ALL = {

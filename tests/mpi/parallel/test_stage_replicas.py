@@ -23,6 +23,8 @@ from parallel.pipeline.schedule.actions import gradients_by_update
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.runtime.consistency_check import StepFailed
 
+pytestmark = pytest.mark.ranks(3)
+
 RANKS = MPI.COMM_WORLD.Get_size()
 STEPS = (6, 6, 5, 1)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import mpi_launches
 import pytest
 from mpi_launches import ROOT, descendants, end_ranks, exit_on_signals
 from support.launches import MPIEXEC, is_alive, launch_environment, needs_mpiexec
@@ -21,10 +22,14 @@ os.mkdir(f"{sys.argv[1]}/{os.getpid()}")
 time.sleep(1000)
 """
 
+GRACE = 1
+"""Seconds for mpiexec to end ranks that ignore its signal."""
+
 LAUNCH = f"""
 import sys
-from mpi_launches import run_ranks
-run_ranks({MPIEXEC!r}, {RANKS}, ["-c", {RANK!r}, sys.argv[1]], 1000)
+import mpi_launches
+mpi_launches.GRACE = {GRACE}
+mpi_launches.run_ranks({MPIEXEC!r}, {RANKS}, ["-c", {RANK!r}, sys.argv[1]], 1000)
 """
 
 
@@ -63,7 +68,8 @@ def test_ranks_end_with_the_program_that_started_them(tmp_path, number):
     assert_ended(processes)
 
 
-def test_a_launcher_ends_with_ranks_that_ignore_its_signal(tmp_path):
+def test_a_launcher_ends_with_ranks_that_ignore_its_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(mpi_launches, "GRACE", GRACE)
     command = [MPIEXEC, "-n", str(RANKS), sys.executable, "-c", RANK, str(tmp_path)]
     with subprocess.Popen(command, env=launch_environment(), start_new_session=True) as launcher:
         wait_for_ranks(launcher, tmp_path)

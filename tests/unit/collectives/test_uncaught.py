@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launches import needs_mpiexec, start_ranks
+from support.launches import ended, needs_mpiexec, start_ranks
 from support.tiers import default
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,13 +126,13 @@ def run(source, *, shared=True, before=(), **more):
     program, began = START.replace("SHARED", str(shared)) + source, time.time()
     process = start_ranks(3, (*before, "-c", program), **more)
     try:
-        output = process.communicate(timeout=LIMIT)[0]
-        ended = time.time()
+        process.wait(LIMIT)
     except subprocess.TimeoutExpired:
         process.terminate()
-        pytest.fail(f"the job has not ended after {LIMIT} s:\n{process.communicate()[0]}")
-    failed = max((float(text) for text in re.findall(r"failed at ([\d.]+)", output)), default=ended)
-    return process.returncode, output, ended - failed < max(AT_ONCE, 5 * (failed - began))
+        pytest.fail(f"the job has not ended after {LIMIT} s:\n{ended(process)}")
+    end, output = time.time(), ended(process)
+    failed = max((float(text) for text in re.findall(r"failed at ([\d.]+)", output)), default=end)
+    return process.returncode, output, end - failed < max(AT_ONCE, 5 * (failed - began))
 
 
 def check(done, error="ValueError: no such sample", status=1):

@@ -99,7 +99,7 @@ def test_the_same_digits_on_other_ranks_and_layouts(tmp_path):
 
 def test_a_wrong_argument_ends_all_ranks():
     """In a process of its own; tests/mpi/scripts/test_train_arguments.py has the other arguments."""
-    output = run("--rate", "-1", ranks=3, status=2)
+    output = run("--rate", "-1", status=2)
     assert output.count("rate: expected a number from 0 on, found -1") == 1 and "Traceback" not in output, output
 
 
