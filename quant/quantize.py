@@ -273,7 +273,7 @@ def _divisors(spec: QuantSpec, ideal: Array, stored: Array) -> tuple[Array, bool
 
 def _encode(rows: Array, out: QuantizedArray, divisors: tuple[Array, bool], zeros: Array | None, key: Any) -> None:
     xp, spec, size = array_namespace(rows), out.spec, out.layout.blocks.size
-    code = _code(spec, key, rows)
+    code: Any = _code(spec, key, rows)
     if spec.linear:
         kernels.encode_linear(rows, size, *divisors, zeros, code, out.part("codes"))
         return

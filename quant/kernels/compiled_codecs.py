@@ -110,7 +110,9 @@ def quantize_groups(
         out = out.reshape(cut.shape) if bits == 8 else out[None]
     way = FORMS.index(rule.form), rule.inverse, rule.peak, rule.top
     each = rows.size // size // len(gammas) if gammas is not None else 0
-    return bool(c.quantize(cut, size, rule.steps, *way, gammas, each, *_code(code, bits=bits), items.view(np.uint8), out))
+    return bool(
+        c.quantize(cut, size, rule.steps, *way, gammas, each, *_code(code, bits=bits), items.view(np.uint8), out)
+    )
 
 
 def _decode(
