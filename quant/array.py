@@ -11,7 +11,7 @@ from quant.formats import as_float32, values
 from quant.kernels import LinearCode, array_namespace
 from quant.layout import BufferLayout, BufferPart, layout
 from quant.scaling.codebook import stored_levels
-from quant.scaling.scales import joined, numbers_of, spread
+from quant.scaling.scales import numbers_of, scale_values
 from quant.spec.granularity import GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, shape_of, to_rows
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -134,10 +134,14 @@ class QuantizedArray:
         levels = self.spec.scales.levels
         if self.spec.code == "kmeans":
             return array_namespace(self.buffer).ones(self._group_shape, np.float32)
-        numbers = [_aligned(numbers_of(self.items(f"scale{i}"), level.format)) for i, level in enumerate(levels)]
-        outer = numbers.pop()
-        for own, level in zip(reversed(numbers), reversed(self.layout.parent_levels)):
-            outer = joined(spread(outer, level).reshape(-1), own)
+        last = len(levels) - 1
+        outer = _aligned(numbers_of(self.items(f"scale{last}"), levels[last].format))
+        for i, blocks in reversed(list(enumerate(self.layout.parent_levels))):
+            numbers = array_namespace(outer).empty((blocks.rows, blocks.length), np.float32)
+            table = array_namespace(outer).asarray(scale_values(levels[i].format))
+            about = self.part(f"scale{i}"), levels[i].bits, blocks.size, outer.reshape(blocks.rows, blocks.per_row)
+            kernels.decode_table(*about, table, numbers, False)
+            outer = numbers
         return outer.reshape(self._group_shape)
 
     def levels(self) -> Array:
@@ -246,8 +250,7 @@ class QuantizedArray:
             code = LinearCode.of(spec)
             kernels.decode_linear(self.part("codes"), size, self.scales(), self.zeros(), code, rows, add)
         else:
-            codes = self.items("codes").reshape(rows.shape)
-            kernels.decode_table(codes, size, self.scales(), self.levels(), rows, add)
+            kernels.decode_table(self.part("codes"), spec.bits, size, self.scales(), self.levels(), rows, add)
 
     # -------------------------------------------------------------------------------------- by groups
 

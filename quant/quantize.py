@@ -7,8 +7,8 @@ import numpy as np
 
 from quant import kernels
 from quant.array import QuantizedArray, writable
-from quant.formats import GREATEST, as_float32, values
-from quant.kernels import LinearCode, ScaleRule, array_namespace, surely_all
+from quant.formats import GREATEST, MINIFLOATS, as_float32, values
+from quant.kernels import Code, LinearCode, ScaleRule, array_namespace, surely_all
 from quant.layout import layout
 from quant.scaling import codebook
 from quant.scaling import scales as scaling
@@ -70,9 +70,7 @@ def quantize(
         if scales is not None:
             raise ValueError("kmeans fits its own levels and takes no scales")
         codebook.fit_into(rows, out)
-    elif scales is not None or not quantize_in_one_pass(
-        rows, spec, out.layout.blocks.size, out.part("scale0"), out.part("codes")
-    ):
+    elif scales is not None or not _in_one_pass(rows, out):
         _quantize_groups(x, rows, out, scales, zeros, nonfinite, key)
     return out
 
@@ -146,16 +144,53 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def quantize_in_one_pass(rows: Array, spec: QuantSpec, size: int, scales: Array, codes: Array) -> bool:
-    """Quantise rows by a fused kernel, in groups of `size`; False if there is none, or a scale is not finite."""
-    form = spec.scales.format
-    usual = spec.linear and spec.symmetric and spec.signed and not spec.scales.parent
-    if not usual or form not in ("fp32", "fp16", "bf16") or spec.rounding == "stochastic":
+def quantize_in_one_pass(
+    rows: Array, spec: QuantSpec, size: int, scales: Array, codes: Array, gammas: Array | None = None
+) -> bool:
+    """Quantise rows by a fused kernel, in groups of `size`; False if there is none, or a scale does not fit.
+
+    `gammas` are the stored parents of scales, if they have any.
+    """
+    form, top = spec.scales.format, 0.0
+    usual = spec.symmetric and spec.signed and (gammas is None) == (spec.scales.parent is None)
+    if not usual or spec.rounding == "stochastic":
         return False
     if isinstance(scales, np.ndarray) and not scales.flags.aligned:
         return False
-    rule = ScaleRule(scaling.steps(spec), form, spec.divisor == "inverse", spec.q_range == "peak")
-    return kernels.quantize_linear(rows, size, rule, LinearCode.of(spec), scales, codes)
+    if form.startswith("uint"):
+        form, top = "whole", scaling.LARGEST[form]
+    elif form == "e8m0" and spec.minifloat:
+        form, top = "octaves", float(MINIFLOATS[spec.code].highest)
+    rule = ScaleRule(scaling.steps(spec), form, spec.divisor == "inverse", spec.q_range == "peak", top)
+    return kernels.quantize_groups(rows, size, rule, _code(spec, None, rows), spec.bits, gammas, scales, codes)
+
+
+def _in_one_pass(rows: Array, out: QuantizedArray) -> bool:
+    """Quantise rows into `out` by a fused kernel, after one for the largest elements that share a parent's scale."""
+    spec, size, levels = out.spec, out.layout.blocks.size, out.layout.parent_levels
+    scales, codes = out.part("scale0"), out.part("codes")
+    if not levels:
+        return quantize_in_one_pass(rows, spec, size, scales, codes)
+    if rows.shape[1] % size or levels[0].length % levels[0].size or not (spec.symmetric and spec.signed):
+        return False
+    most = kernels.absmax(rows.reshape(1, -1), size * levels[0].size)
+    if not surely_all(array_namespace(most).isfinite(most)):
+        return False
+    ideal = scaling.symmetric_scale(spec, most)
+    outer = scaling.store_parent(ideal, spec.scales, levels, spec.divisor == "stored")
+    items = scales if spec.scales.bits == 8 else np.empty(out.groups, np.uint8)
+    if not quantize_in_one_pass(rows, spec, size, items, codes, outer.scales.reshape(-1)):
+        return False
+    for number, raw in enumerate((items, *outer.levels)):
+        out.put(f"scale{number}", raw)
+    return True
+
+
+def _code(spec: QuantSpec, key: Any, rows: Array) -> Code:
+    """Code of a spec as kernels take it."""
+    if spec.linear:
+        return LinearCode.of(spec, key)
+    return spec.code if spec.minifloat else array_namespace(rows).asarray(codebook.thresholds(values(spec.code)))
 
 
 def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:
@@ -238,14 +273,14 @@ def _divisors(spec: QuantSpec, ideal: Array, stored: Array) -> tuple[Array, bool
 
 def _encode(rows: Array, out: QuantizedArray, divisors: tuple[Array, bool], zeros: Array | None, key: Any) -> None:
     xp, spec, size = array_namespace(rows), out.spec, out.layout.blocks.size
+    code: Any = _code(spec, key, rows)
     if spec.linear:
-        kernels.encode_linear(rows, size, *divisors, zeros, LinearCode.of(spec, key), out.part("codes"))
+        kernels.encode_linear(rows, size, *divisors, zeros, code, out.part("codes"))
         return
     codes = out.part("codes") if spec.bits == 8 else xp.empty(out.size, np.uint8)
     if spec.minifloat:
-        kernels.encode_float(rows, size, *divisors, spec.code, key, codes.reshape(rows.shape))
+        kernels.encode_float(rows, size, *divisors, code, key, codes.reshape(rows.shape))
     else:
-        thresholds = xp.asarray(codebook.thresholds(values(spec.code)))
-        kernels.encode_table(rows, size, *divisors, thresholds, codes.reshape(rows.shape))
+        kernels.encode_table(rows, size, *divisors, code, codes.reshape(rows.shape))
     if spec.bits < 8:
         out.put("codes", codes)

@@ -96,7 +96,8 @@ class RowFormat:
         if self.spec.linear:
             kernels.decode_linear(*about, None, LinearCode.of(self.spec), out, False)
         else:
-            kernels.decode_table(*about, array_namespace(wire).asarray(values(self.spec.code)), out, False)
+            codes, *rest = about
+            kernels.decode_table(codes, 8, *rest, array_namespace(wire).asarray(values(self.spec.code)), out, False)
         return out
 
     def _check(self, rows: Array, wire: Array, written: Array) -> None:

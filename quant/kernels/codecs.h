@@ -5,43 +5,35 @@
 
 #include <string.h>
 
+#include "formulas.h"
 #include "kernel.h"
 
 #define DO_PRAGMA(TEXT) _Pragma(#TEXT)
 
-enum { MAGNITUDE = 0x7FFFFFFF, NORMAL = 0x00800000, INFINITE = 0x7F800000 };
-enum { BLOCK = 32 /* codes that are packed together */, CHUNK = 512 /* elements of a temporary array */ };
-enum { NEAREST_EVEN, HALF_AWAY, HALF_UP, STOCHASTIC };
-enum { PLAIN, AFTER, BEFORE }; /* zero point: none, added after rounding, or added before */
-enum { FP32, FP16, BF16 };
+enum { BLOCK = 32 /* codes that are packed together */ };
+enum { NEAR = 2048 /* elements that stay in the L1 cache from one loop to the next, whole blocks */ };
 
-#define GREATEST 3.4028234663852886e38f
-
-/* Functions of the table in codecs.c: name, signature. */
-#define CODECS(CODEC)                           \
-    CODEC(absmax, "fiF")                        \
-    CODEC(peak, "fiF")                          \
-    CODEC(minmax, "fiFF")                       \
-    CODEC(encode_linear, "fiff?iiirrriiiB")     \
-    CODEC(quantize_linear, "firiiiirrriB~B~")   \
-    CODEC(decode_bytes, "b~if~f?iiiF")          \
-    CODEC(decode_nibbles, "biff?iiF")           \
-    CODEC(encode_float, "fifiiiiriiiB")         \
-    CODEC(encode_table, "fififiB")              \
-    CODEC(decode_table, "b~if~fiiF")            \
-    CODEC(add_rows, "b~if~f?Flf?")              \
-    CODEC(multiply_rows, "b~if~f?flF")          \
-    CODEC(pack, "biB")                          \
-    CODEC(unpack, "biB")                        \
+/* Functions of the table in codecs.c: name, signature. CODE stands for the fields of `Code`. */
+#define CODE "iiiiiirrriif?"
+#define CODECS(CODEC)                            \
+    CODEC(absmax, "fiF")                         \
+    CODEC(peak, "fiF")                           \
+    CODEC(minmax, "fiFF")                        \
+    CODEC(encode, "fifif?" CODE "B")             \
+    CODEC(quantize, "firiiirf?i" CODE "B~B~")    \
+    CODEC(decode, "b~if~f?iiif?iF")              \
+    CODEC(add_rows, "b~if~f?Flf?")               \
+    CODEC(multiply_rows, "b~if~f?flF")           \
+    CODEC(pack, "biB")                           \
+    CODEC(unpack, "biB")                         \
     CODEC(optimal_edges, "diiDDWL")
 
 #define DECLARE(NAME, SIGNATURE) double run_##NAME(const Argument *a);
 CODECS(DECLARE)
 
-/* 16 numbers, at any address. */
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(1), may_alias));
-typedef float Floats __attribute__((vector_size(64), aligned(1), may_alias));
+/* Codes of `bits` bits in blocks, and those of the last, shorter block as a stream of bits. */
+void pack_codes(const uint8_t *codes, int64_t count, int bits, uint8_t *out);
+void unpack_codes(const uint8_t *packed, int64_t count, int bits, uint8_t *codes);
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -49,50 +41,16 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t groups_of(int64_t columns, int64_t size) { return (columns + size - 1) / size; }
 INLINE int64_t width_of(int64_t columns, int64_t size, int64_t group) { return least(size, columns - group * size); }
 
-INLINE float load_float(const char *from) {
-    float x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-/* Run CALL(count) with a count that is known to the compiler for groups of 16 and 32, the most frequent ones. */
-#define SHORT_COUNTS(COUNT, CALL) \
-    do {                          \
-        if ((COUNT) == 32)        \
-            CALL(32);             \
-        else if ((COUNT) == 16)   \
-            CALL(16);             \
-        else                      \
-            CALL(COUNT);          \
+/* Run CALL(count) with a count that is known to the compiler for the most frequent sizes of groups. */
+#define COUNTS(COUNT, CALL)                \
+    do {                                   \
+        switch (COUNT) {                   \
+        case 16: CALL(16); break;          \
+        case 32: CALL(32); break;          \
+        case 64: CALL(64); break;          \
+        case 128: CALL(128); break;        \
+        default: CALL(COUNT);              \
+        }                                  \
     } while (0)
-
-/* The largest finite number instead of infinity; NaN stays NaN. */
-INLINE float clamped(float r) {
-    r = r > GREATEST ? GREATEST : r;
-    return r < -GREATEST ? -GREATEST : r;
-}
-
-/* Element in units of its scale. */
-INLINE void scaled(const float *restrict r, int64_t count, float by, bool multiply, float *restrict t) {
-    if (multiply)
-        for (int64_t i = 0; i < count; i++)
-            t[i] = r[i] * by;
-    else
-        for (int64_t i = 0; i < count; i++)
-            t[i] = r[i] / by;
-}
-
-INLINE uint32_t mixed(uint32_t word) {
-    word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
-    word = (word ^ (word >> 13)) * 0xC2B2AE35u;
-    return word ^ (word >> 16);
-}
-
-/* Random number in [0, 1) of an element, a function of its number and the key. */
-INLINE float uniform(uint64_t number, uint32_t key0, uint32_t key1) {
-    const uint32_t low = (uint32_t)number, high = (uint32_t)(number >> 32);
-    const uint32_t word = mixed(mixed(low ^ key0) + (high * 0x9E3779B9u + key1));
-    return (float)(int32_t)(word >> 8) * 5.9604644775390625e-8f;
-}
 
 #endif

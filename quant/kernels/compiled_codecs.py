@@ -14,16 +14,12 @@ import numpy as np
 from quant.formats import MINIFLOATS
 from quant.kernels import _codecs as c  # type: ignore[attr-defined]
 from quant.kernels import reference_clusters, reference_codecs
-from quant.kernels.reference_codecs import LinearCode, ScaleRule
-from quant.packing import BLOCK
+from quant.kernels.reference_codecs import Code, LinearCode, ScaleRule
 from quant.spec.quant_spec import ROUNDINGS
 from quant.types import Array
 
-PLAIN, AFTER, BEFORE = range(3)
-"""Zero point: none, added after rounding, or added before."""
-
-FORMS = ("fp32", "fp16", "bf16")
-"""Formats of scales that `quantize_linear` stores."""
+FORMS = ("fp32", "fp16", "bf16", "e8m0", "e4m3", "whole", "octaves")
+"""Formats of scales that `quantize_groups` stores, numbered as in encode.c."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels of this module by the reference's names."""
@@ -70,107 +66,91 @@ def minmax(rows: Array, size: int) -> tuple[Array, Array]:
     return low, high
 
 
-# ------------------------------------------------------------------------------------------ linear codes
+# ------------------------------------------------------------------------------------------ codes
 
 
-def _packs_nibbles(bits: int, size: int, rows: Array) -> bool:
-    """True if 4-bit codes can be packed as they are encoded: all groups are whole blocks of 32."""
-    return bits == 4 and size % BLOCK == 0 and rows.shape[1] % size == 0
+def _code(code: Code, key: tuple[int, int] | None = None, bits: int = 8) -> tuple[Any, ...]:
+    """Arguments of a kernel in C that stand for a code: the fields of `Code` in encode.c."""
+    if isinstance(code, LinearCode):
+        limits = code.low, code.high, code.bias
+        return 0, ROUNDINGS.index(code.rounding), code.bits, 0, 0, 0, *limits, *(code.key or (0, 0)), None
+    if isinstance(code, str):
+        kind, rounding = MINIFLOATS[code], ROUNDINGS.index("stochastic") if key else 0
+        about = rounding, bits, kind.bits, kind.mantissa, 127 + kind.lowest
+        return 1, *about, 0, kind.largest, 0, *(key or (0, 0)), None
+    return 2, 0, bits, 0, 0, 0, 0, 0, 0, 0, 0, np.ascontiguousarray(code)
 
 
 @kernel
 def encode_linear(
     rows: Array, size: int, by: Array, multiply: bool, zeros: Array | None, code: LinearCode, out: Array
 ) -> None:
-    shift = PLAIN
-    if zeros is not None:
-        shift = AFTER if (zeros == np.rint(zeros)).all() else BEFORE
-    nibbles = _packs_nibbles(code.bits, size, rows)
-    codes = out if nibbles or code.bits == 8 else np.empty(rows.size, np.uint8)
-    limits = code.low, code.high, code.bias
-    way = bool(multiply), ROUNDINGS.index(code.rounding), shift
-    c.encode_linear(_cut(rows, size)[0], size, by, zeros, *way, *limits, *(code.key or (0, 0)), nibbles, codes)
-    if codes is not out:
-        pack(codes, code.bits, out)
-
-
-@kernel
-def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, scales: Array, out: Array) -> bool:
-    nibbles = _packs_nibbles(code.bits, size, rows)
-    codes = out if nibbles or code.bits == 8 else np.empty(rows.size, np.uint8)
-    cut, items = rows, scales.view(np.float32 if rule.form == "fp32" else np.uint16)
-    if out.ndim == 1:
-        cut, items = _cut(rows, size, items)
-        codes = codes.reshape(len(cut), -1)
-    elif items.ndim == 1:
-        items = items.reshape(len(cut), -1)
-    way = FORMS.index(rule.form), rule.inverse, rule.peak, ROUNDINGS.index(code.rounding)
-    limits = code.low, code.high, code.bias
-    if not c.quantize_linear(cut, size, rule.steps, *way, *limits, nibbles, items.view(np.uint8), codes):
-        return False
-    if code.bits < 8 and not nibbles:
-        pack(codes.reshape(-1), code.bits, out)
-    return True
-
-
-@kernel
-def decode_linear(
-    packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
-) -> None:
-    codes, target = packed, out
-    if _packs_nibbles(code.bits, size, out):
-        c.decode_nibbles(packed, size, scales, zeros, code.bias, bool(add), out)
-        return
-    if packed.ndim == 1:
-        target, scales = _cut(out, size, scales)
-    if code.bits < 8:
-        codes = np.empty(out.size, np.uint8)
-        unpack(packed, code.bits, codes)
-    signed = bool(code.signed and not code.bias)
-    c.decode_bytes(codes.reshape(target.shape), size, scales, zeros, signed, code.bias, bool(add), target)
-
-
-# ------------------------------------------------------------------------------------------ small floats and tables
+    c.encode(_cut(rows, size)[0], size, by, bool(multiply), zeros, *_code(code), out)
 
 
 @kernel
 def encode_float(
     rows: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
 ) -> None:
-    kind = MINIFLOATS[code]
-    shape = 127 + kind.lowest, kind.mantissa, kind.bits - 1, kind.largest
-    cut = _cut(rows, size)[0]
-    c.encode_float(cut, size, by, bool(multiply), *shape, key is not None, *(key or (0, 0)), out)
+    c.encode(_cut(rows, size)[0], size, by, bool(multiply), None, *_code(code, key), out)
 
 
 @kernel
 def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: Array, out: Array) -> None:
-    limits = np.ascontiguousarray(thresholds)
-    c.encode_table(_cut(rows, size)[0], size, by, bool(multiply), limits, limits.ndim > 1, out)
+    c.encode(_cut(rows, size)[0], size, by, bool(multiply), None, *_code(thresholds), out)
 
 
 @kernel
-def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
-    target, scales = _cut(out, size, scales)
-    table = np.ascontiguousarray(levels)
-    c.decode_table(codes.reshape(target.shape), size, scales, table, table.ndim > 1, bool(add), target)
+def quantize_groups(
+    rows: Array, size: int, rule: ScaleRule, code: Code, bits: int, gammas: Array | None, scales: Array, out: Array
+) -> bool:
+    cut, items = rows, scales
+    if out.ndim == 1:
+        cut, items = _cut(rows, size, scales)
+        out = out.reshape(cut.shape) if bits == 8 else out[None]
+    way = FORMS.index(rule.form), rule.inverse, rule.peak, rule.top
+    each = rows.size // size // len(gammas) if gammas is not None else 0
+    return bool(
+        c.quantize(cut, size, rule.steps, *way, gammas, each, *_code(code, bits=bits), items.view(np.uint8), out)
+    )
 
 
-# ------------------------------------------------------------------------------------------ packing
+def _decode(
+    packed: Array, bits: int, size: int, scales: Array, zeros: Array | None, how: tuple[int, int], levels: Array | None,
+    out: Array, add: bool,
+) -> None:  # fmt: skip
+    target = out
+    if packed.ndim == 1:
+        target, scales = _cut(out, size, scales)
+        packed = packed[None] if bits < 8 else packed.reshape(target.shape)
+    c.decode(packed, size, scales, zeros, bits, *how, levels, bool(add), target)
+
+
+@kernel
+def decode_linear(
+    packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
+) -> None:
+    how = (128, 128) if code.signed and not code.bias else (0, code.bias)
+    _decode(packed, code.bits, size, scales, zeros, how, None, out, add)
+
+
+@kernel
+def decode_table(packed: Array, bits: int, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
+    table, codes = np.ascontiguousarray(levels), packed
+    if table.ndim > 1 and bits < 8:
+        codes, bits = np.empty(out.size, np.uint8), 8
+        unpack(packed, table.shape[-1].bit_length() - 1, codes)
+    _decode(codes, bits, size, scales, None, (0, 0), table, out, add)
 
 
 @kernel
 def pack(codes: Array, bits: int, out: Array) -> None:
-    whole = len(codes) // BLOCK
     c.pack(codes, bits, out)
-    reference_codecs.pack(codes[whole * BLOCK :], bits, out[whole * 4 * bits :])
 
 
 @kernel
 def unpack(packed: Array, bits: int, out: Array) -> None:
-    whole = len(out) // BLOCK
     c.unpack(packed, bits, out)
-    reference_codecs.unpack(packed[whole * 4 * bits :], bits, out[whole * BLOCK :])
 
 
 # ------------------------------------------------------------------------------------------ rows of bytes

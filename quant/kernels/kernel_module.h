@@ -30,7 +30,7 @@ typedef struct {
     Run run_double; /* for float64; NULL without arrays of letter x */
 } Kernel;
 
-enum { MOST_ARGUMENTS = 16, LONG_ARRAY = 2048 /* elements; from here on other threads of Python may run */ };
+enum { MOST_ARGUMENTS = 24, LONG_ARRAY = 2048 /* elements; from here on other threads of Python may run */ };
 
 static PyObject *unsuited; /* exception class */
 

@@ -51,16 +51,22 @@ class LinearCode(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """Rule for a group's scale in `quantize_linear`: largest |r| divided by `steps`, stored as fp32, fp16 or bf16.
+    """Rule for a group's scale in `quantize_groups`: largest |r| divided by `steps`, stored in a format.
 
-    With `inverse`, codes are r times the inverse of the unrounded scale, instead of r divided by the stored scale. With
-    `peak`, the scale has the sign of the element of largest magnitude, relative to the sign of `steps`.
+    `form` is fp32, fp16, bf16, e8m0, e4m3; "whole" (numbers up to `top`); or "octaves": the power of two of the largest
+    |r| times 2^-top. With `inverse`, codes are r times the inverse of the unrounded scale, instead of r divided by the
+    stored scale. With `peak`, the scale has the sign of the element of largest magnitude, relative to that of `steps`.
     """
 
     steps: float
     form: str
     inverse: bool
     peak: bool
+    top: float
+
+
+Code = LinearCode | str | Array
+"""Linear code; name of a small float; or thresholds, which the code of an element counts."""
 
 
 TILE = 1 << 16
@@ -327,12 +333,15 @@ def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: 
         _groups(codes, tile)[...] = count
 
 
-def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, scales: Array, out: Array) -> bool:
-    """Write scales and codes in one pass, return True; False without such a kernel, or if a stored scale is not finite.
+def quantize_groups(
+    rows: Array, size: int, rule: ScaleRule, code: Code, bits: int, gammas: Array | None, scales: Array, out: Array
+) -> bool:
+    """Write scales and packed codes in one pass, return True; False without such a kernel, or if a scale does not fit.
 
-    The reference has none: the result is that of `absmax`, `quant.scaling.scales` and `encode_linear`. Elements need
-    not be finite; rounding is not stochastic. `scales` has shape (rows * groups,): float32, or uint16 for halves. Codes
-    of 8 bits and their scales may be matrices with gaps between rows.
+    The reference has none: the result is that of `absmax`, `quant.scaling.scales` and the codes. Elements need not be
+    finite; rounding is not stochastic. `scales` has an item per group: float32, uint16 for halves, else a byte. Codes
+    of 8 bits and their scales may be matrices with gaps between rows. `gammas`, float32, are parent scales, each for as
+    many groups, in order, none of which is short.
     """
     return False
 
@@ -373,15 +382,18 @@ def decode_linear(
 
 
 @unchecked
-def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
-    """Decode codes q, a byte each, to `out` by a table: S levels[q], or with `add` added to `out`.
+def decode_table(packed: Array, bits: int, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
+    """Decode packed codes q to `out`, a matrix of rows, by a table: S levels[q], or with `add` added to `out`.
 
-    `levels` has shape (k,), or (rows, groups, k) for levels per group.
+    `levels` has shape (k,), or (rows, groups, k) for levels per group. Codes of 8 bits may be a matrix with gaps.
     """
-    xp = array_namespace(codes)
-    cut, tiles = _cut(codes, size)
-    shape = _per_group(cut, size)
-    scales, target = scales.reshape(shape), out.reshape(cut.shape)
+    xp = array_namespace(packed)
+    target, tiles = _cut(out, size)
+    shape = _per_group(target, size)
+    codes = packed if bits == 8 else xp.empty(out.size, xp.uint8)
+    if bits < 8:
+        unpack(packed, bits, codes)
+    cut, scales = codes.reshape(target.shape), scales.reshape(shape)
     own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
     clamp = _may_overflow(scales, LARGEST_LEVEL)
     for tile in tiles:

@@ -3,12 +3,13 @@
 One number per group, the same code for every form of kernel.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from quant.formats import GREATEST, MINIFLOATS, values
-from quant.kernels import absmax, array_namespace, minifloat_bits, surely_all
+from quant.kernels import absmax, array_namespace, decode_table, minifloat_bits, surely_all
 from quant.spec.granularity import GroupBlocking
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -50,18 +51,17 @@ def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
 
     The scale of MX formats is 2^(floor(log2 max) - emax), at which the largest elements may clip.
     """
-    if spec.linear:
-        return divided(size, steps(spec))
-    if not spec.minifloat:
-        return divided(size, float(abs(values(spec.code)).max()))
-    kind = MINIFLOATS[spec.code]
-    if spec.scales.format == "e8m0":
-        return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - kind.highest)
-    return divided(size, kind.largest)
+    if spec.minifloat and spec.scales.format == "e8m0":
+        return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - MINIFLOATS[spec.code].highest)
+    return divided(size, steps(spec))
 
 
 def steps(spec: QuantSpec) -> float:
-    """Divisor n of a symmetric linear code: a group's scale is its largest magnitude / n; negative for q_range peak."""
+    """Divisor n of a symmetric code: a group's scale is its largest magnitude / n; negative for q_range peak."""
+    if spec.minifloat:
+        return MINIFLOATS[spec.code].largest
+    if not spec.linear:
+        return float(abs(values(spec.code)).max())
     if not spec.signed:
         return spec.q_max
     most = 2.0 ** (spec.bits - 1)
@@ -131,10 +131,16 @@ def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...],
         return StoredScales((raw,), numbers)
     xp, blocks = array_namespace(scale), parent_levels[0]
     most = absmax(scale.reshape(blocks.rows, blocks.length), blocks.size)
-    outer = _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], up)
+    outer = store_parent(most, kind, parent_levels, up)
     gamma = spread(outer.scales, blocks).reshape(scale.shape)
     raw, numbers = round_to(scale / xp.where(gamma == 0, np.float32(1), gamma), kind.format, up)
     return StoredScales((raw, *outer.levels), joined(gamma, numbers))
+
+
+def store_parent(most: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...], up: bool) -> StoredScales:
+    """Parents of scales, from the largest scale of each of their groups."""
+    assert kind.parent is not None
+    return _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], up)
 
 
 def joined(gamma: Array, numbers: Array) -> Array:
@@ -202,11 +208,17 @@ def numbers_of(raw: Array, form: str) -> Array:
         return raw.view(xp.float16).astype(xp.float32)
     if form == "bf16":
         return (raw.astype(xp.uint32) << 16).view(xp.float32)
+    numbers, one = xp.empty((1, raw.size), np.float32), xp.ones((1, min(raw.size, 1)), np.float32)
+    decode_table(raw.reshape(-1), 8, max(raw.size, 1), one, xp.asarray(scale_values(form)), numbers, False)
+    return numbers.reshape(raw.shape)
+
+
+@cache
+def scale_values(form: str) -> np.ndarray:
+    """Table of the value of every item of a format of at most 8 bits: float32, cached."""
     if form == "e8m0":
-        return xp.where(raw == 255, np.float32(np.nan), _two_to(raw.astype(xp.int32) - 127))
-    if form == "e4m3":
-        return xp.asarray(values(form))[raw]
-    return raw.astype(xp.float32)
+        return np.append(_two_to(np.arange(-127, 128, dtype=np.int32)), np.float32(np.nan))
+    return values(form) if form == "e4m3" else np.arange(LARGEST[form] + 1, dtype=np.float32)
 
 
 NAN = {"fp32": np.float32(np.nan), "fp16": np.uint16(0x7E00), "bf16": np.uint16(0x7FC0), "e8m0": 255, "e4m3": 127}
