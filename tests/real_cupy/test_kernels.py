@@ -44,9 +44,10 @@ def registers_and_spills(source, options, architecture, kernels=1):
 def repeat(cupy, entry):
     """Make a recorded call of a kernel with CuPy; return (name, source, compiler options) of all that it launched."""
     first, *others = entry["arguments"]
-    *texts, preamble = first["kernel"]
+    takes, gives, body, name, preamble, *options = first["kernel"]
     cupy_without_driver.LAUNCHED.clear()
-    cupy.ElementwiseKernel(*texts, preamble=preamble)(*(decoded(cupy, value) for value in others))
+    kernel = cupy.ElementwiseKernel(takes, gives, body, name, preamble=preamble, options=tuple(options))
+    kernel(*(decoded(cupy, value) for value in others))
     return [(name, *cupy_without_driver.SOURCES[code]) for name, code in cupy_without_driver.LAUNCHED]
 
 
