@@ -300,7 +300,7 @@ class Optimizer(metaclass=TorchNames):
             self._workspace(piece.weights)
             if not isinstance(piece.weights, np.ndarray):
                 self._numbers(piece)
-                table = device_updates.largest_table(len(self._runs(piece)), piece.weights.dtype)
+                table = device_updates.empty_table(len(self._runs(piece)), piece.weights.dtype)
                 if self._reserved is None or table.nbytes > self._reserved.nbytes:
                     self._reserved = table
 

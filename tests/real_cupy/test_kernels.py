@@ -44,9 +44,10 @@ def registers_and_spills(source, options, architecture, kernels=1):
 def repeat(cupy, entry):
     """Make a recorded call of a kernel with CuPy; return (name, source, compiler options) of all that it launched."""
     first, *others = entry["arguments"]
-    *texts, preamble = first["kernel"]
+    takes, gives, body, name, preamble, *options = first["kernel"]
     cupy_without_driver.LAUNCHED.clear()
-    cupy.ElementwiseKernel(*texts, preamble=preamble)(*(decoded(cupy, value) for value in others))
+    kernel = cupy.ElementwiseKernel(takes, gives, body, name, preamble=preamble, options=tuple(options))
+    kernel(*(decoded(cupy, value) for value in others))
     return [(name, *cupy_without_driver.SOURCES[code]) for name, code in cupy_without_driver.LAUNCHED]
 
 
@@ -154,17 +155,15 @@ def test_updates_have_the_bits_of_the_reference(cupy, on_host, name, dtype):
     arrays = [(10.0 ** random.integers(-20, 2, size) * random.random(size)).astype(dtype) for _ in range(number)]
     there, function = list(map(cupy.asarray, arrays)), "momentum" if name == "nesterov" else name
     more = {"momentum": (False,), "nesterov": (True,)}.get(name, ())
-    runs = {
-        slice(0, 2 * BLOCK): scalars,
-        slice(2 * BLOCK, 3 * BLOCK): None,
-        slice(3 * BLOCK, size): (0.7, *scalars[1:]),
-    }
-    together = device_updates.RunScalars([*runs.values()], device_updates.run_numbers([2 * BLOCK, BLOCK, 4 * BLOCK]))
+    parts = slice(0, 2 * BLOCK), slice(2 * BLOCK, 3 * BLOCK), slice(3 * BLOCK, size)
+    runs = scalars, None, (0.7, *scalars[1:])
+    numbers = device_updates.run_numbers([part.stop - part.start for part in parts])
+    together = device_updates.RunScalars(runs, numbers)
     cupy_without_driver.LAUNCHED.clear()
     found = getattr(device_updates, function)(*there, cupy.empty((1, size), dtype), together, *more)
     assert len(cupy_without_driver.LAUNCHED) == 1
     expected, update = np.zeros(size, dtype), getattr(reference_updates, function)
-    for part, some in runs.items():
+    for part, some in zip(parts, runs):
         if some is not None:
             u = update(*(array[part] for array in arrays), np.empty((2, size), dtype), some, *more)
             expected[part] = 0 if u is None else u

@@ -1,30 +1,23 @@
 """Optimizer updates as in `reference_updates`, each one CuPy kernel for all tensors: one pass over memory.
 
-Operations and roundings are those of the reference: `mul_rn` and its like are rounded by themselves, never fused. The
-scalars of a call are those of several runs of elements: `RunScalars`. Only `lamb_direction` needs `spare`, one row.
+Formulas are those of `updates.h`, and the bits those of the host, as nothing is fused. The scalars of a call are those
+of several runs of elements: `RunScalars`. Only `lamb_direction` needs `spare`, one row.
 """
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK
-from parallel.optim.kernels.reference_updates import Scalars
+from parallel.optim.kernels.reference_updates import KernelScalars, Scalars
 from quant.types import Array
 
-PREAMBLE = "\n".join(
-    f"__device__ {real} {name}_rn({real} a, {real} b) {{ return __{letter}{name}_rn(a, b); }}"
-    for real, letter in (("float", "f"), ("double", "d"))
-    for name in ("add", "sub", "mul", "div")
-)
-PREAMBLE += """
-__device__ float sqrt_rn(float a) { return __fsqrt_rn(a); }
-__device__ double sqrt_rn(double a) { return __dsqrt_rn(a); }
-"""
+OPTIONS = ("--fmad=false",)
+"""Every operation is rounded by itself."""
 
 FOLD = 8
 """Terms that one thread of `squares` adds."""
@@ -32,45 +25,19 @@ FOLD = 8
 SPARE_TERMS = FOLD - 1
 """Elements for which `squares` needs one element of scratch memory."""
 
-GRADIENT = """
-    auto g = mul_rn(gradient, scale);
-    if (decay != 0) g = add_rn(g, mul_rn(weights, decay));
-"""
-MOMENTS = """
-    m = add_rn(m, mul_rn(sub_rn(g, m), gain1));
-    v = add_rn(v, mul_rn(sub_rn(mul_rn(g, g), v), gain2));
-"""
-ADAM = f"""
-    {GRADIENT} {MOMENTS}
-    auto r = div_rn(m, add_rn(mul_rn(sqrt_rn(v), root), eps));
-    weights = sub_rn(mul_rn(weights, factor), mul_rn(r, pace));
-"""
-DIRECTION = """
-    auto u = mul_rn(div_rn(m, add_rn(mul_rn(sqrt_rn(v), root), eps)), heal);
-    if (decay != 0) u = add_rn(u, mul_rn(weights, decay));
-"""
-
-KERNELS = {
-    "sgd": ("gradient", "scale rate decay", "weights", f"{GRADIENT} weights = sub_rn(weights, mul_rn(g, rate));"),
-    "momentum": (
-        "gradient",
-        "scale rate decay beta",
-        "weights velocity",
-        f"{GRADIENT} velocity = add_rn(mul_rn(velocity, beta), g); weights = sub_rn(weights, mul_rn(velocity, rate));",
-    ),
-    "nesterov": (
-        "gradient",
-        "scale rate decay beta",
-        "weights velocity",
-        f"""{GRADIENT} velocity = add_rn(mul_rn(velocity, beta), g);
-        weights = sub_rn(weights, mul_rn(add_rn(g, mul_rn(velocity, beta)), rate));""",
-    ),
-    "adam": ("gradient", "scale decay gain1 gain2 root eps pace factor", "weights m v", ADAM),
-    "lamb_moments": ("gradient", "scale gain1 gain2", "m v", f"auto g = mul_rn(gradient, scale); {MOMENTS}"),
-    "lamb_direction": ("weights m v", "heal decay root eps", "direction", f"{DIRECTION} direction = u;"),
-    "lamb": ("m v", "heal decay root eps rate", "weights", f"{DIRECTION} weights = sub_rn(weights, mul_rn(u, rate));"),
+ARGUMENTS = {
+    "sgd": "&weights gradient",
+    "momentum": "&weights gradient &velocity",
+    "nesterov": "&weights gradient &velocity",
+    "adam": "&weights gradient &m &v",
+    "lamb_moments": "gradient &m &v",
+    "lamb_direction": "weights m v &direction",
+    "lamb": "&weights m v",
 }
-"""Arrays read, scalars of a run, arrays written (and read), and body of each kernel, all of one type."""
+"""Arrays of the formulas of `updates.h`, with & those that are written; scalars follow."""
+
+COLUMNS = 1 + len(KernelScalars._fields)
+"""Of a table of scalars: 1 or, for a run that is not updated, 0, and `KernelScalars`."""
 
 
 class RunScalars(NamedTuple):
@@ -93,88 +60,88 @@ def run_numbers(lengths: Sequence[int]) -> Array:
     return sys.modules["cupy"].asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), blocks))
 
 
-def largest_table(runs: int, dtype: np.dtype[Any]) -> Array:
-    """Uninitialised array of the size of the largest table of scalars of so many runs, of any kernel."""
-    columns = max(len(scalars.split()) for _, scalars, _, _ in KERNELS.values())
-    return sys.modules["cupy"].empty(runs * (1 + columns), dtype)
+def empty_table(runs: int, dtype: np.dtype[Any]) -> Array:
+    """Uninitialised array of the size of a table of scalars of so many runs."""
+    return sys.modules["cupy"].empty(runs * COLUMNS, dtype)
+
+
+@cache
+def _formulas(dtype: np.dtype[Any]) -> str:
+    real, root = ("float", "sqrtf") if dtype == np.float32 else ("double", "sqrt")
+    headers = ("quant.kernels", "portable.h"), ("parallel.optim.kernels", "updates.h")
+    texts = [files(package).joinpath(name).read_text(encoding="utf-8") for package, name in headers]
+    return f"#define REAL {real}\n#define ROOT {root}\n#define NAME(name) name\n{''.join(texts)}"
+
+
+def _elementwise(takes: str, gives: str, body: str, name: str, preamble: str = "") -> Callable[..., Any]:
+    cupy = sys.modules["cupy"]
+    made: Callable[..., Any] = cupy.ElementwiseKernel(takes, gives, body, name, preamble=preamble, options=OPTIONS)
+    return made
 
 
 @cache
 def _kernel(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
-    reads, scalars, writes, body = KERNELS[name]
-    columns = ["updated", *scalars.split()]
-    places = " ".join(f"const auto {one} = table[at + {column}];" for column, one in enumerate(columns))
-    takes = [f"{dtype.name} {one}" for one in reads.split()] + ["raw int32 number", f"raw {dtype.name} table"]
-    gives = [f"{dtype.name} {one}" for one in writes.split()]
-    text = f"const int at = number[i / {BLOCK}] * {len(columns)}; {places} if (updated != 0) {{ {body} }}"
-    return _elementwise(", ".join(takes), ", ".join(gives), text, f"{name}_{dtype.name}")
+    arguments = ARGUMENTS[name].split()
+    takes = [f"{dtype.name} {one}" for one in arguments if one[0] != "&"]
+    gives = [f"{dtype.name} {one[1:]}" for one in arguments if one[0] == "&"]
+    body = f"""const int at = number[i / {BLOCK}] * {COLUMNS};
+    if (table[at] != 0) {name}({", ".join(arguments)}, *(const Scalars *)&table[at + 1]);"""
+    takes += ["raw int32 number", f"raw {dtype.name} table"]
+    return _elementwise(", ".join(takes), ", ".join(gives), body, f"{name}_{dtype.name}", _formulas(dtype))
 
 
-def _elementwise(takes: str, gives: str, body: str, name: str) -> Callable[..., Any]:
-    made: Callable[..., Any] = sys.modules["cupy"].ElementwiseKernel(takes, gives, body, name, preamble=PREAMBLE)
-    return made
-
-
-def _run(
-    name: str, reads: Sequence[Array], scalars: RunScalars, of_run: Callable[[Scalars], Scalars], *writes: Array
-) -> None:
-    """Run a kernel with the scalars ``of_run(scalars)`` of each run, rounded to the arrays' type as NumPy does.
+def _run(name: str, scalars: RunScalars, combined: Callable[[Scalars], KernelScalars], *arrays: Array) -> None:
+    """Run a kernel with the scalars ``combined(scalars)`` of each run, rounded to the arrays' type as NumPy does.
 
     The kernel reads them from a table, which is copied to the device in stream order.
     """
-    count = 1 + len(KERNELS[name][1].split())
-    rows = [(0.0,) * count if one is None else (1.0, *of_run(one)) for one in scalars.runs]
-    table = sys.modules["cupy"].asarray(np.array(rows, writes[0].dtype).reshape(-1))
-    _kernel(name, writes[0].dtype)(*reads, scalars.numbers, table, *writes)
+    dtype = arrays[0].dtype
+    rows = [(0.0,) * COLUMNS if one is None else (1.0, *combined(one)) for one in scalars.runs]
+    table = sys.modules["cupy"].asarray(np.array(rows, dtype).reshape(-1))
+    is_written = [one[0] == "&" for one in ARGUMENTS[name].split()]
+    reads, writes = ([one for one, own in zip(arrays, is_written) if own == kind] for kind in (False, True))
+    _kernel(name, dtype)(*reads, scalars.numbers, table, *writes)
 
 
-def _same(scalars: Scalars) -> Scalars:
-    return scalars
+def _of_sgd(scalars: Scalars) -> KernelScalars:
+    return KernelScalars(*scalars)
+
+
+def _of_adamw(scalars: Scalars) -> KernelScalars:
+    return KernelScalars.of_moments(scalars, decoupled=True)
 
 
 def sgd(weights: Array, gradient: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("sgd", (gradient,), scalars, _same, weights)
+    _run("sgd", scalars, _of_sgd, weights, gradient)
 
 
 def momentum(
     weights: Array, gradient: Array, velocity: Array, spare: Array, scalars: RunScalars, nesterov: bool
 ) -> None:
-    _run("nesterov" if nesterov else "momentum", (gradient,), scalars, _same, weights, velocity)
+    _run("nesterov" if nesterov else "momentum", scalars, _of_sgd, weights, gradient, velocity)
 
 
 def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("adam", (gradient,), scalars, lambda one: _adam(one, one[2], 1.0), weights, m, v)
+    _run("adam", scalars, KernelScalars.of_moments, weights, gradient, m, v)
 
 
 def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("adam", (gradient,), scalars, lambda one: _adam(one, 0.0, 1.0 - one[1] * one[2]), weights, m, v)
-
-
-def _adam(scalars: Scalars, coupled: float, factor: float) -> Scalars:
-    """Scalars of Adam (weight decay `coupled`, added to the gradient) or AdamW (weights multiplied by `factor`)."""
-    scale, rate, _, beta1, beta2, eps, correction1, correction2 = scalars
-    root, pace = 1.0 / math.sqrt(correction2), rate / correction1
-    return scale, coupled, 1.0 - beta1, 1.0 - beta2, root, eps, pace, factor
+    _run("adam", scalars, _of_adamw, weights, gradient, m, v)
 
 
 def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("lamb_moments", (gradient,), scalars, lambda one: (one[0], 1.0 - one[3], 1.0 - one[4]), m, v)
+    _run("lamb_moments", scalars, KernelScalars.of_moments, gradient, m, v)
 
 
 def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> Array:
     u = spare[0, : len(weights)]
     u[...] = 0
-    _run("lamb_direction", (weights, m, v), scalars, _direction, u)
+    _run("lamb_direction", scalars, KernelScalars.of_moments, weights, m, v, u)
     return u
 
 
 def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("lamb", (m, v), scalars, lambda one: (*_direction(one), one[1]), weights)
-
-
-def _direction(scalars: Scalars) -> Scalars:
-    _, _, decay, _, _, eps, correction1, correction2 = scalars
-    return 1.0 / correction1, decay, 1.0 / math.sqrt(correction2), eps
+    _run("lamb", scalars, KernelScalars.of_moments, weights, m, v)
 
 
 def average(weights: Array, ema: Array, spare: Array, keep: float, gain: float) -> None:
@@ -185,8 +152,8 @@ def average(weights: Array, ema: Array, spare: Array, keep: float, gain: float) 
 @cache
 def _average(dtype: np.dtype[Any]) -> Callable[..., Any]:
     takes = ", ".join(f"{dtype.name} {one}" for one in ("weights", "keep", "gain"))
-    body = "ema = add_rn(mul_rn(ema, keep), mul_rn(weights, gain));"
-    return _elementwise(takes, f"{dtype.name} ema", body, f"average_{dtype.name}")
+    body = "Scalars s = {}; s.keep = keep; s.gain1 = gain; average(weights, &ema, s);"
+    return _elementwise(takes, f"{dtype.name} ema", body, f"average_{dtype.name}", _formulas(dtype))
 
 
 def squares(x: Array, block: int, spare: Array, out: Array) -> None:
@@ -210,10 +177,10 @@ def _fold(dtype: np.dtype[Any], count: int, squared: bool) -> Callable[..., Any]
     """Kernel that adds `count` terms (squares of them) by a tree: those of the first half to those of the second."""
     terms = range(count)
     lines = [f"double t{term} = x{term};" for term in terms]
-    lines += [f"t{term} = mul_rn(t{term}, t{term});" for term in terms] if squared else []
+    lines += [f"t{term} *= t{term};" for term in terms] if squared else []
     while count > 1:
         count //= 2
-        lines += [f"t{term} = add_rn(t{term}, t{count + term});" for term in range(count)]
+        lines += [f"t{term} += t{count + term};" for term in range(count)]
     takes = ", ".join(f"{dtype.name} x{term}" for term in terms)
     name = f"add_{len(terms)}_{'squares' if squared else 'terms'}_{dtype.name}"
     return _elementwise(takes, "float64 y", " ".join([*lines, "y = t0;"]), name)

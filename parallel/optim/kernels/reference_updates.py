@@ -6,6 +6,7 @@ results do not depend on where a vector is cut. Below, g is the gradient of the 
 """
 
 import math
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -17,6 +18,34 @@ SPARE_TERMS = 1
 Scalars = tuple[float, ...]
 """(scale, rate, decay), then momentum for SGD, or (beta1, beta2, eps, correction1, correction2) for Adam and LAMB, with
 corrections 1 - beta^t."""
+
+
+class KernelScalars(NamedTuple):
+    """Scalars of a formula of `updates.h`, in the order there, combined in double precision; 0 if it does not use them.
+
+    ``KernelScalars(*scalars)`` are those of SGD.
+    """
+
+    scale: float = 0.0  # of the gradient
+    rate: float = 0.0
+    decay: float = 0.0  # times the weights is added to the gradient, or to LAMB's direction
+    beta: float = 0.0  # momentum
+    gain1: float = 0.0  # 1 - beta1, or the share of the weights in a moving average
+    gain2: float = 0.0  # 1 - beta2
+    eps: float = 0.0
+    root: float = 0.0  # corrects the root of the second moment: 1 / sqrt(1 - beta2^t)
+    heal: float = 0.0  # corrects the first moment: 1 / (1 - beta1^t)
+    pace: float = 0.0  # heal times rate
+    keep: float = 0.0  # factor of the weights in AdamW, or of a moving average
+
+    @classmethod
+    def of_moments(cls, scalars: Scalars, decoupled: bool = False) -> Self:
+        """Scalars of Adam and LAMB; `decoupled` decay is a factor of the weights."""
+        scale, rate, decay, beta1, beta2, eps, correction1, correction2 = scalars
+        added, keep = (0.0, 1.0 - rate * decay) if decoupled else (decay, 1.0)
+        root = 1.0 / math.sqrt(correction2)
+        gain1, gain2, heal, pace = 1.0 - beta1, 1.0 - beta2, 1.0 / correction1, rate / correction1
+        return cls(scale, rate, added, 0.0, gain1, gain2, eps, root, heal, pace, keep)
 
 
 def sgd(weights: Array, gradient: Array, spare: Array, scalars: Scalars) -> None:

@@ -1156,11 +1156,11 @@ _C_TYPES = {
 class ElementwiseKernel:
     """CUDA source for one element, run on the host for all of them; arrays and scalars are broadcast as CuPy does."""
 
-    def __init__(self, in_params, out_params, operation, name="kernel", preamble=""):
+    def __init__(self, in_params, out_params, operation, name="kernel", preamble="", options=()):
         def parsed(text):
             return [tuple(part.split()) for part in text.split(",")]
 
-        self.texts = in_params, out_params, operation, name, preamble
+        self.texts = in_params, out_params, operation, name, preamble, *options
         self.takes, self.gives = parsed(in_params), parsed(out_params)
         self.raw = [kind[0] == "raw" for kind in self.takes]  # arrays that the source indexes itself
         self.takes = [tuple(part[-2:]) for part in self.takes]
