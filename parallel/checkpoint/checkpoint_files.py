@@ -16,7 +16,7 @@ folder that begins with a dot, which the next checkpoint removes (`parallel.chec
 import contextlib
 import json
 import math
-import secrets
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
 
 def new_run(comm: MPI.Intracomm) -> str:
     """Identifier of a new run, random and equal on all ranks. Collective."""
-    return str(comm.bcast(secrets.token_hex(8) if comm.Get_rank() == 0 else None))
+    return str(comm.bcast(os.urandom(8).hex() if comm.Get_rank() == 0 else None))
 
 
 # ---------------------------------------------------------------------------------------------- writing

@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
@@ -211,7 +210,7 @@ def remove_old(written: Path, keep: int, owner: Owner) -> None:
 
 
 def _hidden(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    return target.with_name(f".{target.name}.{os.urandom(8).hex()}.partial")
 
 
 def _is_ours(path: Path) -> bool:

@@ -7,7 +7,6 @@ draw them as they become ready (`WorkQueue`).
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from operator import index
 from types import ModuleType
@@ -315,6 +314,8 @@ def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
 
 
 def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
+    from concurrent.futures import Future, ThreadPoolExecutor  # loads the module logging
+
     items, end = iter(source), object()
     pool = ThreadPoolExecutor(1, "prefetch")
     try:

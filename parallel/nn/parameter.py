@@ -19,7 +19,7 @@ import numpy as np
 from parallel.nn.placement import Placement, Replicate, TensorCut
 from quant.types import Array
 
-Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+Init = Callable[["np.random.Generator", tuple[int, ...]], np.ndarray]
 """Initial values of a parameter of this shape."""
 
 

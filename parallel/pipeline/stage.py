@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
 from parallel.engine.data_parallel.grad_bucket import of
 from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.step_sync import Losses
+from parallel.nn.kernels.storage import array_namespace
 from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode
 from parallel.pipeline.param_division import SharedParamGroup
 from parallel.pipeline.schedule.actions import Kind

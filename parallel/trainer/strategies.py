@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from collectives import Communicator
 from parallel.asynchronous.decentralized import styles
-from parallel.asynchronous.decentralized.federated_engine import FederatedEngine
-from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
 from parallel.asynchronous.decentralized.styles import STYLES
-from parallel.asynchronous.server.server_engine import ParameterServer
-from parallel.asynchronous.server.server_settings import refuse_servers
 from parallel.data.sampler import Batch, Dataset, OnDemandSampler, StepBatches
 from parallel.engine.compression import resolve_compression
 from parallel.engine.data_parallel.layouts import LAYOUTS
@@ -22,13 +19,16 @@ from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import LAMB, OPTIMIZERS
 from parallel.pipeline import config as pipeline_config
-from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.config import Take
-from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.trainer.samplers import MakeSampler, batch_sampler, client_sampler
 
-TrainableEngine = DataParallelEngine | Pipeline | ParameterServer | ReplicaEngine
+if TYPE_CHECKING:
+    from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
+    from parallel.asynchronous.server.server_engine import ParameterServer
+    from parallel.pipeline.pipeline_engine import Pipeline
+
+TrainableEngine: TypeAlias = "DataParallelEngine | Pipeline | ParameterServer | ReplicaEngine"
 """Engines of a training loop. With `Settings.pool`, the method `step` also takes `drawn`."""
 
 
@@ -78,8 +78,23 @@ def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolv
     return Resolved(*resolve_compression(settings, job.comm, mesh, FlatParams(job.model).length))
 
 
-def _pipeline_class(settings: Settings) -> type[Pipeline]:
-    return Pipeline if SCHEDULES[pipeline_config.schedule_of(settings)].version is None else AsynchronousPipeline
+ENGINES = {
+    "Pipeline": "parallel.pipeline.pipeline_engine",
+    "AsynchronousPipeline": "parallel.pipeline.asynchronous_pipeline",
+    "ParameterServer": "parallel.asynchronous.server.server_engine",
+    "ReplicaEngine": "parallel.asynchronous.decentralized.replica_engine",
+    "FederatedEngine": "parallel.asynchronous.decentralized.federated_engine",
+}
+"""Modules of the other engines by class, imported when a training needs them."""
+
+
+def _engine(name: str) -> Any:
+    return getattr(import_module(ENGINES[name]), name)
+
+
+def _pipeline_class(settings: Settings) -> Any:
+    has_versions = SCHEDULES[pipeline_config.schedule_of(settings)].version is not None
+    return _engine("AsynchronousPipeline" if has_versions else "Pipeline")
 
 
 def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
@@ -89,6 +104,8 @@ def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
 
 
 def _check_servers(settings: Settings, ranks: int) -> None:
+    from parallel.asynchronous.server.server_settings import refuse_servers
+
     refuse_servers(settings, ranks, OPTIMIZERS[settings.optimizer] is LAMB)
 
 
@@ -115,7 +132,7 @@ STRATEGIES["pp"] = Strategy(
     has_variants=True,
 )
 STRATEGIES["ps"] = Strategy(
-    lambda settings: ParameterServer,
+    lambda settings: _engine("ParameterServer"),
     _check_servers,
     workers=lambda settings, ranks: ranks - settings.servers,
     trains=lambda settings, rank: rank >= settings.servers,
@@ -124,11 +141,11 @@ STRATEGIES["ps"] = Strategy(
     survives_failures=True,
 )
 STRATEGIES |= {
-    name: Strategy(lambda settings: ReplicaEngine, styles.refuse, fields=style.options)
+    name: Strategy(lambda settings: _engine("ReplicaEngine"), styles.refuse, fields=style.options)
     for name, style in STYLES.items()
 }
 STRATEGIES["federated"] = STRATEGIES["federated"]._replace(
-    engine_class=lambda settings: FederatedEngine, sampler=client_sampler, has_clients=True
+    engine_class=lambda settings: _engine("FederatedEngine"), sampler=client_sampler, has_clients=True
 )
 
 

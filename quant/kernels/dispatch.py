@@ -22,6 +22,8 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 FORMS = ("compiled", "device")
 
+ON_HOST = np.ndarray | np.generic
+
 _allowed = list(FORMS)
 
 
@@ -72,7 +74,7 @@ class Kernels:
 
         @wraps(reference)
         def call(*arguments: Any, **options: Any) -> Any:
-            form = "compiled" if isinstance(arguments[place], np.ndarray | np.generic) else "device"
+            form = "compiled" if isinstance(arguments[place], ON_HOST) else "device"
             fast = self.form(form).get(name) if form in _allowed else None
             if fast is not None:
                 with suppress(Unsuited):

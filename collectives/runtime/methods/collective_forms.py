@@ -6,6 +6,7 @@ wrapper that forwards ``*args`` would cost a tenth of that.
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from textwrap import fill, indent
 from typing import Any, NamedTuple
@@ -174,9 +175,8 @@ def add_methods(owner: type) -> None:
 def _source(declaration: Declaration, form: str) -> str:
     names = _arguments(declaration)
     values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form)}
-    parameters = inspect.signature(declaration.describe).parameters
     planner = "self._open_planner()"
-    call = f"describe({', '.join(values.get(name, name) for name in parameters)})"
+    call = f"describe({', '.join(values.get(name, name) for name in _parameters(declaration.describe))})"
     if form == "persistent":
         body = f"return {planner}.init({call}, algorithm, segments)"
     else:
@@ -215,8 +215,12 @@ def _source(declaration: Declaration, form: str) -> str:
 
 def _arguments(declaration: Declaration) -> list[str]:
     """Names of the arguments of mpi4py's method for the collective."""
-    names = inspect.signature(declaration.describe).parameters
-    return [name for name in names if name not in ("rank", "size", "v_form")]
+    return [name for name in _parameters(declaration.describe) if name not in ("rank", "size", "v_form")]
+
+
+@cache
+def _parameters(describe: Callable[..., calls.Call]) -> tuple[str, ...]:
+    return tuple(inspect.signature(describe).parameters)
 
 
 def signature(declaration: Declaration, form: str) -> list[str]:

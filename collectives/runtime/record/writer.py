@@ -6,7 +6,6 @@ folder ``CHORUS_RECORD``, which outlives it.
 
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ class Record:
         values = {
             "magic": MAGIC, "version": VERSION, "calls_kept": CALLS_KEPT, "state": RankState.RUNS,
             "rank": world.Get_rank(), "size": world.Get_size(), "pid": os.getpid(), "wall_offset": wall - now,
-            "opened": now, "job": job_name(), "host": socket.gethostname(), "command": _command(),
+            "opened": now, "job": job_name(), "host": os.uname().nodename, "command": _command(),
         }  # fmt: skip
         for name, value in values.items():
             self._header[name] = value.encode("ascii", "replace") if isinstance(value, str) else value

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from array_api_compat import array_namespace
-
 from parallel.engine.data_parallel.partition_spec import PartitionSpec
 from parallel.nn.flat_params import FlatParams, ParamSpan, Span, shards
+from parallel.nn.kernels.storage import array_namespace
 from parallel.nn.operator import Parameter
 from quant.types import Array
 

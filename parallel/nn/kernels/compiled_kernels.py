@@ -44,7 +44,7 @@ def _mapped(name: str) -> Callable[..., Any]:
     def apply(*arrays: Array, out: Array | None = None) -> Array:
         first = arrays[0]
         result = np.empty_like(first) if out is None else out
-        needs(all(array.shape == first.shape for array in (*arrays, result)))
+        needs({array.shape for array in (*arrays, result)} == {first.shape})
         run(*arrays, result)
         return result
 
@@ -57,10 +57,7 @@ def _biased(name: str) -> Callable[..., Any]:
 
     def apply(z: Array, bias: Array) -> Array:
         needs(bias.shape == z.shape[-1:])
-        if name == "biased_relu":
-            run(z, bias)
-            return z
-        y = np.empty_like(z)
+        y = z if name == "biased_relu" else np.empty_like(z)
         run(z, bias, y)
         return y
 
@@ -257,5 +254,6 @@ def row_products(x: Array, places: Array, rows: Array) -> Array:
 
 def _check_rows(table: Array, places: Array, *rows: Array, weights: Array | None = None) -> None:
     """Raise `Unsuited` unless each place in the table has its row, of the table's width, and weight."""
-    needs(table.ndim == 2 and places.ndim == 1 and all(one.shape == (*places.shape, table.shape[1]) for one in rows))
-    needs(weights is None or weights.shape == (len(places), 1))
+    needs(table.ndim == 2 and places.ndim == 1)
+    needs({one.shape for one in rows} == {(*places.shape, table.shape[1])})
+    needs(weights is None or weights.shape == (places.size, 1))

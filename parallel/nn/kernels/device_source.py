@@ -6,8 +6,9 @@ elements at once, a pack, of at most 16 bytes of T.
 """
 
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
+import quant.kernels
 from parallel.nn.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 THREADS = 256
@@ -78,13 +79,13 @@ template <typename E> __device__ inline void store(E* x, long long pack, Pack<E>
 """
 
 
-HEADERS = (("quant.kernels", "portable.h"), ("parallel.nn.kernels", "scalar.h"))
+HEADERS = (Path(quant.kernels.__file__).with_name("portable.h"), Path(__file__).with_name("scalar.h"))
 
 
 @cache
 def formulas() -> str:
     """Formulas for one element, those of the kernels in C."""
-    texts = (files(package).joinpath(name).read_text(encoding="utf-8") for package, name in HEADERS)
+    texts = (path.read_text(encoding="utf-8") for path in HEADERS)
     own = "INLINE W same(W x) { return x; }\nINLINE W add(W x, W y) { return x + y; }\n"
     return "#define CUDA_SOURCE\n" + "".join(texts) + own
 

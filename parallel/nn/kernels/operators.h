@@ -13,39 +13,35 @@
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias)); /* 16 numbers at any address */
+enum { LANES = 64 /* sums side by side, which do not wait for each other */, FEW = LANES / 4 };
 
-INLINE float lanes_sum(Lanes a, Lanes b, Lanes c, Lanes d) {
-    const Lanes sum = (a + b) + (c + d);
-    float total = 0;
-    for (int i = 0; i < 16; i++)
-        total += sum[i];
-    return total;
-}
-
-/* Sum of TERM, an expression of `Lanes`, over the elements j of rows: four sums of 16 numbers each, which do not wait for
- * each other. LOAD(x) is the part of row x at j; REST is the
- * same expression of single numbers, for the end of a row. */
-#define LOAD(X) (*(const Lanes *)((X) + j))
-#define SUM_OF(TOTAL, COUNT, TERM, REST)                                  \
-    do {                                                                  \
-        Lanes sum0 = {0}, sum1 = {0}, sum2 = {0}, sum3 = {0};             \
-        int64_t j = 0;                                                    \
-        for (; j + 64 <= (COUNT); j += 16) {                              \
-            sum0 += (TERM), j += 16;                                      \
-            sum1 += (TERM), j += 16;                                      \
-            sum2 += (TERM), j += 16;                                      \
-            sum3 += (TERM);                                               \
-        }                                                                 \
-        for (; j + 16 <= (COUNT); j += 16)                                \
-            sum0 += (TERM);                                               \
-        float rest = 0;                                                   \
-        for (; j < (COUNT); j++)                                          \
-            rest += (REST);                                               \
-        (TOTAL) = lanes_sum(sum0, sum1, sum2, sum3) + rest;               \
+/* Sum of TERM, an expression of j, from j = 0 on. The order of additions depends on COUNT only: element j of whole groups
+ * goes to lane j % LANES, of the rest in groups of FEW to lane j % FEW, and the end is added one by one. */
+#define SUM_OF(TOTAL, COUNT, TERM)                                              \
+    do {                                                                        \
+        float lanes[LANES] = {0}, end = 0;                                      \
+        int64_t at = 0;                                                         \
+        for (; at + LANES <= (COUNT); at += LANES)                              \
+            for (int64_t lane = 0; lane < LANES; lane++) {                      \
+                const int64_t j = at + lane;                                    \
+                lanes[lane] += (TERM);                                          \
+            }                                                                   \
+        for (; at + FEW <= (COUNT); at += FEW)                                  \
+            for (int64_t lane = 0; lane < FEW; lane++) {                        \
+                const int64_t j = at + lane;                                    \
+                lanes[lane] += (TERM);                                          \
+            }                                                                   \
+        for (int64_t j = at; j < (COUNT); j++)                                  \
+            end += (TERM);                                                      \
+        (TOTAL) = 0;                                                            \
+        for (int i = 0; i < FEW; i++)                                           \
+            (TOTAL) += (lanes[i] + lanes[i + FEW]) + (lanes[i + 2 * FEW] + lanes[i + 3 * FEW]); \
+        (TOTAL) += end;                                                         \
     } while (0)
 
 #define DO_PRAGMA(TEXT) _Pragma(#TEXT)
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Functions of the table in operators.c: name, signature. */
 #define OPERATORS(OPERATOR)                  \
@@ -56,7 +52,7 @@ INLINE float lanes_sum(Lanes a, Lanes b, Lanes c, Lanes d) {
     OPERATOR(gelu_backward, "ffF")           \
     OPERATOR(gelu_tanh_backward, "ffF")      \
     OPERATOR(silu_backward, "ffF")           \
-    OPERATOR(biased_relu, "Ff")              \
+    OPERATOR(biased_relu, "FfF")             \
     OPERATOR(biased_gelu, "FfF")             \
     OPERATOR(biased_gelu_tanh, "FfF")        \
     OPERATOR(biased_silu, "FfF")             \

@@ -58,9 +58,19 @@ INLINE void clear(float *row, int64_t count) {
         memset(row, 0, (size_t)count * sizeof *row);
 }
 
-INLINE void multiply(float *row, int64_t count, float factor) {
-    for (int64_t j = 0; j < count; j++)
+/* Softmax of `scale` times the elements `first` to `last` of a row, 0 elsewhere; the result is the log of the sum. */
+INLINE float softmax_row(float *row, int64_t keys, int64_t first, int64_t last, float scale) {
+    if (first >= last) {
+        clear(row, keys);
+        return -INFINITY;
+    }
+    const float top = largest(row + first, last - first, scale);
+    const float total = exponentials(row + first, row + first, last - first, scale, top), factor = 1.0f / total;
+    for (int64_t j = first; j < last; j++)
         row[j] *= factor;
+    clear(row, first);
+    clear(row + last, keys - last);
+    return logf(total) + top;
 }
 
 /* scores, queries, scale, first: row i sees first + i % queries + 1 keys. */
@@ -68,12 +78,8 @@ CLONED double run_causal_softmax(const Argument *a) {
     const int64_t keys = a[0].columns, queries = a[1].integer, first = a[3].integer;
     const float scale = (float)a[2].number;
     for (int64_t i = 0; i * keys < a[0].size; i++) {
-        float *row = (float *)a[0].data + i * keys;
-        int64_t seen = first + i % queries + 1;
-        seen = seen < keys ? seen : keys;
-        const float total = exponentials(row, row, seen, scale, largest(row, seen, scale));
-        multiply(row, seen, 1.0f / total);
-        clear(row + seen, keys - seen);
+        const int64_t seen = first + i % queries + 1;
+        softmax_row((float *)a[0].data + i * keys, keys, 0, least(seen, keys), scale);
     }
     return 0;
 }
@@ -86,14 +92,14 @@ CLONED double run_softmax_backward(const Argument *a) {
         float *restrict row = (float *)a[0].data + first;
         const float *restrict p = (const float *)a[1].data + first;
         float along = 0;
-        SUM_OF(along, keys, LOAD(row) * LOAD(p), row[j] * p[j]);
-        INDEPENDENT for (int64_t j = 0; j < keys; j++)
+        SUM_OF(along, keys, row[j] * p[j]);
+        for (int64_t j = 0; j < keys; j++)
             row[j] = softmax_gradient(row[j], p[j], along, scale);
     }
     return 0;
 }
 
-INLINE int64_t within(int64_t key, int64_t keys) { return key < 0 ? 0 : key < keys ? key : keys; }
+INLINE int64_t within(int64_t key, int64_t keys) { return key < 0 ? 0 : least(key, keys); }
 
 /* scores, scale, low, high -> log_sum: row i sees the keys from low[i % n] up to high[i % n]. */
 CLONED double run_visible_softmax(const Argument *a) {
@@ -101,19 +107,8 @@ CLONED double run_visible_softmax(const Argument *a) {
     const float scale = (float)a[1].number;
     float *log_sum = a[4].data;
     for (int64_t i = 0; i < a[4].size; i++) {
-        float *row = (float *)a[0].data + i * keys;
         const int64_t first = within(low[i % queries], keys), last = within(high[i % queries], keys);
-        clear(row, first);
-        clear(row + last, keys - last);
-        if (first >= last) {
-            clear(row, keys);
-            log_sum[i] = -INFINITY;
-            continue;
-        }
-        const float top = largest(row + first, last - first, scale);
-        const float total = exponentials(row + first, row + first, last - first, scale, top);
-        multiply(row + first, last - first, 1.0f / total);
-        log_sum[i] = logf(total) + top;
+        log_sum[i] = softmax_row((float *)a[0].data + i * keys, keys, first, last, scale);
     }
     return 0;
 }
@@ -195,7 +190,10 @@ CLONED double run_softmax_cross_entropy_backward(const Argument *a) {
     return 0;
 }
 
-enum { ELEMENTS = 2048 /* of the rows that `softmax` treats together: short rows would leave most of a vector empty */ };
+enum {
+    ELEMENTS = 2048, /* of the rows that `softmax` treats together: short rows would leave most of a vector empty */
+    SHORT = 16,      /* rows of fewer elements are read one by one */
+};
 
 CLONED double run_softmax(const Argument *a) {
     const int64_t width = a[0].columns, rows = a[0].size / width, step = width < ELEMENTS ? ELEMENTS / width : 1;
@@ -203,16 +201,25 @@ CLONED double run_softmax(const Argument *a) {
         const int64_t end = begin + step < rows ? begin + step : rows;
         float *y = a[1].data;
         for (int64_t i = begin; i < end; i++) {
-            const float *row = (const float *)a[0].data + i * width;
-            const float top = largest(row, width, 1.0f);
+            const float *restrict row = (const float *)a[0].data + i * width;
+            float *restrict into = y + i * width, top = row[0];
+            if (width < SHORT)
+                for (int64_t j = 1; j < width; j++)
+                    top = row[j] > top ? row[j] : top;
+            else
+                top = largest(row, width, 1.0f);
             for (int64_t j = 0; j < width; j++)
-                y[i * width + j] = row[j] - top;
+                into[j] = row[j] - top;
         }
         INDEPENDENT for (int64_t j = begin * width; j < end * width; j++)
             y[j] = exp_down(y[j]);
         for (int64_t i = begin; i < end; i++) {
-            float *row = y + i * width;
-            const float total = sum_of(row, width);
+            float *row = y + i * width, total = 0;
+            if (width < SHORT)
+                for (int64_t j = 0; j < width; j++)
+                    total += row[j];
+            else
+                total = sum_of(row, width);
             for (int64_t j = 0; j < width; j++)
                 row[j] /= total;
         }

@@ -3,8 +3,6 @@
 
 enum { ROWS = 64 /* of a partial sum, which limits the growth of rounding errors */, TILE = 4096 /* columns */ };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 CLONED double run_sum_rows(const Argument *a) {
     const float *x = a[0].data;
     float *out = a[1].data;
@@ -34,11 +32,11 @@ CLONED double run_layer_norm(const Argument *a) {
         float *restrict y = (float *)a[4].data + i * width;
         float mean = 0, squares = 0;
         if (means) {
-            SUM_OF(mean, width, LOAD(row), row[j]);
+            SUM_OF(mean, width, row[j]);
             mean /= (float)width;
             means[i] = mean;
         }
-        SUM_OF(squares, width, (LOAD(row) - mean) * (LOAD(row) - mean), (row[j] - mean) * (row[j] - mean));
+        SUM_OF(squares, width, (row[j] - mean) * (row[j] - mean));
         const float rstd = 1.0f / sqrtf(squares / (float)width + eps);
         rstds[i] = rstd;
         if (bias)
@@ -69,8 +67,8 @@ CLONED double run_layer_norm_backward(const Argument *a) {
             const float mean = means ? means[i] : 0.0f, rstd = rstds[i];
             float total = 0, along = 0;
             if (means)
-                SUM_OF(total, width, LOAD(upper) * LOAD(gain), upper[j] * gain[j]);
-            SUM_OF(along, width, LOAD(upper) * LOAD(gain) * (LOAD(row) - mean), upper[j] * gain[j] * (row[j] - mean));
+                SUM_OF(total, width, upper[j] * gain[j]);
+            SUM_OF(along, width, upper[j] * gain[j] * (row[j] - mean));
             total /= (float)width;
             along *= rstd / (float)width;
             INDEPENDENT for (int64_t j = 0; j < width; j++) {
@@ -99,30 +97,12 @@ INLINE double any_outside(Argument places, Argument table) {
     return (double)outside;
 }
 
-/* dy, tokens -> out: the sum of the rows of each token. */
-CLONED double run_embedding_gradient(const Argument *a) {
-    const int64_t *tokens = a[1].data, width = a[2].columns;
-    if (any_outside(a[1], a[2]))
-        return 1;
-    memset(a[2].data, 0, (size_t)a[2].size * sizeof(float));
-    for (int64_t i = 0; i < a[1].size; i++) {
-        const float *restrict row = (const float *)a[0].data + i * width;
-        float *restrict into = (float *)a[2].data + tokens[i] * width;
-        for (int64_t j = 0; j < width; j++)
-            into[j] += row[j];
-    }
-    return 0;
-}
-
-/* y, places, rows, weights: y[places[i]] += weights[i] rows[i]. */
-CLONED double run_add_rows(const Argument *a) {
-    const int64_t *places = a[1].data, width = a[0].columns;
-    const float *weights = a[3].data;
-    if (any_outside(a[1], a[0]))
-        return 1;
-    for (int64_t i = 0; i < a[1].size; i++) {
-        const float *restrict row = (const float *)a[2].data + i * width;
-        float *restrict into = (float *)a[0].data + places[i] * width;
+/* table[places[i]] += rows[i], times weights[i] unless these are NULL. */
+INLINE void add_rows(Argument table, Argument places, const float *rows, const float *weights) {
+    const int64_t width = table.columns;
+    for (int64_t i = 0; i < places.size; i++) {
+        const float *restrict row = rows + i * width;
+        float *restrict into = (float *)table.data + ((const int64_t *)places.data)[i] * width;
         if (weights)
             for (int64_t j = 0; j < width; j++)
                 into[j] += weights[i] * row[j];
@@ -130,6 +110,22 @@ CLONED double run_add_rows(const Argument *a) {
             for (int64_t j = 0; j < width; j++)
                 into[j] += row[j];
     }
+}
+
+/* dy, tokens -> out: the sum of the rows of each token. */
+CLONED double run_embedding_gradient(const Argument *a) {
+    if (any_outside(a[1], a[2]))
+        return 1;
+    memset(a[2].data, 0, (size_t)a[2].size * sizeof(float));
+    add_rows(a[2], a[1], a[0].data, NULL);
+    return 0;
+}
+
+/* y, places, rows, weights: y[places[i]] += weights[i] rows[i]. */
+CLONED double run_add_rows(const Argument *a) {
+    if (any_outside(a[1], a[0]))
+        return 1;
+    add_rows(a[0], a[1], a[2].data, a[3].data);
     return 0;
 }
 
@@ -144,11 +140,7 @@ CLONED double run_weighted_rows(const Argument *a) {
         const float *restrict source = (const float *)a[0].data + places[i] * width;
         const float *restrict result = (const float *)a[3].data + i * width;
         float *restrict row = (float *)a[4].data + i * width, weight = weights[i], total = 0;
-        DO_PRAGMA(omp simd reduction(+ : total)) /* one pass, since reads and writes of memory then overlap */
-        for (int64_t j = 0; j < width; j++) {
-            total += source[j] * result[j];
-            row[j] = weight * source[j];
-        }
+        SUM_OF(total, width, (row[j] = weight * source[j], source[j] * result[j])); /* reads and writes overlap */
         products[i] = total;
     }
     return 0;
@@ -162,7 +154,7 @@ CLONED double run_row_products(const Argument *a) {
     for (int64_t i = 0; i < a[1].size; i++) {
         const float *source = (const float *)a[0].data + places[i] * width, *row = (const float *)a[2].data + i * width;
         float total = 0;
-        SUM_OF(total, width, LOAD(source) * LOAD(row), source[j] * row[j]);
+        SUM_OF(total, width, source[j] * row[j]);
         products[i] = total;
     }
     return 0;
