@@ -57,7 +57,8 @@ class Option:
         if self.least is not None and not self.least <= value < math.inf:
             raise ValueError(f"{self.name}: expected a number from {self.least:g} on, found {value:g}")
         if self.below is not None and value >= self.below:
-            raise ValueError(f"{self.name}: expected a number from 0 to below {self.below:g}, found {value:g}")
+            limits = f"from {self.least or 0:g} to below {self.below:g}"
+            raise ValueError(f"{self.name}: expected a number {limits}, found {value:g}")
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Add the option's argument to a parser or a group of one; None if it is not given."""

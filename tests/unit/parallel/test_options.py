@@ -18,7 +18,7 @@ class Few(OptionGroup):
     """Some options."""
 
     kind: str = option("a", "one of {names} (default {default})", choices=("a", "b"), names=("a", "b"))
-    share: float | None = option(None, "of 1", "S", least=0, below=1)
+    share: float | None = option(None, "of 1", "S", least=0.25, below=1)
     count_of: int = option(3, "things", "N", least=1, flag="number")
     on: bool = option(False, "or off")
     how: bool | str = option("none", "in words", "HOW", bare="full")
@@ -30,8 +30,8 @@ class Few(OptionGroup):
     [
         ({"kind": "c"}, "kind: expected one of a, b; found 'c'"),
         ({"kind": None}, "kind: expected str, found None"),
-        ({"share": 1}, "share: expected a number from 0 to below 1, found 1"),
-        ({"share": float("nan")}, "share: expected a number from 0 on, found nan"),
+        ({"share": 1}, "share: expected a number from 0.25 to below 1, found 1"),
+        ({"share": float("nan")}, "share: expected a number from 0.25 on, found nan"),
         ({"count_of": 0}, "count_of: expected a number from 1 on, found 0"),
         ({"count_of": True}, "count_of: expected int, found True"),
         ({"count_of": 2.0}, "count_of: expected int, found 2.0"),
