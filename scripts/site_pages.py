@@ -1,4 +1,4 @@
-"""Hook of mkdocs: generated pages of the documentation site (algorithms, API reference, changelog)."""
+"""Hook of mkdocs: generated pages of the documentation site (algorithms, options, API reference, changelog)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def api_page(folder: Path) -> str:
     return f"# {package}\n\n" + "\n".join(f"::: {name}\n" for name in names)
 
 
+def options_page() -> str:
+    """Markdown tables of all options of a training, one for each group, from their declarations."""
+    from parallel.engine.option import options_in
+    from parallel.engine.settings import GROUPS
+
+    lines = ["# Options of trainings", "", "Options of `Engine` and `Settings`, and their arguments of `chorus train`."]
+    for group in GROUPS:
+        lines += ["", f"## {group.__doc__.rstrip('.')}", "", "| option | argument | default | meaning | layouts |"]
+        lines += ["|---|---|---|---|---|"]
+        for one in options_in(group):
+            argument = "" if one.flag == "" else f"`{one.argument}`"
+            layouts = ", ".join(one.layouts) or "all"
+            lines += [f"| `{one.name}` | {argument} | `{one.default!r}` | {one.help} | {layouts} |"]
+    return "\n".join(lines) + "\n"
+
+
 def on_config(config: MkDocsConfig) -> None:
     """Add the API reference to the navigation."""
     pages = ["reference/api/" + ".".join(folder.relative_to(ROOT).parts) + ".md" for folder in folders()]
@@ -67,6 +83,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=content))
 
     add("reference/algorithms.md", page())
+    add("reference/options.md", options_page())
     add("changelog.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("(docs/", "("))
     for folder in folders():
         name = ".".join(folder.relative_to(ROOT).parts)

@@ -26,10 +26,10 @@ from collectives.selection.timing_file import machine, mpi_name
 from parallel.cli.measure_scaling import RankPrefixes
 from parallel.cli.reports.mesh_scaling_plots import checked, draw_mesh_scaling, rates
 from parallel.engine.memory_ledger import KINDS
-from parallel.engine.settings import complete
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 WARM_UP = 2

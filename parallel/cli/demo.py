@@ -26,7 +26,7 @@ from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
 from parallel.cli.reports.training_output import title_of
-from parallel.engine.settings import complete
+from parallel.trainer.recipes import complete
 from parallel.trainer.records import EvalScore
 from parallel.trainer.trainer import Training
 

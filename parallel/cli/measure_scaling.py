@@ -21,7 +21,6 @@ from collectives.benchmark.reports import check_writable, write
 from collectives.benchmark.size_arguments import parse_size
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.engine.settings import complete
 from parallel.planning.analytic.scaling import (
     BANDWIDTH,
     EXCHANGES,
@@ -36,6 +35,7 @@ from parallel.planning.measured.measured_messages import median_seconds
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from parallel.cli.train import describe, limit_threads
 from parallel.cli.train_arguments import add_settings, threads_error
 from parallel.engine import settings
 from parallel.engine.memory_ledger import KINDS
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import TrainingPlan
 
 COLUMNS = (*KINDS, "temporaries")
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
     try:
-        chosen = settings.complete({name: getattr(args, name, None) for name in settings.NAMES})
+        chosen = complete({name: getattr(args, name, None) for name in settings.OPTIONS})
         limit_threads(comm, args, chosen)
         plan = TrainingPlan(chosen, comm)
     except ValueError as error:

@@ -35,10 +35,10 @@ from parallel.engine.settings import Settings
 from parallel.planning.measured.layout_choice import LayoutChoice, LayoutForecast, Refusal
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
+from parallel.trainer.recipes import complete
 
-FOUND = {"layout": "parallel", "mesh": "mesh", "accumulate": "accumulate", "microbatches": "microbatches"}
-FOUND |= {"virtual": "virtual", "cuts": "cuts", "recompute": "recompute"}
-"""Options of `chorus train` by the settings that are searched for."""
+FOUND = ("layout", "mesh", "accumulate", "microbatches", "virtual", "cuts", "recompute")
+"""Settings that are searched for."""
 
 
 def add_own(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +57,11 @@ def words_of(found: Settings, compress: bool = False) -> list[str]:
     >>> words_of(Settings(layout="dp", mesh="dp=2,tp=2", accumulate=2, recompute="none"))
     ['--parallel', 'dp', '--mesh', 'dp=2,tp=2', '--accumulate', '2']
     """
-    values = {option: getattr(found, name) for name, option in FOUND.items()}
+    values = {name: getattr(found, name) for name in FOUND}
     values = {name: value for name, value in values.items() if value not in (None, NONE)}
     if compress or found.compress != NONE:
         values["compress"] = found.compress
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [word for name, value in values.items() for word in (settings.OPTIONS[name].argument, str(value))]
 
 
 def report(fitting: list[LayoutForecast], refused: list[Refusal], top: int) -> Iterator[str]:
@@ -104,12 +104,12 @@ def main(argv: list[str] | None = None) -> int:
     add_files(parser)
     args = parser.parse_args(argv)
     comm = Communicator(MPI.COMM_WORLD)
-    given = {name: getattr(args, name, None) for name in settings.NAMES}
+    given = {name: getattr(args, name, None) for name in settings.OPTIONS}
     try:
         if problem := argument_error(args) or picture_error("--plan-plot", args.plan_plot) or _searched_for(args):
             raise ValueError(problem)
         _check_files(comm, args)
-        chosen = settings.complete(given)
+        chosen = complete(given)
         if chosen.compress not in (NONE, AUTO):
             parse(chosen.compress)
         train.limit_threads(comm, args, chosen)
@@ -143,9 +143,10 @@ def _check_files(comm: Communicator, args: argparse.Namespace) -> None:
 
 def _searched_for(args: argparse.Namespace) -> str | None:
     """Text if an option is given whose value the search finds; else None."""
-    given = [name for name in FOUND if getattr(args, name, None) is not None]
-    option = FOUND[given[0]] if given else ""
-    return f"--{option}: expected none, as the search finds it; found {getattr(args, given[0])}" if given else None
+    for name in FOUND:
+        if (value := getattr(args, name)) is not None:
+            return f"{settings.OPTIONS[name].argument}: expected none, as the search finds it; found {value}"
+    return None
 
 
 def _words_for_training(words: list[str]) -> list[str]:

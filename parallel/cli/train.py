@@ -35,6 +35,7 @@ from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
 from parallel.runtime.vector_memory import keep_freed_memory, namespace
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
 
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
@@ -86,9 +87,9 @@ def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
 def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     """Set up a new or resumed training, lock or check its output files, print a description. Collective, errors too."""
     found = resumed(comm, args)
-    given = {name: getattr(args, name, None) for name in settings.NAMES}
+    given = {name: getattr(args, name, None) for name in settings.OPTIONS}
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
-    chosen = settings.complete(given, settings_in(found) if found else None)
+    chosen = complete(given, settings_in(found) if found else None)
     limit_threads(comm, args, chosen)
     training = Training(chosen, comm)
     if found is not None:

@@ -115,7 +115,7 @@ class TrainingRun:
         self._began = time.perf_counter()
         self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
         storage = PRECISIONS[training.settings.precision].storage
-        self._peak = peak = resources.peak_flops(comm, args.device, dtype=storage, trains=training.trains)
+        self._peak = peak = resources.peak_flops(comm, training.settings.device, dtype=storage, trains=training.trains)
         self._meter = ThroughputMeter((training.flops_per_sample, training.executed_flops_per_sample), peak)
         if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
             watchdog.stop()

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli.launcher import LauncherParser, at_least, say
 from parallel.cli.conformance.random_training import draw_settings, forecast_difference
-from parallel.engine.settings import DEFAULTS, NAMES
+from parallel.engine.settings import DEFAULTS, OPTIONS
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
             texts = comm.allgather(forecast_difference(settings, comm))
             if any(texts):
                 failures += 1
-                changed = {name: getattr(settings, name) for name in NAMES}
+                changed = {name: getattr(settings, name) for name in OPTIONS}
                 words = [f"{name}={value}" for name, value in changed.items() if value != getattr(DEFAULTS, name)]
                 say(f"seed {seed} fails: {' '.join(words)}")
                 for rank, text in enumerate(texts):

@@ -35,7 +35,6 @@ from parallel.nn.selection_bias import SelectionBias
 from parallel.nn.transforms.fake_quantized_input import MovingRanges, checked_ranges
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
-from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import is_shared, written
 from parallel.runtime.consistency_check import Facts
@@ -478,7 +477,7 @@ class TrainEngine(BaseEngine):
 
 
 def check(comm: Any, settings: Settings) -> None:
-    """Check types and precision, and that settings are equal on all ranks (`Settings.shared`). Collective.
+    """Check types, and that settings are equal on all ranks (`Settings.shared`). Collective.
 
     Afterwards what depends on settings alone raises on all ranks or on none.
     """
@@ -488,8 +487,6 @@ def check(comm: Any, settings: Settings) -> None:
         raise TypeError(f"settings: expected parallel.engine.settings.Settings, found {settings!r}")
     consistency_check.check_equal(comm, list(settings.shared().items()))
     free_left(comm)
-    if settings.precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {settings.precision!r}")
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:

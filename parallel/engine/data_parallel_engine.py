@@ -12,7 +12,7 @@ from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error,
 from parallel.engine.compression import check_compression, compressor_of, resolve_compression
 from parallel.engine.data_parallel.expert_shards import JoinedGradients, JoinedWeights, RankGroups
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel.partition_spec import plan_of, units_of
+from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.data_parallel.reducers import Assignment, StepScale
 from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.data_parallel.sharded_optimizer import ParamShard
@@ -29,6 +29,7 @@ from parallel.engine.model_on_mesh import (
     forecast_axis,
     mesh_of,
     place_model,
+    plan_of,
     with_own_experts,
 )
 from parallel.engine.settings import DEFAULTS, Settings

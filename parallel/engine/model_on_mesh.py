@@ -8,6 +8,7 @@ from collectives import Communicator
 from parallel.engine.data_parallel.expert_shards import ExpertDivision, ExpertTeams
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel.logical_blocks import LogicalBlocks, tensors_of
+from parallel.engine.data_parallel.partition_spec import PartitionSpec, units_of
 from parallel.engine.divided_sequences import CONTEXT, INPUTS, REPLICAS, TENSOR, SequenceModels, sequence_models
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import DEFAULTS, Settings
@@ -16,6 +17,7 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, name_all
 from parallel.nn.placement import PlacementError
 from parallel.nn.rewrite import operators_in
+from parallel.optim.precision import PRECISIONS
 from parallel.runtime.collective_errors import collective_call
 from parallel.sharding.device_mesh import DeviceMesh, MeshAxis
 from parallel.sharding.expert.dispatch import Dispatch
@@ -35,6 +37,25 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
     mesh = Mesh({REPLICAS: ranks}) if settings.mesh is None else Mesh.parse(settings.mesh)
     mesh.expect(ranks, (REPLICAS, CONTEXT, TENSOR, EXPERTS, EXPERT_TENSOR))
     return mesh
+
+
+def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress: Any = None) -> PartitionSpec:
+    """Partition of a model's flat parameter vector over ranks; also names its parameters and sets their dtype."""
+    flat, precision = FlatParams(model), PRECISIONS[settings.precision]
+    for place in flat.places:
+        place.parameter.dtype = precision.storage
+    return PartitionSpec(
+        units=units_of(model),
+        flat=flat,
+        ranks=ranks,
+        rank=rank,
+        precision=precision,
+        reproducible=settings.reproducible,
+        bucket_bytes=settings.bucket_bytes,
+        first_bytes=settings.first_bytes,
+        seed=settings.seed,
+        compress=compress,
+    )
 
 
 def check_cut(settings: Settings, mesh: Mesh) -> None:

@@ -1,15 +1,23 @@
-"""Settings: configuration of a training run, its engine and its memory forecast."""
+"""Settings: configuration of a training run, its engine and its memory forecast. Every option is declared once."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from parallel.data.datasets import TASKS
+from parallel.engine.data_parallel.layouts import LAYOUTS
+from parallel.engine.grad_compression import AUTO, COMPRESSORS, NONE
+from parallel.engine.option import MODEL, OPTIMIZER, PROGRAM, Option, OptionGroup, names_in, option, options_in
+from parallel.nn.expert_layers import WORDS
+from parallel.nn.models import MODELS
+from parallel.nn.recompute import KINDS
+from parallel.nn.transforms.few_bit_product import PRODUCTS
+from parallel.nn.transforms.pruning import PATTERNS
+from parallel.optim.optimizers import OPTIMIZERS
+from parallel.optim.precision import PRECISIONS
+from parallel.sharding.context.divide_model import ALGORITHMS
 
 PIPELINE_MICROBATCHES = 8
 """Default number of micro-batches per step in each pipeline."""
@@ -23,163 +31,217 @@ REPRODUCIBLE_SAMPLES = 4
 POOL_MICROBATCHES = 4
 """Default number of micro-batches per rank and step with `pool`."""
 
+STORED = "stored"
+"""Value of `products`: operands of matrix products as they are stored."""
+
+MESHES = (*LAYOUTS, "pp")
+REPLICAS = ("local", "group", "sgp", "hogwild")
+LAYOUT_NAMES = (*MESHES, "ps", *REPLICAS, "federated")
+"""All layouts, without variants: those on meshes, the server, and decentralised styles."""
+
+on_mesh = partial(option, layouts=MESHES)
+in_pipeline = partial(option, layouts=("pp",))
+of_server = partial(option, layouts=("ps",))
+federated = partial(option, layouts=("federated",))
+of_model = partial(option, owner=MODEL)
+of_optimizer = partial(option, owner=OPTIMIZER)
+of_program = partial(option, owner=PROGRAM)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ExecutionOptions(OptionGroup):
+    """Execution."""
+
+    layout: str = option("dp", "strategy: {names} (default {default})", "LAYOUT", flag="parallel", names=LAYOUT_NAMES)
+    precision: str = option("fp32", "precision of weights and activations (default {default})", choices=PRECISIONS)
+    device: str = option("cpu", "cuda is the current device (default {default})", choices=("cpu", "cuda"), one_run=True)
+    reproducible: bool = option(False, "bitwise the same result on any number of ranks, in any layout")
+    seed: int = option(0, "seed of weights, order of samples, and dropout (default {default})", "N", least=0)
+    check_every: int = option(0, "compare replicated parameters between ranks every N steps; 0: never", "N", least=0)
+    trace: bool = option(False, "record profiler events", flag="", one_run=True)
+    fault_tolerant: bool = of_program(False, "go on after the death of a rank, if possible", flag="", one_run=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(OptionGroup):
+    """Data and steps."""
+
+    data: str = of_program("digits", "{names}, a text or .npz file, or shards (default {default})", "NAME", names=TASKS)
+    length: int = of_program(128, "tokens per sequence of a text", "N", least=1)
+    window: int | None = option(None, "neighbouring samples to shuffle (default: all, or some shards)", "N", least=1)
+    batch: int = option(64, "samples per step, over all ranks; federated: per client and local step", "N", least=1)
+    batch_tokens: int | None = option(None, "tokens per step, over all ranks, of a text", "N", least=1)
+    micro_batch: int | None = option(None, "samples per micro-batch", "N", least=1)
+    accumulate: int | None = option(None, "micro-batches of each rank in a step (default 1)", "K", least=1)
+    epochs: float = of_program(10, "passes over the training set", "N", least=0)
+    steps: int | None = option(None, "steps in all, with those before a restart", "N", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(OptionGroup):
+    """Model, few bits and pruning."""
+
+    model: str = of_program(
+        "mlp",
+        "family, perhaps with a size as in gpt:tiny: {names}",
+        "NAME",
+        names=[f"{name} ({' '.join(family.sizes)})" for name, family in MODELS.items()],
+    )
+    dropout: float = of_model(0.0, "dropout probability", "P", least=0, below=1)
+    recompute: bool | str = of_model(
+        "none",
+        "compute activations again: {names}, or one per block (alone: full)",
+        "KIND",
+        names=KINDS,
+        bare="full",
+    )
+    experts: str | None = of_model(
+        None, "mixtures of experts of gpt-moe, as in 8,k=2,capacity=1.25 (words: {names})", "HOW", names=WORDS
+    )
+    depths: str | None = of_model(
+        None, "part of the tokens for every second block of gpt models, as in 0.125 or 0.5,every=1", "HOW"
+    )
+    products: str = option(STORED, "operands of matrix products (default {default})", choices=(STORED, *PRODUCTS))
+    fake_quant: str = option("", "train with weights rounded to a format of chorus quantize, as int4_g32", "SPEC")
+    fake_quant_inputs: str = on_mesh("", "and with layer inputs rounded, in moving ranges, as int8", "SPEC")
+    prune: float = option(0.0, "fraction of weights to prune, reached after half of the steps", "S", least=0, below=1)
+    prune_pattern: str = option("elements", "{names}, or N:M: N of M remain (default {default})", "P", names=PATTERNS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(OptionGroup):
+    """Optimizer."""
+
+    optimizer: str = of_optimizer("adamw", "default {default}", choices=OPTIMIZERS)
+    rate: float = of_optimizer(1e-3, "peak learning rate", "R", least=0)
+    warm_up: int = of_optimizer(0, "steps up to the peak rate; then half a cosine down to a tenth", "N", least=0)
+    decay: float = of_optimizer(0.01, "weight decay", "D", least=0)
+    momentum: float = of_optimizer(0.9, "momentum of sgd", "M", least=0, below=1)
+    beta2: float = of_optimizer(0.999, "decay of the second moment, of the others", "B", least=0, below=1)
+    clip: float = option(0.0, "limit of the gradient norm, 0 for none", "NORM", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions(OptionGroup):
+    """Data parallelism."""
+
+    bucket_bytes: int = option(4 << 20, "least bytes of a bucket of gradients (default {default})", "N", least=1)
+    first_bytes: int = option(1 << 20, "least bytes of the bucket that is complete first", least=1, flag="")
+    compress: str = on_mesh(NONE, "compression of gradients: {names}", "HOW", names=(*COMPRESSORS, AUTO, NONE))
+    pool: bool = option(
+        False,
+        "ranks take micro-batches from a shared queue as they get ready (layouts dp... and zero1)",
+        layouts=[name for name, layout in LAYOUTS.items() if layout.drawn],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions(OptionGroup):
+    """Mesh."""
+
+    mesh: str | None = on_mesh(
+        None,
+        "axes and sizes, as in dp=2,cp=2,tp=2, dp=4,ep=2 (ranks that share experts; etp: parts of them) or, for "
+        "pipelines, pp=2,zero1=2,tp=2; the last axis has neighbours",
+        "AXES",
+    )
+    tensor_shards: int | None = on_mesh(
+        None, "parts of each operator cut along tp, for equal bits with any tp that divides them", "T", least=1
+    )
+    expert_shards: int | None = on_mesh(None, "parts of each expert, likewise (default: as etp needs)", "S", least=1)
+    sequence_parallel: bool = on_mesh(False, "ranks of tp divide sequences (or tokens along cp) between cut operators")
+    sequence_parts: int | None = on_mesh(None, "parts of each sequence along cp, likewise (default cp)", "P", least=1)
+    context: str = on_mesh("auto", "attention along cp: {names}, or {default}: the fastest", "NAME", names=ALGORITHMS)
+    dispatch: str = on_mesh(
+        "direct", "tokens along ep: direct or hierarchical, perhaps with :int8 or :fp8 (default {default})", "NAME"
+    )
+    overlap_expert_comm: bool = option(
+        False,
+        "a micro-batch's forward pass runs while tokens of another one's backward pass travel along ep, and conversely",
+        layouts=[name for name in MESHES if name == "pp" or not LAYOUTS[name].sharded],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(OptionGroup):
+    """Pipelines (pp, or pp:SCHEDULE)."""
+
+    stages: int | None = in_pipeline(None, "ranks of a pipeline (default: all)", "P", least=1)
+    microbatches: int | None = in_pipeline(None, "micro-batches of a step in each pipeline (default 8)", "M", least=1)
+    virtual: int | None = in_pipeline(None, "model chunks on each stage (pp:interleaved)", "V", least=1)
+    stage_ranks: str | None = in_pipeline(
+        None, "ranks of each part, which take turns, as in 2,1,1, or auto (pp:1f1b, pp:pipedream...)", "RANKS"
+    )
+    cuts: str | None = in_pipeline(None, "first unit of each chunk, number of units: 0,2,5 (default measured)", "UNITS")
+    memory: float | None = in_pipeline(None, "memory of a stage, for pp:auto", "BYTES", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(OptionGroup):
+    """Parameter server (ps)."""
+
+    servers: int = of_server(1, "servers, which are the first ranks (default {default})", "S", least=1)
+    replicas: int = of_server(1, "servers with a copy of each parameter (default {default})", "K")
+    consistency: str = of_server("bsp", "bsp, async, or ssp:S for at most S clocks late (default {default})", "RULE")
+    slow: str = of_server("", "slow workers, as in 2:5,3:1.5, for experiments", "RANK:FACTOR", one_run=True)
+    delay: float = of_server(0.0, "seconds added to each part, for experiments", least=0, flag="", one_run=True)
+    record: str = of_server("", "write the order of events into FILE.0, FILE.1, ...", "FILE", one_run=True)
+    replay: str = of_server("", "repeat the recorded order of events", "FILE", one_run=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecentralizedOptions(OptionGroup):
+    """Decentralised training."""
+
+    tau: int | None = option(
+        None, "local, group: steps between averages (8, 10); sgp: delay (0)", "N", layouts=("local", "group", "sgp")
+    )
+    group: int | None = option(None, "ranks of a group (default: square root of all)", "S", layouts=("group",))
+    overlap: float | None = option(
+        None, "fraction of its share by which a rank also trains on the next ranks'", "F", least=0, layouts=REPLICAS
+    )
+    clients: int | None = federated(None, "federated: clients with samples of their own (default 20)", "K", least=1)
+    client_fraction: float | None = federated(None, "federated: part of them in a round (default 0.5)", "C", least=0)
+    local_epochs: int | None = federated(None, "federated: epochs of a client in a round (default 5)", "E", least=1)
+    label_shards: int | None = federated(
+        None, "federated: runs of samples with one label of each client (default 2); 0 deals at random", "N", least=0
+    )
+
+
+_MICRO_BATCHES = ("micro_batch", "accumulate", "microbatches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    ExecutionOptions,
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    DataParallelOptions,
+    MeshOptions,
+    PipelineOptions,
+    ServerOptions,
+    DecentralizedOptions,
+):
     """Configuration of a training run, which every engine takes: ``Engine(model, loss, comm, optimizer, settings)``.
 
-    Built from keywords, from a mapping (`complete`, which adds recipes) or from the command line of ``chorus train``.
-    None leaves a value open. Engines ignore fields of other layouts (`parallel.trainer.strategies` refuses them), and
-    those that describe their arguments: data, model and optimizer.
-
-    Attributes
-    ----------
-    data, model : key of `parallel.data.datasets.TASKS` or a path; ``family`` or ``family:size`` of `parallel.nn.models`
-    layout : dp-naive, dp-bucket, dp, zero1 to zero3; pp:SCHEDULE; ps; local, group, sgp, hogwild, federated
-    precision, optimizer : keys of `parallel.optim.precision.PRECISIONS` and `parallel.optim.optimizers.OPTIMIZERS`
-    rate : peak learning rate, at least 0: linear warm-up, then half a cosine down to a tenth
-    decay : weight decay, at least 0
-    momentum, beta2 : from 0 to below 1: momentum of sgd; decay of the second moment of all other optimizers
-    clip : limit of the gradient norm; 0 for none
-    batch : samples per step over all ranks and micro-batches (federated: per local step of a client), at least 1
-    batch_tokens : in place of `batch`: tokens per step, at least 1
-    micro_batch, accumulate, microbatches : one of: samples per micro-batch; micro-batches per rank; per pipeline
-    epochs, steps : passes over the training set, used if `steps` is None; steps of the whole training
-    warm_up : steps of the learning-rate warm-up
-    length : tokens per sequence, at least 1
-    window : neighbouring samples that are shuffled among themselves; by default all, or those of some shards
-    dropout : probability, from 0 to below 1
-    experts : mixtures of experts of gpt-moe, such as ``8,k=2,every=2`` (`parallel.nn.expert_layers.ExpertLayers.parse`)
-    depths : blocks of gpt models for some tokens only, such as ``0.125`` (`parallel.nn.depth_layers.DepthLayers.parse`)
-    recompute : recompute activations: none, selective (attention), full, or one of these for each block; True is full
-    products : operands of matrix products: "stored", or a format of `parallel.nn.transforms.few_bit_product`
-    fake_quant, fake_quant_inputs : train with weights, and layer inputs, rounded to this spec (`quant.parse`); "": none
-    prune, prune_pattern : fraction of weights to prune, from 0 to below 1; elements, rows, or N:M
-    reproducible : sum in canonical order, bitwise equal on any mesh (of any ``tp`` and ``cp`` with the same
-        `tensor_shards` and `sequence_parts`)
-    seed : of initial values, sample order and dropout, at least 0
-    check_every : compare replicated parameters between ranks every so many steps; 0 for never
-    bucket_bytes, first_bytes : least bytes of a gradient bucket, and of the bucket that is complete first
-    compress : gradient compression, as in `parallel.engine.grad_compression`; "none", or "auto" to measure and choose
-    pool : ranks take micro-batches from a shared queue as they get ready
-    device : "cpu" or "cuda" (the current device)
-    trace : record profiler events
-    stages, virtual : pipelines: ranks in sequence; model chunks per stage
-    mesh : axis names and sizes, such as ``dp=2,tp=2`` or, for pipelines, ``pp=4,zero1=2``; the last axis has
-        neighbours. ``ep`` ranks share the experts of mixtures, along tp and then over neighbouring replicas;
-        ``etp`` ranks along tp have parts of the same experts
-    dispatch : exchange of tokens between replicas that share experts: direct or hierarchical, perhaps with a format of
-        rows, as ``direct:int8`` (`parallel.sharding.expert.dispatch`)
-    overlap_expert_comm : a forward pass runs while tokens of another micro-batch's backward pass travel along ``ep``,
-        and conversely; needs the memory of both. In pipelines these are `parallel.pipeline.schedule.pass_pairs`
-    tensor_shards : parts of every operator that is cut along ``tp``, a multiple of its ranks; by default as many
-    expert_shards : parts of the hidden features of every expert; by default as ``etp`` needs (one on other meshes)
-    sequence_parallel : between operators cut along ``tp``, its ranks divide the sequence, or the tokens along ``cp``
-    sequence_parts : parts of every sequence that is divided along ``cp``, a multiple of its ranks; by default as many
-    context : attention over divided sequences: ring, allgather, ulysses, or "auto", the fastest by prediction
-    stage_ranks : pipelines: replicas of each part of the model, which take turns, such as ``2,1,1``, or ``auto``
-    cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
-    memory : pp:auto: bytes that a stage may take
-    servers, replicas : parameter server: number of servers, and of servers that hold a copy of each parameter
-    consistency : parameter server: bsp, async or ssp:S
-    slow : parameter server, for experiments: ``RANK:FACTOR,...`` slows workers down
-    delay : parameter server, for experiments: seconds added to each work part
-    record, replay : parameter server: file prefix to write the order of events to, or to read it from
-    fault_tolerant : go on after the death of a rank, if the layout can and the MPI survives it
-    tau, group : decentralized styles: steps between averages (sgp: staleness), and ranks per group
-    overlap : decentralized styles: fraction of its share of a step by which a rank also trains on the next ranks'
-    clients, client_fraction : federated: number of clients; the fraction of them that take part in a step, a round
-    local_epochs : federated: passes of a client over its samples in a round
-    label_shards : federated: runs of neighbouring samples, sorted by label, of each client; 0 deals samples at random
-
-    Raises
-    ------
-    ValueError
-        If a value has the wrong type or is out of range; the message begins with the field's name.
+    Built from keywords, from a mapping (`parallel.trainer.recipes.complete`) or from the command line of ``chorus
+    train``, whose ``--help`` lists the options. None leaves a value open. Engines ignore options of other layouts
+    (`expect_used` refuses them), and those that describe their arguments: data, model and optimizer.
     """
 
-    data: str = "digits"
-    model: str = "mlp"
-    layout: str = "dp"
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    rate: float = 1e-3
-    decay: float = 0.01
-    momentum: float = 0.9
-    beta2: float = 0.999
-    clip: float = 0.0
-    batch: int = 64
-    batch_tokens: int | None = None
-    micro_batch: int | None = None
-    accumulate: int | None = None
-    epochs: float = 10
-    steps: int | None = None
-    warm_up: int = 0
-    length: int = 128
-    window: int | None = None
-    dropout: float = 0.0
-    experts: str | None = None
-    depths: str | None = None
-    recompute: bool | str = "none"
-    products: str = "stored"
-    fake_quant: str = ""
-    fake_quant_inputs: str = ""
-    prune: float = 0.0
-    prune_pattern: str = "elements"
-    reproducible: bool = False
-    seed: int = 0
-    check_every: int = 0
-    bucket_bytes: int = 4 << 20
-    first_bytes: int = 1 << 20
-    pool: bool = False
-    device: str = "cpu"
-    trace: bool = False
-    stages: int | None = None
-    microbatches: int | None = None
-    virtual: int | None = None
-    mesh: str | None = None
-    stage_ranks: str | None = None
-    tensor_shards: int | None = None
-    expert_shards: int | None = None
-    sequence_parallel: bool = False
-    sequence_parts: int | None = None
-    context: str = "auto"
-    dispatch: str = "direct"
-    overlap_expert_comm: bool = False
-    cuts: str | None = None
-    memory: float | None = None
-    servers: int = 1
-    replicas: int = 1
-    consistency: str = "bsp"
-    slow: str = ""
-    delay: float = 0.0
-    record: str = ""
-    replay: str = ""
-    fault_tolerant: bool = False
-    tau: int | None = None
-    group: int | None = None
-    overlap: float | None = None
-    clients: int | None = None
-    client_fraction: float | None = None
-    local_epochs: int | None = None
-    label_shards: int | None = None
-    compress: str = "none"
-
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, types = getattr(self, field.name), TYPES[str(field.type)]
-            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                raise ValueError(f"{field.name}: expected {field.type}, found {value!r}")
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name}: expected a number from {least:g} on, found {value:g}")
-        for name in BELOW_ONE:
-            if getattr(self, name) >= 1:
-                raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name):g}")
+        super().__post_init__()
         given = [name for name in _MICRO_BATCHES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: expected one of {', '.join(_MICRO_BATCHES)}, found {' and '.join(given)}")
+
+    def expect_used(self) -> None:
+        """Raise ValueError if an option that the layout does not use is not at its default."""
+        kind = self.layout.partition(":")[0]
+        for name, one in OPTIONS.items():
+            if one.layouts and kind not in one.layouts and getattr(self, name) != one.default:
+                raise ValueError(f"{name}: it belongs to {', '.join(one.layouts)}, and the layout is {self.layout}")
 
     def micro(self, ranks: int) -> int:
         """Samples per micro-batch if `ranks` ranks, or pipelines, share the step (as set, or by default).
@@ -220,159 +282,31 @@ class Settings:
 
     def shared(self) -> dict[str, Any]:
         """Settings by name that must be equal on all ranks: all except those of a single run, such as `device`."""
-        return {name: getattr(self, name) for name in NAMES if name not in RUN_FIELDS}
-
-
-TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
-TYPES["bool | str"] = (bool, str)
-TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items()}
-"""Accepted types, by a field's annotation."""
-
-_FROM_ONE = "batch micro_batch accumulate length window bucket_bytes first_bytes stages microbatches virtual memory"
-_FROM_ONE += " tensor_shards expert_shards sequence_parts batch_tokens clients local_epochs"
-_FROM_ZERO = "overlap rate decay momentum beta2 clip epochs steps warm_up dropout prune seed check_every delay"
-_FROM_ZERO += " client_fraction label_shards"
-LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
-"""Smallest value of numeric fields."""
-
-BELOW_ONE = ("dropout", "prune", "momentum", "beta2")
-
-NAMES = tuple(field.name for field in fields(Settings))
-
-_MICRO_BATCHES = ("micro_batch", "accumulate", "microbatches")
-
-ALTERNATIVES = (("steps", "epochs"), ("batch", "batch_tokens"), _MICRO_BATCHES, ("mesh", "stages"))
-"""Fields that replace each other: a given one drops the others from defaults and checkpoints."""
-
-BUILD_FIELDS = ("dropout", "recompute", "experts", "depths")
-"""Options of `parallel.nn.models.build`."""
-
-TRANSFORM_FIELDS = ("products", "fake_quant", "fake_quant_inputs", "prune", "prune_pattern")
-"""Fields that describe transforms of a model (`parallel.nn.transforms`)."""
-
-MODEL_FIELDS = ("data", "length", "model", *BUILD_FIELDS, *TRANSFORM_FIELDS)
-"""Fields that determine the model that is trained, and the shapes of its samples."""
-
-MESH_FIELDS = ("mesh", "tensor_shards", "expert_shards", "sequence_parallel", "sequence_parts", "context", "dispatch")
-PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "stage_ranks", "cuts", "memory")
-SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
-STYLE_FIELDS = ("tau", "group", "overlap", "clients", "client_fraction", "local_epochs", "label_shards")
-
-LAYOUT_FIELDS = (*MESH_FIELDS, *PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS, "overlap_expert_comm")
-"""Fields of one kind of layout only: another layout drops the checkpoint's values."""
-
-RUN_FIELDS = ("slow", "delay", "record", "replay", "device", "trace", "fault_tolerant")
-"""Fields of one run: a restart does not take them from the checkpoint, and ranks may differ in them."""
+        return {name: getattr(self, name) for name in OPTIONS if name not in RUN_FIELDS}
 
 
 DEFAULTS = Settings()
 """Settings of an engine that gets none."""
 
+GROUPS: tuple[Any, ...] = Settings.__bases__
 
-def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
+OPTIONS: dict[str, Option] = {one.name: one for group in GROUPS for one in options_in(group)}
+"""All options by name."""
 
-    `RUN_FIELDS`, for another layout `LAYOUT_FIELDS`, and for another mesh `context` and the exchange between experts,
-    are not taken from `previous`, nor are names that are no fields (of another version). A given mesh with an axis
-    ``pp`` implies the layout pp. Raises ValueError if a given name is no field, or if a value is out of range or given
-    without use: `momentum` without sgd, `length` without a text.
+ALTERNATIVES = (("steps", "epochs"), ("batch", "batch_tokens"), _MICRO_BATCHES, ("mesh", "stages"))
+"""Options that replace each other: a given one drops the others from defaults and checkpoints."""
 
-    >>> complete({"data": "pydoc", "steps": None}).model
-    'gpt:mini'
-    >>> complete({"epochs": 3}, previous={"steps": 100, "seed": 7}).steps is None
-    True
-    >>> complete({"layout": "dp"}, previous={"layout": "ps", "servers": 2}).servers
-    1
-    >>> complete({"layout": "dp"}, previous={"layout": "local", "tau": 4}).tau is None
-    True
-    >>> complete({"mesh": "dp=4"}, previous={"mesh": "dp=4,ep=2", "dispatch": "hierarchical"}).dispatch
-    'direct'
-    >>> complete({"mesh": "pp=2,tp=2"}).layout
-    'pp'
-    """
-    _refuse_unknown(given)
-    values, previous = {name: value for name, value in given.items() if value is not None}, dict(previous or {})
-    explicit = set(values)
-    axes = [axis.partition("=")[0].strip() for axis in values.get("mesh", "").split(",")]
-    values = ({"layout": "pp"} if "pp" in axes else {}) | values
-    dropped = _not_taken(values, previous)
-    values = _over(values, {name: value for name, value in previous.items() if name not in dropped})
-    values = _over(values, {"data": Settings.data})
-    values = _over(values, {"model": "gpt" if _is_text(values["data"]) else Settings.model})
-    family, _, size = values["model"].partition(":")
-    family = BASE_FAMILY.get(family, family)
-    recipe = RECIPES.get((values["data"], family), {})
-    if not size and "size" in recipe:
-        values["model"] += f":{recipe['size']}"
-    for below in (recipe, BY_FAMILY.get(family, {})):
-        values = _over(values, below)
-    settings = Settings(**{name: value for name, value in values.items() if name in NAMES})
-    _refuse_unused(settings, explicit)
-    return settings
+BUILD_FIELDS = tuple(name for name in names_in(ModelOptions) if OPTIONS[name].owner == MODEL)
+"""Options of `parallel.nn.models.build`."""
 
+TRANSFORM_FIELDS = tuple(name for name in names_in(ModelOptions) if not OPTIONS[name].owner)
+"""Options that describe transforms of a model (`parallel.nn.transforms`)."""
 
-def _not_taken(values: Mapping[str, Any], previous: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of fields that given `values` drop from a checkpoint; `expert_shards` stay if bits depend on them."""
-    now = {**previous, **values}
-    if now.get("layout") != previous.get("layout"):
-        return (*RUN_FIELDS, *LAYOUT_FIELDS)
-    if now.get("mesh") == previous.get("mesh"):
-        return RUN_FIELDS
-    parts = () if now.get("reproducible") else ("expert_shards",)
-    return (*RUN_FIELDS, "context", "dispatch", "overlap_expert_comm", *parts)
+MODEL_FIELDS = ("data", "length", *names_in(ModelOptions))
+"""Options that determine the model that is trained, and the shapes of its samples."""
 
+LAYOUT_FIELDS = names_in(MeshOptions, PipelineOptions, ServerOptions, DecentralizedOptions)
+"""Options of one kind of layout only: another layout drops the checkpoint's values."""
 
-def _refuse_unknown(names: Iterable[str]) -> None:
-    for name in names:
-        if name not in NAMES:
-            nearest = get_close_matches(name, NAMES, n=1, cutoff=0)[0]
-            raise ValueError(f"settings: expected names of fields, such as {nearest!r}, found {name!r}")
-
-
-def _refuse_unused(settings: Settings, given: set[str]) -> None:
-    sgd = settings.optimizer == "sgd"
-    for name, used, owner, found in (
-        ("momentum", sgd, "sgd", f"the optimizer is {settings.optimizer}"),
-        ("beta2", not sgd, "adam, adamw, lamb", f"the optimizer is {settings.optimizer}"),
-        ("length", _is_text(settings.data), "texts, of which it cuts sequences", f"the data are {settings.data}"),
-    ):
-        if name in given and not used:
-            raise ValueError(f"{name}: it belongs to {owner}, and {found}")
-
-
-def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings: `values`, and those of `below` that they neither set nor exclude (`steps` excludes `epochs`)."""
-    dropped = {name for some in ALTERNATIVES for name in some if any(one in values for one in some)}
-    return {name: value for name, value in below.items() if name not in dropped} | dict(values)
-
-
-def _is_text(data: str) -> bool:
-    """True for texts: bytes of a file, or the tokens of a sharded data set."""
-    if data in TEXTS or data in ARRAYS:
-        return data in TEXTS
-    if Path(data).is_dir():
-        with suppress(OSError, ValueError):  # an error of the index is raised where data are loaded
-            return bool(json.loads(Path(data, "index.json").read_text())["kind"] == "tokens")
-        return False
-    return not data.endswith(".npz")
-
-
-ARRAYS = ("digits", "teacher", "teacher_classes")
-TEXTS = ("pydoc", "copy")
-
-BY_FAMILY: dict[str, dict[str, Any]] = {
-    "mlp": {"rate": 2e-3, "epochs": 20},
-    "convnet": {"rate": 3e-3, "epochs": 20},
-    "gpt": {"rate": 2e-3, "beta2": 0.99, "warm_up": 100, "batch": 16, "steps": 2000, "decay": 0.1, "clip": 1.0},
-}
-
-RECIPES: dict[tuple[str | None, str], dict[str, Any]] = {
-    ("digits", "mlp"): {"rate": 3e-3, "epochs": 15, "dropout": 0.1},
-    ("digits", "convnet"): {"rate": 5e-3, "epochs": 25},
-    ("copy", "gpt"): {"size": "tiny", "length": 32, "rate": 3e-3, "steps": 600},
-    ("pydoc", "gpt"): {"size": "mini", "length": 128, "steps": 4500},
-}
-"""Values found to train well, by data and model family."""
-
-BASE_FAMILY = {"gpt-moe": "gpt"}
-"""Family whose values a model family takes."""
+RUN_FIELDS = tuple(one.name for one in OPTIONS.values() if one.one_run)
+"""Options of one run: a restart does not take them from the checkpoint, and ranks may differ in them."""

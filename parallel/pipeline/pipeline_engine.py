@@ -13,7 +13,7 @@ from parallel.engine.compression import check_compression, compressor_of, resolv
 from parallel.engine.data_parallel.expert_shards import HeldGroup
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel.partition_spec import PartitionSpec as Division
-from parallel.engine.data_parallel.partition_spec import plan_of, units_of
+from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.data_parallel.reducers import Assignment, StepScale
 from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.data_parallel.sharded_optimizer import ParamShard
@@ -28,6 +28,7 @@ from parallel.engine.model_on_mesh import (
     expert_division,
     forecast_axis,
     place_model,
+    plan_of,
     with_own_experts,
 )
 from parallel.engine.settings import Settings

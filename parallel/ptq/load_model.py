@@ -12,14 +12,15 @@ from parallel.checkpoint.step_folders import NAME
 from parallel.data.datasets import LearningTask
 from parallel.engine.grad_compression import NONE
 from parallel.engine.operator_records import biases_of, load_biases
-from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, TRANSFORM_FIELDS, Settings, complete
+from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, TRANSFORM_FIELDS, Settings
 from parallel.nn.operator import Operator, name_all
 from parallel.nn.rewrite import operators_in
-from parallel.nn.transforms.apply import prune
 from parallel.nn.transforms.quantizable_layers import expect_finite, layers_of
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.validation import expect_mapping
+from parallel.trainer.model_transforms import prune
+from parallel.trainer.recipes import complete
 from parallel.trainer.task_setup import loss_of, measure_of, prepare, steps_of
 from parallel.trainer.trainer import settings_in
 from quant import QuantizedArray, QuantSpec

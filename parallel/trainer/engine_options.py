@@ -5,22 +5,18 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, LAYOUT_FIELDS, NAMES, TRANSFORM_FIELDS, Settings
+from parallel.engine.option import OPTIMIZER
+from parallel.engine.settings import DEFAULTS, OPTIONS, Settings
 from parallel.nn.operator import Operator
-from parallel.nn.transforms.apply import transformed
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
 
-OPTIONS = (
-    *("layout", "precision", "clip", "batch", "batch_tokens", "micro_batch", "accumulate", "reproducible", "seed"),
-    *("check_every", "bucket_bytes", "first_bytes", "compress", "pool", "device", "trace", "window", "steps"),
-    *(*TRANSFORM_FIELDS, *LAYOUT_FIELDS),
-)
-"""Fields of `Settings` that an engine uses; the others describe data, model, optimizer and length of a training."""
+OWN = tuple(one.name for one in OPTIONS.values() if not one.owner)
+"""Options that an engine uses; the others describe data, model, optimizer and length of a training."""
 
-_OPTIMIZERS = "optimizer rate decay momentum beta2 warm_up lr learning_rate weight_decay betas ema"
-OWNERS = dict.fromkeys(BUILD_FIELDS, "the model") | dict.fromkeys(_OPTIMIZERS.split(), "the optimizer")
-"""Argument of `Engine` that has a value, by the name of a setting; those of no argument are the training program's."""
+OWNERS = {one.name: one.owner for one in OPTIONS.values() if one.owner}
+OWNERS |= dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas", "ema"), OPTIMIZER)
+"""Argument of `Engine` that has a value, by name; those of no argument are the training program's."""
 
 
 def expect_parts(model: Any, loss: Any, optimizer: Any) -> None:
@@ -45,20 +41,12 @@ def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Opti
     if not isinstance(settings, Settings):
         raise TypeError(f"settings: expected Settings, or options by name, found {settings!r}")
     for name in options:
-        if name not in OPTIONS and name not in NAMES and name not in OWNERS:
-            near = get_close_matches(name, OPTIONS, n=1)
-            perhaps = f"perhaps {near[0]}" if near else f"they are {', '.join(OPTIONS)}"
+        if name not in OWN and name not in OWNERS:
+            near = get_close_matches(name, OWN, n=1)
+            perhaps = f"perhaps {near[0]}" if near else f"they are {', '.join(OWN)}"
             raise ValueError(f"{name}: expected an option of engines; {perhaps}")
-    ignored = [name for name in NAMES if name not in OPTIONS and name != "optimizer"]
-    changed = [name for name in ignored if getattr(settings, name) != getattr(DEFAULTS, name)]
-    for name in (*(name for name in options if name not in OPTIONS), *changed):
-        raise ValueError(f"{name}: expected an option of engines; {OWNERS.get(name, 'the training program')} has it")
+    changed = [one for one in OWNERS if one != "optimizer" and getattr(settings, one, 0) != getattr(DEFAULTS, one, 0)]
+    for name in (*(name for name in options if name in OWNERS), *changed):
+        raise ValueError(f"{name}: expected an option of engines; {OWNERS[name]} has it")
     known = {kind: name for name, kind in OPTIMIZERS.items()}
     return replace(settings, **options, optimizer=known.get(type(optimizer), settings.optimizer))
-
-
-def with_transforms(model: Operator, settings: Settings) -> Operator:
-    """Model with the transforms of the settings (`parallel.nn.transforms`); ValueError names a setting."""
-    if settings.prune and settings.steps is None:
-        raise ValueError(f"steps: pruning reaches {settings.prune:g} after half of them; expected a number, found None")
-    return transformed(model, settings, settings.steps or 0)  # type: ignore[arg-type]

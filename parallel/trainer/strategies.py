@@ -1,7 +1,6 @@
 """Table of training strategies: for each layout, the engine class, checks of settings and automatic choices."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -13,7 +12,7 @@ from parallel.engine.compression import resolve_compression
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings, workers
 from parallel.engine.model_on_mesh import mesh_of
-from parallel.engine.settings import DEFAULTS, MESH_FIELDS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
+from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizer import Optimizer
@@ -63,7 +62,6 @@ class Strategy(NamedTuple):
     workers: Callable[[Settings, int], int] = lambda settings, ranks: ranks
     check_batch: Callable[[Settings, int], None] = lambda settings, ranks: None
     resolve: Callable[[TrainJob, Settings, Take], Resolved] = lambda job, settings, take: Resolved(settings)
-    fields: tuple[str, ...] = ()  # that not every strategy has
     measures: bool = False  # `resolve` needs samples
     has_variants: bool = False  # the layout may have a suffix after a colon
     pulls_work: bool = False  # ranks request micro-batches one by one, and must be able to load any of a step
@@ -110,16 +108,8 @@ def _check_servers(settings: Settings, ranks: int) -> None:
 
 
 STRATEGIES = {
-    name: Strategy(
-        lambda settings: DataParallelEngine,
-        check_settings,
-        workers,
-        resolve=_choose_compression,
-        fields=("compress", *MESH_FIELDS, "fake_quant_inputs")
-        + ("pool",) * layout.drawn
-        + ("overlap_expert_comm",) * (not layout.sharded),
-    )
-    for name, layout in LAYOUTS.items()
+    name: Strategy(lambda settings: DataParallelEngine, check_settings, workers, resolve=_choose_compression)
+    for name in LAYOUTS
 }
 STRATEGIES["pp"] = Strategy(
     _pipeline_class,
@@ -127,7 +117,6 @@ STRATEGIES["pp"] = Strategy(
     pipeline_config.workers,
     pipeline_config.check_batch,
     _choose_cuts,
-    (*dict.fromkeys([*PIPELINE_FIELDS, *MESH_FIELDS]), "compress", "fake_quant_inputs", "overlap_expert_comm"),
     measures=True,
     has_variants=True,
 )
@@ -136,14 +125,10 @@ STRATEGIES["ps"] = Strategy(
     _check_servers,
     workers=lambda settings, ranks: ranks - settings.servers,
     trains=lambda settings, rank: rank >= settings.servers,
-    fields=SERVER_FIELDS,
     pulls_work=True,
     survives_failures=True,
 )
-STRATEGIES |= {
-    name: Strategy(lambda settings: _engine("ReplicaEngine"), styles.refuse, fields=style.options)
-    for name, style in STYLES.items()
-}
+STRATEGIES |= {name: Strategy(lambda settings: _engine("ReplicaEngine"), styles.refuse) for name in STYLES}
 STRATEGIES["federated"] = STRATEGIES["federated"]._replace(
     engine_class=lambda settings: _engine("FederatedEngine"), sampler=client_sampler, has_clients=True
 )
@@ -185,7 +170,7 @@ class FailedBatches(Sequence[Batch]):
 
 
 def strategy_of(settings: Settings) -> Strategy:
-    """Strategy for `settings.layout`; ValueError if unknown, or if a field of other layouts is not at its default.
+    """Strategy for `settings.layout`; ValueError if unknown, or if an option of other layouts is not at its default.
 
     >>> strategy_of(Settings(layout="zero3")).workers(Settings(), 4)
     4
@@ -193,9 +178,5 @@ def strategy_of(settings: Settings) -> Strategy:
     name = settings.layout.partition(":")[0]
     if name not in STRATEGIES or (":" in settings.layout and not STRATEGIES[name].has_variants):
         raise ValueError(f"layout: expected one of {', '.join(STRATEGIES)}, found {settings.layout!r}")
-    for field in fields(Settings):
-        owners = [other for other, strategy in STRATEGIES.items() if field.name in strategy.fields]
-        changed = getattr(settings, field.name) != getattr(DEFAULTS, field.name)
-        if changed and owners and name not in owners:
-            raise ValueError(f"{field.name}: it belongs to {', '.join(owners)}, and the layout is {settings.layout}")
+    settings.expect_used()
     return STRATEGIES[name]

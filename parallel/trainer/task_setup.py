@@ -15,11 +15,11 @@ from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
 from parallel.nn.operator import ArraySpec
-from parallel.nn.transforms.apply import transformed
 from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
+from parallel.trainer.model_transforms import transformed
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import strategy_of
 
@@ -29,9 +29,6 @@ FINAL_RATE = 0.1
 
 def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, Optimizer]:
     """Load data, build model and optimizer; ValueError names a setting that is invalid or does not fit the others."""
-    for name, table in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
-        if getattr(settings, name) not in table:
-            raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(settings, name)!r}")
     strategy = strategy_of(settings)
     strategy.check(settings, ranks)
     if settings.batch_tokens is None:

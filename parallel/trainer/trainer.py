@@ -21,7 +21,7 @@ from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Ow
 from parallel.data.sampler import Batch, Dataset, Sampler, StepBatches, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.memory_ledger import MemoryLedger, Workload
-from parallel.engine.settings import NAMES, RUN_FIELDS, Settings
+from parallel.engine.settings import OPTIONS, RUN_FIELDS, Settings
 from parallel.nn.flat_params import FlatParams
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
@@ -59,7 +59,7 @@ class TrainingPlan:
 
     It raises ValueError on all ranks if the settings contradict each other, do not fit the ranks, or differ.
 
-    `settings` are a result of `parallel.engine.settings.complete`.
+    `settings` are a result of `parallel.trainer.recipes.complete`.
 
     Attributes
     ----------
@@ -252,7 +252,7 @@ def settings_in(found: Checkpoint) -> dict[str, Any]:
     """Settings, as a dict, of the run that wrote a checkpoint; CheckpointError if they are invalid."""
     try:
         there = dict(expect_mapping(found.facts.get("settings"), "settings"))
-        Settings(**{name: value for name, value in there.items() if name in NAMES})
+        Settings(**{name: value for name, value in there.items() if name in OPTIONS})
     except ValueError as error:
         raise CheckpointError(f"{found.path} is no training's: {error}") from error
     return there

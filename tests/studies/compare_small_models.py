@@ -28,13 +28,13 @@ from collectives.selection.timing_file import machine
 from parallel.cli.train_arguments import picture_error
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
-from parallel.nn.transforms.apply import prune
 from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
 from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.quantize_model import quantise
 from parallel.ptq.tune_weights import tune_weights
+from parallel.trainer.model_transforms import prune
 from parallel.trainer.records import EvalScore
 from parallel.trainer.task_setup import loss_of, measure_of
 from parallel.trainer.trainer import Training

@@ -7,12 +7,13 @@ import numpy as np
 
 from collectives import Communicator
 from parallel.cli.reports.workload import COUNT
-from parallel.engine.settings import DEFAULTS, Settings, complete
+from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.models import build
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import cores_per_rank, limit_threads
+from parallel.trainer.recipes import complete
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -31,12 +31,13 @@ from plan_accuracy import CaseRow, compare
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.planning.measured.measurement_record import MeasurementRecord
 from parallel.planning.measured.step_forecast import StepForecaster
 from parallel.planning.measured.step_timeline import CAUSES
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 BLOCKS, SECONDS, STEPS = 5, 0.3, (4, 20)

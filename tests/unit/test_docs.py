@@ -1,5 +1,6 @@
 """Tests of the documentation: programs run, commands and files exist, links resolve, costs are exact."""
 
+import argparse
 import ast
 import contextlib
 import doctest
@@ -19,6 +20,7 @@ from unittest import mock
 
 import pytest
 from site_algorithms import page
+from site_pages import options_page
 from support.launches import MPIEXEC, launch_environment
 from support.program_runs import call
 from support.sources import SOURCES
@@ -34,6 +36,8 @@ from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS, vector
 from parallel.cli.main import find, take_ranks
 from parallel.cli.programs import PROGRAMS
+from parallel.cli.train_arguments import add_settings
+from parallel.engine.settings import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -265,6 +269,16 @@ def test_page_of_algorithms_is_complete():
     assert [f"{collective}: {name}" for collective in CATALOG for name in CATALOG[collective]] == re.findall(
         r"^### (.*)$", text, re.MULTILINE
     )
+
+
+def test_page_of_options_is_complete():
+    """The generated page has a row for every option, with the argument of the command line that has it."""
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(--[\w-]+)`)? \|", options_page(), re.MULTILINE)
+    assert [name for name, _ in rows] == [*OPTIONS]
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    named = {one.dest: one.option_strings[0] for one in reversed(parser._actions) if one.dest in OPTIONS}
+    assert {name: argument for name, argument in rows if argument} == named
 
 
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]

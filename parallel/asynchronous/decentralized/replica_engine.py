@@ -19,10 +19,10 @@ from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data.sampler import Batch, batch_of, overlapping
 from parallel.engine.base import BaseEngine, check, frees_on_error
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel.partition_spec import plan_of
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.model_on_mesh import plan_of
 from parallel.engine.model_ownership import expect_free
 from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings

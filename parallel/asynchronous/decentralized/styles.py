@@ -9,23 +9,22 @@ from parallel.asynchronous.decentralized.averaging_style import AveragingStyle, 
 from parallel.asynchronous.decentralized.federated import FederatedAverage, refusal
 from parallel.asynchronous.decentralized.group_averaging import GroupAveraging, default_size
 from parallel.engine.data_parallel.run_context import RunContext
-from parallel.engine.settings import STYLE_FIELDS, Settings
+from parallel.engine.settings import Settings
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
 
 class StyleEntry(NamedTuple):
-    """Decentralised averaging style: constructor, buffer bytes, and supported options, precisions and devices.
+    """Decentralised averaging style: constructor, buffer bytes, and supported precisions and devices.
 
-    `options` are the supported fields of `STYLE_FIELDS`: `tau` is the number of steps between averages (local), between
-    global averages (group), or that a message may be late (sgp); `group` the most places (one or two ranks) in a group.
-    `refusal` returns a message about settings that cannot be used on so many ranks, or None.
+    `tau` is the number of steps between averages (local), between global averages (group), or that a message may be
+    late (sgp); `group` the most places (one or two ranks) in a group. `refusal` returns a message about settings that
+    cannot be used on so many ranks, or None.
     """
 
     make: Callable[[RunContext, Array, Settings], AveragingStyle]
     buffers: Callable[[int, Settings], int] = lambda nbytes, settings: 0  # memory besides the replica of nbytes
-    options: tuple[str, ...] = ()
     least: int = 1  # smallest `tau`
     memory: Callable[[Communicator, str], VectorAllocator] = VectorAllocator  # of the weights
     precisions: tuple[str, ...] = tuple(PRECISIONS)
@@ -35,26 +34,21 @@ class StyleEntry(NamedTuple):
 
 
 STYLES = {
-    "local": StyleEntry(
-        lambda context, vector, settings: LocalSGD(context, vector, settings.tau or 8), options=("tau", "overlap")
-    ),
+    "local": StyleEntry(lambda context, vector, settings: LocalSGD(context, vector, settings.tau or 8)),
     "group": StyleEntry(
         lambda context, vector, settings: GroupAveraging(
             context, vector, settings.group or default_size(context.comm.Get_size()), settings.tau or 10
         ),
         lambda nbytes, settings: nbytes,
-        options=("tau", "group", "overlap"),
     ),
     "sgp": StyleEntry(
         lambda context, vector, settings: gossip.Gossip(context, vector, settings.tau or 0),
         lambda nbytes, settings: nbytes + 2 * ((settings.tau or 0) + 1) * (gossip.HEAD + nbytes),
-        options=("tau", "overlap"),
         least=0,
         devices=("cpu",),
     ),
     "hogwild": StyleEntry(
         lambda context, vector, settings: hogwild.Hogwild(context, vector),
-        options=("overlap",),
         memory=hogwild.WindowAllocator,
         shares_weights=True,
         precisions=("fp32", "fp64"),  # with half weights every rank would have its own master weights
@@ -63,7 +57,6 @@ STYLES = {
     "federated": StyleEntry(
         lambda context, vector, settings: FederatedAverage(context, vector),
         lambda nbytes, settings: 2 * nbytes,
-        options=("clients", "client_fraction", "local_epochs", "label_shards"),
         refusal=refusal,
     ),
 }
@@ -76,9 +69,7 @@ def refuse(settings: Settings, ranks: int) -> None:
         raise ValueError(f"layout: expected one of {', '.join(STYLES)}, found {name!r}")
     entry, precision, device, checked = STYLES[name], settings.precision, settings.device, settings.check_every
     precisions = entry.precisions
-    for option in STYLE_FIELDS:
-        if (value := getattr(settings, option)) is not None and option not in entry.options:
-            raise ValueError(f"{option}: {name} has none, found {value}")
+    settings.expect_used()
     for is_wrong, text in (
         (device not in entry.devices, f"device: {name} is for {' and '.join(entry.devices)}, found {device}"),
         (tau is not None and tau < entry.least, f"tau: expected {entry.least} steps or more, found {tau}"),

@@ -23,9 +23,9 @@ from parallel.checkpoint.step_folders import CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data.sampler import Batch, contiguous
 from parallel.engine.base import BaseEngine, check, frees_on_error
-from parallel.engine.data_parallel.partition_spec import plan_of
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
+from parallel.engine.model_on_mesh import plan_of
 from parallel.engine.model_ownership import ModelOwnership
 from parallel.engine.operator_records import refuse_biases
 from parallel.engine.settings import Settings

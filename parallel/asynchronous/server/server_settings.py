@@ -57,7 +57,6 @@ def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:
     precision, checked, recorded = settings.precision, settings.check_every, settings.record or settings.replay
     for is_wrong, text in (
         (settings.device != "cpu", f"device: servers and workers are on the host, found {settings.device}"),
-        (servers < 1, f"servers: expected at least 1, found {servers}"),
         (servers >= ranks, f"servers: {servers} of {ranks} rank{'s' * (ranks > 1)} leave no workers"),
         (PRECISIONS[precision].scaled, f"precision: {precision} needs a loss scale that is equal on all workers"),
         (

@@ -8,12 +8,11 @@ import numpy as np
 from collectives import Communicator
 from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import LAYOUT_NAMES, Settings
 from parallel.optim.precision import PRECISIONS
+from parallel.trainer.recipes import complete
 from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
-
-STRATEGIES = (*LAYOUTS, "pp", "ps", *STYLES)
 
 
 def draw_settings(seed: int, ranks: int) -> Settings:
@@ -23,7 +22,7 @@ def draw_settings(seed: int, ranks: int) -> Settings:
     def one(*values: Any) -> Any:
         return values[random.integers(len(values))]
 
-    layout = STRATEGIES[seed % len(STRATEGIES)]
+    layout = LAYOUT_NAMES[seed % len(LAYOUT_NAMES)]
     if layout == "ps" and ranks < 2:
         layout = "zero3"
     text = random.random() < 0.4 and not (layout == "pp" and ranks > 4)

@@ -1,4 +1,4 @@
-"""Partition of a model's flat parameter vector, from shapes and settings alone. Imports no MPI, allocates nothing."""
+"""Partition of a model's flat parameter vector, from shapes alone. Imports no MPI, allocates nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,10 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams, ParamSpan, buckets
 from parallel.nn.operator import Operator
-from parallel.optim.precision import PRECISIONS, Precision
+from parallel.optim.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,6 @@ class PartitionSpec:
             for parameter in unit.parameters():
                 users[id(parameter)] = (*users.get(id(parameter), ()), number)
         return users
-
-
-def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress: Any = None) -> PartitionSpec:
-    """Partition of a model's flat parameter vector over ranks; also names its parameters and sets their dtype."""
-    flat, precision = FlatParams(model), PRECISIONS[settings.precision]
-    for place in flat.places:
-        place.parameter.dtype = precision.storage
-    return PartitionSpec(
-        units=units_of(model),
-        flat=flat,
-        ranks=ranks,
-        rank=rank,
-        precision=precision,
-        reproducible=settings.reproducible,
-        bucket_bytes=settings.bucket_bytes,
-        first_bytes=settings.first_bytes,
-        seed=settings.seed,
-        compress=compress,
-    )
 
 
 def units_of(model: Operator) -> tuple[Operator, ...]:

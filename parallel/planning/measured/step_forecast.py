@@ -17,9 +17,9 @@ from collectives.selection.cost_model import BUILT_IN
 from parallel.engine.compression import compressor_of
 from parallel.engine.data_parallel.expert_shards import RankGroups
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.data_parallel.partition_spec import plan_of, units_of
+from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.divided_sequences import CONTEXT, TENSOR
-from parallel.engine.model_on_mesh import cut_for, expert_division, forecast_axis, mesh_of
+from parallel.engine.model_on_mesh import cut_for, expert_division, forecast_axis, mesh_of, plan_of
 from parallel.engine.settings import Settings
 from parallel.nn.array_checks import elements
 from parallel.nn.compose import Sequential

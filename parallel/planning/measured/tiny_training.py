@@ -10,7 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 WARM_UP, STEPS = 5, 41

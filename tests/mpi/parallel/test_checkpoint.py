@@ -8,7 +8,7 @@ pytest.importorskip("safetensors")
 from parallel import AdamW, Engine, nn
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, tensors_in
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.settings import complete
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 pytestmark = pytest.mark.ranks(3)

@@ -310,7 +310,7 @@ def test_errors_name_the_operator_and_keep_the_cause(comm, layout):
         ({"settings": Settings(dropout=0.1)}, "dropout: expected an option of engines; the model has it"),
         ({"settings": Settings(rate=0.1)}, "rate: expected an option of engines; the optimizer has it"),
         ({"prune": 0.5}, "steps: pruning reaches 0.5 after half of them; expected a number, found None"),
-        ({"products": "fp9"}, "products: expected stored, fp8, mxfp8; found 'fp9'"),
+        ({"products": "fp9"}, "products: expected one of stored, fp8, mxfp8; found 'fp9'"),
         ({"micro_batches": 3}, "micro_batches: expected an option of engines; perhaps microbatches"),
         ({"layout": "dq"}, "layout: expected one of"),
         ({"layout": "dp", "servers": 3}, "servers: it belongs to ps"),

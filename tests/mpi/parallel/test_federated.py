@@ -11,8 +11,9 @@ from parallel.asynchronous.decentralized.federated import local_batches
 from parallel.asynchronous.decentralized.federated_engine import FederatedEngine
 from parallel.data.client_shards import divide
 from parallel.data.datasets import ArrayDataset, load
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.nn.flat_params import FlatParams
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 pytestmark = pytest.mark.ranks(3)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.engine.settings import complete
 from parallel.runtime.consistency_check import StepFailed
 from parallel.trainer import trainer
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 layouts = pytest.mark.parametrize("layout", ["dp", "zero3", "pp:1f1b", "ps", "local"])

@@ -13,7 +13,7 @@ from parallel.data.sampler import Batch
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.grad_compression import COMPRESSORS, auto_select
 from parallel.engine.memory_ledger import Workload
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.nn.operator import ArraySpec
 from parallel.optim.optimizers import SGD, AdamW
 from parallel.optim.precision import PRECISIONS
@@ -21,6 +21,7 @@ from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.stage_params import REPLICAS
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 pytestmark = pytest.mark.ranks(3)

@@ -5,7 +5,8 @@ from support.tiers import default
 
 pytest.importorskip("safetensors")
 
-from parallel.cli.conformance.random_training import STRATEGIES, draw_settings, forecast_difference
+from parallel.cli.conformance.random_training import draw_settings, forecast_difference
+from parallel.engine.settings import LAYOUT_NAMES
 
 pytestmark = pytest.mark.ranks(3)
 
@@ -19,5 +20,5 @@ def test_to_the_byte(comm, seed):
 
 
 def test_strategies_in_turn():
-    layouts = [draw_settings(seed, 4).layout.partition(":")[0] for seed in range(len(STRATEGIES))]
-    assert layouts == list(STRATEGIES)
+    layouts = [draw_settings(seed, 4).layout.partition(":")[0] for seed in range(len(LAYOUT_NAMES))]
+    assert layouts == list(LAYOUT_NAMES)

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from parallel.engine.settings import complete
 from parallel.planning.measured import measured_costs, measured_messages, step_forecast
 from parallel.planning.measured.layout_choice import LayoutChoice, LayoutForecast, Refusal, candidates
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 

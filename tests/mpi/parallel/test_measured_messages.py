@@ -8,11 +8,11 @@ pytest.importorskip("safetensors")
 
 from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
-from parallel.engine.settings import complete
 from parallel.planning.measured import measured_costs, measured_messages, tiny_training
 from parallel.planning.measured.measured_messages import MeasuredMessages, groups_like
 from parallel.planning.measured.measurement_record import MeasurementRecord
 from parallel.planning.measured.step_forecast import StepForecaster
+from parallel.trainer.recipes import complete
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

@@ -429,7 +429,7 @@ def test_a_gradient_that_overflows_ends_all(comm, rule):
 @pytest.mark.parametrize(
     "settings, why",
     [
-        ({"servers": 0}, "servers: expected at least 1, found 0"),
+        ({"servers": 0}, "servers: expected a number from 1 on, found 0"),
         ({"servers": 99}, "servers: 99 of . ranks leave no workers"),
         ({"rule": "ssp"}, "consistency: expected .* a whole number S from 0 on, found 'ssp'"),
         ({"rule": "ssp:x"}, "consistency: expected .* a whole number S from 0 on, found 'ssp:x'"),

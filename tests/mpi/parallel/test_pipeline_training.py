@@ -5,9 +5,9 @@ from mpi4py import MPI
 from support.training_states import differing, whole
 
 from collectives import Communicator
-from parallel.engine.settings import complete
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.runtime.consistency_check import RankMismatch
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training, TrainingPlan
 
 pytestmark = pytest.mark.ranks(3)

@@ -8,7 +8,6 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from parallel.engine.operator_records import biases_of
-from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
@@ -20,6 +19,7 @@ from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.mixed_precision import SENSITIVITIES, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, packed, weights_of
 from parallel.ptq.quantize_model import METHODS, quantise, rounded
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 from quant import INT8, grouped
 from quant.observers import OBSERVERS

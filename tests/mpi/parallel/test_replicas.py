@@ -19,12 +19,13 @@ from parallel.asynchronous.decentralized.hogwild import LINE
 from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
 from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD, AdamW
 from parallel.runtime.consistency_check import RankMismatch, StepFailed
 from parallel.runtime.vector_memory import VectorAllocator
 from parallel.trainer.engine_checkpoint import load_state_dict, state_dict
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 pytestmark = pytest.mark.ranks(1, 3)
@@ -382,8 +383,8 @@ def test_a_failure_is_told_by_the_next_test_at_the_latest(comm, style):
     [
         ("local", {"tau": 0}, "tau: expected 1 steps or more, found 0"),
         ("sgp", {"tau": -1}, "tau: expected 0 steps or more, found -1"),
-        ("sgp", {"group": 2}, "group: sgp has none, found 2"),
-        ("hogwild", {"tau": 2}, "tau: hogwild has none, found 2"),
+        ("sgp", {"group": 2}, "group: it belongs to group, and the layout is sgp"),
+        ("hogwild", {"tau": 2}, "tau: it belongs to local, group, sgp, and the layout is hogwild"),
         ("group", {"group": 1}, "group: expected 2 to .* found 1"),
         ("group", {"group": 1000}, "group: expected 2 to .* found 1000"),
         ("hogwild", {"precision": "bf16"}, "precision: hogwild has fp32 or fp64, found bf16"),

@@ -9,11 +9,11 @@ pytest.importorskip("safetensors")
 from collectives import Communicator
 from parallel import SGD, Engine, StepFailed, nn
 from parallel.checkpoint.checkpoint_files import Checkpoint
-from parallel.engine.settings import complete
 from parallel.ptq import load_model
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
 from parallel.ptq.quantize_model import quantise
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 from quant import parse
 

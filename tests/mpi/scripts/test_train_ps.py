@@ -7,8 +7,8 @@ import pytest
 from support.training_states import same, whole
 
 from parallel.checkpoint import checkpoint_files
-from parallel.engine.settings import complete
 from parallel.runtime.consistency_check import StepFailed
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "steps": 12, "batch": 40, "micro_batch": 10, "clip": 1.0}

@@ -119,7 +119,7 @@ class Row:
         """Rules by which a column refuses the row; none if it trains."""
         half = self.settings.get("precision") in ("bf16", "fp16")
         names = [name for name in self.settings if name != "precision" or half]
-        fields = [rule for name in names for rule in FIELDS.get(name, ())]
+        fields = [rule for name in names for rule in (owned(name), *FIELDS.get(name, ()))]
         return [rule for rule in (*self.refusals, *fields, *COMMON) if rule.when(column, task)]
 
 
@@ -617,7 +617,7 @@ row(
     "record",
     settings={"record": "one", "replay": "two"},
     tasks=(MLP,),
-    refusals=(owned("record", "ps"), on("record|replay|No such file", "ps")),
+    refusals=[on("record|replay|No such file", "ps")],
 )
 row("tau", settings={"tau": 2}, tasks=(MLP,), program=(*[STEP] * 4, TEST, STATE), in_torch=False)
 row("group", settings={"group": 2}, tasks=(MLP,), one_rank={"group": None})

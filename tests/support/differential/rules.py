@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from support.differential.columns import DATA_PARALLEL, SAMPLES, Column
+from parallel.engine.settings import OPTIONS
+from support.differential.columns import SAMPLES, Column
 from support.differential.tasks import Task
 
 When = Callable[[Column, Task], bool]
@@ -47,13 +48,14 @@ def where(text: str, when: Callable[[Column], bool]) -> Rule:
     return Rule(lambda column, task: when(column), text)
 
 
-def owned(name: str, *kinds: str) -> Rule:
-    """Rule of a setting that only layouts of these kinds have."""
-    return Rule(lambda column, task: column.kind not in kinds, rf"^{name}: it belongs to .*, and the layout is ")
+def owned(name: str) -> Rule:
+    """Rule of a setting that only some layouts have, by its declaration."""
+    layouts = OPTIONS[name].layouts if name in OPTIONS else ()
+    text = rf"^{name}: it belongs to .*, and the layout is "
+    return Rule(lambda column, task: bool(layouts) and column.kind not in layouts, text)
 
 
 STYLES = ("local", "group", "sgp", "hogwild", "federated")
-ON_MESH = (*DATA_PARALLEL, "pp")
 
 
 def trainable(task: Task, column: Column) -> bool:
@@ -94,10 +96,6 @@ def transform(name: str) -> tuple[Rule, ...]:
     )
 
 
-def of_mesh(name: str) -> Rule:
-    return owned(name, *ON_MESH)
-
-
 def is_pipedream(column: Column) -> bool:
     return column.schedule.startswith("pipedream")
 
@@ -110,7 +108,6 @@ FIELDS: dict[str, Sequence[Rule]] = {
         ),
     ),
     "compress": (
-        of_mesh("compress"),
         where(
             "compress: expected none, since gradients are compressed only where every rank has the whole sum",
             lambda column: column.replicas.startswith("zero"),
@@ -122,7 +119,6 @@ FIELDS: dict[str, Sequence[Rule]] = {
         on("check_every: expected 0, since ps has one copy", "ps"),
     ),
     "pool": (
-        owned("pool", "dp-naive", "dp-bucket", "dp", "zero1"),
         along("pool: .* is not for (operators that are cut|experts on different)", "tp", "ep"),
         along("pool: ranks that share sequences need the same micro-batches", "cp"),
     ),
@@ -130,13 +126,11 @@ FIELDS: dict[str, Sequence[Rule]] = {
         Rule(lambda column, task: column.kind == "hogwild", "precision: hogwild has fp32 or fp64, found (bf16|fp16)"),
     ),
     "clip": (where("clip: pipedream.* updates stage by stage", is_pipedream),),
-    "microbatches": (owned("microbatches", "pp"),),
     "products": transform("products"),
     "fake_quant": transform("fake_quant"),
-    "fake_quant_inputs": (of_mesh("fake_quant_inputs"), *transform("fake_quant_inputs")),
+    "fake_quant_inputs": transform("fake_quant_inputs"),
     "prune": transform("prune"),
     "sequence_parallel": (
-        of_mesh("sequence_parallel"),
         Rule(
             lambda column, task: 8 // column.size("cp") % column.size("tp") > 0,
             "sequence_parallel: expected a multiple of 3 tokens, in tp=3; found 8",
@@ -147,30 +141,22 @@ FIELDS: dict[str, Sequence[Rule]] = {
         ),
     ),
     "sequence_parts": (
-        of_mesh("sequence_parts"),
         where("sequence_parts: expected a multiple of cp, in cp=3; found 4", lambda column: column.size("cp") == 3),
     ),
     "tensor_shards": (
-        of_mesh("tensor_shards"),
         where("tensor_shards: expected a multiple of tp, in tp=3; found 4", lambda column: column.size("tp") == 3),
     ),
-    "context": (
-        of_mesh("context"),
-        where("context: .* is for sequences divided along cp", lambda column: column.size("cp") == 1),
-    ),
+    "context": (where("context: .* is for sequences divided along cp", lambda column: column.size("cp") == 1),),
     "dispatch": (
-        of_mesh("dispatch"),
         where("dispatch: .* is for replicas that share experts, by ep", lambda column: column.expert_replicas == 1),
     ),
     "expert_shards": (
-        of_mesh("expert_shards"),
         where(
             "expert_shards: expected a divisor of the 1 tensor_shards of a rank|expert_shards: expected 1, for",
             lambda column: column.size("etp") != 2,
         ),
     ),
     "overlap_expert_comm": (
-        owned("overlap_expert_comm", "dp-naive", "dp-bucket", "dp", "zero1", "zero2", "pp"),
         where(
             "overlap_expert_comm: zero3 has the weights of one unit at a time",
             lambda column: column.kind == "pp" and column.replicas == "zero3",
@@ -184,43 +170,26 @@ FIELDS: dict[str, Sequence[Rule]] = {
             lambda column: column.kind != "pp" and 2 * column.teams > SAMPLES // 2,
         ),
     ),
-    "stages": (
-        owned("stages", "pp"),
-        where("stages: 2 are not those of the mesh", lambda column: column.size("pp") != 2),
-    ),
+    "stages": (where("stages: 2 are not those of the mesh", lambda column: column.size("pp") != 2),),
     "virtual": (
-        owned("virtual", "pp"),
         where(
             "virtual: .* has . parts of the model per stage, found 2",
             lambda column: column.chunks != 2,
         ),
     ),
     "stage_ranks": (
-        owned("stage_ranks", "pp"),
         where(
             "ranks: stages have replicas in 1f1b, pipedream, pipedream-2bw; found",
             lambda column: column.schedule not in ("1f1b", "pipedream", "pipedream-2bw"),
         ),
         where("ranks: (.* stages|expected numbers from 1 on that add up to .)", lambda column: column.size("pp") != 2),
     ),
-    "cuts": (
-        owned("cuts", "pp"),
-        where("cuts: expected . ascending numbers from 0 to 4", lambda column: column.parts != 2),
-    ),
-    "memory": (owned("memory", "pp"), on("memory: a limit is for pp:auto, the layout is", "pp")),
-    "tau": (owned("tau", "local", "group", "sgp"),),
-    "group": (owned("group", "group"), where("group: expected 2 to . of . ranks", lambda column: False)),
-    "overlap": (owned("overlap", "local", "group", "sgp", "hogwild"),),
-    **{name: (owned(name, "federated"),) for name in ("clients", "client_fraction", "local_epochs", "label_shards")},
+    "cuts": (where("cuts: expected . ascending numbers from 0 to 4", lambda column: column.parts != 2),),
+    "memory": (on("memory: a limit is for pp:auto, the layout is", "pp"),),
     "slow": (
-        owned("slow", "ps"),
         where("slow: rank 2 is no worker", lambda column: not column.settings.get("servers", 1) <= 2 < column.ranks),
     ),
-    "servers": (
-        owned("servers", "ps"),
-        where("servers: 2 of 2 ranks leave no workers", lambda column: column.ranks == 2),
-    ),
-    **{name: (owned(name, "ps"),) for name in ("replicas", "consistency", "delay", "record", "replay")},
+    "servers": (where("servers: 2 of 2 ranks leave no workers", lambda column: column.ranks == 2),),
 }
 """Rules of settings, by name."""
 

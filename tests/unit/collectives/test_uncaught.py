@@ -111,7 +111,7 @@ with ParameterServer(mlp([8, 8, 2]), SoftmaxCrossEntropy(), comm, SGD(rate=0.1))
 """,
     "in a training": """
 from parallel.trainer.trainer import Training
-from parallel.engine.settings import complete
+from parallel.trainer.recipes import complete
 said = complete({"data": "teacher_classes", "model": "mlp:tiny", "batch": 48, "steps": 60, "layout": "zero2"})
 with Training(said, comm) as training:
     for record in training.run():

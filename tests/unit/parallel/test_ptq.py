@@ -15,7 +15,6 @@ from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import PassMode, name_all
@@ -28,6 +27,7 @@ from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.mixed_precision import SENSITIVITIES, fisher, gradients, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
 from parallel.ptq.quantize_model import METHODS, method_for, quantise, rounded
+from parallel.trainer.recipes import complete
 from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training
 from quant import INT8, PRESETS, PerChannel, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes

@@ -14,7 +14,6 @@ from collectives import Communicator
 from parallel.cli.quantize_model import print_layers
 from parallel.data.sampler import Batch
 from parallel.engine.operator_records import biases_of
-from parallel.engine.settings import complete
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
 from parallel.nn.rewrite import operators_in
@@ -23,6 +22,7 @@ from parallel.ptq import load_model
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.quantize_model import quantise
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 from quant import grouped
 from quant.io import safetensors_file

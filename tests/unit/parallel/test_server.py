@@ -17,7 +17,7 @@ from parallel.asynchronous.server.work_assignment import PartResult, WorkAssignm
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import OnDemandSampler, Sampler
 from parallel.engine.data_parallel.partition_spec import PartitionSpec
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding, Unembedding
 from parallel.nn.flat_params import FlatParams, Span
@@ -25,6 +25,7 @@ from parallel.nn.linear import Linear
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import SGD, Adam
 from parallel.optim.precision import PRECISIONS
+from parallel.trainer.recipes import complete
 from parallel.trainer.strategies import strategy_of
 
 # ---------------------------------------------------------------------------------------------- clocks
@@ -368,7 +369,7 @@ def test_who_still_reads_sees_the_weights_of_then(read):
     "said, why",
     [
         ({"servers": 4}, "servers: 4 of 4 ranks leave no workers"),
-        ({"servers": 0}, "servers: expected at least 1, found 0"),
+        ({"servers": 0}, "servers: expected a number from 1 on, found 0"),
         ({"servers": 2, "replicas": 3}, "replicas: expected 1 to 2, as many as servers, found 3"),
         ({"replicas": 0}, "replicas: expected 1 to 1"),
         ({"consistency": "ssp:-2"}, "consistency: expected .* a whole number S from 0 on, found 'ssp:-2'"),
@@ -380,8 +381,8 @@ def test_who_still_reads_sees_the_weights_of_then(read):
     ],
 )
 def test_settings_without_a_meaning_are_refused(said, why):
-    settings = complete({"layout": "ps", **said})
     with pytest.raises(ValueError, match=why):
+        settings = complete({"layout": "ps", **said})
         strategy_of(settings).check(settings, 4)
 
 

@@ -245,7 +245,7 @@ def test_training_on_shards_is_training_on_the_arrays(tmp_path):
     pytest.importorskip("safetensors")
     from mpi4py import MPI
 
-    from parallel.engine.settings import complete
+    from parallel.trainer.recipes import complete
     from parallel.trainer.trainer import Training
 
     x, y = images(tmp_path / "folder", sizes=[8] * 4, scale=0.25)

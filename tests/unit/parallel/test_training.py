@@ -17,10 +17,10 @@ from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.settings import complete
 from parallel.optim.lr_schedules import rate_at
 from parallel.runtime import resources
 from parallel.trainer import trainer as training
+from parallel.trainer.recipes import complete
 from parallel.trainer.task_setup import prepare
 from parallel.trainer.trainer import Training, settings_in
 

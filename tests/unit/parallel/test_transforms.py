@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.nn.activation import ReLU
 from parallel.nn.compose import Sequential
 from parallel.nn.conv import Conv2d
@@ -15,11 +15,12 @@ from parallel.nn.linear import Linear
 from parallel.nn.models import build, mlp
 from parallel.nn.operator import Operator, PassMode, name_all
 from parallel.nn.transforms import few_bit_product
-from parallel.nn.transforms.apply import prune, transformed
 from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput, MovingRanges, checked_ranges
 from parallel.nn.transforms.few_bit_product import PRODUCTS, FewBitProduct
 from parallel.nn.transforms.pruning import Pruning
 from parallel.nn.transforms.weight_transform import TransformedWeight, rounding_to
+from parallel.trainer.model_transforms import prune, transformed
+from parallel.trainer.recipes import complete
 from quant import INT8, PerGroup, QuantSpec, parse, quantize
 
 F = np.float32
@@ -213,7 +214,7 @@ def test_without_transforms_nothing_is_copied():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"products": "fp7"}, "products: expected stored, fp8, mxfp8; found 'fp7'"),
+        ({"products": "fp7"}, "products: expected one of stored, fp8, mxfp8; found 'fp7'"),
         ({"products": "fp8", "fake_quant": "int4"}, "products: fp8 and fake quantisation"),
         ({"fake_quant": "int44"}, "fake_quant: no spec 'int44'"),
         ({"fake_quant_inputs": "int4_g32"}, "fake_quant_inputs: spec: expected linear codes with one scale"),

@@ -1,10 +1,12 @@
 """Which engine a layout stands for, and what is said in vain."""
 
+from dataclasses import replace
+
 import pytest
 
 from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.settings import Settings
+from parallel.engine.settings import LAYOUT_NAMES, OPTIONS, Settings
 from parallel.trainer import strategies
 from parallel.trainer.strategies import STRATEGIES, strategy_of
 
@@ -18,8 +20,9 @@ def test_every_layout_of_the_engine_is_a_way(layout):
 def test_every_style_of_replicas_is_a_way(style):
     way = strategy_of(Settings(layout=style))
     way.check(Settings(layout=style), 4)
-    for name in way.fields:
-        strategy_of(Settings(layout=style, **{name: 2}))
+    for option in OPTIONS.values():
+        if style in option.layouts:
+            strategy_of(Settings(layout=style, **{option.name: 2}))
     with pytest.raises(ValueError, match=f"check_every: with {style} ranks have different weights"):
         way.check(Settings(layout=style, check_every=1), 4)
 
@@ -35,12 +38,18 @@ def test_what_stands_after_the_colon_is_the_ways_own_matter(monkeypatch):
     assert strategy_of(Settings(layout="other:1:2")) is STRATEGIES["other"]
 
 
-def test_a_setting_of_another_way_is_refused(monkeypatch):
-    monkeypatch.setitem(strategies.STRATEGIES, "other", STRATEGIES["dp"]._replace(fields=("check_every",)))
-    strategy_of(Settings(layout="other", check_every=3))
-    strategy_of(Settings(layout="dp"))
-    with pytest.raises(ValueError, match="check_every: it belongs to other, and the layout is zero1"):
+def test_an_option_of_other_layouts_is_refused(monkeypatch):
+    own = replace(OPTIONS["check_every"], layouts=("dp", "pp"))
+    monkeypatch.setitem(OPTIONS, "check_every", own)
+    strategy_of(Settings(layout="pp:1f1b", check_every=3))
+    strategy_of(Settings(layout="zero1"))
+    with pytest.raises(ValueError, match="check_every: it belongs to dp, pp, and the layout is zero1"):
         strategy_of(Settings(layout="zero1", check_every=3))
+
+
+def test_options_name_all_layouts():
+    assert tuple(STRATEGIES) == LAYOUT_NAMES
+    assert all(set(option.layouts) <= set(LAYOUT_NAMES) for option in OPTIONS.values())
 
 
 def test_gradients_are_compressed_only_where_ranks_have_all_of_a_sum():

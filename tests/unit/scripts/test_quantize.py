@@ -16,7 +16,7 @@ from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import all_in
 from parallel.cli import quantize_model
 from parallel.cli.quantize_model import NEEDED
-from parallel.engine.settings import complete
+from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 from quant import PRESETS, PerGroup, parse
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import tiny_models
 
-from parallel.engine.settings import Settings, complete
+from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.dropout import Dropout
@@ -21,6 +21,7 @@ from parallel.pipeline.schedule.pipeline_plan import build, forward_only, trunca
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import simulate
 from parallel.pipeline.unit_timing import measure
+from parallel.trainer.recipes import complete
 from quant import INT8
 
 

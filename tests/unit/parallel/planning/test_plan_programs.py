@@ -19,10 +19,10 @@ from parallel.cli import plan, plan_layout
 from parallel.cli.main import UsageError, find, take_ranks
 from parallel.cli.reports.plan_plots import draw_step
 from parallel.cli.train_arguments import add_settings
-from parallel.engine.settings import complete
 from parallel.nn.recompute import recompute_kinds
 from parallel.planning.measured.layout_choice import candidates
 from parallel.planning.measured.step_timeline import CAUSES, StepTimeline
+from parallel.trainer.recipes import complete
 
 SEARCHED = [*plan_layout.FOUND, "compress"]
 

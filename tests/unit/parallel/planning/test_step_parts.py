@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
-from parallel.engine.data_parallel.partition_spec import plan_of
-from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, Settings, complete
+from parallel.engine.model_on_mesh import plan_of
+from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, Settings
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.models import build as build_model
 from parallel.nn.models import mlp
@@ -28,6 +28,7 @@ from parallel.planning.measured.server_step import server_step
 from parallel.planning.measured.step_forecast import StepForecaster, _expert_exchanges
 from parallel.planning.measured.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
 from parallel.sharding.mesh import Mesh
+from parallel.trainer.recipes import complete
 
 UNITS = [UnitWork(1.0, 1.5, 0.5)] * 3
 ONE_NODE, TWO_NODES = (MessageCosts(BUILT_IN, nodes, 8) for nodes in ((0, 0), (0, 1)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-from parallel.engine.settings import Settings
+from parallel.engine.settings import STORED, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Operator
 from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput
@@ -14,8 +14,12 @@ from parallel.nn.transforms.weight_transform import TransformedWeight, WeightFun
 from parallel.nn.transforms.wrapper import rebuilt
 from quant import QuantSpec, parse
 
-STORED = "stored"
-"""Value of `Settings.products`: operands of matrix products as they are stored."""
+
+def with_transforms(model: Operator, settings: Settings) -> Operator:
+    """Model with the transforms of an engine's settings; ValueError names a setting."""
+    if settings.prune and settings.steps is None:
+        raise ValueError(f"steps: pruning reaches {settings.prune:g} after half of them; expected a number, found None")
+    return transformed(model, settings, settings.steps or 0)  # type: ignore[arg-type]
 
 
 def transformed(model: Sequential, settings: Settings, steps: int) -> Sequential:
@@ -83,8 +87,6 @@ def _weight_functions(model: Sequential, settings: Settings, steps: int) -> dict
 def _products(settings: Settings) -> Any:
     if settings.products == STORED:
         return None
-    if settings.products not in PRODUCTS:
-        raise ValueError(f"products: expected {STORED}, {', '.join(PRODUCTS)}; found {settings.products!r}")
     if settings.fake_quant or settings.fake_quant_inputs:
         raise ValueError(f"products: {settings.products} and fake quantisation exclude each other")
     return PRODUCTS[settings.products]
