@@ -70,7 +70,9 @@ class Notice(NamedTuple):
 
 
 class MeetingPoint:
-    """Meeting point of the ranks of a communicator, which may leave alone if so said. Construction, `free`: collective.
+    """Meeting point of the ranks of a communicator. Construction and `free` are collective.
+
+    With `may_leave` ranks may leave, or die, without an error of the others.
 
     Attributes
     ----------

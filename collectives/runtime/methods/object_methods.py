@@ -60,9 +60,9 @@ class _Packed:
 
     def fill(self, frame: np.ndarray) -> None:
         """Write the length and the first bytes."""
-        _write_length(frame, 0, self.length)
+        _write_length(frame.data, 0, self.length)
         short = self.data[: FRAME - HEAD]
-        memoryview(frame)[HEAD : HEAD + len(short)] = short
+        frame.data[HEAD : HEAD + len(short)] = short
 
 
 def _nbytes(length: int) -> int:
@@ -110,12 +110,12 @@ class ObjectMethods(CollectiveMethods):
             packed = _Packed(obj)
             packed.fill(frame)
         self.Bcast(frame, root)
-        (length,) = _read_length(frame)
-        data = memoryview(frame)[HEAD : HEAD + _nbytes(length)]
+        (length,) = _read_length(frame.data)
+        data = frame.data[HEAD : HEAD + _nbytes(length)]
         if _nbytes(length) > FRAME - HEAD:
             rest = np.empty(_nbytes(length), np.uint8) if packed is None else packed.array()
             self.Bcast(rest, root)
-            data = memoryview(rest)
+            data = rest.data
         if packed is not None:
             _raised(packed)
         return _unpacked("bcast", [length], data, root)[0]
@@ -130,7 +130,7 @@ class ObjectMethods(CollectiveMethods):
             data = np.empty(sum(counts), np.uint8)
         self.Gatherv(packed.array(), None if data is None else [data, counts], root)
         _raised(packed)
-        return None if data is None else _unpacked("gather", lengths.tolist(), memoryview(data))
+        return None if data is None else _unpacked("gather", lengths.tolist(), data.data)
 
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         """This rank's one of the p objects of `root`. Collective."""
@@ -140,22 +140,22 @@ class ObjectMethods(CollectiveMethods):
         data = np.empty(_nbytes(length.tolist()[0]), np.uint8)
         self.Scatterv(_joined(packed) if packed else None, data, root)
         _raised(*packed)
-        return _unpacked("scatter", length.tolist(), memoryview(data), root)[0]
+        return _unpacked("scatter", length.tolist(), data.data, root)[0]
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """The objects of all ranks, as a list. Collective."""
         packed, (frame, frames) = _Packed(sendobj), self._frames
         packed.fill(frame)
         self.Allgather(frame, frames)
-        lengths = [_read_length(frames, start)[0] for start in range(0, len(frames), FRAME)]
+        lengths = [_read_length(frames.data, start)[0] for start in range(0, len(frames), FRAME)]
         if max(lengths) <= FRAME - HEAD > -min(lengths):
             _raised(packed)
-            return _framed("allgather", lengths, memoryview(frames))
+            return _framed("allgather", lengths, frames.data)
         counts = [_nbytes(length) for length in lengths]
         data = np.empty(sum(counts), np.uint8)
         self.Allgatherv(packed.array(), [data, counts])
         _raised(packed)
-        return _unpacked("allgather", lengths, memoryview(data))
+        return _unpacked("allgather", lengths, data.data)
 
     def alltoall(self, sendobj: Any) -> list[Any]:
         """The objects that each rank has for this one, as a list; `sendobj` has p of them. Collective."""
@@ -166,7 +166,7 @@ class ObjectMethods(CollectiveMethods):
         data = np.empty(sum(counts), np.uint8)
         self.Alltoallv(_joined(packed), [data, counts])
         _raised(*packed)
-        return _unpacked("alltoall", lengths.tolist(), memoryview(data))
+        return _unpacked("alltoall", lengths.tolist(), data.data)
 
 
 def _joined(packed: list[_Packed]) -> list[Any]:
