@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "kernel.h"
+#include "random.h"
 
 #define DO_PRAGMA(TEXT) _Pragma(#TEXT)
 
@@ -80,19 +81,6 @@ INLINE void scaled(const float *restrict r, int64_t count, float by, bool multip
     else
         for (int64_t i = 0; i < count; i++)
             t[i] = r[i] / by;
-}
-
-INLINE uint32_t mixed(uint32_t word) {
-    word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
-    word = (word ^ (word >> 13)) * 0xC2B2AE35u;
-    return word ^ (word >> 16);
-}
-
-/* Random number in [0, 1) of an element, a function of its number and the key. */
-INLINE float uniform(uint64_t number, uint32_t key0, uint32_t key1) {
-    const uint32_t low = (uint32_t)number, high = (uint32_t)(number >> 32);
-    const uint32_t word = mixed(mixed(low ^ key0) + (high * 0x9E3779B9u + key1));
-    return (float)(int32_t)(word >> 8) * 5.9604644775390625e-8f;
 }
 
 #endif

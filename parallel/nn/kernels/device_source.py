@@ -6,9 +6,10 @@ elements at once, a pack, of at most 16 bytes of T.
 """
 
 from functools import cache
-from importlib.resources import files
 
+from parallel.nn.kernels.reference_elementwise import FORMULAS
 from parallel.nn.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from quant.kernels import headers
 
 THREADS = 256
 CHUNK = 128
@@ -78,15 +79,11 @@ template <typename E> __device__ inline void store(E* x, long long pack, Pack<E>
 """
 
 
-HEADERS = (("quant.kernels", "portable.h"), ("parallel.nn.kernels", "scalar.h"))
-
-
 @cache
 def formulas() -> str:
     """Formulas for one element, those of the kernels in C."""
-    texts = (files(package).joinpath(name).read_text(encoding="utf-8") for package, name in HEADERS)
     own = "INLINE W same(W x) { return x; }\nINLINE W add(W x, W y) { return x + y; }\n"
-    return "#define CUDA_SOURCE\n" + "".join(texts) + own
+    return "#define CUDA_SOURCE\n" + headers.text(headers.PORTABLE, FORMULAS) + own
 
 
 UNARY = """
