@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+TOOLS = ("bash", "cat", "cp", "dirname", "find", "grep", "ls", "mkdir", "mktemp", "rm", "sed", "sh", "timeout", "touch")
 
 STUB = """#!/bin/sh
 # A Python whose virtual environments have a pip that makes an empty wheel, and print what a program would.
@@ -30,7 +31,7 @@ def wheels(tmp_path, *arguments, **pythons):
         stub = folder / name.replace("_", ".")
         stub.write_text(STUB.format(version=version, program=program))
         stub.chmod(0o755)
-    for tool in "bash dirname cat cp find ls mkdir mktemp rm sed grep touch timeout sh".split():
+    for tool in TOOLS:
         (folder / tool).symlink_to(shutil.which(tool))
     command = [str(ROOT / "scripts" / "wheels"), "--out", str(tmp_path / "out"), *arguments]
     environment = {"PATH": str(folder), "HOME": str(tmp_path)}
