@@ -92,12 +92,12 @@ class RowFormat:
         ValueError for arrays of other types, lengths or layouts.
         """
         self._check(out, wire, out)
-        about = self.codes(wire), self.group, self.scales(wire)
+        codes, scales, size = self.codes(wire), self.scales(wire), self.group
         if self.spec.linear:
-            kernels.decode_linear(*about, None, LinearCode.of(self.spec), out, False)
+            kernels.decode_linear(codes, size, scales, None, LinearCode.of(self.spec), out, False)
         else:
-            codes, *rest = about
-            kernels.decode_table(codes, 8, *rest, array_namespace(wire).asarray(values(self.spec.code)), out, False)
+            levels = array_namespace(wire).asarray(values(self.spec.code))
+            kernels.decode_table(codes, 8, size, scales, levels, out, False)
         return out
 
     def _check(self, rows: Array, wire: Array, written: Array) -> None:

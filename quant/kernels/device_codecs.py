@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from quant.formats import GREATEST, MINIFLOATS
-from quant.kernels import reference_codecs
+from quant.kernels import headers, reference_codecs
 from quant.kernels.reference_codecs import LinearCode, array_namespace
 from quant.types import Array
 
+HEADERS = headers.PORTABLE, headers.RANDOM
 KERNELS: dict[str, Any] = {}
 """Kernels of this module by the reference's names."""
 
@@ -25,18 +26,6 @@ ROUND = {
     "stochastic": "t = floorf(__fadd_rn(t, uniform(i, key0, key1)));",
 }
 
-PREAMBLE = """
-__device__ unsigned int mixed(unsigned int word) {
-    word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
-    word = (word ^ (word >> 13)) * 0xC2B2AE35u;
-    return word ^ (word >> 16);
-}
-__device__ float uniform(unsigned long long number, unsigned int key0, unsigned int key1) {
-    unsigned int low = (unsigned int)number, high = (unsigned int)(number >> 32);
-    return (float)(mixed(mixed(low ^ key0) + high * 0x9E3779B9u + key1) >> 8) * 5.9604644775390625e-8f;
-}
-"""
-
 
 def kernel(function: Any) -> Any:
     """Register a function as the CuPy version of the reference kernel of its name (decorator)."""
@@ -46,7 +35,7 @@ def kernel(function: Any) -> Any:
 
 @cache
 def _elementwise(xp: ModuleType, name: str, takes: str, gives: str, body: str) -> Any:
-    return xp.ElementwiseKernel(takes, gives, body, f"quant_{name}", preamble=PREAMBLE)
+    return xp.ElementwiseKernel(takes, gives, body, f"quant_{name}", preamble=headers.text(*HEADERS))
 
 
 def _unit(multiply: bool) -> str:

@@ -5,6 +5,7 @@
 
 #ifndef CUDA_SOURCE
 #include "portable.h"
+#include "random.h"
 #endif
 
 #define GREATEST 3.4028234663852886e38f
@@ -16,19 +17,6 @@ enum { NEAREST_EVEN, HALF_AWAY, HALF_UP, STOCHASTIC };
 INLINE float clamped(float r) {
     r = r > GREATEST ? GREATEST : r;
     return r < -GREATEST ? -GREATEST : r;
-}
-
-INLINE uint32_t mixed(uint32_t word) {
-    word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
-    word = (word ^ (word >> 13)) * 0xC2B2AE35u;
-    return word ^ (word >> 16);
-}
-
-/* Random number in [0, 1) of an element, a function of its number and the key. */
-INLINE float uniform(uint64_t number, uint32_t key0, uint32_t key1) {
-    const uint32_t low = (uint32_t)number, high = (uint32_t)(number >> 32);
-    const uint32_t word = mixed(mixed(low ^ key0) + (high * 0x9E3779B9u + key1));
-    return (float)(int32_t)(word >> 8) * 5.9604644775390625e-8f;
 }
 
 /* Integer near t; `drawn` is the random number of stochastic rounding. */

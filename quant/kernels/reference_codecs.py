@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quant.formats import GREATEST, LARGEST_LEVEL, MINIFLOATS
+from quant.kernels.headers import RANDOM, constants
 from quant.packing import BLOCK, POWERS, packed_nbytes
 from quant.spec.quant_spec import QuantSpec
 from quant.types import Array
+
+_RANDOM = constants(RANDOM)
 
 
 class Tile(NamedTuple):
@@ -194,13 +197,13 @@ def uniform(first: int, shape: tuple[int, ...], stride: int, key: tuple[int, int
     rows, columns = (xp.arange(n, dtype=xp.uint64) for n in shape)
     number = (rows * np.uint64(stride))[:, None] + columns[None] + np.uint64(first)
     low, high = (number & 0xFFFFFFFF).astype(xp.uint32), (number >> 32).astype(xp.uint32)
-    word = _mixed(_mixed(low ^ np.uint32(key[0])) + high * np.uint32(0x9E3779B9) + np.uint32(key[1]))
-    return (word >> 8).astype(xp.float32) * np.float32(2**-24)
+    word = _mixed(_mixed(low ^ np.uint32(key[0])) + high * np.uint32(_RANDOM["MIX_HIGH"]) + np.uint32(key[1]))
+    return (word >> 8).astype(xp.float32) * np.float32(_RANDOM["UNIT_24"])
 
 
 def _mixed(word: Array) -> Array:
-    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
+    word = (word ^ (word >> 16)) * np.uint32(_RANDOM["MIX_FIRST"])
+    word = (word ^ (word >> 13)) * np.uint32(_RANDOM["MIX_SECOND"])
     return word ^ (word >> 16)
 
 

@@ -9,6 +9,7 @@ from support.standin.cupy import _SHIM
 
 ARRAYS = """
 #include <cstddef>
+#include <cstdint>
 #undef __device__
 #define __device__
 #define __global__

@@ -6,10 +6,10 @@ elements at once, a pack, of at most 16 bytes of T.
 """
 
 from functools import cache
-from pathlib import Path
 
-import quant.kernels
+from parallel.nn.kernels.reference_elementwise import FORMULAS
 from parallel.nn.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from quant.kernels import headers
 
 THREADS = 256
 CHUNK = 128
@@ -79,15 +79,11 @@ template <typename E> __device__ inline void store(E* x, long long pack, Pack<E>
 """
 
 
-HEADERS = (Path(quant.kernels.__file__).with_name("portable.h"), Path(__file__).with_name("scalar.h"))
-
-
 @cache
 def formulas() -> str:
     """Formulas for one element, those of the kernels in C."""
-    texts = (path.read_text(encoding="utf-8") for path in HEADERS)
     own = "INLINE W same(W x) { return x; }\nINLINE W add(W x, W y) { return x + y; }\n"
-    return "#define CUDA_SOURCE\n" + "".join(texts) + own
+    return "#define CUDA_SOURCE\n" + headers.text(headers.PORTABLE, FORMULAS) + own
 
 
 UNARY = """

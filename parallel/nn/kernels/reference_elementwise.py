@@ -10,7 +10,11 @@ import numpy as np
 
 from parallel.nn.kernels.special import erf
 from parallel.nn.kernels.storage import array_namespace, narrow, widen
+from quant.kernels.headers import constants
 from quant.types import Array
+
+FORMULAS = ("parallel.nn.kernels", "scalar.h")
+"""Formulas of the kernels in C and CUDA, with their constants."""
 
 RUN = 1 << 14
 """Elements per pass on the host, so that temporaries stay in the cache."""
@@ -88,7 +92,8 @@ def sigmoid(x: Array) -> Array:
     return y
 
 
-_CUBIC, _TWICE_SLOPE, _FAR = 0.044715, 2 * math.sqrt(2 / math.pi), 16.0
+_CUBIC, _FAR = (constants(FORMULAS)[name] for name in ("CUBIC", "FAR"))
+_TWICE_SLOPE = 2 * math.sqrt(2 / math.pi)
 
 
 def softplus(x: Array) -> Array:

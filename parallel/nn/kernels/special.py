@@ -5,12 +5,13 @@ import math
 from parallel.nn.kernels.storage import FLOAT64, array_namespace
 from quant.types import Array
 
-# float32: x + x P(x^2) below 0.927734375, and 1 - exp(R(|x|)) beyond; the minimax polynomials are N. Juffa's (2014).
+# float32: x + x P(x^2) for small x, and 1 - exp(R(|x|)) beyond; the minimax polynomials are N. Juffa's (2014).
 _NEAR = (-5.96761703e-4, 4.99119423e-3, -2.67681349e-2, 1.12819925e-1, -3.76125336e-1, 1.28379166e-1)
 _FAR = (-1.7285347e-5, 3.83197126e-4, -3.88396438e-3, 0.0242546219, -0.106777877, -0.634846687, -0.128717512, 0.0)
 
 # float64: W. J. Cody, "Rational Chebyshev Approximations for the Error Function", Math. Comp. 23 (1969), in the
-# coefficients of his CALERF: erf below 0.46875, erfc up to 4, erfc beyond.
+# coefficients of his CALERF: erf below _SMALL, erfc up to 4, erfc beyond.
+_SMALL = 0.46875
 _A = (1.85777706184603153e-1, 3.1611237438705656, 1.13864154151050156e2, 3.77485237685302021e2, 3.20937758913846947e3)
 _B = (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3)
 _C = (
@@ -83,13 +84,13 @@ def _erf32(x: Array) -> Array:
 def _erf64(x: Array) -> Array:
     xp = array_namespace(x)
     size = xp.absolute(x)
-    near = xp.minimum(size, 0.46875)
+    near = xp.minimum(size, _SMALL)
     inner = near * _polynomial(_A, near * near) / _polynomial(_B, near * near)
-    middle = xp.clip(size, 0.46875, 4)
+    middle = xp.clip(size, _SMALL, 4)
     ratio = _polynomial(_C, middle) / _polynomial(_D, middle)
     far = xp.clip(size, 4, 6)  # beyond 5.93, erf is 1 in float64
     inverse = 1 / (far * far)
     tail = (1 / math.sqrt(math.pi) - inverse * _polynomial(_P, inverse) / _polynomial(_Q, inverse)) / far
     outer = 1 - xp.where(size <= 4, ratio, tail) * xp.exp(-(xp.minimum(size, 6) ** 2))
-    y = xp.copysign(xp.where(size <= 0.46875, inner, outer), x)
+    y = xp.copysign(xp.where(size <= _SMALL, inner, outer), x)
     return xp.where(x != x, x, y)

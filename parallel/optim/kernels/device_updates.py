@@ -7,13 +7,13 @@ of several runs of elements: `RunScalars`. Only `lamb_direction` needs `spare`, 
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK
 from parallel.optim.kernels.reference_updates import KernelScalars, Scalars
+from quant.kernels import headers
 from quant.types import Array
 
 OPTIONS = ("--fmad=false",)
@@ -68,9 +68,8 @@ def empty_table(runs: int, dtype: np.dtype[Any]) -> Array:
 @cache
 def _formulas(dtype: np.dtype[Any]) -> str:
     real, root = ("float", "sqrtf") if dtype == np.float32 else ("double", "sqrt")
-    headers = ("quant.kernels", "portable.h"), ("parallel.optim.kernels", "updates.h")
-    texts = [files(package).joinpath(name).read_text(encoding="utf-8") for package, name in headers]
-    return f"#define REAL {real}\n#define ROOT {root}\n#define NAME(name) name\n{''.join(texts)}"
+    text = headers.text(headers.PORTABLE, ("parallel.optim.kernels", "updates.h"))
+    return f"#define REAL {real}\n#define ROOT {root}\n#define NAME(name) name\n{text}"
 
 
 def _elementwise(takes: str, gives: str, body: str, name: str, preamble: str = "") -> Callable[..., Any]:

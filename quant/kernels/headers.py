@@ -1,0 +1,21 @@
+"""Headers of kernels in C, whose text CUDA sources contain and whose constants the references in NumPy use."""
+
+import re
+from importlib.resources import files
+
+PORTABLE = ("quant.kernels", "portable.h")
+RANDOM = ("quant.kernels", "random.h")
+
+_NUMBER = r"0x[0-9A-F]+|[-\d.]+(?:e[-+]?\d+)?"
+_DEFINITION = re.compile(rf"#define (\w+) (?:\(\(\w+\))?({_NUMBER})[fu]?\)?(?: |$)", re.MULTILINE)
+
+
+def text(*headers: tuple[str, str]) -> str:
+    """Text of headers, each a package and a file's name."""
+    return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for package, name in headers)
+
+
+def constants(header: tuple[str, str]) -> dict[str, float]:
+    """Numbers that a header defines, by name, as by ``#define FAR ((W)16)``."""
+    found = dict(_DEFINITION.findall(text(header)))
+    return {name: int(value, 16) if value.startswith("0x") else float(value) for name, value in found.items()}
