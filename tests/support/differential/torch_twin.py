@@ -18,7 +18,7 @@ class TorchPlayer(Player):
 
     def __init__(self, torch: Any, task: Task, optimizer: Any, settings: dict[str, Any], samples: int):
         super().__init__(task, samples)
-        self._torch, self._settings = torch, settings
+        self._torch, self._settings = torch, vars(settings["settings"]) if "settings" in settings else settings
         model = task.model()
         made = optimizer(model)
         self.models, self.optimizers = [model], [made]
