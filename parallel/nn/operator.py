@@ -82,6 +82,9 @@ class OperatorOutline(NamedTuple):
 
 _ABSENT = object()
 
+PASSES = ("forward", "onward", "backward")
+"""Methods of a pass, which copies have of their own: they may exchange with other ranks."""
+
 
 class Operator:
     """Base class of layers. Parameters and operators in attributes, or in lists, tuples and dicts there, belong to it.
@@ -120,7 +123,7 @@ class Operator:
             return []
         before, found = vars(self).get(name, _ABSENT), list[Operator]()
         for one in filter(None, (copy() for copy in vars(self).get("_copies", ()))):
-            if name in one.fixed or vars(one).get(name, _ABSENT) is not before:
+            if name in (*PASSES, *one.fixed) or vars(one).get(name, _ABSENT) is not before:
                 raise ValueError(
                     f"{type(self).__name__} {self.name}: {name} cannot be assigned while an engine has the model, as "
                     "it was cut, divided or built by that; expected it before the engine is made"
