@@ -140,12 +140,12 @@ class BaseEngine:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Context of a call in which all ranks take part, one of `meeting_point.CALLS`: none waits for one that fails.
+        """Context of a call in which all ranks take part, one of `meeting_point.CALLS`; RankLeft if a rank has left.
 
-        RankLeft if a rank has left.
+        None waits for one that is interrupted; the call itself exchanges errors.
         """
         self.meet(name)
-        with self.point.taking_part():
+        with self.point.taking_part(reports_errors=False):
             yield
 
     def leave(self, error: BaseException | None) -> bool:

@@ -162,26 +162,31 @@ class MeetingPoint:
             self.expect_all()
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
+    def taking_part(self, reports_errors: bool = True) -> Iterator[None]:
         """Context of a call of all ranks. Its waits raise RankLeft if a rank leaves it by an error of its own.
 
-        Of waits those that Chorus polls in, which are all but those of the MPI's own collectives.
+        Of waits those that Chorus polls in, which are all but those of the MPI's own collectives. Without
+        `reports_errors` only by an interrupt, or another exception that ends programs. May be nested.
         """
-        if self._may_leave or self._expect_parts in watchers:  # the second: within a call that has begun
+        if self._may_leave:
             yield
             return
-        watchers.append(self._expect_parts)
+        is_outer = self._expect_parts not in watchers
+        if is_outer:
+            watchers.append(self._expect_parts)
         try:
             yield
-            self._finished = self._met
+            if is_outer:
+                self._finished = self._met
         except BaseException as error:
             if is_shared(error):
                 self._finished = self._met
-            elif not isinstance(error, RankLeft):
+            elif not isinstance(error, RankLeft) and (reports_errors or not isinstance(error, Exception)):
                 self.leave(f"a call in the middle: {text_of(error)}")
             raise
         finally:
-            watchers.remove(self._expect_parts)
+            if is_outer:
+                watchers.remove(self._expect_parts)
 
     def expect_begun(self) -> None:
         """Raise RankLeft if a rank has left before it began the present call. Not collective."""

@@ -153,16 +153,28 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _await_threads(status: int) -> None:
-    """Abort if threads do not leave their collectives: the interpreter would wait for them."""
+    """Abort if threads do not leave their collectives, or return to them: the interpreter would wait for them."""
     try:
         remain = _threads_remain()
     except KeyboardInterrupt:  # Ctrl-C again
         remain = True
     if remain:
-        for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
-            with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
-                stream.flush()
-        MPI.COMM_WORLD.Abort(status)
+        _abort(status)
+    threading.Thread(target=_watch_threads, args=(status,), daemon=True).start()
+
+
+def _watch_threads(status: int) -> None:
+    """Abort once a thread that the interpreter waits for stays in a collective: it may have been outside for long."""
+    while _other_threads():
+        if _threads_remain():
+            _abort(status)
+
+
+def _abort(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
+        with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
+            stream.flush()
+    MPI.COMM_WORLD.Abort(status)
 
 
 def _threads_remain() -> bool:

@@ -11,6 +11,7 @@ from support.tiers import default
 
 from parallel import AdamW, Engine, nn
 from parallel.checkpoint.step_folders import CheckpointError
+from parallel.runtime import left_windows
 from parallel.runtime.consistency_check import RankLeft, StepFailed
 
 X = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
@@ -25,6 +26,12 @@ CALLS = {
 }
 LAYOUTS = ["dp", "zero1", "zero3", "pp:1f1b", "local", "group", "sgp", "hogwild", "ps"]
 SECONDS = 2
+
+
+@pytest.fixture(autouse=True)
+def no_windows_are_left():
+    yield
+    left_windows.free_left(MPI.COMM_WORLD)
 
 
 class Interrupt:

@@ -61,7 +61,7 @@ def test_mfu_of_a_training_that_outlives_ranks_is_of_all_ranks(monkeypatch):
     monkeypatch.setattr(train.watchdog, "stop", lambda: None)
     monkeypatch.setattr(train.launcher, "print_when", lambda is_reporter: None)
     training = SimpleNamespace(
-        fault_tolerant=True, is_reporter=True, trains=True, settings=SimpleNamespace(precision="fp32")
+        fault_tolerant=True, is_reporter=True, trains=True, settings=SimpleNamespace(precision="fp32", device="cpu")
     )
     with pytest.raises(InterruptedError):
         train.train(MPI.COMM_WORLD, SimpleNamespace(device="cpu", threads=1), training)

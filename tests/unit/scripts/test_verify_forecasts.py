@@ -20,10 +20,8 @@ def test_one_that_is_not(monkeypatch):
     done = call(verify_forecasts.main, "--forecasts", 1, "--seed", 2)
     first, second, end = done.stdout.splitlines()
     assert done.returncode == 1 and end.startswith("0 of 1 forecasts")
-    assert (
-        first.startswith("seed 2 fails: data=copy model=gpt:tiny precision=fp16")
-        and second == "  rank 0: needed bytes: expected 1"
-    )
+    assert first.startswith("seed 2 fails: ") and second == "  rank 0: needed bytes: expected 1"
+    assert {"data=copy", "model=gpt:tiny", "precision=fp16"} <= set(first.split())
 
 
 @pytest.mark.parametrize("arguments", [(), ("--forecasts", 0), ("--forecasts", 1, "--seed", -1)])
