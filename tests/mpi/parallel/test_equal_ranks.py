@@ -252,3 +252,10 @@ def test_what_one_rank_may_have_alone(comm, options):
                 model.items[1].forward = lambda x, run: forward(x, run)
         engine.step(X, Y)
         engine.evaluate(X, Y)
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "fp7"}, {"accumulate": 0}, {"layout": "dq"}], ids=str)
+def test_an_invalid_option_of_one_rank(comm, wrong):
+    model, loss, optimizer = parts()
+    with pytest.raises((ValueError, RankMismatch), match=next(iter(wrong))):
+        Engine(model, loss, comm, optimizer, **({} if comm.rank else wrong))

@@ -448,7 +448,7 @@ def test_models_that_differ(comm):
         pipeline(comm, model=model)
 
 
-@pytest.mark.parametrize("wrong", [{"cuts": "0,1,9"}, {"mesh": "pp=99"}, {"precision": "fp7"}, {"virtual": 3}], ids=str)
+@pytest.mark.parametrize("wrong", [{"cuts": "0,1,9"}, {"mesh": "pp=99"}, {"virtual": 3}], ids=str)
 def test_an_invalid_setting_of_one_rank_is_an_error_of_all(comm, wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: "):
         pipeline(comm, **({} if comm.Get_rank() else wrong))
