@@ -31,7 +31,7 @@ LOOKS = 10
 STALL = 0.25
 """Seconds from one call of `Awaited.stall` to the next."""
 
-LONGEST_NAP = 1e-3
+LONGEST_NAP = 4e-3
 """Seconds of such a nap; the first one is short, each other one twice as long as the one before."""
 
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
