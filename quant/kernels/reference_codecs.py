@@ -349,6 +349,15 @@ def quantize_groups(
     return False
 
 
+def _unpacked(packed: Array, bits: int, shape: tuple[int, ...]) -> Array:
+    """Codes in bytes, in this shape."""
+    if bits == 8:
+        return packed.reshape(shape)
+    codes = array_namespace(packed).empty(math.prod(shape), np.uint8)
+    unpack(packed, bits, codes)
+    return codes.reshape(shape)
+
+
 @unchecked
 def decode_linear(
     packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
@@ -357,14 +366,10 @@ def decode_linear(
 
     Codes of 8 bits may be a matrix with gaps between rows.
     """
-    bits, bias = code.bits, code.bias
-    xp = array_namespace(packed)
+    xp, bias = array_namespace(packed), code.bias
     target, tiles = _cut(out, size)
     shape = _per_group(target, size)
-    codes = packed if bits == 8 else xp.empty(out.size, xp.uint8)
-    if bits < 8:
-        unpack(packed, bits, codes)
-    codes, scales = codes.reshape(target.shape), scales.reshape(shape)
+    codes, scales = _unpacked(packed, code.bits, target.shape), scales.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
     clamp = _may_overflow(scales, np.float32(256), 0.0 if shift is None else shift)
     scratch = _scratch(target, size)
@@ -393,10 +398,7 @@ def decode_table(packed: Array, bits: int, size: int, scales: Array, levels: Arr
     xp = array_namespace(packed)
     target, tiles = _cut(out, size)
     shape = _per_group(target, size)
-    codes = packed if bits == 8 else xp.empty(out.size, xp.uint8)
-    if bits < 8:
-        unpack(packed, bits, codes)
-    cut, scales = codes.reshape(target.shape), scales.reshape(shape)
+    cut, scales = _unpacked(packed, bits, target.shape), scales.reshape(shape)
     own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
     clamp = _may_overflow(scales, LARGEST_LEVEL)
     for tile in tiles:

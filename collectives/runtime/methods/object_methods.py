@@ -39,7 +39,7 @@ class _Packed:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self.problem, self.data = error, f"{type(error).__name__}: {error}".encode()
+        self.problem, self.data = error, f"{type(error).__name__}: {error}".encode(errors="replace")
         self.length = -1 - len(self.data)
 
     @classmethod
@@ -69,23 +69,23 @@ def _nbytes(length: int) -> int:
     return length if length >= 0 else -1 - length
 
 
-def _object(name: str, sender: int, length: int, data: memoryview) -> Any:
+def _object(name: str, sender: int, length: int, data: bytes | memoryview) -> Any:
     if length < 0:
         raise InvalidArgument(MPI.ERR_OTHER, f"{name}: rank {sender} has no object: {bytes(data).decode()}")
     return MPI.pickle.loads(data)
 
 
-def _unpacked(name: str, lengths: Sequence[int], data: memoryview, rank: int = 0) -> list[Any]:
-    """Objects of ranks from `rank` on, whose bytes follow one another in `data`; raises the error of the first."""
+def _unpacked(name: str, lengths: Sequence[int], data: memoryview) -> list[Any]:
+    """Objects of all ranks, whose bytes follow one another in `data`; raises the error of the first."""
     ends = accumulate(map(_nbytes, lengths), initial=0)
     parts = [data[start:end] for start, end in pairwise(ends)]
-    return [_object(name, sender, *found) for sender, found in enumerate(zip(lengths, parts), rank)]
+    return [_object(name, *found) for found in zip(range(len(lengths)), lengths, parts)]
 
 
 def _framed(name: str, lengths: Sequence[int], frames: memoryview) -> list[Any]:
-    """Objects of all ranks, in their first messages."""
+    """Objects of all ranks, in their first messages, which the next call overwrites."""
     starts = range(HEAD, len(frames), FRAME)
-    parts = [frames[start : start + _nbytes(length)] for start, length in zip(starts, lengths)]
+    parts = [bytes(frames[start : start + _nbytes(length)]) for start, length in zip(starts, lengths)]
     return [_object(name, *found) for found in zip(range(len(lengths)), lengths, parts)]
 
 
@@ -111,14 +111,15 @@ class ObjectMethods(CollectiveMethods):
             packed.fill(frame)
         self.Bcast(frame, root)
         (length,) = _read_length(frame.data)
-        data = frame.data[HEAD : HEAD + _nbytes(length)]
-        if _nbytes(length) > FRAME - HEAD:
-            rest = np.empty(_nbytes(length), np.uint8) if packed is None else packed.array()
+        nbytes = _nbytes(length)
+        data: bytes | memoryview = bytes(frame.data[HEAD : HEAD + nbytes])  # the next call overwrites the frame
+        if nbytes > FRAME - HEAD:
+            rest = np.empty(nbytes, np.uint8) if packed is None else packed.array()
             self.Bcast(rest, root)
             data = rest.data
         if packed is not None:
             _raised(packed)
-        return _unpacked("bcast", [length], data, root)[0]
+        return _object("bcast", root, length, data)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all ranks, as a list on `root`, None on others. Collective."""
@@ -140,7 +141,7 @@ class ObjectMethods(CollectiveMethods):
         data = np.empty(_nbytes(length.tolist()[0]), np.uint8)
         self.Scatterv(_joined(packed) if packed else None, data, root)
         _raised(*packed)
-        return _unpacked("scatter", length.tolist(), data.data, root)[0]
+        return _object("scatter", root, length.tolist()[0], data.data)
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """The objects of all ranks, as a list. Collective."""

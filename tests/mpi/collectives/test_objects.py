@@ -66,6 +66,40 @@ def test_object_that_cannot_be_pickled(comm, call):
     assert comm.allgather(comm.rank) == list(range(last + 1))
 
 
+class Unencodable:
+    """Its error has a text that is no UTF-8."""
+
+    def __reduce__(self):
+        raise ValueError("no \ud800")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_error_that_cannot_be_encoded(comm, call):
+    last = comm.Get_size() - 1
+    if call == "gather" and 0 < comm.rank < last:
+        CALLS[call](comm, 1)
+    else:
+        with pytest.raises((ValueError, InvalidArgument), match="no "):
+            CALLS[call](comm, Unencodable() if comm.rank == last else 1)
+    assert comm.bcast(comm.rank) == 0
+
+
+@pytest.fixture
+def views():
+    """Pickling of bytes that keeps what it is given."""
+    MPI.pickle.__init__(lambda value, protocol=None: value, memoryview)
+    yield
+    MPI.pickle.__init__()
+
+
+def test_bytes_that_are_kept(comm, views):
+    """The next call does not change them."""
+    first = comm.bcast(b"first"), *comm.allgather(b"first")
+    comm.bcast(b"other")
+    comm.allgather(b"other")
+    assert [bytes(one) for one in first] == [b"first"] * (1 + comm.Get_size())
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_wrong_number_of_objects(comm, count):
     items = [0] * (comm.Get_size() + count) if count else []
