@@ -3,7 +3,7 @@
 
 MPI promises progress of all operations while a rank waits in one call. Chorus's collectives would not progress while
 mpi4py's ``Recv`` or ``bcast`` blocks, and two ranks could deadlock. Without active requests each method is mpi4py's
-own. While any request is active
+own. While any request is active, and point-to-point ones also while `watchers` look whether a rank has left the call,
 
 - a point-to-point method starts its non-blocking form and makes progress until that is complete;
 - the progress thread is woken before `Sendrecv_replace`, and before a collective call, where the MPI is thread-safe.
@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 from mpi4py import MPI
 
 from collectives.runtime.execution.progress import active_requests, mpi_is_thread_safe, progress_thread, progress_until
+from collectives.transport.waits import watchers
 
 Result = TypeVar("Result")
 
@@ -69,7 +70,7 @@ class Inherited(MPI.Intracomm):
         self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> Any:
         """Receive an object as mpi4py does, with progress of active requests until a message is there."""
-        if active_requests:
+        if active_requests or watchers:
             progress_until(lambda: self.iprobe(source, tag))
         return super().recv(buf, source, tag, status)
 
@@ -132,12 +133,15 @@ def _collective(self: Inherited, name: str, *arguments: Any, **keywords: Any) ->
 
 
 def _with_progress(name: str, active: Callable[..., Any]) -> Callable[..., Any]:
-    """Method that calls `active` while requests are active (`_collective` always), else mpi4py's method `name`."""
+    """Method that calls `active` while requests are active or waits are watched, else mpi4py's method `name`.
+
+    `_collective` is always called.
+    """
     method = getattr(MPI.Intracomm, name)
 
     @wraps(method)
     def wrapper(self: Inherited, *arguments: Any, **keywords: Any) -> Any:
-        if active_requests or active is _collective:  # all ranks take part in a barrier
+        if active_requests or watchers or active is _collective:  # the last: all ranks take part in a barrier
             return active(self, name, *arguments, **keywords)
         return method(self, *arguments, **keywords)
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from parallel.optim.param_groups import checked_missed, frozen_of, merged_missed
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import collective_call, raise_on_all, written
-from parallel.runtime.meeting_point import MeetingPoint
+from parallel.runtime.meeting_point import MeetingPoint, text_of
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.vector_memory import VectorAllocator
@@ -59,18 +59,16 @@ class ParameterServer(BaseEngine):
     Parameters
     ----------
     model, loss, comm, optimizer : as of `DataParallelEngine`
-    settings : specific fields: `servers`, `consistency`, `replicas`, `slow`, `delay`, `record`, `replay` and
-        `fault_tolerant`. With the last one ranks wait for each other in messages only, every worker evaluates on its
-        own, and the first living worker reports. `clip` limits the norm of a step with synchronous updates, else of
-        every part.
+    settings : specific ones are `ServerOptions` and `fault_tolerant`, with which ranks wait for each other in messages
+        only, every worker evaluates on its own, and the first living worker reports. `clip` limits the norm of a step
+        with synchronous updates, else of every part.
 
     Attributes
     ----------
     steps, updates : steps of this rank; updates of every weight, valid after `quiesce`
     server : None on workers; on rank 0 ``server.work.outcome(step)`` has all parts' results until the next `quiesce`
     worker : None on servers
-    keys : of all servers
-    flat, ledger : as of `DataParallelEngine`
+    keys, flat, ledger : keys of all servers; the others as of `DataParallelEngine`
     traffic : bytes of vectors by ``("sent" or "received", kind of message, other rank)``
 
     Raises
@@ -112,8 +110,7 @@ class ParameterServer(BaseEngine):
         is_server = context.plan.rank in context.servers
         self.point = MeetingPoint(comm, settings.fault_tolerant)
         self.resources.callback(self.point.leave, "the engine's constructor")
-        watched = peers if is_server else context.servers
-        self._bus = MessageBus(comm, watched, len(context.workers), self.point.watch)
+        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), self.point.watch)
         self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
@@ -181,9 +178,8 @@ class ParameterServer(BaseEngine):
         step, self.steps = self.steps, self.steps + 1
         if last:
             self.quiesce()
-        seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        found = in_units(count)
-        return StepReport(step, loss, found, norm, not count, 1.0, rate, last, seconds, communication, *records)
+        seconds, waited = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
+        return StepReport(step, loss, in_units(count), norm, not count, 1.0, rate, last, seconds, waited, *records)
 
     def _expect_flags(self) -> None:
         """Raise ValueError if a fault-tolerant training freezes or releases parameters: servers that count may die."""
@@ -316,8 +312,7 @@ class ParameterServer(BaseEngine):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None and not self._failed:
             self.quiesce()
-        is_left = isinstance(error, consistency_check.RankLeft)
-        if self.leave(error) or (self.settings.fault_tolerant and not is_left):
+        if self.leave(error) or (self.settings.fault_tolerant and not isinstance(error, consistency_check.RankLeft)):
             self.close()
         else:
             self._is_closed = True
@@ -335,15 +330,20 @@ class ParameterServer(BaseEngine):
             self.point.order.ignore()
             if isinstance(error, consistency_check.RankLeft):
                 raise
+            if isinstance(error, KeyboardInterrupt) and not self.settings.fault_tolerant:  # it may have lost messages
+                self.point.leave(f"a call in the middle: {text_of(error)}")
+                raise
             problem = cause_of(error)
             if self.worker is not None and not isinstance(error, TrainingFailed):
                 self.worker.give_up()
+            if self.server is not None and self.server.problem is None and not isinstance(error, TrainingFailed):
+                with suppress(TrainingFailed):
+                    self.server.give_up(error)
             self._bus.flush()
             if self.settings.fault_tolerant:
                 why = f"rank {self._context.plan.rank}: {problem}" if problem else "another rank has given up"
                 failed = consistency_check.StepFailed(f"the training has ended: {why}")
-                # All workers find a lost chain.
-                failed.elsewhere = problem is None or isinstance(error, ReplicationChainLost)
+                failed.elsewhere = problem is None or isinstance(error, ReplicationChainLost)  # all workers find one
                 raise failed from error
             self.point.meet("failures")
             raise_on_all(self._comm, problem, "the training has ended", consistency_check.StepFailed)

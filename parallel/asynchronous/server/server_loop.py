@@ -111,10 +111,7 @@ class ServerLoop:
         return envelope is not None
 
     def _serve(self, enough: Callable[[], bool]) -> None:
-        """Handle messages until ``enough()``; raises `TrainingFailed` if any rank fails or all workers are dead.
-
-        After a failure, first drops messages until all other ranks have reported it or are dead.
-        """
+        """Handle messages until ``enough()``; raises `TrainingFailed` if any rank fails or all workers are dead."""
         try:
             while not enough():
                 if self._handle_next():
@@ -124,16 +121,20 @@ class ServerLoop:
                 if self.problem is None and self._over.issuperset(self._workers):
                     raise TrainingFailed("all workers are dead")
                 self._bus.idle()
-        except TrainingFailed:
+        except (TrainingFailed, KeyboardInterrupt):  # the second may have lost a message
             raise
         except BaseException as error:
             if self.problem is not None:
                 raise
-            self._announce_failure(f"{type(error).__name__}: {error}")
-            try:
-                self._serve(lambda: False)
-            except TrainingFailed as failed:
-                raise failed from error
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Report this rank's failure; raises `TrainingFailed` once all other ranks have reported it or are dead."""
+        self._announce_failure(f"{type(error).__name__}: {error}")
+        try:
+            self._serve(lambda: False)
+        except TrainingFailed as failed:
+            raise failed from error
 
     def _receive(self, envelope: Envelope) -> None:
         if envelope.message.kind in (MessageKind.LOST, MessageKind.PROBLEM):
