@@ -161,19 +161,26 @@ class MeetingPoint:
         if self._has_left("finished", self._met):
             self.expect_all()
 
+    def _expect_present(self) -> None:
+        """Raise RankLeft if a rank has left before it began the call after the present one."""
+        if self._has_left("begun", self.order.begun + 1):
+            self.expect_all()
+
     @contextmanager
-    def taking_part(self, reports_errors: bool = True) -> Iterator[None]:
+    def taking_part(self, reports_errors: bool = True, meets: bool = True) -> Iterator[None]:
         """Context of a call of all ranks. Its waits raise RankLeft if a rank leaves it by an error of its own.
 
         Of waits those that Chorus polls in, which are all but those of the MPI's own collectives. Without
-        `reports_errors` only by an interrupt, or another exception that ends programs. May be nested.
+        `reports_errors` only by an interrupt, or another exception that ends programs. Without `meets` the ranks need
+        not have met in the call, and one that leaves right after it counts, too. May be nested.
         """
         if self._may_leave:
             yield
             return
-        is_outer = self._expect_parts not in watchers
+        expect = self._expect_parts if meets else self._expect_present
+        is_outer = expect not in watchers
         if is_outer:
-            watchers.append(self._expect_parts)
+            watchers.append(expect)
         try:
             yield
             if is_outer:
@@ -186,7 +193,7 @@ class MeetingPoint:
             raise
         finally:
             if is_outer:
-                watchers.remove(self._expect_parts)
+                watchers.remove(expect)
 
     def expect_begun(self) -> None:
         """Raise RankLeft if a rank has left before it began the present call. Not collective."""

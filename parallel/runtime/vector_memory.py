@@ -62,6 +62,9 @@ class VectorAllocator:
             nbytes = (size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True))
             self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # freed at once
 
+    def leave(self) -> None:
+        """Leave windows of MPI that a failed rank cannot free alone; no-op without any. Not collective."""
+
     def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
         vector: np.ndarray = self._count(kind, np.zeros(size, dtype))
         return vector

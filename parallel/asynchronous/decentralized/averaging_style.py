@@ -79,7 +79,7 @@ class AveragingStyle:
         """Free MPI resources; memory is freed by its allocator."""
 
     def abandon(self) -> None:
-        """Cancel receives after a failure, and leave windows, instead of `close`. Not collective."""
+        """Cancel receives after a failure, instead of `close`. Not collective."""
 
     def average_all(self, sums: ReplicaSums) -> ReplicaSums:
         self.drain()

@@ -26,6 +26,7 @@ class WindowAllocator(VectorAllocator):
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         super().__init__(comm, device)
+        self.shared_window: SharedWindow | None = None
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         shares = comm.nodes is None and node.Get_size() == comm.Get_size()
         node.Free()
@@ -46,6 +47,10 @@ class WindowAllocator(VectorAllocator):
         self.comm.Barrier()
         return self._count(kind, whole[LINE:].view(dtype))
 
+    def leave(self) -> None:
+        if self.shared_window is not None:
+            self.shared_window.leave()
+
 
 class Hogwild(AveragingStyle):
     """Hogwild: all ranks update the same shared weights without locks; no exchange of replicas is needed.
@@ -56,7 +61,7 @@ class Hogwild(AveragingStyle):
 
     def __init__(self, context: RunContext, vector: Array):
         super().__init__(context, vector)
-        assert isinstance(context.memory, WindowAllocator)
+        assert isinstance(context.memory, WindowAllocator) and context.memory.shared_window is not None
         self._shared = context.memory.shared_window
 
     def request_stop(self, step: int) -> None:
@@ -93,9 +98,6 @@ class Hogwild(AveragingStyle):
 
     def close(self) -> None:
         self._shared.free()
-
-    def abandon(self) -> None:
-        self._shared.leave()
 
     def _publish(self, steps: int) -> None:
         """Publish this rank's number of steps in the shared counter, and check it for stop requests of other ranks."""

@@ -90,6 +90,7 @@ class ReplicaEngine(BaseEngine):
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
         self.resources.callback(self._alone.close)
         memory = entry.memory(comm, settings.device)
+        self.resources.callback(memory.leave)
         self._engine = self._engine_class(
             model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory
         )
@@ -162,16 +163,18 @@ class ReplicaEngine(BaseEngine):
         self._take_changes()
         report = self._own(batches)
         step, self.steps = self.steps, self.steps + 1
-        with self._recorder("communication", "mix"):
-            if stop or self._problem is not None:
-                self.style.request_stop(step)
-            sums = self.style.mix(step, ReplicaSums(report.loss * report.count if report.count else 0.0, report.count))
-        stops = self.style.last <= step
-        if stops:
-            self.style.finish()
-        self._engine.refresh()
-        if stops:
-            self._raise_failures()
+        mine = ReplicaSums(report.loss * report.count if report.count else 0.0, report.count)
+        with self.point.taking_part(reports_errors=False, meets=False):
+            with self._recorder("communication", "mix"):
+                if stop or self._problem is not None:
+                    self.style.request_stop(step)
+                sums = self.style.mix(step, mine)
+            stops = self.style.last <= step
+            if stops:
+                self.style.finish()
+            self._engine.refresh()
+            if stops:
+                self._raise_failures()
         return replace(
             report,
             step=step,
@@ -207,10 +210,10 @@ class ReplicaEngine(BaseEngine):
 
     def consensus(self) -> float:
         """Root mean square over ranks of the distance between replica and mean of all replicas. Collective."""
-        self.meet("consensus")
-        with self._averaged() as (own, mean):
-            squares = float(((own - mean) ** 2).sum(dtype=np.float64))
-        return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
+        with self.call("consensus"):
+            with self._averaged() as (own, mean):
+                squares = float(((own - mean) ** 2).sum(dtype=np.float64))
+            return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices for a checkpoint; first averages replicas and optimizer states, from which all ranks continue."""
@@ -270,12 +273,12 @@ class ReplicaEngine(BaseEngine):
             return
         self._is_closed = True
         if sys.exception() is None:
-            self.meet("close")
-            self._take_changes()
-            self.style.drain()
-            self.style.mean(self.style.vector)
-            self._engine.refresh()
-            self._engine.keep_values()
+            with self.call("close"):
+                self._take_changes()
+                self.style.drain()
+                self.style.mean(self.style.vector)
+                self._engine.refresh()
+                self._engine.keep_values()
             self.style.close()
             self.point.free()
         else:  # a rank that failed does not wait for the others
