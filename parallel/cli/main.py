@@ -69,6 +69,17 @@ def find(words: list[str]) -> tuple[str, list[str]]:
     raise UsageError(f"{where}{', '.join(known)}; found {word!r}{suggestion(word, known)}")
 
 
+def own_words(words: list[str]) -> int:
+    """Number of words that are for `chorus`: all, but of ``run`` an option -n at most, as others may be the program's.
+
+    >>> own_words(["run", "-n", "4", "program.py", "-n", "7"]), own_words(["train", "-n", "4"])
+    (3, 3)
+    """
+    if words[0] != "run":
+        return len(words)
+    return min(len(words), 3 if words[1:2] == ["-n"] else 2)
+
+
 def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
     """Take the option -n out of the words: (number of ranks or None, other words)."""
     for position, word in enumerate(words):
@@ -156,8 +167,9 @@ def check_ranks(size: int, least: int) -> None:
 
 def start(words: list[str]) -> None:
     """Run the subcommand in `words` and exit; with -n, or a default number of ranks, under a new mpiexec."""
-    ranks, words = take_ranks(words)
-    name, rest = find(words)
+    own = own_words(words)
+    ranks, known = take_ranks(words[:own])
+    name, rest = find(known)
     program, rank = PROGRAMS[name], rank_of_launcher()
     if ranks is not None and not program.mpi:
         raise UsageError(f"-n: chorus {name} runs in one process")
@@ -168,6 +180,7 @@ def start(words: list[str]) -> None:
     for word in rest:
         if word.startswith("--") and word.endswith("=--"):  # argparse would drop the value
             raise UsageError(f"argument {word.removesuffix('=--')}: expected a value, found '--'")
+    rest += words[own:]
     if program.mpi and rank is None and not helps:
         if ranks or program.start:
             launch(program, name, ranks or program.start, rest)

@@ -47,6 +47,7 @@ PROGRAMS = {
     "bench quant": CommandEntry("quant.cli.bench", "speed of quantisation", mpi=False),
     "ps": CommandEntry("collectives.cli.ps", "what the ranks of running programs do, or wait for", mpi=False),
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
+    "run": CommandEntry("collectives.cli.run", "run a program of mpi4py on Chorus, and profile its collectives"),
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True, stops=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
     "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),
@@ -80,6 +81,7 @@ PROGRAMS = {
 
 EXAMPLES = """\
   chorus demo
+  chorus run -n 4 --profile program.py
   chorus train -n 4 --data digits --model mlp
   chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
   chorus bench collectives -n 2 --collective allreduce

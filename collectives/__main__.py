@@ -1,0 +1,5 @@
+"""``python -m collectives program.py arguments``: run a program of mpi4py on Chorus, as ``chorus run`` does."""
+
+from collectives.cli.run import main
+
+main()

@@ -1,0 +1,208 @@
+"""Profile of a program: its collectives, noted from the record with the line of the program that has made each."""
+
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import product
+from time import perf_counter
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.communicator import Communicator
+from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT
+from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
+from collectives.runtime.record.writer import record
+from collectives.runtime.requests.request import Request
+
+PACKAGE = __package__.partition(".")[0]
+
+COLUMNS = ("kind", "turn", "started", "ended")
+"""Numbers of a noted call: of its `Kind`, of the call on its channel, and nanoseconds of the monotonic clock."""
+
+MOST = 4_000_000
+"""Calls that are noted, of 32 bytes each; later ones are counted only."""
+
+REPEATS = 3
+"""Times that a sampled call, and the MPI's own, are repeated; the fastest counts."""
+
+_OFFSETS = {name: field[1] for name, field in (CALL_RECORD.fields or {}).items()}
+_CONSTANT = slice(_OFFSETS["nbytes"], _OFFSETS["round"]), slice(_OFFSETS["form"], CALL_RECORD.itemsize)
+"""Bytes of an entry that calls of one kind have in common."""
+
+
+class Kind(NamedTuple):
+    """What calls have in common: the line of the program, and what the record says of them."""
+
+    site: str
+    communicator: int
+    channel: int
+    collective: str
+    form: str
+    algorithm: str
+    nbytes: int
+
+
+class Sample(NamedTuple):
+    """Seconds of a repeated call, and of the MPI's own collective with the same arguments."""
+
+    kind: int
+    ours: float
+    native: float
+
+
+class CallProfile:
+    """Profile of this rank's calls from now on.
+
+    Attributes
+    ----------
+    kinds : list of Kind
+    calls : array of int64
+        `COLUMNS` of each call, one call after the other.
+    samples : list of Sample
+    left_out : int
+        Calls above `MOST`, which are not noted.
+    """
+
+    def __init__(self) -> None:
+        found = record()
+        if found is None:
+            raise OSError("no profile: the system refuses the memory of a record")
+        self._record, self._bytes = found, found.entries.view(np.uint8).data
+        self._seen = found.last
+        self._numbers: dict[tuple[CodeType, int, bytes, bytes], int] = {}
+        self._under_way: deque[tuple[int, int]] = deque()
+        self.kinds: list[Kind] = []
+        self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
+        self._is_sampling, self._turn = False, 0
+        for declaration, form in product(DECLARATIONS, FORMS):
+            self._watch(Communicator, method_name(declaration.name, form), form == "blocking")
+        for name in ("Start", "Wait", "Test"):
+            self._watch(Request, name, False)
+
+    def _watch(self, owner: type, name: str, is_sampled: bool) -> None:
+        """Replace a method by one that notes the calls which it has made."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def noted(comm: Any, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                result = method(comm, *arguments, **keywords)
+            except BaseException:
+                self.note(sys._getframe(1))
+                raise
+            kind = self.note(sys._getframe(1))
+            if kind is not None and is_sampled and self._is_due():
+                self._sample(kind, comm, method, getattr(MPI.Intracomm, name), arguments, keywords)
+            return result
+
+        setattr(owner, name, noted)
+
+    def note(self, frame: FrameType | None) -> int | None:
+        """Note the calls since the last one, made by the program in `frame`; number of the last one's kind."""
+        self._complete()
+        kind = None
+        last = self._record.last
+        while self._seen < last:
+            self._seen += 1
+            entry = self._entry(self._seen)
+            if entry is None:
+                continue
+            while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+                frame = frame.f_back
+            kind, self._turn = self._kind(entry, frame), int.from_bytes(entry[8:16], sys.byteorder)
+            if len(self.calls) >= len(COLUMNS) * MOST:
+                self.left_out += 1
+                continue
+            turn, started, ended = np.frombuffer(entry, np.int64, 3, _OFFSETS["turn"]).tolist()
+            if not ended:
+                self._under_way.append((self._seen, len(self.calls) + COLUMNS.index("ended")))
+            self.calls.extend((kind, turn, started, ended))
+        return kind
+
+    def _entry(self, number: int) -> bytes | None:
+        """Entry of a call; None if later ones have taken its place."""
+        at = number % CALLS_KEPT * CALL_RECORD.itemsize
+        entry = self._bytes[at : at + CALL_RECORD.itemsize].tobytes()
+        return entry if int.from_bytes(entry[:8], sys.byteorder) == number else None
+
+    def _complete(self) -> None:
+        """Note the ends of calls that were under way, in the order of their starts."""
+        while self._under_way:
+            number, at = self._under_way[0]
+            entry = self._entry(number)
+            if entry is not None:
+                ended = int.from_bytes(entry[_OFFSETS["ended"] : _OFFSETS["ended"] + 8], sys.byteorder)
+                if not ended:
+                    return
+                self.calls[at] = ended
+            self._under_way.popleft()
+
+    def _kind(self, entry: bytes, frame: FrameType | None) -> int:
+        code = frame.f_code if frame is not None else self.note.__code__
+        line = frame.f_lineno if frame is not None else 0
+        key = code, line, entry[_CONSTANT[0]], entry[_CONSTANT[1]]
+        if (number := self._numbers.get(key)) is None:
+            number = self._numbers[key] = len(self.kinds)
+            found = np.frombuffer(entry, CALL_RECORD)[0]
+            collective, algorithm = (found[name].decode() for name in ("collective", "algorithm"))
+            communicator, channel, form, nbytes = (
+                found[name].item() for name in ("communicator", "channel", "form", "nbytes")
+            )
+            site = f"{code.co_filename}:{line}"
+            self.kinds.append(Kind(site, communicator, channel, collective, FORMS[form], algorithm, nbytes))
+        return number
+
+    # -------------------------------------------------------------------------------- samples
+
+    def _is_due(self) -> bool:
+        """True for the calls 4, 8, 16 ... of a channel: on all ranks for the same ones."""
+        return not self._is_sampling and self._turn >= 4 and not self._turn & (self._turn - 1)
+
+    def _sample(
+        self, kind: int, comm: Any, ours: Callable[..., Any], native: Callable[..., Any], arguments: Any, keywords: Any
+    ) -> None:
+        """Repeat a call in turns with the MPI's own; what it has received stays."""
+        plain = MPI.Intracomm(comm)
+        values = *arguments, *keywords.values()
+        memory, has_side_effects = [*_arrays(values)], any(map(_is_function, values))
+        given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}
+        if plain.Get_size() == 1 or not plain.allreduce(bool(memory) and not has_side_effects, MPI.LAND):
+            return
+        kept = [one.copy() for one in memory]
+        best = [float("inf")] * 2
+        self._is_sampling = True
+        try:
+            for turn in range(2 * REPEATS):
+                plain.Barrier()
+                began = perf_counter()
+                if turn % 2:
+                    native(plain, *arguments, **given)
+                else:
+                    ours(comm, *arguments, **keywords)
+                best[turn % 2] = min(best[turn % 2], perf_counter() - began)
+        finally:
+            self._is_sampling = False
+            for one, before in zip(memory, kept):
+                if one.flags.writeable:
+                    one[...] = before
+            self._seen = self._record.last
+        self.samples.append(Sample(kind, *best))
+
+
+def _is_function(value: Any) -> bool:
+    """True for a reduction that a user has defined."""
+    return isinstance(value, MPI.Op) and not value.is_predefined
+
+
+def _arrays(value: Any) -> Iterator[np.ndarray]:
+    """Arrays in arguments of a call, in lists and tuples too."""
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _arrays(one)

@@ -1,0 +1,112 @@
+"""``chorus run``: programs of mpi4py on communicators of Chorus, and their profiles."""
+
+import json
+import os
+
+import pytest
+from support.launches import ROOT, ended, needs_mpiexec, start_ranks
+
+from collectives.cli.run import program_at
+
+pytestmark = [needs_mpiexec, pytest.mark.timeout(120)]
+
+KINDS = """
+import sys
+from mpi4py import MPI
+from mpi4py.MPI import COMM_WORLD
+made = [COMM_WORLD, MPI.COMM_SELF, COMM_WORLD.Dup(), COMM_WORLD.Split(0)]
+print(*(type(comm).__name__ for comm in made), COMM_WORLD.allreduce(1), __name__, *sys.argv[1:], sep=",")
+"""
+
+LATE = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+
+def slow(total):
+    comm, one = MPI.COMM_WORLD, np.ones(8)
+    time.sleep(0.02 if comm.rank == int(sys.argv[1]) else 0)
+    comm.Allreduce(one, total)  # waits
+
+def fast(large):
+    MPI.COMM_WORLD.Bcast(large)
+
+total, large = np.zeros(8), np.zeros(100_000)
+for _ in range(20):
+    slow(total)
+    fast(large)
+assert (total == MPI.COMM_WORLD.size).all() and not large.any()
+request = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, total)
+request.Wait()
+print("summed", total[0])
+"""
+
+
+def run(ranks, *words, **environment):
+    process = start_ranks(ranks, ["-m", "collectives", *map(str, words)], **environment)
+    return ended(process), process.returncode
+
+
+@pytest.mark.parametrize(
+    "words, at",
+    [
+        (["program.py", "--profile"], 0),
+        (["--profile", "-m", "module"], 1),
+        (["--profile-files", "out/p", "-c", "pass"], 2),
+        (["--profile"], 1),
+        ([], 0),
+    ],
+)
+def test_options_end_where_the_program_begins(words, at):
+    assert program_at(words) == at
+
+
+def test_all_communicators_are_of_chorus(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(KINDS)
+    (tmp_path / "of_a_module.py").write_text(KINDS)
+    kinds = ",".join(["Communicator"] * 4)
+    for words in ([program], ["-c", KINDS], ["-m", "of_a_module"]):
+        output, status = run(2, *words, "-n", "7", PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+        assert status == 0
+        assert output.count(f"{kinds},2,__main__,-n,7\n") == 2
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_profile_names_the_late_rank_and_its_line(tmp_path, late):
+    program = tmp_path / "program.py"
+    program.write_text(LATE)
+    output, status = run(3, "--profile", "--profile-files", tmp_path / "found", program, late)
+    assert status == 0
+    assert output.count("summed 9.0") == 3
+    found = json.loads((tmp_path / "found.json").read_text())
+    lines = {(line["collective"], line["form"]): line for line in found["lines"]}
+    waits = lines["allreduce", "blocking"]
+    assert waits["late_rank"] == late
+    number = 1 + LATE.splitlines().index("    comm.Allreduce(one, total)  # waits")
+    assert waits["site"] == f"{program}:{number}"
+    assert waits["calls"] == 60 and waits["bytes"] == 60 * 64 and waits["of_native"] > 0
+    assert waits["seconds"] >= waits["waiting"] > 0.2  # 20 calls, of which each of two ranks waits 20 ms
+    assert lines["broadcast", "blocking"]["calls"] == 60
+    assert lines["allreduce", "non-blocking"]["calls"] == 3
+    assert f"rank {late}" in output
+    spans = [
+        entry for entry in json.loads((tmp_path / "found.trace.json").read_text())["traceEvents"] if "dur" in entry
+    ]
+    assert len(spans) == sum(line["calls"] for line in found["lines"])
+
+
+def test_an_exception_of_one_rank_ends_all_with_its_own_lines():
+    text = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank: raise KeyError('mine')\nMPI.COMM_WORLD.Barrier()"
+    output, status = run(2, "-c", text)
+    assert status != 0
+    assert "KeyError: 'mine'" in output and "cli/run.py" not in output
+
+
+@pytest.mark.parametrize(
+    "words, problem", [(["missing.py"], "missing.py: no such file"), (["-m"], "a program"), ([], "a program")]
+)
+def test_wrong_command_lines(words, problem):
+    output, status = run(2, *words)
+    assert status == 2
+    assert output.count("error: ") == 1 and problem in output
