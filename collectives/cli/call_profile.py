@@ -22,7 +22,7 @@ from collectives.runtime.requests.request import Request
 PACKAGE = __package__.partition(".")[0]
 
 COLUMNS = ("kind", "turn", "started", "ended")
-"""Numbers of a noted call: of its `Kind`, of the call on its channel, and nanoseconds of the monotonic clock."""
+"""Numbers of a noted call: of its `CallKind`, of the call on its channel, and nanoseconds of the monotonic clock."""
 
 MOST = 4_000_000
 """Calls that are noted, of 32 bytes each; later ones are counted only."""
@@ -35,8 +35,8 @@ _CONSTANT = slice(_OFFSETS["nbytes"], _OFFSETS["round"]), slice(_OFFSETS["form"]
 """Bytes of an entry that calls of one kind have in common."""
 
 
-class Kind(NamedTuple):
-    """What calls have in common: the line of the program, and what the record says of them."""
+class CallKind(NamedTuple):
+    """Description that calls have in common: the line of the program, and what the record says of them."""
 
     site: str
     communicator: int
@@ -60,7 +60,7 @@ class CallProfile:
 
     Attributes
     ----------
-    kinds : list of Kind
+    kinds : list of CallKind
     calls : array of int64
         `COLUMNS` of each call, one call after the other.
     samples : list of Sample
@@ -76,7 +76,7 @@ class CallProfile:
         self._seen = found.last
         self._numbers: dict[tuple[CodeType, int, bytes, bytes], int] = {}
         self._under_way: deque[tuple[int, int]] = deque()
-        self.kinds: list[Kind] = []
+        self.kinds: list[CallKind] = []
         self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
         self._is_sampling, self._turn = False, 0
         for declaration, form in product(DECLARATIONS, FORMS):
@@ -154,7 +154,7 @@ class CallProfile:
                 found[name].item() for name in ("communicator", "channel", "form", "nbytes")
             )
             site = f"{code.co_filename}:{line}"
-            self.kinds.append(Kind(site, communicator, channel, collective, FORMS[form], algorithm, nbytes))
+            self.kinds.append(CallKind(site, communicator, channel, collective, FORMS[form], algorithm, nbytes))
         return number
 
     # -------------------------------------------------------------------------------- samples

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.benchmark import reports, traces
 from collectives.benchmark.size_arguments import format_size
-from collectives.cli.call_profile import COLUMNS, CallProfile, Kind, Sample
+from collectives.cli.call_profile import COLUMNS, CallProfile, CallKind, Sample
 from collectives.communicator import PREDEFINED
 
 PATIENCE = 10.0
@@ -33,7 +33,7 @@ class RankCalls(NamedTuple):
     """Profile of one rank, sent to rank 0; `calls` has shape (calls, 4), `COLUMNS`, by the clock of rank 0."""
 
     rank: int
-    kinds: list[Kind]
+    kinds: list[CallKind]
     calls: np.ndarray
     samples: list[Sample]
     left_out: int
@@ -117,7 +117,7 @@ def lines_of(found: Sequence[RankCalls]) -> Mapping[tuple[str, ...], Line]:
     return lines
 
 
-def _key(kind: Kind) -> tuple[str, ...]:
+def _key(kind: CallKind) -> tuple[str, ...]:
     return kind.site, kind.collective, kind.form, kind.algorithm
 
 

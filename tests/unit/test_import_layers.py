@@ -77,6 +77,7 @@ LAYERS = [
     "parallel.ptq",
     "collectives.benchmark",
     "collectives.cli",
+    "collectives.__main__",
     "quant.cli",
     "parallel",
     "parallel.cli.conformance",
