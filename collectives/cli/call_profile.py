@@ -36,7 +36,7 @@ _CONSTANT = slice(_OFFSETS["nbytes"], _OFFSETS["round"]), slice(_OFFSETS["form"]
 
 
 class CallKind(NamedTuple):
-    """Description that calls have in common: the line of the program, and what the record says of them."""
+    """Line of the program, and a description from the record, that calls have in common."""
 
     site: str
     communicator: int

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.benchmark import reports, traces
 from collectives.benchmark.size_arguments import format_size
-from collectives.cli.call_profile import COLUMNS, CallProfile, CallKind, Sample
+from collectives.cli.call_profile import COLUMNS, CallKind, CallProfile, Sample
 from collectives.communicator import PREDEFINED
 
 PATIENCE = 10.0
