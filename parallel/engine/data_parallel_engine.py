@@ -85,7 +85,7 @@ class DataParallelEngine(TrainEngine):
         check(comm, settings)
         if settings.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
-        check_settings(settings, comm.Get_size())
+        check_settings(settings, comm.Get_size(), type(optimizer))
         self._own(comm, model, settings)
         self._fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
         self._ownership.start()
@@ -362,12 +362,12 @@ class DataParallelEngine(TrainEngine):
             self.ledger.expect_step(self._groups, self.settings.layout, len(self._optimizer.states()), assignment)
 
 
-def check_settings(settings: Settings, ranks: int) -> None:
+def check_settings(settings: Settings, ranks: int, optimizer: type[Optimizer] | None = None) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
     check_compression(settings, settings.layout)
     check_overlap(settings, settings.layout)
     mesh = mesh_of(settings, ranks)
-    check_cut(settings, mesh)
+    check_cut(settings, mesh, optimizer)
     check_sequences(settings, mesh)
 
 

@@ -17,6 +17,8 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, name_all
 from parallel.nn.placement import PlacementError
 from parallel.nn.rewrite import operators_in
+from parallel.optim.optimizer import Optimizer
+from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime.collective_errors import collective_call
 from parallel.sharding.device_mesh import DeviceMesh, MeshAxis
@@ -58,8 +60,11 @@ def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress
     )
 
 
-def check_cut(settings: Settings, mesh: Mesh) -> None:
-    """Raise ValueError if settings do not go with operators that are cut on this mesh, or with divided experts."""
+def check_cut(settings: Settings, mesh: Mesh, optimizer: type[Optimizer] | None = None) -> None:
+    """Raise ValueError if settings do not go with operators that are cut on this mesh, or with divided experts.
+
+    The optimizer is by default the one that the settings name.
+    """
     tensor = mesh.sizes.get(TENSOR, 1)
     shards = settings.tensor_shards or tensor
     if shards % tensor:
@@ -69,8 +74,9 @@ def check_cut(settings: Settings, mesh: Mesh) -> None:
     if shards == 1:
         return
     _refuse(settings, f"operators that are cut into {shards} shards", *NOT_CUT)
-    if settings.optimizer == "lamb":
-        raise ValueError(f"optimizer: lamb needs norms of whole tensors; they are cut into {shards} shards")
+    if (kind := optimizer or OPTIMIZERS[settings.optimizer]).whole_tensors:
+        name = kind.__name__.lower()
+        raise ValueError(f"optimizer: {name} needs norms of whole tensors; they are cut into {shards} shards")
 
 
 def _check_experts(settings: Settings, mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK
-from parallel.optim.kernels import kernels
+from parallel.optim.kernels import device_updates, formulas
 from parallel.optim.optimizer import expect, portion_of
 from quant.types import Array
 
@@ -22,14 +22,39 @@ def block_squares(vector: Array) -> np.ndarray:
     """
     if vector.ndim != 1 or len(vector) % BLOCK:
         raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
-    use, sums = kernels(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
-    step = portion_of(vector) * use.SPARE_TERMS
-    spare = np.empty_like(vector, shape=-(-min(step, len(vector)) // use.SPARE_TERMS), dtype=np.float64)
+    on_device = not isinstance(vector, np.ndarray)
+    squares, terms = (device_updates.squares, device_updates.SPARE_TERMS) if on_device else (_squares, 1)
+    sums = np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
+    step = portion_of(vector) * terms
+    spare = np.empty_like(vector, shape=-(-min(step, len(vector)) // terms), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(vector), step):
             x = vector[start : start + step]
-            use.squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
+            squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
     return sums if isinstance(sums, np.ndarray) else sums.get()
+
+
+def _squares(x: np.ndarray, block: int, spare: np.ndarray, out: np.ndarray) -> None:
+    if formulas.host is None:
+        reference_squares(x, block, spare, out)
+    else:
+        formulas.host.squares(x, block, spare, out)
+
+
+def reference_squares(x: np.ndarray, block: int, spare: np.ndarray, out: np.ndarray) -> None:
+    """Write the sum of squares of each block of x to `out`, in float64, added in a fixed order (pairwise tree).
+
+    `x` has whole blocks of `block` elements, a power of two; `spare` is float64, of at least len(x) elements, `out`
+    float64 of shape (len(x) / block,).
+    """
+    terms = spare[: len(x)]
+    terms[...] = x
+    np.multiply(terms, terms, out=terms)
+    terms = terms.reshape(-1, block)
+    while block > 1:
+        block //= 2
+        np.add(terms[:, :block], terms[:, block : 2 * block], out=terms[:, :block])
+    out[...] = terms[:, 0]
 
 
 def total(sums: np.ndarray) -> float:

@@ -1,5 +1,7 @@
 """Base class of optimizers, which update the spans of the flat vector that a rank owns. Imports no MPI.
 
+A class of `optimizers` declares hyperparameters (`number`), names of state vectors (`moments`), and an update formula.
+
 Constructors take PyTorch's names as well: `lr`, `weight_decay`, `betas`. Frozen parameters (`requires_grad` is False)
 and their state are not updated.
 
@@ -31,8 +33,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parallel.nn.operator import Parameter
-from parallel.optim.kernels import device_updates, host, kernels, reference_updates
-from parallel.optim.kernels.reference_updates import Scalars
+from parallel.optim.kernels import device_updates, formulas
+from parallel.optim.kernels.formulas import Formula, average, run, runs_compiled
+from parallel.optim.kernels.scalars import RunScalars, Scalars
 from parallel.optim.lr_schedules import Rate, describe
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
 from parallel.optim.param_groups import GroupTable, ParamGroup, RateClock, TorchNames, Tuning
@@ -44,13 +47,19 @@ Gather = Callable[[np.ndarray], np.ndarray]
 EMA = "ema"
 """State vector: moving average of the weights."""
 
-PORTION = {"host": 1 << (14 if host is reference_updates else 16), "device": 1 << 24}
-"""Elements per kernel call. Compiled updates make one pass over memory, and fewer calls cost less. Those of NumPy make
-several: seven float32 vectors fit into half a megabyte of cache. On a GPU a small call costs more than its traffic."""
+PORTION = {"host": 1 << (14 if formulas.host is None else 16), "device": 1 << 24, "NumPy": 1 << 14}
+"""Elements per call. Formulas in NumPy make several passes, in the cache; on a GPU a small call costs most."""
 
+TEMPORARIES = 8
+"""Arrays of the size of a portion that a formula in CuPy may need at a time."""
 
 Runs = tuple[tuple[Tuning, ElementRun], ...]
 """Runs of elements with the same hyperparameters."""
+
+
+def number(default: float, least: float = 0.0, below: float = math.inf) -> Any:
+    """Field of an optimizer: a hyperparameter from `least` to `below`."""
+    return field(default=default, metadata={"range": (least, below)})
 
 
 def _is_rate(value: object) -> bool:
@@ -77,13 +86,16 @@ class Optimizer(metaclass=TorchNames):
         after the first update, then ema = decay ema + (1 - decay) w after each (Polyak and Juditsky 1992).
     """
 
-    device_rows: ClassVar[int] = 0
-    """Rows of scratch memory that updates on a GPU need; those on the host need two."""
+    spare_rows: ClassVar[int] = 0
+    """Vectors of scratch memory that an update needs."""
+
+    whole_tensors: ClassVar[bool] = False
+    """True if an update needs norms of whole tensors."""
 
     rate: Rate
-    decay: float = 0.0
+    decay: float = number(0.0)
     groups: Sequence[ParamGroup | Mapping[str, Any]] = ()
-    ema: float = 0.0
+    ema: float = number(0.0, below=1)
     _table: GroupTable = field(init=False, repr=False)
     _known_runs: WeakKeyDictionary[OptimizerSpan, tuple[Any, Runs]] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
@@ -99,8 +111,11 @@ class Optimizer(metaclass=TorchNames):
     def __post_init__(self) -> None:
         if not callable(self.rate):
             expect("rate", self.rate, _is_rate(self.rate), "a number from 0 on, or a schedule")
-        expect("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
-        expect("ema", self.ema, 0 <= self.ema < 1, "0 <= ema < 1")
+        for one in fields(self):
+            if "range" in one.metadata:
+                (least, below), value = one.metadata["range"], getattr(self, one.name)
+                limits = f"a number from {least:g} on" if below == math.inf else f"{least:g} <= {one.name} < {below:g}"
+                expect(one.name, value, least <= value < below, limits)
         groups = tuple(map(ParamGroup.of, self.groups))
         self.groups, self._table = groups, GroupTable(groups)
 
@@ -221,28 +236,28 @@ class Optimizer(metaclass=TorchNames):
 
     def _update_runs(self, piece: OptimizerSpan, step: int, scalars: Sequence[Scalars]) -> None:
         """Update the runs of a span, with scalars for each, and finish them: on the host a portion at once."""
-        spare, on_host = self._workspace(piece.weights), isinstance(piece.weights, np.ndarray)
+        on_host = isinstance(piece.weights, np.ndarray)
         for part, some, trains in self._parts(piece, scalars):
             if trains:
-                self._portion(piece, part, spare, some)
+                self._portion(piece, part, some)
             if on_host:  # while it is in the cache
-                self._finish(piece, part, step, spare)
+                self._finish(piece, part, step)
         if not on_host:
-            self._finish(piece, slice(piece.span.size), step, spare)
+            self._finish(piece, slice(piece.span.size), step)
 
     def _parts(self, piece: OptimizerSpan, scalars: Sequence[Scalars]) -> Iterator[tuple[slice, Any, bool]]:
-        """Elements of each kernel call for the runs of a span, its scalars, and whether they are updated.
+        """Elements of each call of a formula for the runs of a span, its scalars, and whether they are updated.
 
-        A call is for a portion of a run on the host, and for all runs on a GPU, as far as scratch memory goes.
+        A call is for a portion of a run or, compiled on a GPU, for all runs, as far as scratch memory goes.
         """
-        runs, spare = self._runs(piece), self._workspace(piece.weights)
-        if isinstance(piece.weights, np.ndarray):
-            for (tuning, run), some in zip(runs, scalars, strict=True):
-                yield from ((part, some, tuning.trains) for part in portions(run.start, run.stop, spare.shape[1]))
+        runs, step = self._runs(piece), portion_of(piece.weights, self.formula())
+        if isinstance(piece.weights, np.ndarray) or not runs_compiled(self.formula(), piece.weights):
+            for (tuning, one), some in zip(runs, scalars, strict=True):
+                yield from ((part, some, tuning.trains) for part in portions(one.start, one.stop, step))
             return
         updated = [some if tuning.trains else None for (tuning, _), some in zip(runs, scalars, strict=True)]
-        together = device_updates.RunScalars(updated, self._numbers(piece))
-        for part in portions(0, piece.span.size, spare.shape[1] if self.device_rows else piece.span.size):
+        together = RunScalars(updated, self._numbers(piece))
+        for part in portions(0, piece.span.size, step if self.spare_rows else piece.span.size):
             yield part, together.of_blocks(part), True
 
     def _runs(self, piece: OptimizerSpan) -> Runs:
@@ -270,51 +285,60 @@ class Optimizer(metaclass=TorchNames):
             self._known_numbers[piece] = device_updates.run_numbers(lengths)
         return self._known_numbers[piece]
 
-    def _finish(self, piece: OptimizerSpan, part: slice, step: int, spare: Array) -> None:
+    def _finish(self, piece: OptimizerSpan, part: slice, step: int) -> None:
         """Round updated weights to their storage precision, and add them to their moving average."""
         weights = piece.weights[part]
         if piece.stored is not None:
             piece.stored[part] = weights
         if self.ema:
             keep, gain = (self.ema, 1.0 - self.ema) if step else (0.0, 1.0)
-            kernels(weights).average(weights, piece.state[EMA][part], spare, keep, gain)
+            some: Any = Scalars(keep=keep, gain1=gain)
+            if not isinstance(weights, np.ndarray):  # all runs of the span
+                some = RunScalars([some] * len(self._runs(piece)), self._numbers(piece))
+            run(average, some, weights, piece.state[EMA][part])
 
-    def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
+    def _portion(self, piece: OptimizerSpan, part: slice, scalars: Any) -> None:
         """Update weights and state of the elements `part` of a span, a portion that fits the cache."""
+        moments = (piece.state[name][part] for name in self.moments())
+        run(self.formula(), scalars, piece.weights[part], piece.gradient[part], *moments)
+
+    def formula(self) -> Formula:
+        """Update formula: a function of weights, gradient (before ``s.scale``), `moments`, and `s`, the `scalars`."""
         raise NotImplementedError
 
+    def scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
+        """Scalars of the formula; `step` is the number of earlier updates of the parameters."""
+        return Scalars(scale, rate, decay)
+
     def _scalars(self, step: int, scale: float, rate: float, tuning: Tuning) -> Scalars:
-        """Scalar arguments of the update kernels for a run of elements."""
-        return tuple(map(float, (scale, rate, tuning.decay, *self._hyperparameters(step - tuning.missed))))
-
-    def _hyperparameters(self, step: int) -> Scalars:
-        """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2.
-
-        `step` is the number of earlier updates of the parameters.
-        """
-        return ()
+        return Scalars(*map(float, self.scalars(step - tuning.missed, scale, rate, tuning.decay)))
 
     def reserve(self, pieces: Sequence[OptimizerSpan]) -> None:
         """Allocate what `update` of these spans needs; MemoryError if there is no room."""
         for piece in pieces:
             self._workspace(piece.weights)
             if not isinstance(piece.weights, np.ndarray):
+                if not runs_compiled(self.formula(), piece.weights):
+                    size = min(piece.span.size, portion_of(piece.weights))
+                    np.empty_like(piece.weights, shape=TEMPORARIES * size)  # its memory is free for the update
                 self._numbers(piece)
                 table = device_updates.empty_table(len(self._runs(piece)), piece.weights.dtype)
                 if self._reserved is None or table.nbytes > self._reserved.nbytes:
                     self._reserved = table
 
     def _workspace(self, like: Array) -> Array:
-        """Scratch array of shape (rows, elements per kernel call), made once per array type and dtype."""
+        """Scratch array of shape (rows, elements per call), made once per array type and dtype."""
         key = type(like), like.dtype.str
         if key not in self._spare:
-            rows = 2 if isinstance(like, np.ndarray) else self.device_rows
-            self._spare[key] = np.empty_like(like, shape=(rows, portion_of(like)))
+            self._spare[key] = np.empty_like(like, shape=(self.spare_rows, portion_of(like)))
         return self._spare[key]
 
 
-def portion_of(vector: Array) -> int:
-    return PORTION["host" if isinstance(vector, np.ndarray) else "device"]
+def portion_of(vector: Array, formula: Formula = average) -> int:
+    """Elements of a vector for each call of a formula, by default of a compiled one."""
+    if not isinstance(vector, np.ndarray):
+        return PORTION["device"]
+    return PORTION["host"] if runs_compiled(formula, vector) else min(PORTION["host"], PORTION["NumPy"])
 
 
 def portions(start: int, stop: int, step: int) -> Iterator[slice]:

@@ -1,4 +1,8 @@
-"""Update rules: SGD, Adam, AdamW, LAMB."""
+"""Optimizers: SGD, Adam, AdamW, LAMB. Each is a formula, a class, and an entry of `OPTIMIZERS`.
+
+In the formulas, ``s.scale * gradient`` is the gradient of the papers, g. Those of `updates.h` (`compiled`) have equal
+bits.
+"""
 
 import math
 from collections.abc import Iterator
@@ -9,10 +13,40 @@ import numpy as np
 
 from parallel.nn.flat_params import BLOCK, ParamSpan
 from parallel.optim.grad_norm import block_squares, total
-from parallel.optim.kernels import kernels
-from parallel.optim.optimizer import Optimizer, expect
+from parallel.optim.kernels.formulas import Formula, compiled, decayed, run
+from parallel.optim.kernels.scalars import Scalars
+from parallel.optim.optimizer import Optimizer, expect, number
 from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
-from parallel.optim.param_groups import AdamArguments, SGDArguments, Tuning
+from parallel.optim.param_groups import OptimizerArguments, Tuning
+from quant.types import Array
+
+
+@compiled
+def sgd(w: Array, gradient: Array, s: Scalars) -> None:
+    """Update by SGD without momentum: w -= rate (g + decay w)."""
+    w -= s.rate * decayed(s.scale * gradient, w, s)
+
+
+@compiled
+def momentum(w: Array, gradient: Array, velocity: Array, s: Scalars) -> None:
+    """Update by SGD with momentum: velocity = beta velocity + g + decay w, w -= rate velocity."""
+    velocity[...] = s.beta * velocity + decayed(s.scale * gradient, w, s)
+    w -= s.rate * velocity
+
+
+@compiled
+def nesterov(w: Array, gradient: Array, velocity: Array, s: Scalars) -> None:
+    """Update by SGD with Nesterov momentum: velocity as in `momentum`, w -= rate (g + decay w + beta velocity)."""
+    g = decayed(s.scale * gradient, w, s)
+    velocity[...] = s.beta * velocity + g
+    w -= s.rate * (g + s.beta * velocity)
+
+
+class SGDArguments(OptimizerArguments, total=False):
+    """Keyword arguments of `SGD`, for type checkers."""
+
+    momentum: float
+    nesterov: bool
 
 
 @dataclass(kw_only=True, eq=False)
@@ -22,7 +56,7 @@ class SGD(Optimizer):
     The velocity sums gradients, not steps, so a change of rate acts at once. Without momentum there is no state.
     """
 
-    momentum: float = 0.0
+    momentum: float = number(0.0, below=1)
     nesterov: bool = False
 
     if TYPE_CHECKING:
@@ -31,22 +65,44 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect("momentum", self.momentum, 0 <= self.momentum < 1, "0 <= momentum < 1")
         good = not self.nesterov or self.momentum > 0
         expect("nesterov", self.nesterov, good, "momentum, where nesterov is asked for")
 
     def moments(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
-    def _hyperparameters(self, step):
-        return (self.momentum,) if self.momentum else ()
+    def scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
+        return Scalars(scale, rate, decay, beta=self.momentum)
 
-    def _portion(self, piece, part, spare, scalars):
-        use, weights, gradient = kernels(piece.weights), piece.weights[part], piece.gradient[part]
-        if self.momentum:
-            use.momentum(weights, gradient, piece.state["velocity"][part], spare, scalars, self.nesterov)
-        else:
-            use.sgd(weights, gradient, spare, scalars)
+    def formula(self) -> Formula:
+        return nesterov if self.nesterov else momentum if self.momentum else sgd
+
+
+def _moments(g: Array, m: Array, v: Array, s: Scalars) -> None:
+    """Update Adam's moments: m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g g."""
+    m += s.gain1 * (g - m)
+    v += s.gain2 * (g * g - v)
+
+
+def _normalized(m: Array, v: Array, s: Scalars) -> Array:
+    """Adam's step without its rate and the correction of m: m / (sqrt(v^) + eps)."""
+    return m / (s.root * np.sqrt(v) + s.eps)
+
+
+@compiled
+def adam(w: Array, gradient: Array, m: Array, v: Array, s: Scalars) -> None:
+    """Update by Adam: w -= rate m^ / (sqrt(v^) + eps), bias-corrected; `keep` is 1 - rate decay in AdamW, else 1."""
+    _moments(decayed(s.scale * gradient, w, s), m, v, s)
+    w[...] = s.keep * w - s.pace * _normalized(m, v, s)
+
+
+class AdamArguments(OptimizerArguments, total=False):
+    """Keyword arguments of the optimizers with two moments, for type checkers."""
+
+    beta1: float
+    beta2: float
+    betas: tuple[float, float]
+    eps: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,20 +112,16 @@ class Adam(Optimizer):
     `beta1` and `beta2`, or the pair `betas`, are the decay of the moments; `eps` is added to the root of the second.
     """
 
-    kernel: ClassVar[str] = "adam"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    is_decoupled: ClassVar[bool] = False
+    """True if weight decay is a factor of the weights."""
+
+    beta1: float = number(0.9, below=1)
+    beta2: float = number(0.999, below=1)
+    eps: float = number(1e-8, least=1e-30)  # not 0 in float32
 
     if TYPE_CHECKING:
 
         def __init__(self, **given: Unpack[AdamArguments]) -> None: ...
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expect("beta1", self.beta1, 0 <= self.beta1 < 1, "0 <= beta1 < 1")
-        expect("beta2", self.beta2, 0 <= self.beta2 < 1, "0 <= beta2 < 1")
-        expect("eps", self.eps, 1e-30 <= self.eps < math.inf, "a number from 1e-30 on")  # not 0 in float32
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -84,26 +136,53 @@ class Adam(Optimizer):
     def moments(self) -> tuple[str, ...]:
         return ("m", "v")
 
-    def _hyperparameters(self, step):
-        corrections = (1.0 - beta ** (step + 1) for beta in (self.beta1, self.beta2))
-        return self.beta1, self.beta2, self.eps, *corrections
+    def scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
+        correction1, correction2 = (1.0 - beta ** (step + 1) for beta in (self.beta1, self.beta2))
+        return Scalars(
+            scale,
+            rate,
+            0.0 if self.is_decoupled else decay,
+            gain1=1.0 - self.beta1,
+            gain2=1.0 - self.beta2,
+            eps=self.eps,
+            root=1.0 / math.sqrt(correction2),
+            heal=1.0 / correction1,
+            pace=rate / correction1,
+            keep=1.0 - rate * decay if self.is_decoupled else 1.0,
+        )
 
-    def _portion(self, piece, part, spare, scalars):
-        kernel = getattr(kernels(piece.weights), self.kernel)
-        m, v = piece.state["m"][part], piece.state["v"][part]
-        kernel(piece.weights[part], piece.gradient[part], m, v, spare, scalars)
+    def formula(self) -> Formula:
+        return adam
 
 
 @dataclass(kw_only=True, eq=False)
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019, algorithm 2): w -= rate decay w."""
 
-    kernel: ClassVar[str] = "adamw"
-    decay: float = 0.01
+    is_decoupled: ClassVar[bool] = True
+    decay: float = number(0.01)
 
     if TYPE_CHECKING:
 
         def __init__(self, **given: Unpack[AdamArguments]) -> None: ...
+
+
+@compiled
+def lamb_moments(gradient: Array, m: Array, v: Array, s: Scalars) -> None:
+    """Update the moments m and v with g: first part of LAMB's step."""
+    _moments(s.scale * gradient, m, v, s)
+
+
+@compiled
+def lamb_direction(w: Array, m: Array, v: Array, direction: Array, s: Scalars) -> None:
+    """Write the unscaled LAMB step: m^ / (sqrt(v^) + eps) + decay w."""
+    direction[...] = decayed(s.heal * _normalized(m, v, s), w, s)
+
+
+@compiled
+def lamb(w: Array, m: Array, v: Array, s: Scalars) -> None:
+    """Update weights by LAMB, after `lamb_moments`: w -= rate `lamb_direction`; the rate includes the trust ratio."""
+    w -= s.rate * decayed(s.heal * _normalized(m, v, s), w, s)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -114,9 +193,10 @@ class LAMB(Adam):
     tensor can leave zero. Norms are over whole tensors.
     """
 
-    device_rows: ClassVar[int] = 1
-    eps: float = 1e-6
-    decay: float = 0.01
+    spare_rows: ClassVar[int] = 1
+    whole_tensors: ClassVar[bool] = True
+    eps: float = number(1e-6, least=1e-30)
+    decay: float = number(0.01)
 
     if TYPE_CHECKING:
 
@@ -127,17 +207,16 @@ class LAMB(Adam):
             raise ValueError("gather: LAMB needs the block sums of all ranks, found None")
         weights, directions = [np.zeros(0)], [np.zeros(0)]
         for piece in pieces:
-            use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
-            spare = self._workspace(piece.weights)
+            m, v, spare = piece.state["m"], piece.state["v"], self._workspace(piece.weights)[0]
             weights.append(block_squares(piece.weights))
-            runs = self._runs(piece)
-            scalars = [self._scalars(step, scale, rates[tuning.number], tuning) for tuning, _ in runs]
+            scalars = [self._scalars(step, scale, rates[tuning.number], tuning) for tuning, _ in self._runs(piece)]
             for part, some, trains in self._parts(piece, scalars):
-                if not trains:
-                    directions.append(np.zeros((part.stop - part.start) // BLOCK))
-                    continue
-                use.lamb_moments(piece.gradient[part], m[part], v[part], spare, some)
-                directions.append(block_squares(use.lamb_direction(piece.weights[part], m[part], v[part], spare, some)))
+                u = spare[: part.stop - part.start]
+                u[...] = 0  # where a parameter is frozen
+                if trains:
+                    run(lamb_moments, some, piece.gradient[part], m[part], v[part])
+                    run(lamb_direction, some, piece.weights[part], m[part], v[part], u)
+                directions.append(block_squares(u))
         of_weights, of_directions = gather(np.concatenate(weights)), gather(np.concatenate(directions))
         for piece in pieces:
             trusts = [_trust(run.place, of_weights, of_directions) for _, run in self._runs(piece)]
@@ -151,8 +230,11 @@ class LAMB(Adam):
         """Each tensor by itself, as the rate contains its trust ratio."""
         return ((self._tuning(piece, run), run) for run in piece.tensors)
 
-    def _portion(self, piece, part, spare, scalars):
-        kernels(piece.weights).lamb(piece.weights[part], piece.state["m"][part], piece.state["v"][part], spare, scalars)
+    def _portion(self, piece, part, scalars):
+        run(lamb, scalars, piece.weights[part], piece.state["m"][part], piece.state["v"][part])
+
+    def formula(self) -> Formula:
+        return lamb
 
 
 def _trust(place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:
@@ -162,5 +244,5 @@ def _trust(place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) 
     return weights / direction if weights and direction else 1.0
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "lamb": LAMB}
+OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, LAMB)}
 """By name in checkpoints and on command lines."""

@@ -53,22 +53,6 @@ class OptimizerArguments(TypedDict, total=False):
     ema: float
 
 
-class SGDArguments(OptimizerArguments, total=False):
-    """Keyword arguments of `SGD`, for type checkers."""
-
-    momentum: float
-    nesterov: bool
-
-
-class AdamArguments(OptimizerArguments, total=False):
-    """Keyword arguments of the optimizers with two moments, for type checkers."""
-
-    beta1: float
-    beta2: float
-    betas: tuple[float, float]
-    eps: float
-
-
 class TorchNames(type):
     """Metaclass of classes whose constructors also take hyperparameters by PyTorch's names (`TORCH_NAMES`)."""
 

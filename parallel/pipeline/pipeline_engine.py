@@ -92,7 +92,7 @@ class Pipeline(TrainEngine):
         self.mesh = config.mesh_of(settings, comm.Get_size())
         check_compression(settings, replicas_of(self.mesh, comm.Get_size()))
         check_overlap(settings, replicas_of(self.mesh, comm.Get_size()))
-        check_cut(settings, self.mesh)
+        check_cut(settings, self.mesh, type(optimizer))
         check_sequences(settings, self.mesh)
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
         units = units_of(model)

@@ -49,4 +49,5 @@ def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Opti
     for name in (*(name for name in options if name in OWNERS), *changed):
         raise ValueError(f"{name}: expected an option of engines; {OWNERS[name]} has it")
     known = {kind: name for name, kind in OPTIMIZERS.items()}
-    return replace(settings, **options, optimizer=known.get(type(optimizer), settings.optimizer))
+    name = next((known[kind] for kind in type(optimizer).__mro__ if kind in known), settings.optimizer)
+    return replace(settings, **options, optimizer=name)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,12 @@ def _refuse_unknown(names: Iterable[str]) -> None:
 
 
 def _refuse_unused(settings: Settings, given: set[str]) -> None:
-    sgd, others = settings.optimizer == "sgd", ", ".join(name for name in OPTIMIZERS if name != "sgd")
-    for name, used, owner, found in (
-        ("momentum", sgd, "sgd", f"the optimizer is {settings.optimizer}"),
-        ("beta2", not sgd, others, f"the optimizer is {settings.optimizer}"),
-        ("length", _is_text(settings.data), "texts, of which it cuts sequences", f"the data are {settings.data}"),
-    ):
-        if name in given and not used:
-            raise ValueError(f"{name}: it belongs to {owner}, and {found}")
+    if "length" in given and not _is_text(settings.data):
+        raise ValueError(f"length: it belongs to texts, of which it cuts sequences, and the data are {settings.data}")
+    for name in given:
+        owners = [kind for kind, made in OPTIMIZERS.items() if name in {one.name for one in fields(made)}]
+        if owners and settings.optimizer not in owners:
+            raise ValueError(f"{name}: it belongs to {', '.join(owners)}, and the optimizer is {settings.optimizer}")
 
 
 def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizer import Optimizer
-from parallel.optim.optimizers import LAMB, OPTIMIZERS
+from parallel.optim.optimizers import OPTIMIZERS
 from parallel.pipeline import config as pipeline_config
 from parallel.pipeline.config import Take
 from parallel.pipeline.schedule.schedules import SCHEDULES
@@ -104,7 +104,7 @@ def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
 def _check_servers(settings: Settings, ranks: int) -> None:
     from parallel.asynchronous.server.server_settings import refuse_servers
 
-    refuse_servers(settings, ranks, OPTIMIZERS[settings.optimizer] is LAMB)
+    refuse_servers(settings, ranks, OPTIMIZERS[settings.optimizer])
 
 
 STRATEGIES = {

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from parallel.data import datasets
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Sampler
-from parallel.engine.settings import BUILD_FIELDS, Settings
+from parallel.engine.settings import BUILD_FIELDS, OPTIONS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
@@ -66,9 +66,9 @@ def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) 
 def _optimizer(settings: Settings, steps: int) -> Optimizer:
     rate, warm_up = settings.rate, min(settings.warm_up, steps)
     schedule = LRSchedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FINAL_RATE * rate)
-    options: dict[str, Any] = {"rate": schedule, "decay": settings.decay}
-    options |= {"momentum": settings.momentum} if settings.optimizer == "sgd" else {"beta2": settings.beta2}
-    return OPTIMIZERS[settings.optimizer](**options)
+    kind = OPTIMIZERS[settings.optimizer]
+    options = {one.name: getattr(settings, one.name) for one in fields(kind) if one.name in OPTIONS}
+    return kind(**options | {"rate": schedule})
 
 
 def loss_of(task: LearningTask) -> Any:

@@ -1,5 +1,6 @@
 """Kernels of the project, as CuPy generates them: built for three architectures, and run on the host."""
 
+import inspect
 import io
 import re
 from functools import cache
@@ -18,7 +19,11 @@ from collectives.transport.wire import Iovec
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels import device_kernels, device_source
 from parallel.nn.kernels.storage import BFLOAT16
-from parallel.optim.kernels import device_updates, reference_updates
+from parallel.optim.grad_norm import reference_squares
+from parallel.optim.kernels import device_updates
+from parallel.optim.kernels.formulas import average
+from parallel.optim.kernels.scalars import RunScalars, Scalars
+from parallel.optim.optimizers import adam, lamb, lamb_direction, lamb_moments, momentum, nesterov, sgd
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
 from quant.kernels.reference_codecs import LinearCode
@@ -133,58 +138,34 @@ def test_small_floats_like_the_reference(cupy, on_host, code, key):
     np.testing.assert_array_equal(found.get(), expected)
 
 
-MOMENTS = (0.3, 0.1, 0.01, 0.9, 0.999, 1e-8, 0.19, 0.002)
-UPDATES = {
-    "sgd": (2, (0.3, 0.1, 0.01)),
-    "momentum": (3, (0.3, 0.1, 0.01, 0.9)),
-    "nesterov": (3, (0.3, 0.1, 0.01, 0.9)),
-    "adam": (4, MOMENTS),
-    "adamw": (4, MOMENTS),
-    "lamb_moments": (3, MOMENTS),
-    "lamb_direction": (3, MOMENTS),
-    "lamb": (3, MOMENTS),
-}
-"""Optimizer updates: number of arrays and scalars."""
+SCALARS = Scalars(0.3, 0.1, 0.01, 0.9, 0.1, 0.001, 1e-8, 1.5, 1.2, 0.12, 0.99)
+FORMULAS = (sgd, momentum, nesterov, adam, lamb_moments, lamb_direction, lamb, average)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("name", UPDATES)
-def test_updates_have_the_bits_of_the_reference(cupy, on_host, name, dtype):
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: formula.__name__)
+def test_updates_have_the_bits_of_the_formulas(cupy, on_host, formula, dtype):
     random, size = np.random.default_rng(4), 7 * BLOCK
-    number, scalars = UPDATES[name]
+    number = len(inspect.signature(formula).parameters) - 1
     arrays = [(10.0 ** random.integers(-20, 2, size) * random.random(size)).astype(dtype) for _ in range(number)]
-    there, function = list(map(cupy.asarray, arrays)), "momentum" if name == "nesterov" else name
-    more = {"momentum": (False,), "nesterov": (True,)}.get(name, ())
+    there = list(map(cupy.asarray, arrays))
     parts = slice(0, 2 * BLOCK), slice(2 * BLOCK, 3 * BLOCK), slice(3 * BLOCK, size)
-    runs = scalars, None, (0.7, *scalars[1:])
+    runs = SCALARS, None, SCALARS._replace(scale=0.7)
     numbers = device_updates.run_numbers([part.stop - part.start for part in parts])
-    together = device_updates.RunScalars(runs, numbers)
     cupy_without_driver.LAUNCHED.clear()
-    found = getattr(device_updates, function)(*there, cupy.empty((1, size), dtype), together, *more)
+    device_updates.run(formula.__name__, RunScalars(runs, numbers), *there)
     assert len(cupy_without_driver.LAUNCHED) == 1
-    expected, update = np.zeros(size, dtype), getattr(reference_updates, function)
     for part, some in zip(parts, runs):
         if some is not None:
-            u = update(*(array[part] for array in arrays), np.empty((2, size), dtype), some, *more)
-            expected[part] = 0 if u is None else u
+            formula(*(array[part] for array in arrays), some)
     assert [array.get().tobytes() for array in there] == [array.tobytes() for array in arrays]
-    assert found is None or found.get().tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_moving_average_has_the_bits_of_the_reference(cupy, on_host, dtype):
-    weights, ema = np.random.default_rng(6).normal(size=(2, 1000)).astype(dtype)
-    there = cupy.asarray(ema)
-    device_updates.average(cupy.asarray(weights), there, None, 0.9, 0.1)
-    reference_updates.average(weights, ema, np.empty((2, 1000), dtype), 0.9, 0.1)
-    assert there.get().tobytes() == ema.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_squares_have_the_bits_of_the_reference(cupy, on_host, dtype):
     x = np.random.default_rng(5).normal(size=11 * 256).astype(dtype)
     expected, found = np.empty(11), cupy.empty(11, "f8")
-    reference_updates.squares(x, 256, np.empty(len(x)), expected)
+    reference_squares(x, 256, np.empty(len(x)), expected)
     device_updates.squares(cupy.asarray(x), 256, cupy.empty(len(x) // device_updates.SPARE_TERMS, "f8"), found)
     assert found.get().tobytes() == expected.tobytes()
 

@@ -32,7 +32,6 @@ from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer import Optimizer
-from parallel.optim.optimizers import LAMB
 from parallel.optim.param_groups import checked_missed, frozen_of, merged_missed
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
@@ -82,7 +81,7 @@ class ParameterServer(BaseEngine):
         self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, settings: Settings = SERVER_DEFAULTS
     ) -> None:
         check(comm, settings)
-        refuse_servers(settings, comm.Get_size(), isinstance(optimizer, LAMB))
+        refuse_servers(settings, comm.Get_size(), type(optimizer))
         refuse_biases(model, settings.layout)
         self.settings, self._comm = settings, comm
         ownership = ModelOwnership(comm, model, settings.layout)

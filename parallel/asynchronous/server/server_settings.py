@@ -51,8 +51,8 @@ def factors(text: str) -> dict[int, float]:
         raise ValueError(f"slow: expected RANK:FACTOR,..., found {text!r}") from None
 
 
-def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:
-    """Raise ValueError if settings are invalid with parameter servers; `lamb` is True if the optimizer is LAMB."""
+def refuse_servers(settings: Settings, ranks: int, optimizer: type[Optimizer]) -> None:
+    """Raise ValueError if settings are invalid with parameter servers, or with the optimizer."""
     servers, replicas, rule = settings.servers, settings.replicas, rule_of(settings.consistency)
     precision, checked, recorded = settings.precision, settings.check_every, settings.record or settings.replay
     for is_wrong, text in (
@@ -60,8 +60,8 @@ def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:
         (servers >= ranks, f"servers: {servers} of {ranks} rank{'s' * (ranks > 1)} leave no workers"),
         (PRECISIONS[precision].scaled, f"precision: {precision} needs a loss scale that is equal on all workers"),
         (
-            lamb and (servers > 1 or not rule.synchronous),
-            "optimizer: lamb needs bsp on one server, for norms of tensors",
+            optimizer.whole_tensors and (servers > 1 or not rule.synchronous),
+            f"optimizer: {optimizer.__name__.lower()} needs bsp on one server, for norms of tensors",
         ),
         (not 1 <= replicas <= servers, f"replicas: expected 1 to {servers}, as many as servers, found {replicas}"),
         (replicas > 1 and recorded, f"replicas: expected 1 with record or replay, found {replicas}"),

@@ -1,18 +1,19 @@
-"""Optimizer updates as in `reference_updates`, each one CuPy kernel for all tensors: one pass over memory.
+"""Formulas of `updates.h`, each one CuPy kernel for all tensors: one pass over memory.
 
-Formulas are those of `updates.h`, and the bits those of the host, as nothing is fused. The scalars of a call are those
-of several runs of elements: `RunScalars`. Only `lamb_direction` needs `spare`, one row.
+The bits are those of the host, as nothing is fused. The scalars of a call are those of several runs of elements:
+`RunScalars`.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from parallel.nn.flat_params import BLOCK
-from parallel.optim.kernels.reference_updates import KernelScalars, Scalars
+from parallel.optim.kernels.scalars import RunScalars, Scalars
 from quant.kernels import headers
 from quant.types import Array
 
@@ -25,33 +26,11 @@ FOLD = 8
 SPARE_TERMS = FOLD - 1
 """Elements for which `squares` needs one element of scratch memory."""
 
-ARGUMENTS = {
-    "sgd": "&weights gradient",
-    "momentum": "&weights gradient &velocity",
-    "nesterov": "&weights gradient &velocity",
-    "adam": "&weights gradient &m &v",
-    "lamb_moments": "gradient &m &v",
-    "lamb_direction": "weights m v &direction",
-    "lamb": "&weights m v",
-}
-"""Arrays of the formulas of `updates.h`, with & those that are written; scalars follow."""
+COLUMNS = 1 + len(Scalars._fields)
+"""Of a table of scalars: 1 or, for a run that is not updated, 0, and `Scalars`."""
 
-COLUMNS = 1 + len(KernelScalars._fields)
-"""Of a table of scalars: 1 or, for a run that is not updated, 0, and `KernelScalars`."""
-
-
-class RunScalars(NamedTuple):
-    """Scalars of several runs of elements: those of each run, or None where it is not updated.
-
-    `numbers`, an int32 array on the device, has the number of the run of each block of `BLOCK` elements.
-    """
-
-    runs: Sequence[Scalars | None]
-    numbers: Array
-
-    def of_blocks(self, part: slice) -> "RunScalars":
-        """Scalars of the elements `part`, which are whole blocks."""
-        return self._replace(numbers=self.numbers[part.start // BLOCK : part.stop // BLOCK])
+SIGNATURE = re.compile(r"INLINE void NAME\((\w+)\)\((.*), NAME\(Scalars\) s\)")
+"""Of a formula in `updates.h`: its name and the arrays, with * those that are written."""
 
 
 def run_numbers(lengths: Sequence[int]) -> Array:
@@ -72,6 +51,13 @@ def _formulas(dtype: np.dtype[Any]) -> str:
     return f"#define REAL {real}\n#define ROOT {root}\n#define NAME(name) name\n{text}"
 
 
+@cache
+def _arguments(name: str) -> tuple[str, ...]:
+    """Arrays of a formula, with & those that are written."""
+    arguments = dict(SIGNATURE.findall(_formulas(np.dtype(np.float32))))[name].replace("REAL ", "").replace("*", "&")
+    return tuple(arguments.split(", "))
+
+
 def _elementwise(takes: str, gives: str, body: str, name: str, preamble: str = "") -> Callable[..., Any]:
     cupy = sys.modules["cupy"]
     made: Callable[..., Any] = cupy.ElementwiseKernel(takes, gives, body, name, preamble=preamble, options=OPTIONS)
@@ -80,7 +66,7 @@ def _elementwise(takes: str, gives: str, body: str, name: str, preamble: str = "
 
 @cache
 def _kernel(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
-    arguments = ARGUMENTS[name].split()
+    arguments = _arguments(name)
     takes = [f"{dtype.name} {one}" for one in arguments if one[0] != "&"]
     gives = [f"{dtype.name} {one[1:]}" for one in arguments if one[0] == "&"]
     body = f"""const int at = number[i / {BLOCK}] * {COLUMNS};
@@ -89,74 +75,21 @@ def _kernel(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     return _elementwise(", ".join(takes), ", ".join(gives), body, f"{name}_{dtype.name}", _formulas(dtype))
 
 
-def _run(name: str, scalars: RunScalars, combined: Callable[[Scalars], KernelScalars], *arrays: Array) -> None:
-    """Run a kernel with the scalars ``combined(scalars)`` of each run, rounded to the arrays' type as NumPy does.
+def run(name: str, scalars: RunScalars, *arrays: Array) -> None:
+    """Run a kernel with the scalars of each run, rounded to the arrays' type as NumPy does.
 
     The kernel reads them from a table, which is copied to the device in stream order.
     """
     dtype = arrays[0].dtype
-    rows = [(0.0,) * COLUMNS if one is None else (1.0, *combined(one)) for one in scalars.runs]
+    rows = [(0.0,) * COLUMNS if one is None else (1.0, *one) for one in scalars.runs]
     table = sys.modules["cupy"].asarray(np.array(rows, dtype).reshape(-1))
-    is_written = [one[0] == "&" for one in ARGUMENTS[name].split()]
+    is_written = [one[0] == "&" for one in _arguments(name)]
     reads, writes = ([one for one, own in zip(arrays, is_written) if own == kind] for kind in (False, True))
     _kernel(name, dtype)(*reads, scalars.numbers, table, *writes)
 
 
-def _of_sgd(scalars: Scalars) -> KernelScalars:
-    return KernelScalars(*scalars)
-
-
-def _of_adamw(scalars: Scalars) -> KernelScalars:
-    return KernelScalars.of_moments(scalars, decoupled=True)
-
-
-def sgd(weights: Array, gradient: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("sgd", scalars, _of_sgd, weights, gradient)
-
-
-def momentum(
-    weights: Array, gradient: Array, velocity: Array, spare: Array, scalars: RunScalars, nesterov: bool
-) -> None:
-    _run("nesterov" if nesterov else "momentum", scalars, _of_sgd, weights, gradient, velocity)
-
-
-def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("adam", scalars, KernelScalars.of_moments, weights, gradient, m, v)
-
-
-def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("adam", scalars, _of_adamw, weights, gradient, m, v)
-
-
-def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("lamb_moments", scalars, KernelScalars.of_moments, gradient, m, v)
-
-
-def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> Array:
-    u = spare[0, : len(weights)]
-    u[...] = 0
-    _run("lamb_direction", scalars, KernelScalars.of_moments, weights, m, v, u)
-    return u
-
-
-def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: RunScalars) -> None:
-    _run("lamb", scalars, KernelScalars.of_moments, weights, m, v)
-
-
-def average(weights: Array, ema: Array, spare: Array, keep: float, gain: float) -> None:
-    real = weights.dtype.type
-    _average(weights.dtype)(weights, real(keep), real(gain), ema)
-
-
-@cache
-def _average(dtype: np.dtype[Any]) -> Callable[..., Any]:
-    takes = ", ".join(f"{dtype.name} {one}" for one in ("weights", "keep", "gain"))
-    body = "Scalars s = {}; s.keep = keep; s.gain1 = gain; average(weights, &ema, s);"
-    return _elementwise(takes, f"{dtype.name} ema", body, f"average_{dtype.name}", _formulas(dtype))
-
-
 def squares(x: Array, block: int, spare: Array, out: Array) -> None:
-    """As the reference, with three levels of the tree a kernel: `spare` holds the terms that are left.
+    """As the reference in `grad_norm`, with three levels of the tree a kernel: `spare` holds the terms that are left.
 
     A thread adds elements that lie a part of the block apart, so that neighbouring threads read neighbours.
     """

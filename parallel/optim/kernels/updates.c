@@ -1,4 +1,4 @@
-/* Optimizer updates in one pass over memory, for `compiled_updates`. */
+/* Optimizer updates in one pass over memory, for `formulas.run`. */
 #include "kernel_module.h"
 
 #define REAL float

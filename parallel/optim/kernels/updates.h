@@ -1,9 +1,10 @@
 /* Optimizer updates of one element of type REAL, whose square root is ROOT.
  *
  * updates.c includes this text once for float and once for double, and NAME adds the type to names. CUDA sources contain
- * it once. Operations and roundings are those of reference_updates.py: the bits are the same. */
+ * it once, and Python reads the names of the arrays. Operations and roundings are those of the formulas with the same
+ * names in Python: the bits are the same. */
 
-/* `KernelScalars` of reference_updates.py, rounded to REAL. */
+/* `Scalars` of scalars.py, rounded to REAL. */
 typedef struct {
     REAL scale;
     REAL rate;

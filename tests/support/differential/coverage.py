@@ -7,12 +7,13 @@ from dataclasses import asdict, fields
 from types import FrameType
 from typing import Any
 
-from parallel import LAMB, SGD, Adam, AdamW, Engine, ParamGroup, nn
+from parallel import Engine, ParamGroup, nn
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.router import RouterSettings
 from parallel.optim.lr_schedules import SCHEDULES
+from parallel.optim.optimizers import OPTIMIZERS
 from parallel.optim.param_groups import TORCH_NAMES, from_torch
 from support.differential.cells import Cell, play
 from support.differential.columns import COLUMNS, Column
@@ -28,7 +29,7 @@ INTERFACES = ("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode")
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Public constructors and methods with options, by name."""
     yield from ((f"Engine.{name}".replace(".__init__", ""), getattr(Engine, name)) for name in METHODS)
-    for kind in (SGD, Adam, AdamW, LAMB, ParamGroup, RouterSettings, ExpertLayers, DepthLayers):
+    for kind in (*OPTIMIZERS.values(), ParamGroup, RouterSettings, ExpertLayers, DepthLayers):
         yield kind.__name__, kind.__init__  # type: ignore[misc]
     yield from SCHEDULES.items()
     for name in nn.__all__:

@@ -2,13 +2,14 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from parallel import LAMB, SGD, Adam, AdamW, LRSchedule, ParamGroup, Settings
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
+from parallel.optim.optimizers import OPTIMIZERS
 from support.differential.columns import SAMPLES, Column
 from support.differential.programs import PLAIN, STATE, STEP, TEST, Action, do
 from support.differential.rules import (
@@ -255,6 +256,14 @@ for dtype in ("int8", "int16", "int32"):
 # ------------------------------------------------------------------------------------------ optimizers
 
 ADAMW = {"tolerance": 1e-6}
+
+
+def changed(kind: Any) -> Any:
+    """Optimizer in which every number has another value than the default."""
+    numbers = {one.name: 0.9 * one.default or 0.1 for one in fields(kind) if "range" in one.metadata}
+    return kind(lr=0.01, groups=[{"params": "*.bias", "lr": 0.05}], **numbers)
+
+
 row("sgd", optimizer=lambda model: SGD(rate=0.3))
 row("nesterov", optimizer=lambda model: SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1))
 row(
@@ -280,6 +289,10 @@ row(
     refusals=LAMB_RULES,
     **ADAMW,
 )
+for kind in [kind for kind in OPTIMIZERS.values() if kind not in (SGD, Adam, AdamW, LAMB)]:
+    row(
+        kind.__name__, optimizer=lambda model, kind=kind: changed(kind), in_torch=False, refusals=(NO_AVERAGE,), **ADAMW
+    )
 row(
     "ema",
     optimizer=lambda model: SGD(lr=0.2, ema=0.7),

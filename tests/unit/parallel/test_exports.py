@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import parallel
+from parallel.optim import optimizers, param_groups
 from parallel.optim.optimizers import OPTIMIZERS
-from parallel.optim.param_groups import TORCH_NAMES, AdamArguments, GroupArguments, ParamGroup, SGDArguments
-
-ARGUMENTS = {"sgd": SGDArguments}
+from parallel.optim.param_groups import TORCH_NAMES, GroupArguments, ParamGroup
 
 
 def test_type_checkers_see_the_names_that_are_exported():
@@ -30,7 +29,9 @@ def with_aliases(names):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_types_of_the_hyperparameters(name):
     made = OPTIMIZERS[name]
-    types = typing.get_type_hints(ARGUMENTS.get(name, AdamArguments), vars(typing) | vars(parallel.optim.param_groups))
+    known = vars(typing) | vars(param_groups) | vars(optimizers)
+    arguments = next(known[f"{one.__name__}Arguments"] for one in made.__mro__ if f"{one.__name__}Arguments" in known)
+    types = typing.get_type_hints(arguments, known)
     assert types.keys() == with_aliases(one.name for one in fields(made) if one.init)
     assert made(lr=0.1, weight_decay=0.2).describe()["name"] == name
 

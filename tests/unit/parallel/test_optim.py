@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from parallel import Engine, nn
+from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim.grad_norm import block_squares, clip_factor
-from parallel.optim.kernels import kernels, reference_updates
+from parallel.optim.kernels import formulas
 from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizer import PORTION
 from parallel.optim.optimizer_span import OptimizerSpan
@@ -35,8 +37,12 @@ OPTIONS = {
 KINDS = {"sgd-decay": "sgd", "momentum": "sgd", "nesterov": "sgd"}
 
 
+NAMES = {**dict.fromkeys(OPTIONS), **dict.fromkeys(OPTIMIZERS)}
+"""Names of `OPTIONS`, and optimizers that have none."""
+
+
 def make(name):
-    return OPTIMIZERS[KINDS.get(name, name)](**OPTIONS[name])
+    return OPTIMIZERS[KINDS.get(name, name)](**OPTIONS.get(name, {"rate": 0.05, "decay": 0.1}))
 
 
 def places():
@@ -121,8 +127,7 @@ def plain(name):
 
 
 def use_reference(monkeypatch):
-    for module in ("optimizers", "grad_norm"):
-        monkeypatch.setattr(f"parallel.optim.{module}.kernels", lambda x: reference_updates)
+    monkeypatch.setattr(formulas, "host", None)
 
 
 @pytest.fixture(params=["fastest", "reference"])
@@ -142,7 +147,7 @@ def test_float32_is_as_close_as_it_can_be(name, arithmetic):
     np.testing.assert_allclose(train(make(name), dtype=np.float32)["weights"], plain(name), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_filling_stays_zero(name):
     for vector in train(make(name), dtype=np.float32).values():
         assert not vector[~FILLED].any()
@@ -198,14 +203,14 @@ DIVISIONS = [(1,), (4,), (7,), (0, 0, 3), (3, 3, 5, 9), tuple(range(1, LENGTH //
 
 
 @pytest.mark.parametrize("bounds", DIVISIONS, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_bit_depends_on_the_division_into_pieces(name, bounds):
     halves = {"dtype": np.float32, "stored": ml_dtypes.bfloat16, "steps": 5}
     equal(train(make(name), bounds, **halves), train(make(name), **halves))
 
 
 @pytest.mark.parametrize("portion", [BLOCK, 3 * BLOCK])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_bit_depends_on_the_portions(name, portion, monkeypatch, arithmetic):
     expected = train(make(name), dtype=np.float32, steps=5)
     monkeypatch.setitem(PORTION, "host", portion)
@@ -213,10 +218,10 @@ def test_no_bit_depends_on_the_portions(name, portion, monkeypatch, arithmetic):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_gives_the_same_bits_as_the_reference(name, dtype, monkeypatch):
     pytest.importorskip("parallel.optim.kernels._updates")
-    assert kernels(np.zeros(1)) is importlib.import_module("parallel.optim.kernels.compiled_updates")
+    assert formulas.host is importlib.import_module("parallel.optim.kernels._updates")
     expected = train(make(name), dtype=dtype)
     use_reference(monkeypatch)
     equal(train(make(name), dtype=dtype), expected)
@@ -229,7 +234,7 @@ def test_half_weights_are_the_master_rounded(name, half):
     assert done["stored"].tobytes() == done["weights"].astype(half).tobytes()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_pieces_and_empty_pieces(name):
     optimizer = make(name)
     optimizer.update([], 0, 1.0, lambda sums: np.zeros(LENGTH // BLOCK))
@@ -337,7 +342,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(bad, arithmetic):
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_refused_changes_nothing(name, scale):
     optimizer = make(name)
     (piece,) = divide((), values(1), optimizer)
@@ -421,3 +426,23 @@ def test_description():
         "beta2": 0.999,
         "eps": 1e-8,
     }
+
+
+class Derived(LAMB):
+    pass
+
+
+class Whole(SGD):
+    whole_tensors = True
+
+
+@pytest.mark.parametrize("kind", [LAMB, Derived, Whole])
+@pytest.mark.parametrize(("ranks", "settings"), [(2, {"mesh": "tp=2"}), (3, {"layout": "ps", "servers": 2})])
+def test_norms_of_whole_tensors_where_these_are_divided(kind, ranks, settings):
+    """Classes of users that need them are refused as LAMB is."""
+
+    def main(comm):
+        with pytest.raises(ValueError, match=r"optimizer: \w+ needs (norms of whole tensors|bsp on one server)"):
+            Engine(nn.mlp([4, 4, 2]), nn.SoftmaxCrossEntropy(), comm, kind(lr=0.1), **settings)
+
+    run_threads(ranks, main)

@@ -10,10 +10,10 @@ from support.fakes import cupy
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim import optimizer as optimizers
-from parallel.optim.grad_norm import block_squares
-from parallel.optim.kernels import device_updates, reference_updates
+from parallel.optim.grad_norm import block_squares, reference_squares
+from parallel.optim.kernels import device_updates, formulas
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW
+from parallel.optim.optimizers import LAMB, OPTIMIZERS, SGD, Adam, AdamW
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -23,7 +23,7 @@ PLACES = [
     ParamSpan(Parameter((2 * BLOCK,), constant(0.0)), Span(3 * BLOCK, 5 * BLOCK)),
     ParamSpan(Parameter((3 * BLOCK,), constant(0.0), decay=False), Span(5 * BLOCK, 8 * BLOCK)),
 ]
-OPTIMIZERS = [
+CASES = [
     SGD(rate=0.1),
     SGD(rate=0.1, decay=0.1, ema=0.9),
     SGD(rate=0.1, momentum=0.5),
@@ -32,6 +32,7 @@ OPTIMIZERS = [
     AdamW(rate=0.1),
     AdamW(rate=0.1, ema=0.99),
     LAMB(rate=0.1),
+    *(kind(rate=0.1, decay=0.1, ema=0.9) for kind in OPTIMIZERS.values()),
 ]
 
 
@@ -51,13 +52,23 @@ def trained(optimizer, dtype, half, wrap, places=PLACES):
 
 
 @pytest.mark.parametrize("dtype, half", [("f4", None), ("f4", "f2"), ("f4", ml_dtypes.bfloat16), ("f8", None)])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: f"{type(one).__name__}-{one.decay}-{one.ema}")
+@pytest.mark.parametrize("optimizer", CASES, ids=lambda one: f"{type(one).__name__}-{one.decay}-{one.ema}")
 def test_the_same_bits_as_on_the_host(optimizer, dtype, half):
     expected = trained(optimizer, dtype, half, np.asarray)
     assert trained(optimizer, dtype, half, cupy.asarray) == expected
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS[3::4], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("optimizer", CASES[1:8:2], ids=lambda one: f"{type(one).__name__}-{one.ema}")
+def test_formulas_that_are_not_compiled(monkeypatch, optimizer, dtype):
+    """They run in CuPy, one run of elements after the other."""
+    monkeypatch.setattr(PLACES[0].parameter, "requires_grad", False)
+    expected = trained(optimizer, dtype, None, np.asarray)
+    monkeypatch.setattr(formulas, "COMPILED", set())
+    assert trained(optimizer, dtype, None, cupy.asarray) == expected
+
+
+@pytest.mark.parametrize("optimizer", CASES[3:8:4], ids=lambda one: type(one).__name__)
 def test_frozen_parameters_and_tensors_in_any_order(monkeypatch, optimizer):
     monkeypatch.setattr(PLACES[1].parameter, "requires_grad", False)
     expected = trained(optimizer, "f4", None, np.asarray)
@@ -92,7 +103,7 @@ def test_squares_as_the_reference(block, dtype):
     x[block // 2] = np.inf
     expected, found = np.empty(5), cupy.empty(5, "f8")
     with np.errstate(over="ignore"):
-        reference_updates.squares(x, block, np.empty(len(x)), expected)
+        reference_squares(x, block, np.empty(len(x)), expected)
     spare = cupy.empty(-(-len(x) // device_updates.SPARE_TERMS), "f8")
     device_updates.squares(cupy.asarray(x), block, spare, found)
     assert found.get().tobytes() == expected.tobytes()
