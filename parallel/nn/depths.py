@@ -61,6 +61,7 @@ class MixtureOfDepths(Operator):
 
     mixes: tuple[int, ...] | None = (1, -1)
     writes_records = True
+    chooses_tokens = True
 
     def __init__(self, block: Operator, width: int, fraction: float, predictor_loss: float = 1.0):
         if not 0 < fraction <= 1:

@@ -102,6 +102,9 @@ class Operator:
     writes_records: bool = False
     """True if forward passes write `PassMode.terms` or `PassMode.records`."""
 
+    chooses_tokens: bool = False
+    """True if only some tokens reach the operators in it."""
+
     fixed: Sequence[str] = ()
     """Names of attributes by which an operator is cut or divided: of one with copies they cannot be assigned."""
 

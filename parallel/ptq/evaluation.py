@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.depths import MixtureOfDepths
-from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.operator import Operator, PassMode
 from parallel.nn.rewrite import operators_in
 from parallel.nn.transforms.quantizable_layers import QuantizableLayer
@@ -55,8 +53,8 @@ class LayerErrorRow(NamedTuple):
     """Errors and size of a quantised layer; errors are relative to the norms of the exact values.
 
     `weights` is the error of its matrix, `outputs` that of its output with only this layer quantised, and `arriving`
-    with all; NaN without a product or samples. `arriving` is also NaN in an `ExpertGroup` or `MixtureOfDepths`, to
-    which the quantised model may route other tokens. `nbytes` and `bits` per weight count scales and divisors; `before`
+    with all; NaN without a product or samples. `arriving` is also NaN in operators that choose tokens, as the
+    quantised model may choose others. `nbytes` and `bits` per weight count scales and divisors; `before`
     are the bytes as float32.
     """
 
@@ -78,7 +76,7 @@ def compare(
     users = {user.name: layer.name for layer in layers for user in layer.users}
     rounded = {value.name: value for _, value in made.walk() if isinstance(value, Operator) and value.name in users}
     place = {layer.name: number for number, layer in enumerate(layers)}
-    groups = (one for one in operators_in(model) if isinstance(one, ExpertGroup | MixtureOfDepths))
+    groups = (one for one in operators_in(model) if one.chooses_tokens)
     routed = {one.name for group in groups for one in operators_in(group)} & set(users)
     sums, exact = np.zeros((len(layers), 3)), {}
 

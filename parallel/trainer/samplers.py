@@ -1,19 +1,13 @@
 """Samplers of a training: order of samples, steps and micro-batches, by settings and data set."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from parallel.asynchronous.decentralized.federated import clients_of, label_shards_of, local_epochs_of
-from parallel.data.client_shards import ClientSampler, divide, labels_of
 from parallel.data.sampler import Dataset, Sampler
 from parallel.data.sequences import TokenSampler
 from parallel.engine.settings import Settings
-
-MakeSampler = Callable[..., Sampler]
-"""Function (settings, data, workers, shuffle=True, window=None) -> sampler for so many ranks, or pipelines."""
 
 
 def batch_sampler(
@@ -47,13 +41,3 @@ def sized(settings: Settings, data: Dataset) -> Settings:
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
         raise ValueError(f"batch_tokens: expected sequences, found targets of {tokens.dtype}, shape {tokens.shape[1:]}")
     return replace(settings, batch=max(1, settings.batch_tokens // tokens.size))
-
-
-def client_sampler(
-    settings: Settings, data: Dataset, workers: int, shuffle: bool = True, window: int | None = None
-) -> Sampler:
-    """Sampler of federated rounds; data with classes are divided among the clients by class, others by position."""
-    clients, sampled = clients_of(settings)
-    parts = divide(labels_of(data), clients, label_shards_of(settings), settings.seed)
-    passes = local_epochs_of(settings)
-    return ClientSampler(parts, sampled, settings.micro(1), settings.seed, passes=passes, shuffle=shuffle)

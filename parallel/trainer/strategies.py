@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from collectives import Communicator
 from parallel.asynchronous.decentralized import styles
 from parallel.asynchronous.decentralized.styles import STYLES
-from parallel.data.sampler import Batch, Dataset, OnDemandSampler, StepBatches
+from parallel.data.sampler import Batch, Dataset, OnDemandSampler, Sampler, StepBatches
 from parallel.engine.compression import resolve_compression
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel_engine import DataParallelEngine, check_settings, workers
@@ -20,7 +20,7 @@ from parallel.optim.optimizers import OPTIMIZERS
 from parallel.pipeline import config as pipeline_config
 from parallel.pipeline.config import Take
 from parallel.pipeline.schedule.schedules import SCHEDULES
-from parallel.trainer.samplers import MakeSampler, batch_sampler, client_sampler
+from parallel.trainer.samplers import batch_sampler
 
 if TYPE_CHECKING:
     from parallel.asynchronous.decentralized.replica_engine import ReplicaEngine
@@ -67,7 +67,7 @@ class Strategy(NamedTuple):
     pulls_work: bool = False  # ranks request micro-batches one by one, and must be able to load any of a step
     survives_failures: bool = False  # training continues after the death of a rank, if the MPI does
     trains: Callable[[Settings, int], bool] = lambda settings, rank: True
-    sampler: MakeSampler = batch_sampler
+    sampler: Callable[..., Sampler] = batch_sampler  # from settings, data, workers, shuffle=True, window=None
     has_clients: bool = False  # a step is a round, and a micro-batch has the samples of a client
 
 
@@ -76,23 +76,16 @@ def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolv
     return Resolved(*resolve_compression(settings, job.comm, mesh, FlatParams(job.model).length))
 
 
-ENGINES = {
-    "Pipeline": "parallel.pipeline.pipeline_engine",
-    "AsynchronousPipeline": "parallel.pipeline.asynchronous_pipeline",
-    "ParameterServer": "parallel.asynchronous.server.server_engine",
-    "ReplicaEngine": "parallel.asynchronous.decentralized.replica_engine",
-    "FederatedEngine": "parallel.asynchronous.decentralized.federated_engine",
-}
-"""Modules of the other engines by class, imported when a training needs them."""
-
-
-def _engine(name: str) -> Any:
-    return getattr(import_module(ENGINES[name]), name)
+def _engine(path: str) -> Any:
+    """Class of another engine, as in ``module:Class``, imported when a training needs it."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _pipeline_class(settings: Settings) -> Any:
     has_versions = SCHEDULES[pipeline_config.schedule_of(settings)].version is not None
-    return _engine("AsynchronousPipeline" if has_versions else "Pipeline")
+    name = "asynchronous_pipeline:AsynchronousPipeline" if has_versions else "pipeline_engine:Pipeline"
+    return _engine(f"parallel.pipeline.{name}")
 
 
 def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
@@ -121,17 +114,22 @@ STRATEGIES["pp"] = Strategy(
     has_variants=True,
 )
 STRATEGIES["ps"] = Strategy(
-    lambda settings: _engine("ParameterServer"),
+    lambda settings: _engine("parallel.asynchronous.server.server_engine:ParameterServer"),
     _check_servers,
     workers=lambda settings, ranks: ranks - settings.servers,
     trains=lambda settings, rank: rank >= settings.servers,
     pulls_work=True,
     survives_failures=True,
 )
-STRATEGIES |= {name: Strategy(lambda settings: _engine("ReplicaEngine"), styles.refuse) for name in STYLES}
-STRATEGIES["federated"] = STRATEGIES["federated"]._replace(
-    engine_class=lambda settings: _engine("FederatedEngine"), sampler=client_sampler, has_clients=True
-)
+STRATEGIES |= {
+    name: Strategy(
+        lambda settings: _engine(STYLES[settings.layout].engine),
+        styles.refuse,
+        sampler=style.sampler or batch_sampler,
+        has_clients=style.sampler is not None,
+    )
+    for name, style in STYLES.items()
+}
 
 
 def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, data: Dataset) -> Sequence[Batch]:

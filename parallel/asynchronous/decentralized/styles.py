@@ -6,8 +6,10 @@ from typing import NamedTuple
 from collectives import Communicator
 from parallel.asynchronous.decentralized import gossip, hogwild
 from parallel.asynchronous.decentralized.averaging_style import AveragingStyle, LocalSGD
+from parallel.asynchronous.decentralized.client_sampler import client_sampler
 from parallel.asynchronous.decentralized.federated import FederatedAverage, refusal
 from parallel.asynchronous.decentralized.group_averaging import GroupAveraging, default_size
+from parallel.data.sampler import Sampler
 from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.settings import Settings
 from parallel.optim.precision import PRECISIONS
@@ -31,6 +33,8 @@ class StyleEntry(NamedTuple):
     devices: tuple[str, ...] = ("cpu", "cuda")
     refusal: Callable[[Settings, int], str | None] = lambda settings, ranks: None
     shares_weights: bool = False  # all ranks have the same array
+    engine: str = f"{__package__}.replica_engine:ReplicaEngine"  # module and class, which imports this table
+    sampler: Callable[..., Sampler] | None = None  # of rounds, whose micro-batches have the samples of a client
 
 
 STYLES = {
@@ -58,6 +62,8 @@ STYLES = {
         lambda context, vector, settings: FederatedAverage(context, vector),
         lambda nbytes, settings: 2 * nbytes,
         refusal=refusal,
+        engine=f"{__package__}.federated_engine:FederatedEngine",
+        sampler=client_sampler,
     ),
 }
 

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from parallel.asynchronous.server.messages import Envelope, MessageKind
+from parallel.asynchronous.server.server_settings import ServerContext
 
 ORDERED = frozenset({MessageKind.DRAW, MessageKind.PULL, MessageKind.PUSH, MessageKind.TICK, MessageKind.REST})
 """Kinds whose order influences the result; the others are handled at once."""
 
 FORMAT = "chorus order 1"  # in the first line of a record file
+
+RECORDED = ("seed", "precision", "reproducible", "clip", "servers", "consistency", "bucket_bytes", "first_bytes")
+"""Settings that must be equal for a recorded order of events to be replayed."""
 
 
 class EventEntry(NamedTuple):
@@ -69,9 +73,11 @@ class EventOrder:
         found = envelope.message.kind, envelope.source, envelope.message.key
         return self._script is None or self._script[self._handled][:3] == found
 
-    def forced(self) -> int | None:
-        """Micro-batch that the record assigns to the DRAW just taken, -1 for none; None outside a replay."""
-        return None if self._script is None else self._script[self._handled].number
+    def expect_drawn(self, number: int, clock: int, parts: int) -> None:
+        """`ReplayMismatch` if the record gave the DRAW just taken another micro-batch than `number` (-1: none)."""
+        if self._script is not None and self._script[self._handled].number != number:
+            text = f"as many micro-batches in step {clock} as in the record, found {parts}"
+            raise ReplayMismatch(f"replay: expected {text}")
 
     def note(self, envelope: Envelope, number: int = -1) -> None:
         self._handled += 1
@@ -113,3 +119,15 @@ def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:
         if found.get(name) != value:
             raise ValueError(f"{path} is of another training: {name} is {value} here, and {found.get(name)} there")
     return entries
+
+
+def open_order(context: ServerContext) -> EventOrder:
+    """New event order of this rank; on servers with opened files to record to and to replay, if set."""
+    settings, rank = context.settings, context.plan.rank
+    if rank in context.workers:
+        return EventOrder()
+    facts = {name: getattr(settings, name) for name in RECORDED}
+    facts["optimizer"] = [(f"optimizer's {what}", value) for what, value in context.optimizer.describe().items()]
+    facts |= {"ranks": context.plan.ranks, "keys": [key.span for key in context.keys]}
+    script = read(Path(f"{settings.replay}.{rank}"), facts) if settings.replay else None
+    return EventOrder(script, create(Path(f"{settings.record}.{rank}"), facts) if settings.record else None)

@@ -11,10 +11,11 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel.asynchronous.server.consistency import GONE, rule_of
+from parallel.asynchronous.server.event_order import open_order
 from parallel.asynchronous.server.key_assignment import buckets_of, keys_of
 from parallel.asynchronous.server.message_bus import MessageBus
 from parallel.asynchronous.server.replication_chain import ReplicationChainLost, ReplicationChains
-from parallel.asynchronous.server.server_host import ServerHost, open_order
+from parallel.asynchronous.server.server_host import ServerHost
 from parallel.asynchronous.server.server_loop import TrainingFailed, cause_of
 from parallel.asynchronous.server.server_memory import of_shard, of_worker
 from parallel.asynchronous.server.server_settings import ServerContext, refuse_servers

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-from parallel.asynchronous.server.event_order import EventOrder, create, read
+from parallel.asynchronous.server.event_order import EventOrder
 from parallel.asynchronous.server.message_bus import MessageBus
 from parallel.asynchronous.server.messages import Mail
 from parallel.asynchronous.server.server_loop import ServerLoop
@@ -17,21 +16,6 @@ from parallel.data.sampler import Batch
 from parallel.engine.memory_ledger import MemoryLedger
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.param_groups import merged_missed
-
-RECORDED = ("seed", "precision", "reproducible", "clip", "servers", "consistency", "bucket_bytes", "first_bytes")
-"""Settings that must be equal for a recorded order of events to be replayed."""
-
-
-def open_order(context: ServerContext) -> EventOrder:
-    """New event order of this rank; on servers with opened files to record to and to replay, if set."""
-    settings, rank = context.settings, context.plan.rank
-    if rank in context.workers:
-        return EventOrder()
-    facts = {name: getattr(settings, name) for name in RECORDED}
-    facts["optimizer"] = [(f"optimizer's {what}", value) for what, value in context.optimizer.describe().items()]
-    facts |= {"ranks": context.plan.ranks, "keys": [key.span for key in context.keys]}
-    script = read(Path(f"{settings.replay}.{rank}"), facts) if settings.replay else None
-    return EventOrder(script, create(Path(f"{settings.record}.{rank}"), facts) if settings.record else None)
 
 
 class ServerHost:

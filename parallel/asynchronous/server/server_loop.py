@@ -192,8 +192,9 @@ class ServerLoop:
             self.work.done(worker, WorkPart(message.before, message.number), outcome)
         if message.stop or self.stop_requested:
             self.work.end()
-        part = self.work.draw(worker, message.clock, message.parts, self.order.forced())
+        part = self.work.draw(worker, message.clock, message.parts)
         clock, number = part or WorkPart(message.clock, -1)
+        self.order.expect_drawn(number, message.clock, message.parts)
         self.order.note(envelope, number)
         answer = ServerMessage(MessageKind.WORK, clock=clock, number=number, last=self.work.last, ticket=message.ticket)
         self._drawn[worker] = answer

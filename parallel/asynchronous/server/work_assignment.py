@@ -7,7 +7,6 @@ import math
 from bisect import insort
 from typing import NamedTuple
 
-from parallel.asynchronous.server.event_order import ReplayMismatch
 from parallel.engine.operator_records import PartRecords, StepRecords, step_records
 
 
@@ -59,11 +58,10 @@ class WorkAssignment:
         self.returned: list[WorkPart] = []  # to be done again, ascending
         self._at = [start] * workers
 
-    def draw(self, worker: int, clock: int, parts: int, number: int | None = None) -> WorkPart | None:
+    def draw(self, worker: int, clock: int, parts: int) -> WorkPart | None:
         """Assign a worker the earliest micro-batch to be redone, or the next of step `clock`; None if none is left.
 
-        A part that the worker has not finished is one to be redone. In a replay `number` is the recorded part, -1 for
-        none; `ReplayMismatch` if the step had another number of parts.
+        A part that the worker has not finished is one to be redone.
         """
         self.gone(worker)
         if clock < self._start:
@@ -73,15 +71,11 @@ class WorkAssignment:
             self._held[worker] = self.returned.pop(0)
             return self._held[worker]
         following = self._next.get(clock, 0)
-        here = following if following < parts else -1
-        if number not in (None, here):
-            text = f"as many micro-batches in step {clock} as in the record, found {parts}"
-            raise ReplayMismatch(f"replay: expected {text}")
-        if here < 0:
+        if following >= parts:
             self._at[worker] = clock + 1
             return None
         self._next[clock] = following + 1
-        self._held[worker] = WorkPart(clock, here)
+        self._held[worker] = WorkPart(clock, following)
         return self._held[worker]
 
     def done(self, worker: int, part: WorkPart, outcome: PartResult) -> None:

@@ -15,7 +15,6 @@ from parallel.nn.array_checks import label
 from parallel.nn.attention import CausalAttention
 from parallel.nn.blockwise_attention import BlockwiseAttention, Heads
 from parallel.nn.compose import Recompute, Sequential
-from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.gated import SwiGLU
@@ -132,7 +131,7 @@ class Cutter:
             if operator.name and fnmatchcase(operator.name, pattern):
                 self.used.add(pattern)
                 return self._cut(operator, style)
-        if self.sequence and isinstance(operator, MixtureOfDepths):
+        if self.sequence and operator.chooses_tokens and 1 in (operator.mixes or ()):  # tokens of whole sequences
             return OnWholeSequence(self._of_whole_sequences(operator, table), self.axis)
         return self.on_part(operator) if self.sequence else None
 

@@ -7,9 +7,9 @@ from support.tiny_models import Squares, model
 
 from collectives import Communicator
 from parallel import SGD, Adam, Engine, nn
+from parallel.asynchronous.decentralized.client_sampler import divide
 from parallel.asynchronous.decentralized.federated import local_batches
 from parallel.asynchronous.decentralized.federated_engine import FederatedEngine
-from parallel.data.client_shards import divide
 from parallel.data.datasets import ArrayDataset, load
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import FlatParams

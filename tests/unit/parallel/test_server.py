@@ -210,7 +210,9 @@ def test_a_script_decides_but_for_what_has_no_order():
     assert order.take(lambda some: True).source == 5
     order.put(letter(MessageKind.DRAW, 2))
     draw = order.take(lambda some: True)
-    assert order.forced() == 7
+    order.expect_drawn(7, clock=0, parts=8)
+    with pytest.raises(ReplayMismatch, match="as many micro-batches in step 0 as in the record, found 6"):
+        order.expect_drawn(-1, clock=0, parts=6)
     order.note(draw, 7)
     order.note(order.take(lambda some: True))
     with pytest.raises(ReplayMismatch, match="the record ends before a TICK of rank 1"):

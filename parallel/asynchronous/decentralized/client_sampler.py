@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from parallel.asynchronous.decentralized.federated import clients_of, label_shards_of, local_epochs_of
 from parallel.data.sampler import Dataset, Sampler, StepBatches
+from parallel.engine.settings import Settings
 
 CHUNK = 4096  # samples that are taken at a time to read their labels
 
@@ -90,3 +92,13 @@ class ClientSampler(Sampler):
         """Samples of each client in the first `steps` rounds of the first epoch, each distinct round once."""
         counts = (tuple(map(len, self.at(0, step).parts)) for step in range(min(steps, self.steps_per_epoch)))
         return list(dict.fromkeys(counts))
+
+
+def client_sampler(
+    settings: Settings, data: Dataset, workers: int, shuffle: bool = True, window: int | None = None
+) -> Sampler:
+    """Sampler of federated rounds; data with classes are divided among the clients by class, others by position."""
+    clients, sampled = clients_of(settings)
+    parts = divide(labels_of(data), clients, label_shards_of(settings), settings.seed)
+    passes = local_epochs_of(settings)
+    return ClientSampler(parts, sampled, settings.micro(1), settings.seed, passes=passes, shuffle=shuffle)
