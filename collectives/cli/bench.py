@@ -6,27 +6,140 @@ Several launches are better evidence than a long one: write each with --json,
 then join them with --merge a.json b.json.
 """
 
+from __future__ import annotations
+
 import argparse
-from collections.abc import Iterable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.benchmark import result_table
 from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
-from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
-from collectives.benchmark.measure import RaceOptions, measure
-from collectives.benchmark.overlap import overlap_lines
+from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements, even_form
+from collectives.benchmark.measure import RaceOptions, enter, measure
 from collectives.benchmark.reports import read_report, write
-from collectives.benchmark.result_rows import Report, checked_report, make_report, merge
+from collectives.benchmark.result_rows import KEY, Report, Row, checked_report, make_report, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
-from collectives.benchmark.verdict import judge
 from collectives.cli import launcher
 from collectives.cli.arguments import expect_writable, names_of, picture_file, words
+from collectives.selection.timing_table import NATIVE
+
+TURNS = 15
+LENGTH = 256
+"""Rows and columns of the matrices that are multiplied as work."""
+
+
+def works(plain: MPI.Intracomm, milliseconds: float) -> dict[str, Callable[[], Any]]:
+    """Work of this length by name: to sleep, which leaves the core to others, and matrix products. Collective."""
+    left, out = np.ones((2, LENGTH, LENGTH))
+
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            np.matmul(left, left, out=out)
+
+    multiply(10)
+    least = min(slowest_ms(plain, partial(multiply, 10)) for _ in range(5)) / 10
+    count = max(1, round(milliseconds / least))
+    return {"sleep": partial(time.sleep, milliseconds / 1e3), "matmul": partial(multiply, count)}
+
+
+def slowest_ms(plain: MPI.Intracomm, call: Callable[[], Any]) -> float:
+    """Milliseconds of a call on the slowest rank; a barrier precedes it. Collective."""
+    plain.Barrier()
+    start = time.perf_counter()
+    call()
+    return float(plain.allreduce(time.perf_counter() - start, MPI.MAX)) * 1e3
+
+
+def hidden_share(alone: float, work: float, both: float) -> float:
+    """Share of a collective's time that both together do not take longer than the work, from 0 to 1."""
+    return min(1.0, max(0.0, 1 - (both - work) / alone)) if alone else 0.0
+
+
+def overlap_lines(plain: MPI.Intracomm, collective: str, nbytes: int, dtype: str, milliseconds: float) -> Iterator[str]:
+    """Yield a line for each communicator and kind of work: medians in ms, and `hidden_share`. Collective.
+
+    A communicator that refuses the call has a line with the reason.
+    """
+    case, kind = CASES[collective], DTYPES[dtype]
+    ours = {"Chorus": False, "async_progress": True}
+    comms: dict[str, Any] = {name: Communicator(plain, async_progress=value) for name, value in ours.items()}
+    for name, comm in {"MPI": plain, **comms}.items():
+        buffers = CaseBuffers(case, comm, elements(case, nbytes, kind.itemsize, plain.Get_size()), kind)
+        entry = enter(plain, comm, NATIVE if comm is plain else name, {}, buffers, MODES[1])
+        if isinstance(entry, str):
+            yield f"{name:>14} refused: {entry}"
+            continue
+        start = partial(getattr(comm, f"I{case.method.lower()}"), *buffers.args)
+        for label, work in works(plain, milliseconds).items():
+
+            def both(start: Any = start, work: Any = work) -> None:
+                request = start()
+                work()
+                request.Wait()
+
+            calls = (lambda start=start: start().Wait(), work, both)
+            times = [[slowest_ms(plain, call) for call in calls] for _ in range(TURNS)]
+            alone, busy, joint = np.median(times[2:], axis=0)
+            share = hidden_share(alone, busy, joint)
+            yield f"{name:>14} {label:>7} {alone:8.2f} {busy:8.2f} {joint:8.2f} {share:7.0%}"
+    for comm in comms.values():
+        comm.close()
+
+
+NEAR_BEST, NEAR_EXPECTED = 0.10, 0.25
+"""Largest relative differences that count as near."""
+
+POINT = tuple(name for name in KEY if name != "algorithm")
+
+
+class Verdict(NamedTuple):
+    """Counts of points; a point is a collective at one size, with one dtype, memory and form."""
+
+    compared: int  #: points at which ``auto`` and at least one algorithm were measured
+    near_best: int  #: of these, ``auto`` takes at most `NEAR_BEST` longer than the fastest algorithm
+    expected: int  #: points at which ``auto`` has an expected time
+    near_expected: int  #: of these, the expected time differs from the measured one by at most `NEAR_EXPECTED`
+
+    def lines(self) -> list[str]:
+        """Comment lines of the text output: none if nothing was compared."""
+        if not self.compared:
+            return []
+        return [
+            f"# auto: {self.near_best} of {self.compared} points within {NEAR_BEST:.0%} of the best algorithm",
+            f"# auto's expected time: {self.near_expected} of {self.expected} points within {NEAR_EXPECTED:.0%} "
+            "of the measured time",
+        ]
+
+
+def judge(rows: list[Row]) -> Verdict:
+    """Count the points of result rows at which ``auto`` is near the best algorithm and near its expected time."""
+    points: defaultdict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        points[tuple(row.get(name) for name in POINT)][row["algorithm"]] = row
+    compared = near_best = expected = near_expected = 0
+    for by_name in points.values():
+        auto = by_name.pop("auto", None)
+        if auto is None or not by_name:
+            continue
+        best = min(row["ours_us"] for row in by_name.values())
+        compared += 1
+        near_best += auto["ours_us"] <= (1 + NEAR_BEST) * best
+        if auto.get("expected_us") is not None:
+            expected += 1
+            near_expected += abs(auto["expected_us"] - auto["ours_us"]) <= NEAR_EXPECTED * auto["ours_us"]
+    return Verdict(compared, near_best, expected, near_expected)
+
 
 LONGEST = 1 << 26
 """Bytes up to which messages are timed; longer ones are extrapolated."""

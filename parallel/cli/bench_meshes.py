@@ -10,27 +10,93 @@ after the first ones of each turn, and the bytes of a rank by kind; a plot has t
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.reports import check_writable, read_report, write
+from collectives.benchmark.reports import check_writable, quartiles, read_report, save_figure, write
 from collectives.cli import launcher
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine, mpi_name
 from parallel.cli.measure_scaling import RankPrefixes
-from parallel.cli.reports.mesh_scaling_plots import checked, draw_mesh_scaling, rates
+from parallel.cli.reports.attention_plots import COLOURS
 from parallel.engine.memory_ledger import KINDS
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
+
+Report = Mapping[str, Any]
+"""Rows of a machine, with its number of ranks, and the model and the tokens of a step."""
+
+
+def checked(report: Report) -> Report:
+    """The report itself; errors of any kind unless it has what is plotted."""
+    if not rates(report) or not isinstance(report["model"], str):
+        raise ValueError("no rows")
+    for row in report["rows"]:
+        row["nodes"] + sum(row["bytes"][kind] for kind in KINDS)
+    return report
+
+
+def rates(report: Report) -> dict[tuple[int, bool], Mapping[str, float]]:
+    """Quartiles of tokens per second, by ranks along tp and sequence parallelism."""
+    return {
+        (row["tp"], row["sequence_parallel"]): quartiles(report["tokens"] / np.array(row["seconds"]))
+        for row in report["rows"]
+    }
+
+
+def draw_mesh_scaling(path: Path, reports: Sequence[Report]) -> None:
+    """Plot tokens per second, a line by report with and without sequence parallelism; and bytes of a rank by kind.
+
+    Lines are medians, vertical ones quartiles.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for report, colour in zip(reports, COLOURS):
+        nodes, found = max(row["nodes"] for row in report["rows"]), rates(report)
+        where = "one node" if nodes == 1 else f"{nodes} nodes"
+        for sequence, style in ((False, "-"), (True, "--")):
+            counts = [count for count, of in found if of == sequence or count == 1]
+            points = [found[count, sequence and count > 1] for count in counts]
+            middle = [point["median"] for point in points]
+            ends = [[abs(point[end] - point["median"]) for point in points] for end in ("q1", "q3")]
+            name = where + ", sequence parallel" * sequence
+            speed.errorbar(counts, middle, ends, fmt=style, marker="o", capsize=3, color=colour, label=name)
+    speed.set(xlabel="ranks along tp", ylabel="tokens per second", title=f"speed, {reports[0]['model']}")
+    speed.set_ylim(bottom=0)
+    _draw_memory(memory, reports[0]["rows"])
+    counts = sorted({row["tp"] for report in reports for row in report["rows"]})
+    speed.set_xticks(counts)
+    speed.grid(alpha=0.3)
+    speed.legend(fontsize=8)
+    save_figure(path, figure, 90)
+
+
+def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Bars of megabytes by kind, for each row."""
+    names = [f"tp={row['tp']}" + "\nsequence" * row["sequence_parallel"] for row in rows]
+    below = [0.0] * len(rows)
+    for kind, colour in zip(KINDS, COLOURS):
+        heights = [row["bytes"][kind] / 1e6 for row in rows]
+        axes.bar(names, heights, 0.7, below, color=colour, label=kind)
+        below = [start + height for start, height in zip(below, heights)]
+    axes.set(ylabel="MB on a rank", title="memory")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.legend(fontsize=8)
+
 
 WARM_UP = 2
 """Steps of a turn that do not count."""

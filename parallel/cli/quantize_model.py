@@ -40,8 +40,7 @@ from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.mixed_precision import SENSITIVITIES, WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantize_model import METHODS, check, quantise, with_inputs
-from parallel.ptq.tune_levels import tune_levels
-from parallel.ptq.tune_weights import tune_weights
+from parallel.ptq.tuning import tune_levels, tune_weights
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse

@@ -38,13 +38,13 @@ from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
 from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import is_shared, written
 from parallel.runtime.consistency_check import Facts
-from parallel.runtime.device_memory import PoolLimit
 from parallel.runtime.left_windows import free_left
 from parallel.runtime.meeting_point import MeetingPoint, text_of
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.signals import held
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.validation import expect_integer, expect_mapping
+from parallel.runtime.vector_memory import PoolLimit
 from quant.types import Array
 
 

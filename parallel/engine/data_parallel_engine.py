@@ -19,8 +19,7 @@ from parallel.engine.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
-from parallel.engine.microbatch_pass import Measure, MicrobatchPass, batch_without_samples, empty_pass
-from parallel.engine.microbatch_turn import MicrobatchTurn
+from parallel.engine.microbatch_pass import Measure, MicrobatchPass, MicrobatchTurn, batch_without_samples, empty_pass
 from parallel.engine.model_on_mesh import (
     check_cut,
     check_overlap,

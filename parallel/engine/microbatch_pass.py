@@ -13,19 +13,41 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from parallel.data.sampler import Batch
 from parallel.engine.exchange_guard import GuardedLoss
 from parallel.engine.gradient_hooks import HookedGradients
+from parallel.engine.step_sync import Losses
 from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
 from parallel.nn.kernels.deferred import is_deferred
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
 from parallel.nn.own_arrays import watched
 from parallel.runtime.validation import real_number
+from parallel.sharding.context.models_by_length import LengthModel
 from quant.types import Array
+
+
+class MicrobatchTurn(NamedTuple):
+    """Turn of a rank in a step: the model for its micro-batch, this rank's part of that (None: none), the passes."""
+
+    number: int
+    here: LengthModel
+    batch: Batch | None
+    passes: MicrobatchPass
+
+    @property
+    def losses(self) -> Losses:
+        """Number of the micro-batch with each term of its loss."""
+        return [] if self.batch is None else [(self.batch.number, loss) for loss in self.passes.losses]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays held for the backward pass."""
+        return self.passes.nbytes(() if self.batch is None else (self.batch.x, self.batch.y))
+
 
 Result = TypeVar("Result")
 

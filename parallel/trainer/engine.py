@@ -32,8 +32,7 @@ from parallel.runtime.left_windows import free_left
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
-from parallel.trainer.batch_check import expect_data, expect_same
-from parallel.trainer.engine_options import expect_parts, with_options
+from parallel.trainer.engine_arguments import expect_data, expect_parts, expect_same, with_options
 from parallel.trainer.model_transforms import with_transforms
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import FailedBatches, TrainableEngine, TrainJob, batches_of, strategy_of
@@ -58,7 +57,7 @@ class Engine:
     example : (inputs, targets), optional
         Samples by which a pipeline is cut into stages of equal time; without them, stages have equally many units.
     **options
-        Settings by name (`parallel.trainer.engine_options.OWN`) that replace those of `settings`, such as
+        Settings by name (`parallel.trainer.engine_arguments.OWN`) that replace those of `settings`, such as
         ``layout="zero2"``. With ``prune``, `steps` are those of the whole training.
 
     Attributes

@@ -55,6 +55,8 @@ ALLOWED = {
     "collectives/transport/waits.py seconds_of": CHECKED,
     "parallel/checkpoint/tensor_slices.py TensorSlice.sources": "digits of a name",
     "parallel/checkpoint/tensor_slices.py natural_key": "digits of a name",
+    "collectives/cli/bench.py slowest_ms": COMPUTED,
+    "parallel/cli/draw_experts.py plot_expert_loads": COMPUTED,
     "parallel/cli/bench_dispatch.py copies_between": COMPUTED,
     "parallel/cli/bench_pipeline.py overhead": COMPUTED,
     "parallel/cli/plan_arguments.py positive": TEXT,

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.engine.instructions import CALL_RECORD
 from collectives.runtime.arguments.call import Call
+from collectives.runtime.arguments.ops import OP_NAMES
 from collectives.runtime.binding import call_binding
 from collectives.runtime.binding.any_length import bind_any_length
 from collectives.runtime.binding.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
@@ -16,11 +19,31 @@ from collectives.runtime.builders import native
 from collectives.runtime.builders.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.execution.program import Program, call_rounds
 from collectives.runtime.execution.program_memory import ScratchMemory
-from collectives.runtime.record.entries import NO_CHANNEL, call_entry
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
 from collectives.transport.node.shm import NodeAwareTransport
 from collectives.transport.wire import Wire
+
+NO_CHANNEL = -1
+"""`channel` of calls without mailboxes."""
+
+FORMS: tuple[Form, ...] = ("blocking", "nonblocking", "persistent")
+"""Forms of calls, by their number in an entry."""
+
+
+def call_entry(call: Call, choice: AlgorithmChoice, form: Form, channel: int, communicator: int) -> np.ndarray:
+    """Entry of a call's program: an array of shape (1,) of the dtype `CALL_RECORD`."""
+    entry = np.zeros(1, CALL_RECORD)
+    meaning = MEANINGS.get(call.collective)
+    root = call.root if meaning is not None and meaning.rooted else -1
+    reduces = call.combine is not None
+    entry["nbytes"], entry["communicator"], entry["channel"], entry["root"] = call.nbytes, communicator, channel, root
+    entry["round"] = entry["peer"] = -1
+    entry["form"], entry["collective"], entry["algorithm"] = FORMS.index(form), call.collective, str(choice)
+    entry["dtype"] = call.unit.name if reduces else ""
+    entry["op"] = OP_NAMES.get((call.operation or MPI.SUM).handle, "user") if reduces else ""
+    return entry
+
 
 DEFERRED_BYTES = 1 << 17
 """Bytes from which a message is copied by the progress thread with the option `async_progress`."""

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
 from parallel.engine.compression import compressor_of
 from parallel.engine.data_parallel.expert_shards import RankGroups
@@ -38,17 +40,71 @@ from parallel.planning.measured.data_parallel_step import EXCHANGES, RankGroup, 
 from parallel.planning.measured.measured_costs import MeasuredCosts, Workpiece
 from parallel.planning.measured.measured_messages import MeasuredMessages
 from parallel.planning.measured.measurement_record import MeasurementRecord
+from parallel.planning.measured.message_costs import MessageCosts
 from parallel.planning.measured.pipeline_step import PipelineWork, pipeline_step
 from parallel.planning.measured.recording_comm import AxisExchange
-from parallel.planning.measured.server_step import server_step
-from parallel.planning.measured.step_timeline import NETWORK, SHARED, STEP, StepTimeline
-from parallel.planning.measured.tiny_training import tiny_settings, tiny_step_seconds
+from parallel.planning.measured.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, STEP, StepTimeline
 from parallel.runtime.collective_errors import collective_call
 from parallel.sharding.expert.dispatch import Dispatch
 from parallel.sharding.expert.row_codec import RowCodec
 from parallel.sharding.mesh import EXPERT_REPLICAS, EXPERTS, Mesh
+from parallel.trainer.recipes import complete
 from parallel.trainer.strategies import strategy_of
 from parallel.trainer.task_setup import loss_of, prepare, specs
+from parallel.trainer.trainer import Training
+
+
+def server_step(
+    units: Sequence[UnitWork],
+    microbatches: int,
+    nbytes: tuple[int, int],
+    servers: int,
+    messages: MessageCosts,
+    server_seconds: tuple[float, float],
+) -> StepTimeline:
+    """Step of so many micro-batches in all, each with one push of gradients, by bulk-synchronous workers.
+
+    `nbytes` are those of all weights and of all gradients; a server has its share of both, and sends and receives one
+    message after another. `server_seconds`: to add a gradient, and to update, all of the parameters of one server.
+    """
+    ranks = len(messages.nodes)
+    workers = ranks - servers
+    cause = NETWORK if messages.over_network(range(ranks)) else SHARED
+    rounds, step = -(-microbatches // workers), StepTimeline()
+    pull, push = (
+        sum(messages.message(0, worker, each / servers) for worker in range(servers, ranks)) for each in nbytes
+    )
+    add, update = server_seconds
+    step.spend("pull", cause, pull)
+    for turn in range(rounds):
+        step.spend("draw", cause, 2 * messages.message(0, ranks - 1, 0))
+        for number, unit in enumerate(units):
+            step.spend(f"F{number}", COMPUTE, unit.forward)
+        for number, unit in reversed([*enumerate(units)]):
+            step.spend(f"B{number}", COMPUTE, unit.backward + unit.weights)
+        step.spend("push", cause, push)
+        step.spend("server adds", IDLE, add * min(workers, microbatches - turn * workers))
+    step.spend("server updates", IDLE, update)
+    return step
+
+
+WARM_UP, STEPS = 5, 41
+"""Steps before the measured ones, and these; the median counts."""
+
+
+def tiny_settings(layout: str, ranks: int, servers: int) -> Settings:
+    """Settings of a training of the smallest model, with one sample for each rank."""
+    options = {"data": "digits", "model": "mlp:tiny", "dropout": 0.0, "steps": WARM_UP + STEPS}
+    return complete({**options, "layout": layout, "batch": ranks, "servers": servers})
+
+
+def tiny_step_seconds(settings: Settings, comm: Communicator | None) -> float:
+    """Median seconds of a step on the slowest rank. Collective."""
+    assert comm is not None  # a record without ranks measures nothing
+    with Training(settings, comm) as training:
+        seconds = np.array([record.seconds for record in training.run()][WARM_UP:])
+    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    return float(median(seconds.tolist()))
 
 
 class Job(NamedTuple):

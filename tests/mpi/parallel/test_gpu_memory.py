@@ -14,7 +14,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.optim.optimizers import AdamW
 from parallel.runtime.consistency_check import StepFailed
-from parallel.runtime.device_memory import SHARE
+from parallel.runtime.vector_memory import SHARE
 
 LENGTH = 16
 

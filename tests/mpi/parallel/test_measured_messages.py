@@ -8,7 +8,7 @@ pytest.importorskip("safetensors")
 
 from collectives import Communicator
 from collectives.selection.cost_model import BUILT_IN
-from parallel.planning.measured import measured_costs, measured_messages, tiny_training
+from parallel.planning.measured import measured_costs, measured_messages, step_forecast
 from parallel.planning.measured.measured_messages import MeasuredMessages, groups_like
 from parallel.planning.measured.measurement_record import MeasurementRecord
 from parallel.planning.measured.step_forecast import StepForecaster
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks(1, 2, 3)
 def few_repetitions(monkeypatch):
     monkeypatch.setattr(measured_costs, "TIMES", (1, 2))
     monkeypatch.setattr(measured_messages, "TIMES", (1, 2))
-    monkeypatch.setattr(tiny_training, "STEPS", 2)
+    monkeypatch.setattr(step_forecast, "STEPS", 2)
 
 
 def messages_of(record):

@@ -6,7 +6,7 @@ from mpi4py import MPI
 from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES
 from collectives.benchmark.measure import RaceOptions, measure
-from collectives.benchmark.overlap import hidden_share, overlap_lines
+from collectives.cli.bench import hidden_share, overlap_lines
 from collectives.runtime.builders import native
 
 FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}

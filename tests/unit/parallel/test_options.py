@@ -10,7 +10,7 @@ import pytest
 from parallel.cli.train_arguments import add_settings
 from parallel.engine.option import OptionGroup, names_in, option, options_in
 from parallel.engine.settings import ALTERNATIVES, GROUPS, OPTIONS, Settings
-from parallel.trainer.engine_options import OWN, OWNERS
+from parallel.trainer.engine_arguments import OWN, OWNERS
 
 
 @dataclass(frozen=True, kw_only=True)

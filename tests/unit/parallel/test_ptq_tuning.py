@@ -20,8 +20,7 @@ from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.packed_weights import RoundedInput, weights_of
 from parallel.ptq.quantize_model import quantise
-from parallel.ptq.tune_levels import tune_levels, with_levels
-from parallel.ptq.tune_weights import tune_weights
+from parallel.ptq.tuning import tune_levels, tune_weights, with_levels
 from quant import parse, quantize
 
 SHAPES = {"mlp:tiny": (8, 8), "convnet:tiny": (1, 8, 8), "gpt:tiny": (16,)}

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from parallel.optim.loss_scaling import LossScale
-from parallel.optim.precision import PRECISIONS
+from parallel.optim.precision import PRECISIONS, LossScale
 
 
 def test_growth_backoff_floor_and_ceiling():

@@ -17,7 +17,7 @@ from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.operator import Operator
 from parallel.nn.router import Router, RouterSettings
-from parallel.optim.loss_scaling import LossScale
+from parallel.optim.precision import LossScale
 
 CALLS = {
     "Linear": partial(nn.Linear, inputs=3, outputs=4),

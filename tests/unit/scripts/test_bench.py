@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
-from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing, verdict
+from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
 from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, exact_pattern
 from collectives.cli import bench
@@ -222,13 +222,13 @@ def test_verdict_on_auto():
     slow = [row("auto", 64, 111.0, expected_us=83.0), row("ring", 64, 100.0)]
     faster = [row("auto", 8, 50.0, memory="symmetric"), row("ring", 8, 100.0, memory="symmetric")]  # no expected time
     alone = [row("auto", 1024, 1.0, expected_us=1.0), row("ring", 4096, 1.0)]
-    found = verdict.judge([*near, *slow, *faster, *alone])
-    assert found == verdict.Verdict(compared=3, near_best=2, expected=2, near_expected=1)
+    found = bench.judge([*near, *slow, *faster, *alone])
+    assert found == bench.Verdict(compared=3, near_best=2, expected=2, near_expected=1)
     assert found.lines() == [
         "# auto: 2 of 3 points within 10% of the best algorithm",
         "# auto's expected time: 1 of 2 points within 25% of the measured time",
     ]
-    assert verdict.judge(alone).lines() == []
+    assert bench.judge(alone).lines() == []
 
 
 LINES = CalibratedCosts(

@@ -14,13 +14,12 @@ from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
 from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput
 from parallel.optim.precision import PRECISIONS
-from parallel.pipeline.config import check, check_batch, mesh_of, microbatches, schedule_of, workers
+from parallel.pipeline.config import check, check_batch, measure, mesh_of, microbatches, schedule_of, workers
 from parallel.pipeline.param_division import cuts_for, divide
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import build, forward_only, truncate
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import simulate
-from parallel.pipeline.unit_timing import measure
 from parallel.trainer.recipes import complete
 from quant import INT8
 

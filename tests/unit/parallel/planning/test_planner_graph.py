@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 from parallel.cli import plan_graph
+from parallel.cli.plan_graph import read_graph, transformer_block, two_layers
 from parallel.nn.attention import CausalAttention
 from parallel.nn.linear import Linear
 from parallel.nn.operator import Parameter, constant
 from parallel.nn.placement import Partial, Replicate, Shard
-from parallel.nn.redistribution import exchanges
 from parallel.planning.analytic import choice_search, stage_search
 from parallel.planning.analytic.choice_search import ChoiceProblem, by_milp
 from parallel.planning.analytic.graph_costs import GraphCosts
-from parallel.planning.analytic.graph_presets import read_graph, transformer_block, two_layers
 from parallel.planning.analytic.graph_stages import StagePlanner, mesh_of
 from parallel.planning.analytic.machines import Link
 from parallel.planning.analytic.operator_kinds import KINDS
 from parallel.planning.analytic.presets import load
-from parallel.planning.analytic.resharding import PlacementMesh, resharding, value_placements
+from parallel.planning.analytic.resharding import PlacementMesh, exchanges, resharding, value_placements
 from parallel.planning.analytic.stage_search import best_stages
 from parallel.planning.analytic.states import RECIPES
 from parallel.planning.analytic.step_time import Setup

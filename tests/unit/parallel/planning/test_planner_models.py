@@ -4,7 +4,6 @@ import pytest
 
 from parallel.cli import measure_device
 from parallel.nn.models import transformer
-from parallel.planning.analytic import device_measurement
 from parallel.planning.analytic.presets import load, parse
 from parallel.planning.analytic.transformer import RoutedExperts, Transformer
 
@@ -130,8 +129,8 @@ def test_unreadable_files_and_unknown_devices(tmp_path):
 
 def test_a_measured_device_is_a_presets_file(tmp_path, monkeypatch, capsys):
     """The command's file is loaded, and its curve is the one that was measured."""
-    monkeypatch.setattr(device_measurement, "SECONDS", 0.0)
-    found = device_measurement.measure_device(10**9, widths=(8, 64), copied=1 << 16)
+    monkeypatch.setattr(measure_device, "SECONDS", 0.0)
+    found = measure_device.measure_device(10**9, widths=(8, 64), copied=1 << 16)
     assert max(found.efficiency.values()) == 1 and set(found.efficiency) == {1024, 524288}
     presets = parse(found.as_toml("here"), "here")
     device = presets.device_of(presets.clusters["here"])

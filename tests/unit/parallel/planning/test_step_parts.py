@@ -24,8 +24,7 @@ from parallel.planning.measured.measurement_record import MeasurementRecord
 from parallel.planning.measured.message_costs import MessageCosts
 from parallel.planning.measured.pipeline_step import PipelineWork, pipeline_step
 from parallel.planning.measured.recording_comm import AxisExchange, RecordingComm
-from parallel.planning.measured.server_step import server_step
-from parallel.planning.measured.step_forecast import StepForecaster, _expert_exchanges
+from parallel.planning.measured.step_forecast import StepForecaster, _expert_exchanges, server_step
 from parallel.planning.measured.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, UPDATE
 from parallel.sharding.mesh import Mesh
 from parallel.trainer.recipes import complete
