@@ -28,15 +28,19 @@ def run(motion: Motion) -> None:
         wait_all(requests)
 
 
-def staggered(motions: Iterable[Motion], in_flight: int = 2) -> Motion:
+IN_FLIGHT = 2
+"""Collectives whose messages are in flight at a time."""
+
+
+def staggered(motions: Iterable[Motion]) -> Motion:
     """Interleave collectives so that one computes while messages of others are in flight; yield requests to wait for.
 
     The order of progress is fixed and does not depend on time, so all ranks start their messages in the same order.
-    At most `in_flight` collectives have messages in flight at a time.
+    At most `IN_FLIGHT` collectives have messages in flight at a time.
     """
     waiting, active = deque(motions), deque[tuple[Motion, list[Request]]]()
     while waiting or active:
-        motion, requests = active.popleft() if len(active) == in_flight or not waiting else (waiting.popleft(), [])
+        motion, requests = active.popleft() if len(active) == IN_FLIGHT or not waiting else (waiting.popleft(), [])
         if requests:
             yield requests
         following = next(motion, None)

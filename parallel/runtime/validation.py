@@ -61,8 +61,8 @@ def expect_mapping(facts: Any, what: str) -> Mapping[str, Any]:
     return facts
 
 
-def expect_integer(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Return ``facts[name]``; ValueError, with the name, if it is missing or not an integer of at least `least`.
+def expect_integer(facts: Mapping[str, Any], name: str) -> int:
+    """Return ``facts[name]``; ValueError, with the name, if it is missing or not an integer from 0 on.
 
     >>> expect_integer({"steps": 3}, "steps")
     3
@@ -70,6 +70,6 @@ def expect_integer(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
     if name not in facts:
         raise ValueError(f"{name} is missing")
     value = facts[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected a whole number from {least} on, found {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: expected a whole number from 0 on, found {value!r}")
     return value

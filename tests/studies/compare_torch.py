@@ -23,7 +23,7 @@ from collectives import Communicator
 from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.cli.reports import workload
+from parallel.cli.bench_layouts import COUNT, add_options, begin, choose_data, run_race
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import DataParallelEngine
@@ -37,8 +37,8 @@ RTOL, ATOL = 1e-5, 4e-5  # largest difference of a gradient element: ATOL + RTOL
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
-    workload.add_options(parser, "gpt:small", turn=10)
-    parser.add_argument("--steps", type=workload.COUNT, default=200, metavar="N", help="of each side (default 200)")
+    add_options(parser, "gpt:small", turn=10)
+    parser.add_argument("--steps", type=COUNT, default=200, metavar="N", help="of each side (default 200)")
     cut = "cut the operators over the ranks, which then have the same batches, in place of replicas"
     kinds = parser.add_mutually_exclusive_group().add_argument
     kinds("--tensor-parallel", action="store_true", help=cut)
@@ -49,7 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             mixture_of(options)
         except ValueError as error:
             parser.error(str(error))
-    workload.choose_data(parser, options)
+    choose_data(parser, options)
     if find_spec("torch") is None:
         parser.error("PyTorch is not installed: pip install 'chorus-mpi[torch]'")
     return options
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch_ddp import TorchTraining  # only now: `parse` refuses to go on without PyTorch
     from torch_tensor_parallel import TorchTensorParallel
 
-    comm, task, source = workload.begin(options, together=options.tensor_parallel)
+    comm, task, source = begin(options, together=options.tensor_parallel)
     unit = "tokens" if task.is_text else "samples"
     first = next(source)
     adamw = AdamW(rate=3e-4, beta2=0.95, decay=0.1)
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         "PyTorch": lambda batch: theirs.step(batch.x, batch.y),
     }
     lengths = [min(options.turn, options.steps - start) for start in range(0, options.steps, options.turn)]
-    turns = workload.run_race(sides, chain([first], source), lengths)
+    turns = run_race(sides, chain([first], source), lengths)
     theirs.close()
     ours.close()
     timed = {name: its[1:] or its for name, its in turns.items()}  # in the first turn both warm up

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from collectives import Communicator
-from parallel.cli.reports.workload import COUNT
+from parallel.cli.bench_layouts import COUNT
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams

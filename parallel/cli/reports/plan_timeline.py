@@ -12,14 +12,14 @@ from parallel.planning.analytic.step_time import BatchTime, batch_time
 from parallel.planning.measured.step_timeline import StepTimeline, TimeSpan
 
 
-def predicted_timeline(question: PlanQuestion, choice: PlanChoice, rounds: int | None = None) -> StepTimeline:
-    """Step of `rounds` micro-batches in each replica, by default those that memory follows from (`plan_of`).
+def predicted_timeline(question: PlanQuestion, choice: PlanChoice) -> StepTimeline:
+    """Step of the micro-batches in each replica that memory follows from (`plan_of`).
 
     Every action takes a third of its part's time for a micro-batch, backward passes also the recomputation. Replicas'
     messages and the update follow on the slowest stage.
     """
     layout = choice.layout
-    rounds = rounds or accumulation(layout, question.sequences)
+    rounds = accumulation(layout, question.sequences)
     plan = lower(plan_of(layout.schedule, layout.pp, rounds, layout.virtual))
     parts = part_times(question, layout)
     third = [(part.busy - part.recompute) / 3 for part in parts]

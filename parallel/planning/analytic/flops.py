@@ -105,9 +105,9 @@ CONVENTIONS: dict[str, Callable[[Transformer, int], int]] = {
 """FLOPs per token of training (forward and backward) by convention, of (model, length)."""
 
 
-def recomputed_flops(model: Transformer, recompute: str, length: int | None = None) -> int:
+def recomputed_flops(model: Transformer, recompute: str) -> int:
     """FLOPs per token that the backward pass computes again: none, the scores (selective), or all layers (full)."""
-    forward = forward_flops(model, length)
+    forward = forward_flops(model, None)
     if recompute == "full":
         return forward.total() - forward["vocabulary"]
     return forward["scores"] if recompute == "selective" else 0

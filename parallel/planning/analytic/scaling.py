@@ -71,10 +71,10 @@ def replica_efficiency(
     }
 
 
-def pipeline_efficiency(stages: int, microbatches: int, schedule: str = "1f1b") -> float:
-    """Share of a step in which a stage computes: with 1F1B m/(m + p - 1)."""
+def pipeline_efficiency(stages: int, microbatches: int) -> float:
+    """Share of a step in which a stage computes: of 1F1B, m/(m + p - 1)."""
     work = 2 * microbatches
-    return float(work / (work + evaluate(FORMULAS[schedule].idle, p=stages, m=microbatches, F=1, B=1, W=0)))
+    return float(work / (work + evaluate(FORMULAS["1f1b"].idle, p=stages, m=microbatches, F=1, B=1, W=0)))
 
 
 def bus_bandwidth(cluster: Cluster, nodes: int, nbytes: int, algorithm: str) -> float:

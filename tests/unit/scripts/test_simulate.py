@@ -4,9 +4,8 @@ import pytest
 
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import LinearCost
-from collectives.benchmark import predictions
-from collectives.benchmark.predictions import CostPrediction, by_formula, row, simulated_seconds
 from collectives.cli import simulate
+from collectives.cli.simulate import CostPrediction, by_formula, row, simulated_seconds
 from collectives.selection.timing_file import default_path
 
 PLAIN = CostPrediction(1, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
@@ -40,9 +39,9 @@ def test_formulas_take_shared_cards_from_a_sample(entry):
 
 
 def test_log_rounds_are_played_and_rings_are_not():
-    assert predictions.is_quick_to_simulate("allreduce", "rabenseifner", 65536)
-    assert not predictions.is_quick_to_simulate("allreduce", "ring", 65536)
-    assert not predictions.is_quick_to_simulate("alltoall", "bruck", 65536)
+    assert simulate.is_quick_to_simulate("allreduce", "rabenseifner", 65536)
+    assert not simulate.is_quick_to_simulate("allreduce", "ring", 65536)
+    assert not simulate.is_quick_to_simulate("alltoall", "bruck", 65536)
 
 
 def test_the_table(capsys):
