@@ -1,0 +1,2 @@
+"""x"""
+Int8State=PowerSGDState=int8_hook=powersgd_hook=None

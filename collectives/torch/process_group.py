@@ -1,0 +1,244 @@
+"""`ProcessGroup`: the process group of PyTorch whose collectives are those of a `Communicator`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from collectives.communicator import Communicator
+from collectives.errors import Mismatch
+from collectives.runtime.methods.collective_forms import DECLARATIONS
+from collectives.selection.select import algorithms
+from collectives.torch.messages import Messages
+from collectives.torch.operations import OPERATIONS, Collectives, Operation
+from collectives.torch.work import CompleteWork, OverlappedWork, SeveralWork, Worker
+
+LONGEST_CLOSE = 5.0
+"""Seconds that the end of a group waits for its thread."""
+
+RENAMED = {"Bcast": "broadcast", "Reduce_scatter_block": "reduce_scatter"}
+"""Collectives by method of a communicator, unless that is the method's name in lower case, without a v."""
+
+
+def algorithms_of(options: Mapping[str, str]) -> dict[str, str]:
+    """Algorithm by method of a communicator, of algorithms by collective; ValueError for unknown ones."""
+    chosen: dict[str, str] = {}
+    collective_of = {each.name: RENAMED.get(each.name, each.name.lower().removesuffix("v")) for each in DECLARATIONS}
+    for collective, algorithm in options.items():
+        if collective not in collective_of.values():
+            expected = sorted({"overlap", *collective_of.values()})
+            raise ValueError(f"pg_options: expected some of {', '.join(expected)}, found {collective!r}")
+        if algorithm not in ("auto", *(known := algorithms(collective))):
+            raise ValueError(f"pg_options: {collective} has no algorithm {algorithm!r}; known: auto, {', '.join(known)}")
+        chosen |= {method: algorithm for method, name in collective_of.items() if name == collective}
+    return chosen
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """Process group of backend ``"chorus"``. PyTorch makes it in `init_process_group` and `new_group`; collective.
+
+    Collectives run inline: a call with ``async_op=True`` is complete when it returns, so that C++ code may wait for it.
+    With `overlap` such calls run in a thread, on a second communicator, in the order in which they were made.
+    Messages between two ranks are MPI's and progress while their rank waits.
+
+    Tensors are CPU tensors of any dtype that NumPy or ml_dtypes has, of any layout; dense ones are used in place,
+    others are copied. `allreduce` also takes sparse COO tensors. Integer averages are rounded towards zero; of bools
+    a sum is "or".
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+    comm : Communicator
+        Of the group's ranks, in order. The group frees it.
+    timeout : float
+        Seconds that a call may take that has no timeout of its own.
+    options : dict
+        ``overlap``: bool, default False. All other keys are collectives, with the algorithm to use, as in
+        ``{"allreduce": "ring"}``; the same on all ranks.
+
+    Raises
+    ------
+    torch.distributed.DistBackendError
+        From every method, if a call fails or its time is up; the message names rank, group and call.
+    """
+
+    def __init__(self, store: dist.Store, comm: Communicator, timeout: float, options: Mapping[str, Any]) -> None:
+        self._comm, self._rank, self._size = comm, comm.Get_rank(), comm.Get_size()
+        super().__init__(self._rank, self._size)
+        self._timeout, self._store = timeout, store
+        self._algorithms = algorithms_of({key: value for key, value in options.items() if key != "overlap"})
+        self._messages = Messages(comm)
+        self._worker: Worker | None = None
+        if options.get("overlap", False):
+            self._second, self._worker = comm.Dup(), Worker()
+        self._turn, self._has_failed = 0, False
+        self._name, self._description = "", ""
+        self._coalesced: list[dist.Work] | None = None
+
+    # ---------------------------------------------------------------------------------------------- calls
+
+    def _call(self, operation: Operation, *arguments: Any, **keywords: Any) -> dist.Work:
+        """Run a collective, or submit it to the thread."""
+        *tensors, options = _normalized(operation, arguments, keywords)
+        self._turn += 1
+        label = f"{operation.names[0]} #{self._turn}"
+        results = tensors[0] if tensors else ()
+        results = [results] if isinstance(results, torch.Tensor) else results
+        if self._worker is not None and getattr(options, "asyncOp", True):
+            on = self._collectives(self._second, options)
+            work: dist.Work = OverlappedWork(results, lambda: self._guard(label, operation.run, on, *tensors, options))
+            self._worker.submit(work)
+        else:
+            self._guard(label, operation.run, self._collectives(self._comm, options), *tensors, options)
+            work = CompleteWork(results)
+        return self._noted(work)
+
+    def _collectives(self, comm: Communicator, options: Any) -> Collectives:
+        seconds = options.timeout.total_seconds()  # negative if not set
+        return Collectives(
+            comm, self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
+        )
+
+    def _guard(self, label: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function; its errors of communication become PyTorch's, and name the call."""
+        try:
+            return run(*arguments)
+        except MPI.Exception as error:
+            self._has_failed = True
+            where = f"rank {self._rank} of {self._size} in group {self._name}"
+            raise dist.DistBackendError(f"{label} on {where}: {error}") from error
+
+    def _noted(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
+        """Start to send a tensor to a rank of the group."""
+        return self._noted(self._guard(f"send to {dst}", self._messages.send, tensors, dst, tag, self._timeout))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
+        """Start to receive a tensor from a rank of the group."""
+        return self._noted(self._guard(f"recv from {src}", self._messages.receive, tensors, src, tag, self._timeout))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        """Start to receive a tensor from any rank of the group; ``source_rank()`` of the result tells which."""
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        """Begin a group of calls."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
+        """End a group of calls; return one handle for all."""
+        works, self._coalesced = self._coalesced or [], None
+        return SeveralWork(works)
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Barrier that names the ranks that do not reach it in time, in an error on rank 0; others time out later.
+
+        With `wait_all_ranks` the error names all missing ranks, else the first one.
+        """
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        self._guard("monitored_barrier", self._messages.monitored_barrier, seconds, wait_all_ranks)
+
+    # ---------------------------------------------------------------------------------------------- properties
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return "chorus"
+
+    _get_backend_name = getBackendName
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name by which compiled code finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """Name of the group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set the description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """Description of the group."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of calls that have none of their own."""
+        self._timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def get_group_store(self) -> dist.Store:
+        """Store of the group."""
+        return self._store
+
+    # ---------------------------------------------------------------------------------------------- end
+
+    def shutdown(self) -> None:
+        """Release the communicators. Collective, unless a call has failed: then other ranks may be gone."""
+        ended = self._worker is None or self._worker.close(LONGEST_CLOSE)
+        for comm in [self._comm] + [self._second] * (self._worker is not None and ended):
+            if not self._has_failed:
+                comm.Free()
+                continue
+            with suppress(Mismatch):  # messages of the failed call may well be unread
+                comm.close()
+        self._worker = None
+
+    abort = shutdown
+
+
+def _normalized(operation: Operation, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+    """Tensors and options of a call in any of its forms: PyTorch's options last, or single ones in their place."""
+    count = len(operation.nesting)
+    if len(arguments) == count + 1 and hasattr(arguments[-1], "timeout") and not keywords:
+        return [*arguments]
+    given = [*arguments, *(value for key, value in keywords.items() if key not in operation.fields)]
+    if given and hasattr(given[-1], "timeout"):
+        options = given.pop()
+    else:
+        options = operation.options()
+        for name, value in [*zip(operation.fields, given[count:]), *keywords.items()]:
+            if name in operation.fields and value is not None:
+                setattr(options, name, value)
+    return [*map(_nested, given, operation.nesting), options]
+
+
+def _nested(value: Any, depth: int) -> Any:
+    """Tensor, or list of tensors, inside further lists up to a depth; empty lists are as deep as they need be."""
+    found, inner = 0, value
+    while isinstance(inner, list | tuple):
+        found, inner = (found + 1, inner[0]) if inner else (depth, None)
+    for _ in range(depth - found):
+        value = [value]
+    return value
+
+
+def _method(operation: Operation, name: str) -> Callable[..., dist.Work]:
+    def call(self: ProcessGroup, *arguments: Any, **keywords: Any) -> dist.Work:
+        return self._call(operation, *arguments, **keywords)
+
+    call.__name__, call.__qualname__ = name, f"ProcessGroup.{name}"
+    call.__doc__ = f"Collective `{operation.names[0]}`, with PyTorch's options or, by name or position, single ones."
+    return call
+
+
+for _operation in OPERATIONS:
+    for _name in _operation.names:
+        setattr(ProcessGroup, _name, _method(_operation, _name))

@@ -1,0 +1,70 @@
+"""Tensors as flat NumPy arrays on the same memory; a copy, stored back afterwards, where their memory is not dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+VIEWS = {
+    getattr(torch, name): (torch.uint8 if name.startswith("float8") else torch.int16, np.dtype(getattr(ml_dtypes, name)))
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name) and hasattr(ml_dtypes, name)
+}
+"""Types of tensors that PyTorch does not share with NumPy: the type to share them as, and NumPy's type for them."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements of a tensor are contiguous in its memory, and are its values."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Array of any shape on the memory of a dense CPU tensor; TypeError for other devices.
+
+    >>> tensor = torch.zeros(2, dtype=torch.bfloat16)
+    >>> array_of(tensor)[0] = 1
+    >>> tensor.tolist()
+    [1.0, 0.0]
+    """
+    tensor = tensor.detach()
+    if tensor.dtype == torch.complex32:  # sums of it are those of its parts
+        tensor = torch.view_as_real(tensor)
+    if (view := VIEWS.get(tensor.dtype)) is not None:
+        return tensor.view(-1).view(view[0]).numpy().view(view[1])
+    return tensor.numpy()
+
+
+class Block:
+    """Tensors of one type, in order, as one array: on the memory of a single dense one, else on that of a copy.
+
+    Attributes
+    ----------
+    tensor, array : the same elements as a dense tensor and as an array, of any shape
+    """
+
+    __slots__ = ("_tensors", "array", "tensor")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], load: bool = True) -> None:
+        """Without `load` the elements of a copy are undefined until they are received."""
+        self._tensors: Sequence[torch.Tensor] = ()
+        if len(tensors) == 1 and is_dense(tensors[0]):
+            self.tensor = tensors[0].detach()
+        else:
+            self._tensors = [tensor.detach() for tensor in tensors]
+            if len({tensor.dtype for tensor in tensors}) > 1:
+                raise TypeError(f"expected tensors of one dtype, found {[tensor.dtype for tensor in tensors]}")
+            if load:
+                self.tensor = torch.cat([tensor.reshape(-1) for tensor in self._tensors]).resolve_conj().resolve_neg()
+            else:
+                self.tensor = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)
+        self.array = array_of(self.tensor)
+
+    def store(self) -> None:
+        """Write the elements of a copy back to the tensors."""
+        parts = self.tensor.split([tensor.numel() for tensor in self._tensors]) if self._tensors else ()
+        for tensor, part in zip(self._tensors, parts):
+            tensor.copy_(part.view(tensor.shape))
