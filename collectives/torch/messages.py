@@ -13,7 +13,7 @@ from collectives.communicator import Communicator
 from collectives.errors import InvalidArgument, Timeout
 from collectives.runtime.execution.progress import progress_until
 from collectives.torch.tensors import Block
-from collectives.torch.work import MessageWork
+from collectives.torch.work import Guard, MessageWait, MessageWork
 from collectives.transport.waits import Deadline, Others
 
 BARRIER_ROOT = 0
@@ -27,21 +27,27 @@ class Messages:
         self._barrier_tag = comm.Get_attr(MPI.TAG_UB)
         self._barriers = 0
 
-    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int, timeout: float) -> MessageWork:
-        """Start to send tensors as one message."""
+    def send(
+        self, tensors: Sequence[torch.Tensor], dst: int, tag: int, timeout: float, guard: Guard
+    ) -> MessageWork:
+        """Start to send tensors as one message. Waits for it take `timeout` seconds at most, and `guard` runs them."""
         self._check(dst, tag)
         block = Block(tensors)
         request = self._comm.Isend([block.array.view(np.uint8), MPI.BYTE], dst, tag)
-        return MessageWork(request, block, False, f"to send to rank {dst} of {self._size}", timeout)
+        wait = MessageWait(self._rank, f"to send to rank {dst}", timeout, guard)
+        return MessageWork(request, block, False, wait)
 
-    def receive(self, tensors: Sequence[torch.Tensor], src: int, tag: int, timeout: float) -> MessageWork:
+    def receive(
+        self, tensors: Sequence[torch.Tensor], src: int, tag: int, timeout: float, guard: Guard
+    ) -> MessageWork:
         """Start to receive tensors as one message, from a rank or ``MPI.ANY_SOURCE``."""
         if src != MPI.ANY_SOURCE:
             self._check(src, tag)
         block = Block(tensors, load=False)
         request = self._comm.Irecv([block.array.view(np.uint8), MPI.BYTE], src, tag)
-        sender = "any rank" if src == MPI.ANY_SOURCE else f"rank {src} of {self._size}"
-        return MessageWork(request, block, True, f"for a message from {sender}", timeout)
+        sender = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
+        wait = MessageWait(self._rank, f"for a message from {sender}", timeout, guard)
+        return MessageWork(request, block, True, wait)
 
     def _check(self, rank: int, tag: int) -> None:
         if not 0 <= rank < self._size:

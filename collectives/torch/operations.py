@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch.distributed import distributed_c10d as c10d
 
 from collectives.communicator import Communicator
-from collectives.torch.reductions import average, operation, scaled, sum_sparse
+from collectives.torch.reductions import reduction_of, sum_sparse
 from collectives.torch.tensors import Block, array_of
 
 Tensors = Sequence[torch.Tensor]
@@ -66,17 +66,17 @@ def _flat(lists: Sequence[Tensors]) -> Tensors:
 
 
 def _allreduce(on: Collectives, tensors: Tensors, options: Any) -> None:
-    op = options.reduceOp
+    reduction = reduction_of(options.reduceOp)
     for tensor in tensors:
         if tensor.is_sparse:
             sum_sparse(tensor, partial(_gather_any, on))
-            average(tensor, op, on.size)
+            reduction.finish(tensor, on.size)
     dense = [tensor for tensor in tensors if not tensor.is_sparse]
     if dense:
         block = Block(dense)
-        scaled(block.tensor, op, in_place=True)
-        on.run("Allreduce", MPI.IN_PLACE, block.array, operation(op))
-        average(block.tensor, op, on.size)
+        reduction.operand(block.tensor, in_place=True)
+        on.run("Allreduce", MPI.IN_PLACE, block.array, reduction.op)
+        reduction.finish(block.tensor, on.size)
         block.store()
 
 
@@ -96,12 +96,12 @@ def _broadcast(on: Collectives, tensors: Tensors, options: Any) -> None:
 
 
 def _reduce(on: Collectives, tensors: Tensors, options: Any) -> None:
-    block, op, is_root = Block(tensors), options.reduceOp, on.rank == options.rootRank
-    operand = array_of(scaled(block.tensor, op, in_place=is_root))
+    block, reduction, is_root = Block(tensors), reduction_of(options.reduceOp), on.rank == options.rootRank
+    operand = array_of(reduction.operand(block.tensor, in_place=is_root))
     buffers = (MPI.IN_PLACE, operand) if is_root else (operand, None)
-    on.run("Reduce", *buffers, operation(op), options.rootRank)
+    on.run("Reduce", *buffers, reduction.op, options.rootRank)
     if is_root:
-        average(block.tensor, op, on.size)
+        reduction.finish(block.tensor, on.size)
         block.store()
 
 
@@ -159,13 +159,13 @@ def _reduce_blocks(
     on: Collectives, outputs: Tensors, inputs: Tensors, options: Any, counts: Sequence[int] | None
 ) -> None:
     """Reduce-scatter with blocks of `counts` elements, or equal ones."""
-    received, op = Block(outputs, load=False), options.reduceOp
-    operand = array_of(scaled(Block(inputs).tensor, op, in_place=False))
+    received, reduction = Block(outputs, load=False), reduction_of(options.reduceOp)
+    operand = array_of(reduction.operand(Block(inputs).tensor, in_place=False))
     if counts is None:
-        on.run("Reduce_scatter_block", operand, received.array, operation(op))
+        on.run("Reduce_scatter_block", operand, received.array, reduction.op)
     else:
-        on.run("Reduce_scatter", operand, received.array, counts, operation(op))
-    average(received.tensor, op, on.size)
+        on.run("Reduce_scatter", operand, received.array, counts, reduction.op)
+    reduction.finish(received.tensor, on.size)
     received.store()
 
 

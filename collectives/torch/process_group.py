@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import algorithms
 from collectives.torch.messages import Messages
 from collectives.torch.operations import OPERATIONS, Collectives, Operation
-from collectives.torch.work import CompleteWork, OverlappedWork, SeveralWork, Worker
+from collectives.torch.work import DONE, CompleteWork, MessageWork, OverlappedWork, SeveralWork, Worker
 
 LONGEST_CLOSE = 5.0
 """Seconds that the end of a group waits for its thread."""
@@ -70,13 +71,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, comm: Communicator, timeout: float, options: Mapping[str, Any]) -> None:
         self._comm, self._rank, self._size = comm, comm.Get_rank(), comm.Get_size()
+        self._second = comm.Dup() if options.get("overlap", False) else None
+        """Communicator of calls in the thread, which otherwise run on the first."""
         super().__init__(self._rank, self._size)
         self._timeout, self._store = timeout, store
         self._algorithms = algorithms_of({key: value for key, value in options.items() if key != "overlap"})
         self._messages = Messages(comm)
-        self._worker: Worker | None = None
-        if options.get("overlap", False):
-            self._second, self._worker = comm.Dup(), Worker()
+        self._worker = None if self._second is None else Worker()
         self._turn, self._has_failed = 0, False
         self._name, self._description = "", ""
         self._coalesced: list[dist.Work] | None = None
@@ -85,18 +86,19 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _call(self, operation: Operation, *arguments: Any, **keywords: Any) -> dist.Work:
         """Run a collective, or submit it to the thread."""
-        *tensors, options = _normalized(operation, arguments, keywords)
+        call = _normalized(operation, arguments, keywords)
         self._turn += 1
-        label = f"{operation.names[0]} #{self._turn}"
-        results = tensors[0] if tensors else ()
-        results = [results] if isinstance(results, torch.Tensor) else results
-        if self._worker is not None and getattr(options, "asyncOp", True):
-            on = self._collectives(self._second, options)
-            work: dist.Work = OverlappedWork(results, lambda: self._guard(label, operation.run, on, *tensors, options))
+        label, options = (operation.names[0], self._turn), call[-1]
+        is_async = getattr(options, "asyncOp", True)
+        if self._second is not None and self._worker is not None and is_async:
+            run = partial(self._guard, label, operation.run, self._collectives(self._second, options), *call)
+            work: dist.Work = OverlappedWork(_results(call), run)
             self._worker.submit(work)
         else:
-            self._guard(label, operation.run, self._collectives(self._comm, options), *tensors, options)
-            work = CompleteWork(results)
+            self._guard(label, operation.run, self._collectives(self._comm, options), *call)
+            if not is_async:
+                return DONE
+            work = CompleteWork(_results(call))
         return self._noted(work)
 
     def _collectives(self, comm: Communicator, options: Any) -> Collectives:
@@ -105,27 +107,32 @@ class ProcessGroup(dist.ProcessGroup):
             comm, self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
         )
 
-    def _guard(self, label: str, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function; its errors of communication become PyTorch's, and name the call."""
+    def _guard(self, label: tuple[str, object], run: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function; its errors of communication become PyTorch's, and name the call: its name and number."""
         try:
             return run(*arguments)
         except MPI.Exception as error:
             self._has_failed = True
             where = f"rank {self._rank} of {self._size} in group {self._name}"
-            raise dist.DistBackendError(f"{label} on {where}: {error}") from error
+            raise dist.DistBackendError(f"{label[0]} #{label[1]} on {where}: {error}") from error
 
     def _noted(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
+    def _message(self, name: str, start: Callable[..., MessageWork], *arguments: Any) -> dist.Work:
+        self._turn += 1
+        guard = partial(self._guard, (name, self._turn))
+        return self._noted(guard(start, *arguments, self._timeout, guard))
+
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Start to send a tensor to a rank of the group."""
-        return self._noted(self._guard(f"send to {dst}", self._messages.send, tensors, dst, tag, self._timeout))
+        return self._message("send", self._messages.send, tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
         """Start to receive a tensor from a rank of the group."""
-        return self._noted(self._guard(f"recv from {src}", self._messages.receive, tensors, src, tag, self._timeout))
+        return self._message("recv", self._messages.receive, tensors, src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         """Start to receive a tensor from any rank of the group; ``source_rank()`` of the result tells which."""
@@ -148,9 +155,14 @@ class ProcessGroup(dist.ProcessGroup):
         With `wait_all_ranks` the error names all missing ranks, else the first one.
         """
         seconds = self._timeout if timeout is None else timeout.total_seconds()
-        self._guard("monitored_barrier", self._messages.monitored_barrier, seconds, wait_all_ranks)
+        self._guard(("monitored_barrier", self._turn), self._messages.monitored_barrier, seconds, wait_all_ranks)
 
     # ---------------------------------------------------------------------------------------------- properties
+
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator of the group's ranks, for arrays."""
+        return self._comm
 
     def getBackendName(self) -> str:
         """Name of the backend."""
@@ -192,16 +204,25 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Release the communicators. Collective, unless a call has failed: then other ranks may be gone."""
-        ended = self._worker is None or self._worker.close(LONGEST_CLOSE)
-        for comm in [self._comm] + [self._second] * (self._worker is not None and ended):
+        if self._worker is not None and not self._worker.close(LONGEST_CLOSE):
+            self._has_failed, self._second = True, None  # the thread still uses it
+        for comm in (self._comm, self._second):
+            if comm is None:
+                continue
             if not self._has_failed:
                 comm.Free()
                 continue
             with suppress(Mismatch):  # messages of the failed call may well be unread
                 comm.close()
-        self._worker = None
+        self._worker = self._second = None
 
     abort = shutdown
+
+
+def _results(call: list[Any]) -> list[torch.Tensor]:
+    """Tensors of a call that receive its results."""
+    first = call[0] if len(call) > 1 else ()
+    return [first] if isinstance(first, torch.Tensor) else list(first)
 
 
 def _normalized(operation: Operation, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:

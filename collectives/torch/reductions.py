@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -22,26 +22,35 @@ OPERATIONS = {
 }
 
 
-def operation(op: Any) -> MPI.Op:
-    """MPI's operation for a ReduceOp; TypeError if there is none."""
-    try:
-        return OPERATIONS[op.op]
-    except KeyError:
-        raise TypeError(f"op: expected one of {[each.name for each in OPERATIONS]}, found {op.op}") from None
+class Reduction(NamedTuple):
+    """Reduction over ranks: `op`, on operands times a factor, which is a number or a tensor, and perhaps a mean."""
+
+    op: MPI.Op
+    factor: Any = None
+    is_mean: bool = False
+
+    def operand(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
+        """The tensor times the factor, if there is one."""
+        if self.factor is None:
+            return tensor
+        return tensor.mul_(self.factor) if in_place else tensor.mul(self.factor).to(tensor.dtype)
+
+    def finish(self, tensor: torch.Tensor, size: int) -> None:
+        """Make a sum over `size` ranks the mean, if it is to be that; integers are rounded towards zero."""
+        if self.is_mean:
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            tensor.div_(size, rounding_mode="trunc" if whole else None)
 
 
-def scaled(tensor: torch.Tensor, op: Any, in_place: bool) -> torch.Tensor:
-    """Operand of a reduction: `tensor`, for PREMUL_SUM times the factor of `op`, which is a number or a tensor."""
-    if op.op != ReduceOp.PREMUL_SUM:
-        return tensor
-    return tensor.mul_(op.factor) if in_place else tensor.mul(op.factor).to(tensor.dtype)
+PLAIN = {op: Reduction(mpi_op, None, op == ReduceOp.AVG) for op, mpi_op in OPERATIONS.items()}
 
 
-def average(tensor: torch.Tensor, op: Any, size: int) -> None:
-    """Divide the sum over `size` ranks in place if `op` is AVG; integers are rounded towards zero."""
-    if op.op == ReduceOp.AVG and size > 1:
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        tensor.div_(size, rounding_mode="trunc" if whole else None)
+def reduction_of(op: Any) -> Reduction:
+    """Reduction for a ReduceOp; TypeError if there is none."""
+    kind = op.op
+    if kind not in PLAIN:
+        raise TypeError(f"op: expected one of {[each.name for each in OPERATIONS]}, found {kind}")
+    return Reduction(MPI.SUM, op.factor) if kind == ReduceOp.PREMUL_SUM else PLAIN[kind]
 
 
 def sum_sparse(tensor: torch.Tensor, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
@@ -54,5 +63,6 @@ def sum_sparse(tensor: torch.Tensor, gather: Callable[[torch.Tensor], list[torch
         torch.cat([each.view(length, -1).t() for each, length in zip(indices, lengths)], 1),
         torch.cat([each.view(length, *dense_shape) for each, length in zip(values, lengths)]),
         tensor.shape,
+        check_invariants=False,
     ).coalesce()
     tensor.copy_(total)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -19,6 +19,9 @@ from collectives.transport.waits import Deadline, Others
 
 NO_TIMEOUT = timedelta(0)
 """Argument of `Work.wait` that leaves the time limit of the call."""
+
+
+Guard = Callable[..., Any]
 
 
 class CompleteWork(Work):
@@ -58,6 +61,10 @@ class CompleteWork(Work):
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
+
+
+DONE = CompleteWork()
+"""Handle of every call that is not asynchronous, and so has no further use."""
 
 
 class OverlappedWork(CompleteWork):
@@ -121,24 +128,29 @@ class Worker(threading.Thread):
         return not self.is_alive()
 
 
+class MessageWait(NamedTuple):
+    """Time limit of waits for one message, and the text of their errors."""
+
+    rank: int
+    """This one, in the group."""
+    purpose: str
+    """Verb and object, such as "to send to rank 1"."""
+    timeout: float
+    """Seconds."""
+    guard: Guard
+    """Function that calls another one, and turns errors into PyTorch's."""
+
+
 class MessageWork(CompleteWork):
     """Handle of a message under way, to or from another rank.
 
-    Parameters
-    ----------
-    request : MPI.Request
-    block : Block
-        Its memory, of which a received copy is stored in the tensors.
-    purpose : str
-        Verb and object for errors, such as "to send to rank 1".
-    timeout : float
-        Seconds that `wait` may take.
+    `block` is its memory, of which a received copy is stored in the tensors.
     """
 
-    def __init__(self, request: MPI.Request, block: Block, is_received: bool, purpose: str, timeout: float) -> None:
+    def __init__(self, request: MPI.Request, block: Block, is_received: bool, wait: MessageWait) -> None:
         super().__init__([block.tensor])
-        self._request, self._block, self._is_received = request, block, is_received
-        self._purpose, self._timeout, self._status, self._done = purpose, timeout, MPI.Status(), False
+        self._request, self._block, self._is_received, self._wait = request, block, is_received, wait
+        self._status, self._done = MPI.Status(), False
 
     def _test(self) -> bool:
         if not self._done and self._request.Test(self._status):
@@ -147,11 +159,12 @@ class MessageWork(CompleteWork):
                 self._block.store()
         return self._done
 
+    def _await(self, seconds: float) -> None:
+        with Deadline(seconds, self._wait.rank):
+            progress_until(self._test, Others("message", self._wait.purpose))
+
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        seconds = timeout.total_seconds() if timeout > NO_TIMEOUT else self._timeout
-        if not self._test():
-            with Deadline(seconds, MPI.COMM_WORLD.Get_rank()):
-                progress_until(self._test, Others("message", self._purpose))
+        self._wait.guard(self._await, timeout.total_seconds() if timeout > NO_TIMEOUT else self._wait.timeout)
         return True
 
     def is_completed(self) -> bool:
