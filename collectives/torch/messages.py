@@ -13,7 +13,7 @@ from collectives.communicator import Communicator
 from collectives.errors import InvalidArgument, Timeout
 from collectives.runtime.execution.progress import progress_until
 from collectives.torch.tensors import Block
-from collectives.torch.work import Guard, MessageWait, MessageWork
+from collectives.torch.work import Guard, MessageWait, MessageWork, kept_on_error
 from collectives.transport.waits import Deadline, Others
 
 BARRIER_ROOT = 0
@@ -26,6 +26,8 @@ class Messages:
         self._comm, self._rank, self._size = comm, comm.Get_rank(), comm.Get_size()
         self._barrier_tag = comm.Get_attr(MPI.TAG_UB)
         self._barriers = 0
+        self._active: list[MessageWork] = []
+        """Messages under way: the program may have dropped their handles."""
 
     def send(
         self, tensors: Sequence[torch.Tensor], dst: int, tag: int, timeout: float, guard: Guard
@@ -35,7 +37,7 @@ class Messages:
         block = Block(tensors)
         request = self._comm.Isend([block.array.view(np.uint8), MPI.BYTE], dst, tag)
         wait = MessageWait(self._rank, f"to send to rank {dst}", timeout, guard)
-        return MessageWork(request, block, False, wait)
+        return self._kept(MessageWork(request, block, False, wait))
 
     def receive(
         self, tensors: Sequence[torch.Tensor], src: int, tag: int, timeout: float, guard: Guard
@@ -47,7 +49,12 @@ class Messages:
         request = self._comm.Irecv([block.array.view(np.uint8), MPI.BYTE], src, tag)
         sender = "any rank" if src == MPI.ANY_SOURCE else f"rank {src}"
         wait = MessageWait(self._rank, f"for a message from {sender}", timeout, guard)
-        return MessageWork(request, block, True, wait)
+        return self._kept(MessageWork(request, block, True, wait))
+
+    def _kept(self, work: MessageWork) -> MessageWork:
+        self._active = [each for each in self._active if not each.is_completed()]
+        self._active.append(work)
+        return work
 
     def _check(self, rank: int, tag: int) -> None:
         if not 0 <= rank < self._size:
@@ -59,11 +66,12 @@ class Messages:
         """Barrier in which rank 0 hears from every rank, answers all, and names those that are missing."""
         self._barriers += 1
         if self._rank != BARRIER_ROOT:
-            token = np.array([self._barriers])
-            sent = self._comm.Isend(token, BARRIER_ROOT, self._barrier_tag)
-            with Deadline(timeout, self._rank):
-                self._await(self._comm.Irecv(np.empty_like(token), BARRIER_ROOT, self._barrier_tag))
-                self._await(sent)
+            token, answer = np.array([self._barriers]), np.zeros(1, np.int64)
+            requests = [self._comm.Isend(token, BARRIER_ROOT, self._barrier_tag)]
+            requests += [self._comm.Irecv(answer, BARRIER_ROOT, self._barrier_tag)]
+            with Deadline(timeout, self._rank), kept_on_error(requests, token, answer):
+                for request in requests:
+                    self._await(request)
             return
         missing, end = set(range(1, self._size)), time.monotonic() + timeout
         token, status = np.zeros(1, np.int64), MPI.Status()

@@ -30,7 +30,9 @@ class Reduction(NamedTuple):
     is_mean: bool = False
 
     def operand(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
-        """The tensor times the factor, if there is one."""
+        """The tensor times the factor, if there is one; TypeError for complex32, which NumPy does not have."""
+        if tensor.dtype == torch.complex32:
+            raise TypeError("complex32: expected torch.view_as_real of it, as torch.distributed makes of sums")
         if self.factor is None:
             return tensor
         return tensor.mul_(self.factor) if in_place else tensor.mul(self.factor).to(tensor.dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from mpi4py import MPI
 from torch.distributed import Work
 
 from collectives.errors import Timeout
-from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.execution.progress import orphans, progress_until
 from collectives.torch.tensors import Block
 from collectives.transport.waits import Deadline, Others
 
@@ -128,6 +129,16 @@ class Worker(threading.Thread):
         return not self.is_alive()
 
 
+@contextmanager
+def kept_on_error(*memory: object) -> Iterator[None]:
+    """Keep memory to the end of the program if the ``with`` block raises: a message may still read or write it."""
+    try:
+        yield
+    except BaseException:
+        orphans.append(memory)
+        raise
+
+
 class MessageWait(NamedTuple):
     """Time limit of waits for one message, and the text of their errors."""
 
@@ -160,7 +171,7 @@ class MessageWork(CompleteWork):
         return self._done
 
     def _await(self, seconds: float) -> None:
-        with Deadline(seconds, self._wait.rank):
+        with Deadline(seconds, self._wait.rank), kept_on_error(self._request, self._block):
             progress_until(self._test, Others("message", self._wait.purpose))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:

@@ -1,6 +1,5 @@
 """The backend of torch.distributed: every operation, reduction and type, against closed forms on one process."""
 
-import socket
 from datetime import timedelta
 from functools import partial, reduce
 
@@ -261,17 +260,6 @@ def test_groups(group):
     dist.destroy_process_group(chosen)
 
 
-def test_algorithms_are_checked(world):
-    from collectives.torch.process_group import algorithms_of
-
-    assert algorithms_of({"allgather": "ring"}) == {"Allgather": "ring", "Allgatherv": "ring"}
-    assert algorithms_of({"reduce_scatter": "ring"}).keys() == {"Reduce_scatter", "Reduce_scatter_block"}
-    with pytest.raises(ValueError, match=r"known: auto, .*ring"):
-        algorithms_of({"allreduce": "rings"})
-    with pytest.raises(ValueError, match="all_reduce"):
-        algorithms_of({"all_reduce": "ring"})
-
-
 def test_unknown_operands(group):
     with pytest.raises(TypeError, match="one dtype"):
         group.allreduce([torch.ones(1), torch.ones(1).int()]).wait()
@@ -318,26 +306,3 @@ def test_messages_that_do_not_come(group):
     dist.barrier()
     if group.rank() == 0:
         dist.send(torch.ones(1), 1, tag=99)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
-@pytest.mark.parametrize("method", ["mpi://", None])
-def test_start_by_pytorch(world, method, monkeypatch):
-    """With ranks from MPI, or in reverse order from variables that a launcher has set."""
-    rank = world.Get_rank()
-    if method is None:
-        rank = world.Get_size() - 1 - rank
-        values = {"RANK": rank, "WORLD_SIZE": world.Get_size(), "MASTER_ADDR": "localhost"}
-        for name, value in (values | {"MASTER_PORT": world.bcast(free_port())}).items():
-            monkeypatch.setenv(name, str(value))
-    dist.init_process_group("cpu:chorus", init_method=method, timeout=LIMIT)
-    assert dist.get_rank() == rank
-    mine = torch.tensor([rank])
-    dist.broadcast(mine, 0)
-    assert mine.item() == 0
-    dist.destroy_process_group()
