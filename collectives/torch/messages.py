@@ -63,15 +63,14 @@ class Messages:
             raise InvalidArgument(MPI.ERR_TAG, f"tag: expected 0 <= tag < {self._barrier_tag}, found {tag}")
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
-        """Barrier in which rank 0 hears from every rank, answers all, and names those that are missing."""
+        """Barrier in which rank 0 waits for every rank, answers all, and names missing ones, in gloo's words."""
         self._barriers += 1
         if self._rank != BARRIER_ROOT:
             token, answer = np.array([self._barriers]), np.zeros(1, np.int64)
             requests = [self._comm.Isend(token, BARRIER_ROOT, self._barrier_tag)]
             requests += [self._comm.Irecv(answer, BARRIER_ROOT, self._barrier_tag)]
             with Deadline(timeout, self._rank), kept_on_error(requests, token, answer):
-                for request in requests:
-                    self._await(request)
+                self._await_root(requests)
             return
         missing, end = set(range(1, self._size)), time.monotonic() + timeout
         token, status = np.zeros(1, np.int64), MPI.Status()
@@ -84,10 +83,19 @@ class Messages:
                 time.sleep(1e-4)
         if missing:
             named = sorted(missing) if wait_all_ranks else sorted(missing)[:1]
-            ranks = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
-            raise Timeout(MPI.ERR_PENDING, f"{ranks} failed to reach the barrier in {timeout * 1e3:.0f} ms")
+            ranks = f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass monitoredBarrier"
+            text = f"Rank {self._rank} timed out in monitoredBarrier after {timeout * 1e3:.0f} ms: {ranks}"
+            raise Timeout(MPI.ERR_PENDING, text)
         for request in [self._comm.Isend(token, rank, self._barrier_tag) for rank in range(1, self._size)]:
             self._await(request)
+
+    def _await_root(self, requests: Sequence[MPI.Request]) -> None:
+        try:
+            for request in requests:
+                self._await(request)
+        except Timeout as error:
+            text = f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for"
+            raise Timeout(MPI.ERR_PENDING, f"{text} send/recv from rank {BARRIER_ROOT}: {error}") from error
 
     def _await(self, request: MPI.Request) -> None:
         progress_until(request.Test, Others("monitored_barrier", f"for rank {BARRIER_ROOT}"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.errors import Mismatch
+from collectives.errors import Mismatch, Timeout
 from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import algorithms
 from collectives.torch.messages import Messages
@@ -114,7 +114,8 @@ class ProcessGroup(dist.ProcessGroup):
         except MPI.Exception as error:
             self._has_failed = True
             where = f"rank {self._rank} of {self._size} in group {self._name}"
-            raise dist.DistBackendError(f"{label[0]} #{label[1]} on {where}: {error}") from error
+            kind = " timeout in" * isinstance(error, Timeout)
+            raise dist.DistBackendError(f"{label[0]} #{label[1]} on {where}:{kind} {error}") from error
 
     def _noted(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
