@@ -1,7 +1,7 @@
-"""The collectives of a process group, in a table: the names of its methods, their options, and what each one does.
+"""The collectives of a process group as a table: names of the methods, options, and what each of them does.
 
-Every function gets a `Collectives`, the tensors and PyTorch's options, and leaves the results in the tensors. Lists of
-tensors count as one block; results of non-contiguous tensors are received in a copy and stored.
+The functions get a `Collectives`, the tensors and PyTorch's options. A list of tensors counts as one block of data;
+tensors that are not contiguous are copied, and results stored in them.
 """
 
 from __future__ import annotations
@@ -23,46 +23,21 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Collectives(NamedTuple):
-    """Communicator of one call, with the settings of its collectives."""
+    """Communicator of one call, with its settings: algorithms by method, where one is chosen, and seconds."""
 
     comm: Communicator
     rank: int
     size: int
     algorithms: dict[str, str]
-    """Algorithm by method of the communicator, where the user has chosen one."""
     timeout: float
-    """Seconds."""
 
     def run(self, name: str, *arguments: Any) -> None:
         """Call the communicator's method `name`, such as ``Allreduce``."""
         getattr(self.comm, name)(*arguments, algorithm=self.algorithms.get(name, "auto"), timeout=self.timeout)
 
 
-class Operation(NamedTuple):
-    """One collective of process groups."""
-
-    names: tuple[str, ...]
-    """Names of its methods, those of all generations of PyTorch."""
-    options: type
-    """PyTorch's class of its options, the last argument."""
-    fields: tuple[str, ...]
-    """Options that may be given in place of that class, in order, in the short form of a call."""
-    nesting: tuple[int, ...]
-    """Depth of the lists of tensors that each argument before the options is; 0 for a single tensor, or a value."""
-    run: Callable[..., None]
-    """Function (collectives, tensors ..., options)."""
-
-
 def _sizes(tensors: Tensors) -> list[int]:
     return [tensor.numel() for tensor in tensors]
-
-
-def _are_even(tensors: Tensors) -> bool:
-    return len(set(_sizes(tensors))) <= 1
-
-
-def _flat(lists: Sequence[Tensors]) -> Tensors:
-    return list(chain.from_iterable(lists))
 
 
 def _allreduce(on: Collectives, tensors: Tensors, options: Any) -> None:
@@ -81,7 +56,7 @@ def _allreduce(on: Collectives, tensors: Tensors, options: Any) -> None:
 
 
 def _gather_any(on: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of all ranks, of any length."""
+    """Vectors of all ranks, of any length."""
     counts = torch.empty(on.size, dtype=torch.int64)
     on.run("Allgather", array_of(torch.tensor([tensor.numel()])), array_of(counts))
     found = tensor.new_empty([counts.sum()])
@@ -98,73 +73,61 @@ def _broadcast(on: Collectives, tensors: Tensors, options: Any) -> None:
 def _reduce(on: Collectives, tensors: Tensors, options: Any) -> None:
     block, reduction, is_root = Block(tensors), reduction_of(options.reduceOp), on.rank == options.rootRank
     operand = array_of(reduction.operand(block.tensor, in_place=is_root))
-    buffers = (MPI.IN_PLACE, operand) if is_root else (operand, None)
-    on.run("Reduce", *buffers, reduction.op, options.rootRank)
+    on.run("Reduce", *((MPI.IN_PLACE, operand) if is_root else (operand, None)), reduction.op, options.rootRank)
     if is_root:
         reduction.finish(block.tensor, on.size)
         block.store()
 
 
 def _allgather(on: Collectives, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> None:
-    _gather_lists(on, outputs[0], inputs)
-
-
-def _allgather_coalesced(on: Collectives, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> None:
-    """Gather all of a rank's inputs at once: `outputs` has a list for each rank."""
-    _gather_lists(on, _flat(outputs), inputs)
-
-
-def _gather_lists(on: Collectives, outputs: Tensors, inputs: Tensors) -> None:
-    sent, received = Block(inputs), Block(outputs, load=False)
-    if len(inputs) > 1 or _are_even(outputs):
+    """Gather a tensor of any length in the only list of `outputs`, or several, in one list for each rank."""
+    lists = outputs if len(outputs) > 1 else [[output] for output in outputs[0]]
+    sent, received = Block(inputs), Block([*chain(*lists)], load=False)
+    counts = [sum(_sizes(each)) for each in lists]
+    if len(set(counts)) == 1:
         on.run("Allgather", sent.array, received.array)
     else:
-        on.run("Allgatherv", sent.array, [received.array, _sizes(outputs)])
+        on.run("Allgatherv", sent.array, [received.array, counts])
     received.store()
 
 
-def _all_gather_single(on: Collectives, output: torch.Tensor, inputs: torch.Tensor, options: Any) -> None:
-    sent, received = Block([inputs]), Block([output], load=False)
-    on.run("Allgather", sent.array, received.array)
-    received.store()
+def _all_gather_single(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any) -> None:
+    for output, given in zip(outputs, inputs, strict=True):
+        received = Block([output], load=False)
+        on.run("Allgather", Block([given]).array, received.array)
+        received.store()
 
 
 def _gather(on: Collectives, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> None:
-    sent = Block(inputs)
-    if on.rank != options.rootRank:
-        on.run("Gatherv", sent.array, None, options.rootRank)
-        return
-    received = Block(outputs[0], load=False)
-    on.run("Gatherv", sent.array, [received.array, _sizes(outputs[0])], options.rootRank)
-    received.store()
+    received = Block(outputs[0], load=False) if on.rank == options.rootRank else None
+    on.run("Gather", Block(inputs).array, received.array if received else None, options.rootRank)
+    if received:
+        received.store()
 
 
 def _scatter(on: Collectives, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> None:
-    received, sent = Block(outputs, load=False), None
-    if on.rank == options.rootRank:
-        sent = [Block(inputs[0]).array, _sizes(inputs[0])]
-    on.run("Scatterv", sent, received.array, options.rootRank)
+    received = Block(outputs, load=False)
+    sent = Block(inputs[0]).array if on.rank == options.rootRank else None
+    on.run("Scatter", sent, received.array, options.rootRank)
     received.store()
 
 
 def _reduce_scatter(on: Collectives, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> None:
-    _reduce_blocks(on, outputs, inputs[0], options, None if _are_even(inputs[0]) else _sizes(inputs[0]))
+    """Reduce blocks of any length, one for each rank."""
+    counts = _sizes(inputs[0])
+    _reduce_blocks(on, outputs, inputs[0], options, [counts] if len(set(counts)) > 1 else [])
 
 
-def _reduce_scatter_single(on: Collectives, output: torch.Tensor, inputs: torch.Tensor, options: Any) -> None:
-    _reduce_blocks(on, [output], [inputs], options, None)
+def _reduce_scatter_single(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any) -> None:
+    for output, given in zip(outputs, inputs, strict=True):
+        _reduce_blocks(on, [output], [given], options, [])
 
 
-def _reduce_blocks(
-    on: Collectives, outputs: Tensors, inputs: Tensors, options: Any, counts: Sequence[int] | None
-) -> None:
-    """Reduce-scatter with blocks of `counts` elements, or equal ones."""
+def _reduce_blocks(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any, counts: list[list[int]]) -> None:
     received, reduction = Block(outputs, load=False), reduction_of(options.reduceOp)
     operand = array_of(reduction.operand(Block(inputs).tensor, in_place=False))
-    if counts is None:
-        on.run("Reduce_scatter_block", operand, received.array, reduction.op)
-    else:
-        on.run("Reduce_scatter", operand, received.array, counts, reduction.op)
+    method = "Reduce_scatter" if counts else "Reduce_scatter_block"
+    on.run(method, operand, received.array, *counts, reduction.op)
     reduction.finish(received.tensor, on.size)
     received.store()
 
@@ -178,27 +141,27 @@ def _all_to_all(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any
 def _all_to_all_single(
     on: Collectives,
     output: torch.Tensor,
-    inputs: torch.Tensor,
+    given: torch.Tensor,
     output_rows: Sequence[int],
     input_rows: Sequence[int],
     options: Any,
 ) -> None:
-    """Exchange blocks of rows, of which there are as many as the lists of numbers have for each rank, or equal ones."""
-    sent, received = Block([inputs]), Block([output], load=False)
-    if not len(output_rows) and not len(input_rows):
-        on.run("Alltoall", sent.array, received.array)
+    """Exchange blocks of rows: their numbers by rank, or without such lists equal blocks."""
+    sent, received = Block([given]), Block([output], load=False)
+    if len(output_rows) or len(input_rows):
+        sides = (sent.array, given, input_rows), (received.array, output, output_rows)
+        on.run("Alltoallv", *([array, _elements(tensor, rows, on.size)] for array, tensor, rows in sides))
     else:
-        sides = ((sent, inputs, input_rows), (received, output, output_rows))
-        on.run("Alltoallv", *([block.array, _elements(tensor, rows, on.size)] for block, tensor, rows in sides))
+        on.run("Alltoall", sent.array, received.array)
     received.store()
 
 
 def _elements(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Elements of each rank's block of a tensor."""
+    """Elements of each rank's block of a tensor; ValueError unless the blocks are the tensor."""
     length = tensor.shape[0]
     rows = rows or [length // size] * size
     if sum(rows) != length or len(rows) != size:
-        raise ValueError(f"expected {size} split sizes of {length} rows in all, found {list(rows)}")
+        raise ValueError(f"expected {size} split sizes of {length} rows in all, found {[*rows]}")
     return [count * (tensor.numel() // max(1, length)) for count in rows]
 
 
@@ -206,48 +169,38 @@ def _barrier(on: Collectives, options: Any) -> None:
     on.run("Barrier")
 
 
-def _each(run: Callable[..., None], on: Collectives, outputs: Tensors, inputs: Tensors, options: Any) -> None:
-    """Run a collective on one pair of tensors after the other."""
-    for output, given in zip(outputs, inputs, strict=True):
-        run(on, output, given, options)
+class Operation(NamedTuple):
+    """One collective of process groups."""
+
+    names: str
+    """Names of its methods, in all generations of PyTorch."""
+    options: type
+    """PyTorch's class of its options, the last argument."""
+    fields: str
+    """Options that may be given in place of that class, in this order."""
+    nesting: tuple[int, ...]
+    """Depth of the lists of tensors that each argument before the options is; 0: a single tensor, or numbers."""
+    run: Callable[..., None]
+    """Function (collectives, argument, ..., options)."""
 
 
 OPERATIONS = (
+    Operation("allreduce allreduce_coalesced", c10d.AllreduceOptions, "reduceOp timeout", (1,), _allreduce),
+    Operation("broadcast", c10d.BroadcastOptions, "rootRank timeout", (1,), _broadcast),
+    Operation("reduce", c10d.ReduceOptions, "rootRank reduceOp timeout", (1,), _reduce),
+    Operation("allgather allgather_coalesced", c10d.AllgatherOptions, "timeout", (2, 1), _allgather),
     Operation(
-        ("allreduce", "allreduce_coalesced"), c10d.AllreduceOptions, ("reduceOp", "timeout"), (1,), _allreduce
+        "all_gather_single all_gather_single_coalesced _allgather_base allgather_into_tensor_coalesced",
+        *(c10d.AllgatherOptions, "timeout", (1, 1), _all_gather_single),
     ),
-    Operation(("broadcast",), c10d.BroadcastOptions, ("rootRank", "timeout"), (1,), _broadcast),
-    Operation(("reduce",), c10d.ReduceOptions, ("rootRank", "reduceOp", "timeout"), (1,), _reduce),
-    Operation(("allgather",), c10d.AllgatherOptions, ("timeout",), (2, 1), _allgather),
-    Operation(("allgather_coalesced",), c10d.AllgatherOptions, ("timeout",), (2, 1), _allgather_coalesced),
+    Operation("gather", c10d.GatherOptions, "rootRank timeout", (2, 1), _gather),
+    Operation("scatter", c10d.ScatterOptions, "rootRank timeout", (1, 2), _scatter),
+    Operation("reduce_scatter", c10d.ReduceScatterOptions, "reduceOp timeout", (1, 2), _reduce_scatter),
     Operation(
-        ("all_gather_single", "_allgather_base"), c10d.AllgatherOptions, ("timeout",), (0, 0), _all_gather_single
+        "reduce_scatter_single reduce_scatter_single_coalesced _reduce_scatter_base reduce_scatter_tensor_coalesced",
+        *(c10d.ReduceScatterOptions, "reduceOp timeout", (1, 1), _reduce_scatter_single),
     ),
-    Operation(
-        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-        c10d.AllgatherOptions,
-        ("timeout",),
-        (1, 1),
-        partial(_each, _all_gather_single),
-    ),
-    Operation(("gather",), c10d.GatherOptions, ("rootRank", "timeout"), (2, 1), _gather),
-    Operation(("scatter",), c10d.ScatterOptions, ("rootRank", "timeout"), (1, 2), _scatter),
-    Operation(("reduce_scatter",), c10d.ReduceScatterOptions, ("reduceOp", "timeout"), (1, 2), _reduce_scatter),
-    Operation(
-        ("reduce_scatter_single", "_reduce_scatter_base"),
-        c10d.ReduceScatterOptions,
-        ("reduceOp", "timeout"),
-        (0, 0),
-        _reduce_scatter_single,
-    ),
-    Operation(
-        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-        c10d.ReduceScatterOptions,
-        ("reduceOp", "timeout"),
-        (1, 1),
-        partial(_each, _reduce_scatter_single),
-    ),
-    Operation(("alltoall",), c10d.AllToAllOptions, ("timeout",), (1, 1), _all_to_all),
-    Operation(("all_to_all_single", "alltoall_base"), c10d.AllToAllOptions, ("timeout",), (0, 0, 0, 0), _all_to_all_single),
-    Operation(("barrier",), c10d.BarrierOptions, ("timeout",), (), _barrier),
+    Operation("alltoall", c10d.AllToAllOptions, "timeout", (1, 1), _all_to_all),
+    Operation("all_to_all_single alltoall_base", c10d.AllToAllOptions, "timeout", (0, 0, 0, 0), _all_to_all_single),
+    Operation("barrier", c10d.BarrierOptions, "timeout", (), _barrier),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import algorithms
 from collectives.torch.messages import Messages
 from collectives.torch.operations import OPERATIONS, Collectives, Operation
-from collectives.torch.work import DONE, CompleteWork, MessageWork, OverlappedWork, SeveralWork, Worker
+from collectives.torch.work import DONE, CompleteWork, OverlappedWork, SeveralWork, Worker
 
 LONGEST_CLOSE = 5.0
 """Seconds that the end of a group waits for its thread."""
@@ -79,65 +79,56 @@ class ProcessGroup(dist.ProcessGroup):
         self._messages = Messages(comm)
         self._worker = None if self._second is None else Worker()
         self._turn, self._has_failed = 0, False
-        self._name, self._description = "", ""
         self._coalesced: list[dist.Work] | None = None
-
-    # ---------------------------------------------------------------------------------------------- calls
+        self._names = {"name": "", "description": ""}
 
     def _call(self, operation: Operation, *arguments: Any, **keywords: Any) -> dist.Work:
         """Run a collective, or submit it to the thread."""
-        call = _normalized(operation, arguments, keywords)
-        self._turn += 1
-        label, options = (operation.names[0], self._turn), call[-1]
-        is_async = getattr(options, "asyncOp", True)
-        if self._second is not None and self._worker is not None and is_async:
-            run = partial(self._guard, label, operation.run, self._collectives(self._second, options), *call)
-            work: dist.Work = OverlappedWork(_results(call), run)
-            self._worker.submit(work)
-        else:
-            self._guard(label, operation.run, self._collectives(self._comm, options), *call)
-            if not is_async:
-                return DONE
-            work = CompleteWork(_results(call))
-        return self._noted(work)
-
-    def _collectives(self, comm: Communicator, options: Any) -> Collectives:
+        *given, options = call = _normalized(operation, arguments, keywords)
         seconds = options.timeout.total_seconds()  # negative if not set
-        return Collectives(
-            comm, self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
-        )
+        settings = self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
+        is_async = getattr(options, "asyncOp", True)
+        run = partial(self._guard, (operation.names, self._next_turn()), operation.run)
+        if self._worker is not None and self._second is not None and is_async:
+            later = partial(run, Collectives(self._second, *settings), *call)
+            return self._noted(self._worker.submit(OverlappedWork(_results(given), later)))
+        run(Collectives(self._comm, *settings), *call)
+        return self._noted(CompleteWork(_results(given))) if is_async else DONE
 
-    def _guard(self, label: tuple[str, object], run: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function; its errors of communication become PyTorch's, and name the call: its name and number."""
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _guard(self, label: tuple[str, int], run: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function. Its errors of communication become PyTorch's, with the name and number of the call."""
         try:
             return run(*arguments)
         except MPI.Exception as error:
             self._has_failed = True
-            where = f"rank {self._rank} of {self._size} in group {self._name}"
-            kind = " timeout in" * isinstance(error, Timeout)
-            raise dist.DistBackendError(f"{label[0]} #{label[1]} on {where}:{kind} {error}") from error
+            name, turn = label
+            where = f"{name.split()[0]} #{turn} on rank {self._rank} of {self._size} in group {self.group_name}"
+            raise dist.DistBackendError(f"{where}:{' timeout in' * isinstance(error, Timeout)} {error}") from error
 
     def _noted(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _message(self, name: str, start: Callable[..., MessageWork], *arguments: Any) -> dist.Work:
-        self._turn += 1
-        guard = partial(self._guard, (name, self._turn))
-        return self._noted(guard(start, *arguments, self._timeout, guard))
+    def _message(self, name: str, *arguments: Any) -> dist.Work:
+        guard = partial(self._guard, (name, self._next_turn()))
+        return self._noted(guard(self._messages.start, *arguments, name == "send", self._timeout, guard))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Start to send a tensor to a rank of the group."""
-        return self._message("send", self._messages.send, tensors, dst, tag)
+        return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work:
         """Start to receive a tensor from a rank of the group."""
-        return self._message("recv", self._messages.receive, tensors, src, tag)
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
-        """Start to receive a tensor from any rank of the group; ``source_rank()`` of the result tells which."""
-        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+        """Start to receive a tensor from any rank of the group, the result's ``source_rank()``."""
+        return self._message("recv", tensors, MPI.ANY_SOURCE, tag)
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         """Begin a group of calls."""
@@ -151,45 +142,36 @@ class ProcessGroup(dist.ProcessGroup):
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Barrier that names the ranks that do not reach it in time, in an error on rank 0; others time out later.
-
-        With `wait_all_ranks` the error names all missing ranks, else the first one.
-        """
+        """Barrier in which rank 0 raises after `timeout`, and names the first missing rank, or all of them."""
         seconds = self._timeout if timeout is None else timeout.total_seconds()
-        self._guard(("monitored_barrier", self._turn), self._messages.monitored_barrier, seconds, wait_all_ranks)
-
-    # ---------------------------------------------------------------------------------------------- properties
+        label = "monitored_barrier", self._next_turn()
+        self._guard(label, self._messages.monitored_barrier, seconds, wait_all_ranks)
 
     @property
     def communicator(self) -> Communicator:
         """Communicator of the group's ranks, for arrays."""
         return self._comm
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
     def getBackendName(self) -> str:
-        """Name of the backend."""
         return "chorus"
 
     _get_backend_name = getBackendName
 
     def setGroupName(self, name: str) -> None:
-        """Set the name by which compiled code finds the group."""
-        self._name = name
+        self._names["name"] = name
 
     def getGroupName(self) -> str:
-        """Name of the group."""
-        return self._name
+        return self._names["name"]
 
     def setGroupDesc(self, description: str) -> None:
-        """Set the description."""
-        self._description = description
+        self._names["description"] = description
 
     def getGroupDesc(self) -> str:
-        """Description of the group."""
-        return self._description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return self._names["description"]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls that have none of their own."""
@@ -198,46 +180,41 @@ class ProcessGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def get_group_store(self) -> dist.Store:
-        """Store of the group."""
         return self._store
-
-    # ---------------------------------------------------------------------------------------------- end
 
     def shutdown(self) -> None:
         """Release the communicators. Collective, unless a call has failed: then other ranks may be gone."""
         if self._worker is not None and not self._worker.close(LONGEST_CLOSE):
             self._has_failed, self._second = True, None  # the thread still uses it
-        for comm in (self._comm, self._second):
-            if comm is None:
-                continue
-            if not self._has_failed:
-                comm.Free()
-                continue
-            with suppress(Mismatch):  # messages of the failed call may well be unread
-                comm.close()
+        for comm in filter(None, (self._comm, self._second)):
+            try:
+                (comm.close if self._has_failed else comm.Free)()
+            except Mismatch as error:
+                if not self._has_failed:  # else messages of the failed call may well be unread
+                    warnings.warn(f"end of process group {self.group_name}: {error}", stacklevel=2)
         self._worker = self._second = None
 
     abort = shutdown
 
 
-def _results(call: list[Any]) -> list[torch.Tensor]:
-    """Tensors of a call that receive its results."""
-    first = call[0] if len(call) > 1 else ()
-    return [first] if isinstance(first, torch.Tensor) else list(first)
+def _results(given: Sequence[Any]) -> list[torch.Tensor]:
+    """Tensors, or lists of them, that receive the results of a call: its first argument."""
+    first = given[0] if given else ()
+    return [first] if isinstance(first, torch.Tensor) else first
 
 
 def _normalized(operation: Operation, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
     """Tensors and options of a call in any of its forms: PyTorch's options last, or single ones in their place."""
     count = len(operation.nesting)
     if len(arguments) == count + 1 and hasattr(arguments[-1], "timeout") and not keywords:
-        return [*arguments]
-    given = [*arguments, *(value for key, value in keywords.items() if key not in operation.fields)]
+        return [*map(_nested, arguments, operation.nesting), arguments[-1]]
+    given = [*arguments, *(value for key, value in keywords.items() if key not in operation.fields.split())]
     if given and hasattr(given[-1], "timeout"):
         options = given.pop()
     else:
         options = operation.options()
-        for name, value in [*zip(operation.fields, given[count:]), *keywords.items()]:
-            if name in operation.fields and value is not None:
+        for name, value in [*zip(operation.fields.split(), given[count:]), *keywords.items()]:
+            if name in operation.fields.split() and value is not None:
                 setattr(options, name, value)
     return [*map(_nested, given, operation.nesting), options]
 
@@ -257,10 +234,10 @@ def _method(operation: Operation, name: str) -> Callable[..., dist.Work]:
         return self._call(operation, *arguments, **keywords)
 
     call.__name__, call.__qualname__ = name, f"ProcessGroup.{name}"
-    call.__doc__ = f"Collective `{operation.names[0]}`, with PyTorch's options or, by name or position, single ones."
+    call.__doc__ = f"Collective `{operation.names.split()[0]}`, with PyTorch's options, or with {operation.fields}."
     return call
 
 
 for _operation in OPERATIONS:
-    for _name in _operation.names:
+    for _name in _operation.names.split():
         setattr(ProcessGroup, _name, _method(_operation, _name))
