@@ -8,8 +8,6 @@ What compression loses of a bucket is added to its next gradients (Karimireddy e
 ICML 2019). A state belongs to one model; its `state_dict` goes into the checkpoint of each rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -85,29 +85,32 @@ def _allgather(on: Collectives, outputs: Sequence[Tensors], inputs: Tensors, opt
     sent, received = Block(inputs), Block([*chain(*lists)], load=False)
     counts = [sum(_sizes(each)) for each in lists]
     if len(set(counts)) == 1:
-        on.run("Allgather", sent.array, received.array)
+        on.run("Allgather", sent.beside(received), received.array)
     else:
-        on.run("Allgatherv", sent.array, [received.array, counts])
+        on.run("Allgatherv", sent.beside(received), [received.array, counts])
     received.store()
 
 
 def _all_gather_single(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any) -> None:
     for output, given in zip(outputs, inputs, strict=True):
         received = Block([output], load=False)
-        on.run("Allgather", Block([given]).array, received.array)
+        on.run("Allgather", Block([given]).beside(received), received.array)
         received.store()
 
 
 def _gather(on: Collectives, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> None:
-    received = Block(outputs[0], load=False) if on.rank == options.rootRank else None
-    on.run("Gather", Block(inputs).array, received.array if received else None, options.rootRank)
-    if received:
+    sent = Block(inputs)
+    if on.rank != options.rootRank:
+        on.run("Gather", sent.array, None, options.rootRank)
+    else:
+        received = Block(outputs[0], load=False)
+        on.run("Gather", sent.beside(received), received.array, options.rootRank)
         received.store()
 
 
 def _scatter(on: Collectives, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> None:
     received = Block(outputs, load=False)
-    sent = Block(inputs[0]).array if on.rank == options.rootRank else None
+    sent = Block(inputs[0]).beside(received) if on.rank == options.rootRank else None
     on.run("Scatter", sent, received.array, options.rootRank)
     received.store()
 
@@ -125,7 +128,7 @@ def _reduce_scatter_single(on: Collectives, outputs: Tensors, inputs: Tensors, o
 
 def _reduce_blocks(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any, counts: list[list[int]]) -> None:
     received, reduction = Block(outputs, load=False), reduction_of(options.reduceOp)
-    operand = array_of(reduction.operand(Block(inputs).tensor, in_place=False))
+    operand = Block([reduction.operand(Block(inputs).tensor, in_place=False)]).beside(received)
     method = "Reduce_scatter" if counts else "Reduce_scatter_block"
     on.run(method, operand, received.array, *counts, reduction.op)
     reduction.finish(received.tensor, on.size)
@@ -134,7 +137,7 @@ def _reduce_blocks(on: Collectives, outputs: Tensors, inputs: Tensors, options: 
 
 def _all_to_all(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any) -> None:
     sent, received = Block(inputs), Block(outputs, load=False)
-    on.run("Alltoallv", [sent.array, _sizes(inputs)], [received.array, _sizes(outputs)])
+    on.run("Alltoallv", [sent.beside(received), _sizes(inputs)], [received.array, _sizes(outputs)])
     received.store()
 
 
@@ -149,10 +152,10 @@ def _all_to_all_single(
     """Exchange blocks of rows: their numbers by rank, or without such lists equal blocks."""
     sent, received = Block([given]), Block([output], load=False)
     if len(output_rows) or len(input_rows):
-        sides = (sent.array, given, input_rows), (received.array, output, output_rows)
+        sides = (sent.beside(received), given, input_rows), (received.array, output, output_rows)
         on.run("Alltoallv", *([array, _elements(tensor, rows, on.size)] for array, tensor, rows in sides))
     else:
-        on.run("Alltoall", sent.array, received.array)
+        on.run("Alltoall", sent.beside(received), received.array)
     received.store()
 
 

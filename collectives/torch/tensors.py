@@ -63,6 +63,12 @@ class Block:
                 self.tensor = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)
         self.array = array_of(self.tensor)
 
+    def beside(self, received: Block) -> np.ndarray[Any, Any]:
+        """The array to send, a copy if `received` has some of its memory, which a collective would overwrite."""
+        mine, other = self.tensor.data_ptr(), received.tensor.data_ptr()
+        overlaps = mine < other + received.array.nbytes and other < mine + self.array.nbytes
+        return self.array.copy() if overlaps else self.array
+
     def store(self) -> None:
         """Write the elements of a copy back to the tensors."""
         parts = self.tensor.split([tensor.numel() for tensor in self._tensors]) if self._tensors else ()

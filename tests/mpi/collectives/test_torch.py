@@ -145,6 +145,19 @@ def test_blocks_of_unequal_length(group):
         group.alltoall_base(output, given, [1] * (size + 1), [], timedelta(seconds=9)).wait()
 
 
+def test_results_over_operands(group):
+    """Operands that are part of the memory of the results, or the other way round."""
+    size, rank = group.size(), group.rank()
+    whole = torch.arange(2.0 * size) * (rank + 1)
+    group.all_gather_single(whole, whole[2 * rank : 2 * rank + 2], dist.BarrierOptions()).wait()
+    assert whole.tolist() == [value * (at // 2 + 1) for at, value in enumerate(range(2 * size))]
+    group.reduce_scatter_single(whole[:2], whole, dist.ReduceScatterOptions()).wait()
+    assert whole[:2].tolist() == [size * value * (rank + 1) for value in (2.0 * rank, 2.0 * rank + 1)]
+    whole = torch.arange(float(size))
+    group.alltoall_base(whole, whole, [], []).wait()
+    assert (whole == rank).all()
+
+
 RENAMED = {
     "allreduce_coalesced": "allreduce",
     "_allgather_base": "all_gather_single",
