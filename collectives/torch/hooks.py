@@ -1,17 +1,17 @@
-"""Communication hooks for DistributedDataParallel: gradients averaged in fewer bytes, with error feedback.
+"""Communication hooks of DistributedDataParallel: gradients averaged in fewer bytes, with error feedback.
 
     model = DistributedDataParallel(module)
-    state = Int8State()
-    model.register_comm_hook(state, int8_hook)
+    model.register_comm_hook(Int8State(model), int8_hook)
 
-What compression loses of a bucket is added to its next gradients (Karimireddy et al., "Error Feedback Fixes SignSGD",
-ICML 2019). A state belongs to one model; its `state_dict` goes into the checkpoint of each rank.
+What compression loses is added to the next gradients (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.compressed import QuantCodec, TwoShotAllreduce, run
 from collectives.torch.process_group import ProcessGroup
@@ -22,49 +22,50 @@ from quant.spec.presets import grouped
 Future = torch.futures.Future[torch.Tensor]
 
 
-def _complete(result: torch.Tensor) -> Future:
-    future: Future = torch.futures.Future()
-    future.set_result(result)
-    return future
-
-
 class ErrorFeedback:
-    """State of a hook: by number of the bucket what compression has lost, and what it needs from step to step.
+    """State of a hook: the errors of this rank so far, by number of the parameter.
 
     Parameters
     ----------
-    group : ProcessGroup, optional
-        Group of the model, of backend "chorus"; by default the default group.
-
-    Raises
-    ------
-    TypeError
-        If the group has another backend.
+    model : DistributedDataParallel
+        The model, in a group of backend "chorus"; TypeError for others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        found = group or dist.group.WORLD
-        if not isinstance(found, ProcessGroup):
-            raise TypeError(f"group: expected one of backend chorus, found {found!r}")
-        self.group: ProcessGroup = found
+    def __init__(self, model: DistributedDataParallel) -> None:
+        group = getattr(model, "process_group", None)
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"model: expected DistributedDataParallel over backend chorus, found group {group!r}")
+        self.group: ProcessGroup = group
         self.lost: dict[int, torch.Tensor] = {}
+        self._numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
 
-    def corrected(self, bucket: dist.GradBucket) -> torch.Tensor:
-        """Mean's share of this rank in a bucket, float32 or float64, plus what was lost of it in the step before."""
-        given = bucket.buffer()
-        wide = given.to(torch.promote_types(given.dtype, torch.float32), copy=True).div_(self.group.size())
-        lost = self.lost.get(bucket.index())
-        if lost is not None and lost.shape == wide.shape:  # else the model has made its buckets anew
-            wide += lost
-        return wide
+    def split(self, bucket: GradBucket, vector: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Parts of a vector that belong to the parameters of a bucket, by their numbers."""
+        parts = vector.split([gradient.numel() for gradient in bucket.gradients()])
+        return dict(zip([self._numbers[parameter] for parameter in bucket.parameters()], parts, strict=True))
+
+    def terms(self, bucket: GradBucket) -> torch.Tensor:
+        """This rank's terms of the averages, of at least float32, with the errors so far."""
+        buffer = bucket.buffer()
+        terms = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True).div_(self.group.size())
+        for number, part in self.split(bucket, terms).items():
+            if number in self.lost:
+                part += self.lost[number]
+        return terms
 
     def state_dict(self) -> dict[str, Any]:
-        """Values to save: of this rank alone, in copies."""
-        return {"lost": {index: lost.clone() for index, lost in self.lost.items()}}
+        """Copies of this rank's errors, for its checkpoint."""
+        return {"lost": {number: lost.clone() for number, lost in self.lost.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned on this rank."""
-        self.lost = {index: lost.clone() for index, lost in state["lost"].items()}
+        """Load the result of `state_dict` on this rank."""
+        self.lost = {number: lost.clone() for number, lost in state["lost"].items()}
+
+
+def _averaged(bucket: GradBucket, averages: torch.Tensor) -> Future:
+    future: Future = torch.futures.Future()
+    future.set_result(bucket.buffer().copy_(averages))
+    return future
 
 
 class Int8State(ErrorFeedback):
@@ -72,14 +73,13 @@ class Int8State(ErrorFeedback):
 
     Parameters
     ----------
-    group : ProcessGroup, optional
-        Group of the model; by default the default group.
+    model : DistributedDataParallel
     spec : QuantSpec, optional
-        Format of the messages, without random numbers; by default 8 bits with a scale for every 128 elements.
+        Format of the messages, without random numbers; by default 8 bits, and a scale for every 128 elements.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, spec: QuantSpec | None = None) -> None:
-        super().__init__(group)
+    def __init__(self, model: DistributedDataParallel, spec: QuantSpec | None = None) -> None:
+        super().__init__(model)
         self._codec = QuantCodec(spec or grouped(8, 128))
         self._bound: dict[int, TwoShotAllreduce] = {}
 
@@ -90,14 +90,13 @@ class Int8State(ErrorFeedback):
         return self._bound[count]
 
 
-def int8_hook(state: Int8State, bucket: dist.GradBucket) -> Future:
-    """Average a bucket of float16, bfloat16 or float32 gradients in a quarter of float32's bytes."""
-    x = state.corrected(bucket).float()
-    lost = torch.empty_like(x)
-    run(state.collective(x.numel()).allreduce(array_of(x), array_of(x), array_of(lost)))
-    state.lost[bucket.index()] = lost
-    bucket.buffer().copy_(x)
-    return _complete(bucket.buffer())
+def int8_hook(state: Int8State, bucket: GradBucket) -> Future:
+    """Average gradients of any float type in a quarter of float32's bytes."""
+    averages = state.terms(bucket).float()
+    lost = torch.empty_like(averages)
+    run(state.collective(lost.numel()).allreduce(array_of(averages), array_of(averages), array_of(lost)))
+    state.lost |= state.split(bucket, lost)
+    return _averaged(bucket, averages)
 
 
 class PowerSGDState(ErrorFeedback):
@@ -105,76 +104,64 @@ class PowerSGDState(ErrorFeedback):
 
     Parameters
     ----------
-    group : ProcessGroup, optional
-        Group of the model; by default the default group.
+    model : DistributedDataParallel
     rank : int
-        Rank of the approximation of every gradient of two or more dimensions.
+        Rank of the approximation of gradients of two or more dimensions.
     start : int
-        Steps that are not compressed at the beginning.
-    seed : int
-        Of the first factors; the same on all ranks.
+        Steps without compression at the beginning.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 2, start: int = 10, seed: int = 0) -> None:
-        super().__init__(group)
+    def __init__(self, model: DistributedDataParallel, rank: int = 2, start: int = 10) -> None:
+        super().__init__(model)
         if rank < 1:
             raise ValueError(f"rank: expected at least 1, found {rank}")
-        self.rank, self.start, self.step, self.seed = rank, start, 0, seed
-        self.factors: dict[int, list[torch.Tensor]] = {}
+        self.rank, self.start, self.step = rank, start, 0
+        self.factors: dict[int, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        factors = {index: [each.clone() for each in several] for index, several in self.factors.items()}
+        factors = {number: factor.clone() for number, factor in self.factors.items()}
         return super().state_dict() | {"factors": factors, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.factors = {index: [each.clone() for each in several] for index, several in state["factors"].items()}
+        self.factors = {number: factor.clone() for number, factor in state["factors"].items()}
         self.step = state["step"]
 
-    def right_factors(self, index: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Factors of the step before, of (columns, rank) elements; random ones, equal on all ranks, at first."""
-        shapes = [(matrix.shape[1], min(self.rank, *matrix.shape)) for matrix in matrices]
-        kept = self.factors.get(index, [])
-        if [tuple(each.shape) for each in kept] != shapes:
-            random = torch.Generator().manual_seed(self.seed + index)
-            kept = [torch.randn(shape, generator=random, dtype=m.dtype) for shape, m in zip(shapes, matrices)]
-        return kept
+    def factor(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
+        """Factor of the step before, of (columns, rank) elements; at first random, equal on all ranks."""
+        if number not in self.factors:
+            seeded = torch.Generator().manual_seed(number)
+            self.factors[number] = torch.randn(matrix.shape[1], self.rank, generator=seeded, dtype=matrix.dtype)
+        return self.factors[number]
 
-    def total(self, tensors: list[torch.Tensor]) -> None:
-        """Sum tensors over all ranks, in one call."""
+    def total(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum tensors over all ranks, in place."""
         if tensors:
-            self.group.allreduce_coalesced(tensors).wait()
+            self.group.allreduce_coalesced([*tensors]).wait()
 
 
-def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> Future:
-    """Average a bucket by low-rank factors of its matrices (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 2).
+def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> Future:
+    """Average gradients by low-rank factors (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 2).
 
     Gradients that are no matrices, or too small to gain, are averaged as they are.
     """
-    flat = state.corrected(bucket)
-    if bucket.is_last():
-        state.step += 1
-    parts = flat.split([gradient.numel() for gradient in bucket.gradients()])
-    shapes = [(gradient.shape[0], -1) if gradient.dim() > 1 else (1, -1) for gradient in bucket.gradients()]
-    views = [part.view(shape) for part, shape in zip(parts, shapes)]
-    if state.step <= state.start:
-        matrices: list[torch.Tensor] = []
-    else:
-        matrices = [view for view in views if state.rank * sum(view.shape) < view.numel()]
-    chosen = set(map(id, matrices))
-    right = state.right_factors(bucket.index(), matrices)
-    left = [matrix @ factor for matrix, factor in zip(matrices, right)]
-    state.total([*left, *(view for view in views if id(view) not in chosen)])
+    averages = state.terms(bucket)
+    parts = state.split(bucket, averages)
+    rows = [gradient.shape[0] if gradient.dim() > 1 else 1 for gradient in bucket.gradients()]
+    matrices = {number: part.view(count, -1) for count, (number, part) in zip(rows, parts.items())}
+    matrices = {
+        number: matrix
+        for number, matrix in matrices.items()
+        if state.step >= state.start and state.rank * sum(matrix.shape) < matrix.numel()
+    }
+    left = [matrix @ state.factor(number, matrix) for number, matrix in matrices.items()]
+    state.total([*left, *(part for number, part in parts.items() if number not in matrices)])
     left = [torch.linalg.qr(each).Q for each in left]
-    right = [matrix.t() @ each for matrix, each in zip(matrices, left)]
+    right = [matrix.t() @ each for matrix, each in zip(matrices.values(), left)]
     state.total(right)
-    lost = torch.zeros_like(flat)
-    missing = [view for view, own in zip(lost.split([part.numel() for part in parts]), views) if id(own) in chosen]
-    for matrix, a, b, gap in zip(matrices, left, right, missing):
-        mean = a @ b.t()
-        gap.copy_((matrix - mean).view(-1))
-        matrix.copy_(mean)
-    if matrices:
-        state.factors[bucket.index()], state.lost[bucket.index()] = right, lost
-    bucket.buffer().copy_(flat)
-    return _complete(bucket.buffer())
+    for (number, matrix), a, b in zip(matrices.items(), left, right):
+        average = a @ b.t()
+        state.factors[number], state.lost[number] = b, (matrix - average / state.group.size()).view(-1)
+        matrix.copy_(average)
+    state.step += bucket.is_last()
+    return _averaged(bucket, averages)

@@ -1,7 +1,9 @@
 """Start and end of the backend of torch.distributed, and its options."""
 
+import re
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ import torch.distributed as dist  # noqa: E402
 import collectives.torch  # noqa: E402
 from collectives.torch.process_group import algorithms_of  # noqa: E402
 
+PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
 LIMIT = timedelta(seconds=30)
 
 
@@ -44,3 +47,10 @@ def test_start_by_pytorch(world, method, monkeypatch):
     dist.broadcast(mine, 0)
     assert mine.item() == 0
     dist.destroy_process_group()
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint")
+def test_page(world, folder, monkeypatch):
+    """The programs of the guide, as one."""
+    monkeypatch.chdir(folder)
+    source = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    exec(compile(source, PAGE, "exec"), {"__name__": "page"})

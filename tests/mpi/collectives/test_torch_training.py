@@ -1,0 +1,198 @@
+"""Training by PyTorch over the backend: gradients of every kind of parallelism equal those of one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'chorus-mpi[torch]'")
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import collectives.torch  # noqa: E402
+from collectives.torch import Int8State, PowerSGDState, int8_hook, powersgd_hook  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier")
+
+
+@pytest.fixture(scope="module", params=["inline", "overlap"])
+def group(request):
+    collectives.torch.init(timeout=60, overlap=request.param == "overlap")
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def made():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 6))
+
+
+def samples(size):
+    torch.manual_seed(4)
+    return torch.randn(4 * size, 12)
+
+
+def whole_gradients(size):
+    """Gradients of the mean over all samples, in one process."""
+    model = made()
+    model(samples(size)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def share(group):
+    rank = group.rank()
+    return samples(group.size())[4 * rank : 4 * rank + 4]
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bucket", [25, 1e-3])
+def test_ddp(group, bucket):
+    model = DistributedDataParallel(made(), bucket_cap_mb=bucket)
+    for _ in range(3):  # buckets are made anew after the first step
+        model.zero_grad()
+        model(share(group)).square().mean().backward()
+        assert_close([each.grad for each in model.parameters()], whole_gradients(group.size()))
+
+
+def test_ddp_with_sparse_gradients_and_unused_parameters(group):
+    torch.manual_seed(5)
+    model = nn.ModuleDict({"table": nn.Embedding(7, 3, sparse=True), "unused": nn.Linear(2, 2)})
+    size, rank, expected = group.size(), group.rank(), torch.zeros(7, 3)
+
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, index):
+            return self.parts["table"](index).sum()
+
+    replica = DistributedDataParallel(Lookup(), find_unused_parameters=True)
+    replica(torch.tensor([rank, 6])).backward()
+    for each in range(size):
+        expected[[each, 6]] += 1 / size
+    torch.testing.assert_close(model["table"].weight.grad.to_dense(), expected)
+
+
+def trained(group, model, steps):
+    """Losses of some steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(share(group)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_int8_hook_feeds_errors_back(group):
+    """The means of many steps with equal gradients approach the exact mean, as no step loses anything for good."""
+    model = DistributedDataParallel(made())
+    model.register_comm_hook(Int8State(model), int8_hook)
+    steps, total = 16, 0.0
+    for _ in range(steps):
+        model.zero_grad()
+        model(share(group)).square().mean().backward()
+        total = total + torch.cat([each.grad.flatten() for each in model.parameters()])
+    exact = torch.cat([each.flatten() for each in whole_gradients(group.size())])
+    once = torch.cat([each.grad.flatten() for each in model.parameters()])
+    assert group.size() == 1 or not once.equal(exact)
+    assert (once - exact).abs().max() < 0.02 * exact.abs().max()
+    assert (total / steps - exact).abs().max() < 2e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind, hook", [(Int8State, int8_hook), (PowerSGDState, powersgd_hook)], ids=["int8", "powersgd"])
+def test_hooks_train_and_resume(group, kind, hook):
+    model, again = (DistributedDataParallel(made(), bucket_cap_mb=1e-3) for _ in range(2))
+    state, restored = kind(model), kind(again)
+    model.register_comm_hook(state, hook)
+    losses = trained(group, model, 25)
+    assert losses[-1] < 0.3 * losses[0]
+    again.load_state_dict(model.state_dict())
+    again.register_comm_hook(restored, hook)
+    restored.load_state_dict(state.state_dict())
+    assert restored.lost.keys() == state.lost.keys() and len(state.lost) > 1
+    torch.testing.assert_close(trained(group, again, 2), trained(group, model, 2), rtol=1e-3, atol=1e-4)
+
+
+def test_hooks_of_other_backends(group):
+    model = DistributedDataParallel(made())
+    with pytest.raises(ValueError, match="at least 1"):
+        PowerSGDState(model, rank=0)
+    model.process_group = None
+    with pytest.raises(TypeError, match="backend chorus"):
+        Int8State(model)
+
+
+def test_powersgd_of_full_rank_is_exact(group):
+    """The rank of the gradient is that of the approximation."""
+    model = DistributedDataParallel(nn.Linear(40, 30, bias=False))
+    state = PowerSGDState(model, rank=2, start=1)
+    model.register_comm_hook(state, powersgd_hook)
+    torch.manual_seed(6)
+    x = torch.randn(2, 40)
+    for step in range(3):
+        model.zero_grad()
+        (model(x) * torch.arange(60.0).view(2, 30)).sum().backward()
+        exact = torch.arange(60.0).view(2, 30).t() @ x
+        torch.testing.assert_close(model.module.weight.grad, exact, rtol=1e-4, atol=1e-3)
+        assert (0 in state.factors) == (step >= 1)
+
+
+def test_fully_shard(group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = made()
+    for module in (*(each for each in model if isinstance(each, nn.Linear)), model):
+        fully_shard(module)
+    model(share(group)).square().mean().backward()
+    assert_close([each.grad.full_tensor() for each in model.parameters()], whole_gradients(group.size()))
+
+
+def test_tensor_parallel(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, model = init_device_mesh("cpu", (group.size(),)), made()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model(samples(group.size())).square().mean().backward()
+    found = [getattr(each.grad, "full_tensor", lambda each=each: each.grad)() for each in model.parameters()]
+    assert_close(found, whole_gradients(group.size()))
+
+
+def test_pipeline(group):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(7)
+    size, rank = group.size(), group.rank()
+    layers = [nn.Linear(12, 12) for _ in range(size)]
+    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
+    x, target = torch.randn(4, 12), torch.zeros(4, 12)
+    arguments, last = (x,) if rank == 0 else (), {"target": target} if rank == size - 1 else {}
+    schedule.step(*arguments, **last)
+    found = layers[rank].weight.grad.clone()
+    for layer in layers:
+        layer.zero_grad()
+    (nn.Sequential(*layers)(x) - target).square().mean().backward()
+    torch.testing.assert_close(found, layers[rank].weight.grad)
+
+
+def test_distributed_checkpoint(group, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, values = init_device_mesh("cpu", (group.size(),)), torch.arange(30.0).view(10, 3)
+    dcp.save({"x": distribute_tensor(values, mesh, [Shard(0)])}, checkpoint_id=folder / "saved")
+    found = {"x": distribute_tensor(torch.zeros(10, 3), mesh, [Replicate()])}
+    dcp.load(found, checkpoint_id=folder / "saved")
+    assert found["x"].to_local().equal(values)
