@@ -1,6 +1,7 @@
-"""Benchmark the collectives of Chorus against those of the MPI library.
+"""Benchmark the collectives of Chorus against those of the MPI library, or PyTorch's over Chorus and over gloo.
 
 chorus bench collectives -n 2 --collective allreduce --sizes 8:64M --plot race.png
+chorus bench collectives -n 2 --collective all --sizes 8:256M:8 --against gloo
 
 Several launches are better evidence than a long one: write each with --json,
 then join them with --merge a.json b.json.
@@ -27,9 +28,9 @@ from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements, even_form
 from collectives.benchmark.measure import RaceOptions, enter, measure
 from collectives.benchmark.reports import read_report, write
-from collectives.benchmark.result_rows import KEY, Report, Row, checked_report, make_report, merge
+from collectives.benchmark.result_rows import KEY, Report, Row, checked_report, make_report, make_row, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
-from collectives.benchmark.timing import MODES
+from collectives.benchmark.timing import MODES, Contestant, race
 from collectives.cli import launcher
 from collectives.cli.arguments import expect_writable, names_of, picture_file, words
 from collectives.selection.timing_table import NATIVE
@@ -158,7 +159,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--algorithm", type=words, default="auto", metavar="NAME,...", help="auto, names, or all (default auto)")
     add("--segments", type=launcher.at_least(1, int, 1 << 16), metavar="K", help="pipeline each message in K segments")
     add("--sizes", type=parse_sizes, default="8:64M", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:64M)")
-    add("--against", choices=("native", "none"), default="native", help="collective to race (default native)")
+    add("--against", choices=("native", "none", "gloo"), default="native", help="what to race (default native)")
     dtypes, memories = names_of("dtype", DTYPES), names_of("memory", MEMORIES)
     add("--dtype", type=dtypes, default="float32", metavar="NAME,...", help=", ".join(DTYPES))
     add("--memory", type=memories, default="plain", metavar="KIND,...", help=f"of {', '.join(MEMORIES)}")
@@ -184,6 +185,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.algorithms = {collective: resolve(collective, args.algorithm) for collective in args.collective}
     except ValueError as error:
         parser.error(f"argument --algorithm: {error}")
+    chosen = [*args.algorithms.values(), *args.dtype, *args.memory, *args.modes, args.in_place, args.segments]
+    usual = [*[["auto"]] * len(args.algorithms), "float32", "plain", MODES[0], False, None]
+    if args.against == "gloo" and chosen != usual:
+        parser.error("argument --against: gloo races blocking calls of torch.distributed on float32, without options")
     try:
         args.merge = args.merge and merge([read_report(path, REPORT, checked_report) for path in args.merge])
     except ValueError as error:
@@ -245,6 +250,26 @@ def bench(args: argparse.Namespace) -> Report:
     return report
 
 
+def bench_torch(args: argparse.Namespace) -> Report:
+    """Race calls of torch.distributed over our backend and over gloo; print and return rows, gloo's as native."""
+    from collectives.torch import race_cases
+
+    plain = MPI.COMM_WORLD
+    report = make_report(plain.Get_size(), [], against="gloo")
+    launcher.say("\n".join([*result_table.preamble(report), "# through torch.distributed; native is gloo"]))
+    style, groups = result_table.TableStyle(args.full), race_cases.groups()
+    limits = {name: getattr(args, name) for name in ("iterations", "warmup", "seconds")}
+    for collective, size in product([name for name in args.collective if name in race_cases.CASES], args.sizes):
+        if collective == "barrier" and size != args.sizes[0]:
+            continue
+        buffers = [race_cases.RaceBuffers(group, collective, size) for group in groups]
+        ours, gloo = race(plain, [Contestant("", each, each.call) for each in buffers], **limits)
+        row = make_row(collective, "auto", plain.Get_size(), buffers[0].nbytes, ours, gloo, mode="blocking")
+        launcher.say("\n".join(style.lines([row])))
+        report["rows"].append(row)
+    return report
+
+
 def show_overlap(args: argparse.Namespace) -> None:
     """Print how much of each collective's time is hidden beside other work."""
     plain = MPI.COMM_WORLD
@@ -269,7 +294,7 @@ def main() -> int:
     if args.beside is not None:
         show_overlap(args)
         return 0
-    report = show_merged(args) if args.merge else bench(args)
+    report = show_merged(args) if args.merge else (bench_torch if args.against == "gloo" else bench)(args)
     verdict = judge(report["rows"])
     report["verdict"] = verdict._asdict()
     if MPI.COMM_WORLD.Get_rank() == 0:
