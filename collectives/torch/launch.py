@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ def make_group(options: Any, pg_options: Mapping[str, Any] | None) -> ProcessGro
     store.set(f"mpi/{rank}", str(world.Get_rank()))
     keys = [f"mpi/{each}" for each in range(size)]
     store.wait(keys, options.timeout)
-    ranks = [int(value) for value in store.multi_get(keys)]
+    ranks = [json.loads(value) for value in store.multi_get(keys)]
     group = world.Get_group()
     chosen = group.Incl(ranks)
     comm = Communicator(world.Create_group(chosen))
@@ -66,7 +67,9 @@ def rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     if store is None:
         store = dist.TCPStore(host, port, size, False)
     values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    os.environ.update({name: str(value) for name, value in (values | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()})
+    os.environ.update(
+        {name: str(value) for name, value in (values | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()}
+    )
     yield store, rank, size
 
 

@@ -172,7 +172,7 @@ def _barrier(on: Collectives, options: Any) -> None:
     on.run("Barrier")
 
 
-class Operation(NamedTuple):
+class GroupOperation(NamedTuple):
     """One collective of process groups."""
 
     names: str
@@ -188,22 +188,24 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = (
-    Operation("allreduce allreduce_coalesced", c10d.AllreduceOptions, "reduceOp timeout", (1,), _allreduce),
-    Operation("broadcast", c10d.BroadcastOptions, "rootRank timeout", (1,), _broadcast),
-    Operation("reduce", c10d.ReduceOptions, "rootRank reduceOp timeout", (1,), _reduce),
-    Operation("allgather allgather_coalesced", c10d.AllgatherOptions, "timeout", (2, 1), _allgather),
-    Operation(
+    GroupOperation("allreduce allreduce_coalesced", c10d.AllreduceOptions, "reduceOp timeout", (1,), _allreduce),
+    GroupOperation("broadcast", c10d.BroadcastOptions, "rootRank timeout", (1,), _broadcast),
+    GroupOperation("reduce", c10d.ReduceOptions, "rootRank reduceOp timeout", (1,), _reduce),
+    GroupOperation("allgather allgather_coalesced", c10d.AllgatherOptions, "timeout", (2, 1), _allgather),
+    GroupOperation(
         "all_gather_single all_gather_single_coalesced _allgather_base allgather_into_tensor_coalesced",
         *(c10d.AllgatherOptions, "timeout", (1, 1), _all_gather_single),
     ),
-    Operation("gather", c10d.GatherOptions, "rootRank timeout", (2, 1), _gather),
-    Operation("scatter", c10d.ScatterOptions, "rootRank timeout", (1, 2), _scatter),
-    Operation("reduce_scatter", c10d.ReduceScatterOptions, "reduceOp timeout", (1, 2), _reduce_scatter),
-    Operation(
+    GroupOperation("gather", c10d.GatherOptions, "rootRank timeout", (2, 1), _gather),
+    GroupOperation("scatter", c10d.ScatterOptions, "rootRank timeout", (1, 2), _scatter),
+    GroupOperation("reduce_scatter", c10d.ReduceScatterOptions, "reduceOp timeout", (1, 2), _reduce_scatter),
+    GroupOperation(
         "reduce_scatter_single reduce_scatter_single_coalesced _reduce_scatter_base reduce_scatter_tensor_coalesced",
         *(c10d.ReduceScatterOptions, "reduceOp timeout", (1, 1), _reduce_scatter_single),
     ),
-    Operation("alltoall", c10d.AllToAllOptions, "timeout", (1, 1), _all_to_all),
-    Operation("all_to_all_single alltoall_base", c10d.AllToAllOptions, "timeout", (0, 0, 0, 0), _all_to_all_single),
-    Operation("barrier", c10d.BarrierOptions, "timeout", (), _barrier),
+    GroupOperation("alltoall", c10d.AllToAllOptions, "timeout", (1, 1), _all_to_all),
+    GroupOperation(
+        "all_to_all_single alltoall_base", c10d.AllToAllOptions, "timeout", (0, 0, 0, 0), _all_to_all_single
+    ),
+    GroupOperation("barrier", c10d.BarrierOptions, "timeout", (), _barrier),
 )

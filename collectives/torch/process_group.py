@@ -17,7 +17,7 @@ from collectives.errors import Mismatch, Timeout
 from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import algorithms
 from collectives.torch.messages import Messages
-from collectives.torch.operations import OPERATIONS, Collectives, Operation
+from collectives.torch.operations import OPERATIONS, Collectives, GroupOperation
 from collectives.torch.work import DONE, CompleteWork, OverlappedWork, SeveralWork, Worker
 
 LONGEST_CLOSE = 5.0
@@ -36,7 +36,9 @@ def algorithms_of(options: Mapping[str, str]) -> dict[str, str]:
             expected = sorted({"overlap", *collective_of.values()})
             raise ValueError(f"pg_options: expected some of {', '.join(expected)}, found {collective!r}")
         if algorithm not in ("auto", *(known := algorithms(collective))):
-            raise ValueError(f"pg_options: {collective} has no algorithm {algorithm!r}; known: auto, {', '.join(known)}")
+            raise ValueError(
+                f"pg_options: {collective} has no algorithm {algorithm!r}; known: auto, {', '.join(known)}"
+            )
         chosen |= {method: algorithm for method, name in collective_of.items() if name == collective}
     return chosen
 
@@ -82,7 +84,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
         self._names = {"name": "", "description": ""}
 
-    def _call(self, operation: Operation, *arguments: Any, **keywords: Any) -> dist.Work:
+    def _call(self, operation: GroupOperation, *arguments: Any, **keywords: Any) -> dist.Work:
         """Run a collective, or submit it to the thread."""
         *given, options = call = _normalized(operation, arguments, keywords)
         seconds = options.timeout.total_seconds()  # negative if not set
@@ -203,7 +205,7 @@ def _results(given: Sequence[Any]) -> list[torch.Tensor]:
     return [first] if isinstance(first, torch.Tensor) else first
 
 
-def _normalized(operation: Operation, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+def _normalized(operation: GroupOperation, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
     """Tensors and options of a call in any of its forms: PyTorch's options last, or single ones in their place."""
     count = len(operation.nesting)
     if len(arguments) == count + 1 and hasattr(arguments[-1], "timeout") and not keywords:
@@ -229,7 +231,7 @@ def _nested(value: Any, depth: int) -> Any:
     return value
 
 
-def _method(operation: Operation, name: str) -> Callable[..., dist.Work]:
+def _method(operation: GroupOperation, name: str) -> Callable[..., dist.Work]:
     def call(self: ProcessGroup, *arguments: Any, **keywords: Any) -> dist.Work:
         return self._call(operation, *arguments, **keywords)
 

@@ -34,9 +34,7 @@ CASES: dict[str, _Case] = {
     "reduce": _Case(lambda b: dist.reduce(b.whole, ROOT, group=b.group), "whole", "whole", "sum", True),
     "scatter": _Case(lambda b: dist.scatter(b.block, _lists(b), ROOT, b.group), "whole", "block", "root"),
     "gather": _Case(lambda b: dist.gather(b.block, _lists(b), ROOT, b.group), "block", "whole", "each", True),
-    "allgather": _Case(
-        lambda b: b.group.all_gather_single(b.whole, b.block).wait(), "block", "whole", "each"
-    ),
+    "allgather": _Case(lambda b: b.group.all_gather_single(b.whole, b.block).wait(), "block", "whole", "each"),
     "reduce_scatter": _Case(
         lambda b: b.group.reduce_scatter_single(b.block, b.whole, dist.ReduceScatterOptions()).wait(),
         *("whole", "block", "sum"),

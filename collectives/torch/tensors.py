@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 VIEWS = {
-    getattr(torch, name): (torch.uint8 if name.startswith("float8") else torch.int16, np.dtype(getattr(ml_dtypes, name)))
+    getattr(torch, name): (
+        torch.uint8 if name.startswith("float8") else torch.int16,
+        np.dtype(getattr(ml_dtypes, name)),
+    )
     for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name) and hasattr(ml_dtypes, name)
 }

@@ -91,11 +91,10 @@ def case_class() -> type[Any]:
                 tests.Barrier.init()
             self.file_name = world.bcast(os.path.join(os.environ["TEMP_DIR"], self._testMethodName))
             tests.Barrier.barrier_id = 0
-            seconds = tests.CUSTOM_PG_TIMEOUT.get(self._testMethodName, LIMIT)
+            limit = timedelta(seconds=tests.CUSTOM_PG_TIMEOUT.get(self._testMethodName, LIMIT))
             store = dist.FileStore(self.file_name, size)
-            dist.init_process_group(
-                backend=os.environ["BACKEND"], store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=seconds)
-            )
+            backend = os.environ["BACKEND"]
+            dist.init_process_group(backend=backend, store=store, rank=self.rank, world_size=size, timeout=limit)
 
         def tearDown(self) -> None:
             if dist.is_initialized():

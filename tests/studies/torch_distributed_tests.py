@@ -5,8 +5,9 @@
 
 The tests are those of torch.testing._internal.distributed.distributed_test, in the installed PyTorch; they need the
 package expecttest. They see the backend under the name "gloo", so that all of them run that run over gloo; those that
-are skipped then run once more under the name "mpi". Tests that fail run over gloo, too: those that fail there do not
-count. The last lines are the reasons of those that are skipped, and a table of the outcomes by number of ranks. Ends with status 1 if a test fails that passes over gloo.
+run only over MPI do so once more under the name "mpi". Tests that fail run over gloo, too: those that fail there do not
+count. The last lines are the reasons of those that are skipped, and a table of the outcomes by number of ranks. Ends
+with status 1 if a test fails that passes over gloo.
 """
 
 import sys

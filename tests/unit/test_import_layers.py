@@ -50,6 +50,7 @@ LAYERS = [
     "collectives.communicator",
     "collectives",
     "collectives.compressed",
+    "collectives.torch",
     "parallel.nn",
     "parallel.nn.transforms",
     "parallel.runtime",

@@ -12,7 +12,8 @@ from torch.distributed import ReduceOp  # noqa: E402
 import collectives.torch  # noqa: E402
 from collectives.torch.operations import OPERATIONS  # noqa: E402
 
-DTYPES = "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 bool complex64 complex128".split()
+INTEGERS = ["int8", "uint8", "int16", "int32", "int64", "bool"]
+DTYPES = ["float32", "float64", "float16", "bfloat16", *INTEGERS, "complex64", "complex128"]
 LIMIT = timedelta(seconds=30)
 
 
@@ -323,7 +324,7 @@ def test_messages_that_do_not_come(group):
         pytest.skip("no other rank")
     group.set_timeout(timedelta(seconds=0.2))
     if group.rank() == 1:
-        with pytest.raises(dist.DistBackendError, match="waited 0.2 s for a message from rank 0"):
+        with pytest.raises(dist.DistBackendError, match=r"waited 0\.2 s for a message from rank 0"):
             group.recv([torch.ones(1)], 0, 99).wait()
     group.set_timeout(LIMIT)
     dist.barrier()

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'chorus-mpi[torch]'")
 import torch.distributed as dist  # noqa: E402
 
-import collectives.torch  # noqa: E402
 from collectives.torch.process_group import algorithms_of  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
@@ -47,6 +46,7 @@ def test_start_by_pytorch(world, method, monkeypatch):
     dist.broadcast(mine, 0)
     assert mine.item() == 0
     dist.destroy_process_group()
+
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint")
 def test_page(world, folder, monkeypatch):

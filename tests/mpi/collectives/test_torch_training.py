@@ -1,6 +1,5 @@
 """Training by PyTorch over the backend: gradients of every kind of parallelism equal those of one process."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,9 @@ def test_int8_hook_feeds_errors_back(group):
     assert (total / steps - exact).abs().max() < 2e-3 * exact.abs().max()
 
 
-@pytest.mark.parametrize("kind, hook", [(Int8State, int8_hook), (PowerSGDState, powersgd_hook)], ids=["int8", "powersgd"])
+@pytest.mark.parametrize(
+    "kind, hook", [(Int8State, int8_hook), (PowerSGDState, powersgd_hook)], ids=["int8", "powersgd"]
+)
 def test_hooks_train_and_resume(group, kind, hook):
     model, again = (DistributedDataParallel(made(), bucket_cap_mb=1e-3) for _ in range(2))
     state, restored = kind(model), kind(again)
