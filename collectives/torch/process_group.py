@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -92,6 +93,8 @@ class ProcessGroup(dist.ProcessGroup):
         is_async = getattr(options, "asyncOp", True)
         run = partial(self._guard, (operation.names, self._next_turn()), operation.run)
         if self._worker is not None and self._second is not None and is_async:
+            if threading.current_thread() is self._worker:
+                raise RuntimeError("overlap: a callback of a call makes another one, in no order that ranks share")
             later = partial(run, Collectives(self._second, *settings), *call)
             return self._noted(self._worker.submit(OverlappedWork(_results(given), later)))
         run(Collectives(self._comm, *settings), *call)

@@ -10,16 +10,21 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import collectives.torch  # noqa: E402
-from collectives.torch import Int8State, PowerSGDState, int8_hook, powersgd_hook  # noqa: E402
+from collectives.torch import Int8State, int8_hook  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier")
 
 
-@pytest.fixture(scope="module", params=["inline", "overlap"])
-def group(request):
-    collectives.torch.init(timeout=60, overlap=request.param == "overlap")
+@pytest.fixture(scope="module", params=[False, True], ids=["inline", "overlap"])
+def overlaps(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def group(overlaps):
+    collectives.torch.init(timeout=60, overlap=overlaps)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -108,44 +113,37 @@ def test_int8_hook_feeds_errors_back(group):
     assert (total / steps - exact).abs().max() < 2e-3 * exact.abs().max()
 
 
-@pytest.mark.parametrize(
-    "kind, hook", [(Int8State, int8_hook), (PowerSGDState, powersgd_hook)], ids=["int8", "powersgd"]
-)
-def test_hooks_train_and_resume(group, kind, hook):
+def test_int8_hook_trains_and_resumes(group):
     model, again = (DistributedDataParallel(made(), bucket_cap_mb=1e-3) for _ in range(2))
-    state, restored = kind(model), kind(again)
-    model.register_comm_hook(state, hook)
+    state, restored = Int8State(model), Int8State(again)
+    model.register_comm_hook(state, int8_hook)
     losses = trained(group, model, 25)
     assert losses[-1] < 0.3 * losses[0]
     again.load_state_dict(model.state_dict())
-    again.register_comm_hook(restored, hook)
+    again.register_comm_hook(restored, int8_hook)
     restored.load_state_dict(state.state_dict())
     assert restored.lost.keys() == state.lost.keys() and len(state.lost) > 1
     torch.testing.assert_close(trained(group, again, 2), trained(group, model, 2), rtol=1e-3, atol=1e-4)
 
 
-def test_hooks_of_other_backends(group):
+def test_int8_hook_over_other_backends(group):
     model = DistributedDataParallel(made())
-    with pytest.raises(ValueError, match="at least 1"):
-        PowerSGDState(model, rank=0)
     model.process_group = None
     with pytest.raises(TypeError, match="backend chorus"):
         Int8State(model)
 
 
-def test_powersgd_of_full_rank_is_exact(group):
-    """The rank of the gradient is that of the approximation."""
-    model = DistributedDataParallel(nn.Linear(40, 30, bias=False))
-    state = PowerSGDState(model, rank=2, start=1)
-    model.register_comm_hook(state, powersgd_hook)
-    torch.manual_seed(6)
-    x = torch.randn(2, 40)
-    for step in range(3):
-        model.zero_grad()
-        (model(x) * torch.arange(60.0).view(2, 30)).sum().backward()
-        exact = torch.arange(60.0).view(2, 30).t() @ x
-        torch.testing.assert_close(model.module.weight.grad, exact, rtol=1e-4, atol=1e-3)
-        assert (0 in state.factors) == (step >= 1)
+def test_powersgd_of_pytorch(group, overlaps):
+    """A hook whose callbacks make further calls: with a thread their order would differ between ranks."""
+    if overlaps:
+        pytest.skip("a thread overlaps calls")
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = DistributedDataParallel(made())
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    losses = trained(group, model, 25)
+    assert losses[-1] < 0.3 * losses[0] and state.error_dict
 
 
 def test_fully_shard(group):
