@@ -262,9 +262,9 @@ def bench_torch(args: argparse.Namespace) -> Report:
     for collective, size in product([name for name in args.collective if name in race_cases.CASES], args.sizes):
         if collective == "barrier" and size != args.sizes[0]:
             continue
-        buffers = [race_cases.RaceBuffers(group, collective, size) for group in groups]
+        buffers: list[Any] = [race_cases.RaceBuffers(group, collective, size) for group in groups]
         ours, gloo = race(plain, [Contestant("", each, each.call) for each in buffers], **limits)
-        row = make_row(collective, "auto", plain.Get_size(), buffers[0].nbytes, ours, gloo, mode="blocking")
+        row = make_row(collective, "auto", plain.Get_size(), buffers[0].whole.nbytes, ours, gloo, mode="blocking")
         launcher.say("\n".join(style.lines([row])))
         report["rows"].append(row)
     return report

@@ -62,7 +62,8 @@ class Messages:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._rank, self._size = comm, comm.Get_rank(), comm.Get_size()
-        self._barrier_tag, self._barriers = comm.Get_attr(MPI.TAG_UB), 0
+        self._barrier_tag: int = comm.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+        self._barriers = 0
         self._active: list[MessageWork] = []
         """Messages under way: the program may have dropped their handles."""
 

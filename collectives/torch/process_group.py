@@ -204,7 +204,7 @@ class ProcessGroup(dist.ProcessGroup):
 
 def _results(given: Sequence[Any]) -> list[torch.Tensor]:
     """Tensors, or lists of them, that receive the results of a call: its first argument."""
-    first = given[0] if given else ()
+    first: Any = given[0] if given else []
     return [first] if isinstance(first, torch.Tensor) else first
 
 

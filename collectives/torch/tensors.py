@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-VIEWS = {
+VIEWS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
     getattr(torch, name): (
         torch.uint8 if name.startswith("float8") else torch.int16,
         np.dtype(getattr(ml_dtypes, name)),
@@ -36,9 +36,9 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     [1.0, 0.0]
     """
     tensor = tensor.detach()
-    if (view := VIEWS.get(tensor.dtype)) is not None:
-        return tensor.view(-1).view(view[0]).numpy().view(view[1])
-    return tensor.numpy()
+    shared, dtype = VIEWS.get(tensor.dtype, (None, None))
+    array: np.ndarray[Any, Any] = (tensor if shared is None else tensor.view(-1).view(shared)).numpy()
+    return array if dtype is None else array.view(dtype)
 
 
 class Block:

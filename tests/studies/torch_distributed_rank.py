@@ -40,9 +40,9 @@ def substitute(name: str) -> None:
         return call
 
     for module in (dist, distributed_c10d):
-        module.init_process_group = renaming(plain_init)  # type: ignore[attr-defined]
-        module.new_group = renaming(distributed_c10d.new_group)  # type: ignore[attr-defined]
-        module.get_backend = lambda group=None: {"chorus": name}.get(named(group), named(group))  # type: ignore
+        module.init_process_group = renaming(plain_init)
+        module.new_group = renaming(distributed_c10d.new_group)
+        module.get_backend = lambda group=None: {"chorus": name}.get(named(group), named(group))
 
 
 def untraced() -> None:
@@ -77,7 +77,7 @@ def case_class() -> type[Any]:
     from torch.testing._internal.common_utils import TestCase
     from torch.testing._internal.distributed import distributed_test as tests
 
-    class OnRanks(TestCase, tests.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+    class OnRanks(TestCase, tests.DistributedTest._DistTestBase):
         """The tests, in processes that mpiexec has started."""
 
         world_size = str(MPI.COMM_WORLD.Get_size())
