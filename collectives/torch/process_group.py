@@ -74,16 +74,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, comm: Communicator, timeout: float, options: Mapping[str, Any]) -> None:
         self._comm, self._rank, self._size = comm, comm.Get_rank(), comm.Get_size()
-        self._second = comm.Dup() if options.get("overlap", False) else None
-        """Communicator of calls in the thread, which otherwise run on the first."""
         super().__init__(self._rank, self._size)
         self._timeout, self._store = timeout, store
         self._algorithms = algorithms_of({key: value for key, value in options.items() if key != "overlap"})
         self._messages = Messages(comm)
-        self._worker = None if self._second is None else Worker()
+        self._worker = Worker(comm.Dup()) if options.get("overlap", False) else None
         self._turn, self._has_failed = 0, False
         self._coalesced: list[dist.Work] | None = None
-        self._names = {"name": "", "description": ""}
+        self._name = ""
 
     def _call(self, operation: GroupOperation, *arguments: Any, **keywords: Any) -> dist.Work:
         """Run a collective, or submit it to the thread."""
@@ -92,10 +90,10 @@ class ProcessGroup(dist.ProcessGroup):
         settings = self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
         is_async = getattr(options, "asyncOp", True)
         run = partial(self._guard, (operation.names, self._next_turn()), operation.run)
-        if self._worker is not None and self._second is not None and is_async:
+        if self._worker is not None and is_async:
             if threading.current_thread() is self._worker:
                 raise RuntimeError("overlap: a callback of a call makes another one, in no order that ranks share")
-            later = partial(run, Collectives(self._second, *settings), *call)
+            later = partial(run, Collectives(self._worker.comm, *settings), *call)
             return self._noted(self._worker.submit(OverlappedWork(_results(given), later)))
         run(Collectives(self._comm, *settings), *call)
         return self._noted(CompleteWork(_results(given))) if is_async else DONE
@@ -167,16 +165,10 @@ class ProcessGroup(dist.ProcessGroup):
     _get_backend_name = getBackendName
 
     def setGroupName(self, name: str) -> None:
-        self._names["name"] = name
+        self._name = name
 
     def getGroupName(self) -> str:
-        return self._names["name"]
-
-    def setGroupDesc(self, description: str) -> None:
-        self._names["description"] = description
-
-    def getGroupDesc(self) -> str:
-        return self._names["description"]
+        return self._name
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls that have none of their own."""
@@ -189,15 +181,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Release the communicators. Collective, unless a call has failed: then other ranks may be gone."""
-        if self._worker is not None and not self._worker.close(LONGEST_CLOSE):
-            self._has_failed, self._second = True, None  # the thread still uses it
-        for comm in filter(None, (self._comm, self._second)):
+        comms = [self._comm]
+        if self._worker is not None and self._worker.close(LONGEST_CLOSE):  # else the thread still uses its own
+            comms.append(self._worker.comm)
+        for comm in comms:
             try:
                 (comm.close if self._has_failed else comm.Free)()
             except Mismatch as error:
                 if not self._has_failed:  # else messages of the failed call may well be unread
                     warnings.warn(f"end of process group {self.group_name}: {error}", stacklevel=2)
-        self._worker = self._second = None
+        self._worker = None
 
     abort = shutdown
 

@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import Work
 
+from collectives.communicator import Communicator
 from collectives.errors import Timeout
 
 NO_TIMEOUT = timedelta(0)
@@ -94,10 +95,11 @@ class OverlappedWork(CompleteWork):
 
 
 class Worker(threading.Thread):
-    """Thread that runs collectives in the order in which they are submitted."""
+    """Thread that runs collectives on a communicator of its own, in the order in which they are submitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Communicator) -> None:
         super().__init__(name="chorus torch overlap", daemon=True)
+        self.comm = comm
         self._queue: SimpleQueue[OverlappedWork | None] = SimpleQueue()
         self.start()
 
