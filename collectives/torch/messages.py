@@ -86,10 +86,15 @@ class Messages:
         def wait(work: MessageWork, seconds: float) -> None:
             with limited(seconds if seconds > 0 else timeout, self._rank, request, block):
                 progress_until(work.is_completed, awaited)
+            self._forget_completed()
 
         work = MessageWork(request, block, sends, lambda *arguments: guard(wait, *arguments))
-        self._active = [*(each for each in self._active if not each.is_completed()), work]
+        self._forget_completed()
+        self._active.append(work)
         return work
+
+    def _forget_completed(self) -> None:
+        self._active = [each for each in self._active if not each.is_completed()]
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
         """Barrier in which rank 0 waits for every rank, answers all, and names missing ones, in gloo's words."""
