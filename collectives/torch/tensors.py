@@ -41,8 +41,24 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return array if dtype is None else array.view(dtype)
 
 
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Dense tensor on the memory of one, or of several that follow one another as parts of one; None for others."""
+    first = tensors[0].detach()
+    start = end = first.data_ptr()
+    for tensor in tensors:
+        if not is_dense(tensor) or tensor.data_ptr() != end or tensor.dtype != first.dtype:
+            return None
+        end += tensor.nbytes
+    if len(tensors) == 1:
+        return first
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return None
+    return first.as_strided(((end - start) // first.itemsize,), (1,))
+
+
 class Block:
-    """Tensors of one type, in order, as one array: on the memory of a single dense one, else on that of a copy.
+    """Tensors of one type, in order, as one array, on their own memory if they are `joined`, else on that of a copy.
 
     Attributes
     ----------
@@ -54,17 +70,16 @@ class Block:
     def __init__(self, tensors: Sequence[torch.Tensor], load: bool = True) -> None:
         """Without `load` the elements of a copy are undefined until they are received."""
         self._tensors: Sequence[torch.Tensor] = ()
-        if len(tensors) == 1 and is_dense(tensors[0]):
-            self.tensor = tensors[0].detach()
-        else:
+        whole = joined(tensors)
+        if whole is None:
             self._tensors = [tensor.detach() for tensor in tensors]
             if len({tensor.dtype for tensor in tensors}) > 1:
                 raise TypeError(f"expected tensors of one dtype, found {[tensor.dtype for tensor in tensors]}")
             if load:
-                self.tensor = torch.cat([tensor.reshape(-1) for tensor in self._tensors]).resolve_conj().resolve_neg()
+                whole = torch.cat([tensor.reshape(-1) for tensor in self._tensors]).resolve_conj().resolve_neg()
             else:
-                self.tensor = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)
-        self.array = array_of(self.tensor)
+                whole = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)
+        self.tensor, self.array = whole, array_of(whole)
 
     def beside(self, received: Block) -> np.ndarray[Any, Any]:
         """The array to send, a copy if `received` has some of its memory, which a collective would overwrite."""

@@ -11,6 +11,7 @@ from torch.distributed import ReduceOp  # noqa: E402
 
 import collectives.torch  # noqa: E402
 from collectives.torch.operations import OPERATIONS  # noqa: E402
+from collectives.torch.tensors import Block  # noqa: E402
 
 INTEGERS = ["int8", "uint8", "int16", "int32", "int64", "bool"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", *INTEGERS, "complex64", "complex128"]
@@ -144,6 +145,20 @@ def test_blocks_of_unequal_length(group):
     assert output[:, 0].tolist() == [float(each) for each in range(size) for _ in range(each + rank)]
     with pytest.raises(ValueError, match="split sizes"):
         group.alltoall_base(output, given, [1] * (size + 1), [], timedelta(seconds=9)).wait()
+
+
+def test_tensors_that_follow_one_another_are_not_copied():
+    whole = torch.arange(12.0)
+    for parts in (whole.split(4), whole.view(3, 4), [whole[2:]], [whole[1:3], whole[3:4]]):
+        block = Block(list(parts))
+        assert block.tensor.data_ptr() == parts[0].data_ptr()
+        assert block.tensor.flatten().tolist() == [value for part in parts for value in part.tolist()]
+    for parts in ([whole[4:8], whole[:4]], [whole[::2]], [whole[:2], whole[3:4]], [whole[:2], torch.ones(3)]):
+        block = Block(parts)
+        block.tensor.mul_(2)
+        block.store()
+        assert block.tensor.data_ptr() != parts[0].data_ptr()
+        assert block.tensor.tolist() == [value for part in parts for value in part.tolist()]
 
 
 def test_results_over_operands(group):
