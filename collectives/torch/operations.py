@@ -41,12 +41,13 @@ def _sizes(tensors: Tensors) -> list[int]:
 
 
 def _allreduce(on: Collectives, tensors: Tensors, options: Any) -> None:
-    reduction = reduction_of(options.reduceOp)
+    reduction, dense = reduction_of(options.reduceOp), []
     for tensor in tensors:
         if tensor.is_sparse:
             sum_sparse(tensor, partial(_gather_any, on))
             reduction.finish(tensor, on.size)
-    dense = [tensor for tensor in tensors if not tensor.is_sparse]
+        else:
+            dense.append(tensor)
     if dense:
         block = Block(dense)
         reduction.operand(block.tensor, in_place=True)

@@ -45,14 +45,17 @@ class Reduction(NamedTuple):
 
 
 PLAIN = {op: Reduction(mpi_op, None, op == ReduceOp.AVG) for op, mpi_op in OPERATIONS.items()}
+del PLAIN[ReduceOp.PREMUL_SUM]  # each has a factor of its own
 
 
 def reduction_of(op: Any) -> Reduction:
     """Reduction for a ReduceOp; TypeError if there is none."""
     kind = op.op
-    if kind not in PLAIN:
+    if (plain := PLAIN.get(kind)) is not None:
+        return plain
+    if kind != ReduceOp.PREMUL_SUM:
         raise TypeError(f"op: expected one of {[each.name for each in OPERATIONS]}, found {kind}")
-    return Reduction(MPI.SUM, op.factor) if kind == ReduceOp.PREMUL_SUM else PLAIN[kind]
+    return Reduction(MPI.SUM, op.factor)
 
 
 def sum_sparse(tensor: torch.Tensor, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:

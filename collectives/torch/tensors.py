@@ -28,14 +28,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Array of any shape on the memory of a dense CPU tensor; TypeError for other devices.
+    """Array of any shape on the memory of a dense CPU tensor without gradient; TypeError for other devices.
 
     >>> tensor = torch.zeros(2, dtype=torch.bfloat16)
     >>> array_of(tensor)[0] = 1
     >>> tensor.tolist()
     [1.0, 0.0]
     """
-    tensor = tensor.detach()
     shared, dtype = VIEWS.get(tensor.dtype, (None, None))
     array: np.ndarray[Any, Any] = (tensor if shared is None else tensor.view(-1).view(shared)).numpy()
     return array if dtype is None else array.view(dtype)
