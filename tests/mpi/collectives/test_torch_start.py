@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'chorus-mpi[torch]'")
 import torch.distributed as dist  # noqa: E402
 
+from collectives.torch import init, race_cases  # noqa: E402
 from collectives.torch.process_group import algorithms_of  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
@@ -54,3 +55,49 @@ def test_page(world, folder, monkeypatch):
     monkeypatch.chdir(folder)
     source = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
     exec(compile(source, PAGE, "exec"), {"__name__": "page"})
+
+
+SMALL = [
+    "--against",
+    "gloo",
+    "--collective",
+    "all",
+    "--sizes",
+    "0,20",
+    "--iterations",
+    "5",
+    "--warmup",
+    "2",
+    "--seconds",
+    "0",
+]
+
+
+def test_race_against_gloo(world, capsys):
+    from collectives.cli import bench
+
+    try:
+        report = bench.bench_torch(bench.parse(SMALL))
+    finally:
+        dist.destroy_process_group()
+    rows = report["rows"]
+    assert {row["collective"] for row in rows} == {*race_cases.CASES} and len(rows) == 2 * len(race_cases.CASES) - 1
+    assert not any(row["wrong"] or row["native_wrong"] for row in rows)
+    assert all(row["native_us"] > 0 for row in rows)
+    for wrong in ("--algorithm ring", "--in-place", "--dtype int32"):
+        with pytest.raises(SystemExit):
+            bench.parse([*SMALL, *wrong.split()])
+
+
+def test_race_finds_wrong_results(world):
+    init(timeout=20)
+    for name in set(race_cases.CASES) - {"barrier"}:
+        buffers = race_cases.RaceBuffers(dist.group.WORLD, name, 40)
+        buffers.advance()
+        buffers.call()
+        assert buffers.wrong() == 0
+        for tensor in (buffers.whole, buffers.block, buffers.other):
+            tensor += 1
+        on_root = name in ("reduce", "gather")
+        assert (buffers.wrong() > 0) == (not on_root or world.Get_rank() == 0)
+    dist.destroy_process_group()
