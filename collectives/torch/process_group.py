@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from collectives.communicator import Communicator
 from collectives.errors import Mismatch, Timeout
+from collectives.runtime.execution.progress import mpi_is_thread_safe
 from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import algorithms
 from collectives.torch.messages import Messages
@@ -68,17 +69,22 @@ class ProcessGroup(dist.ProcessGroup):
 
     Raises
     ------
+    ValueError
+        If an option is unknown, or the MPI is not for several threads, which `overlap` needs.
     torch.distributed.DistBackendError
         From every method, if a call fails or its time is up; the message names rank, group and call.
     """
 
     def __init__(self, store: dist.Store, comm: Communicator, timeout: float, options: Mapping[str, Any]) -> None:
         self._comm, self._rank, self._size = comm, comm.Get_rank(), comm.Get_size()
+        overlap = options.get("overlap", False)
+        if overlap and not mpi_is_thread_safe():
+            raise ValueError("pg_options: overlap needs an MPI with MPI.THREAD_MULTIPLE")
         super().__init__(self._rank, self._size)
         self._timeout, self._store = timeout, store
         self._algorithms = algorithms_of({key: value for key, value in options.items() if key != "overlap"})
         self._messages = Messages(comm)
-        self._worker = Worker(comm.Dup()) if options.get("overlap", False) else None
+        self._worker = Worker(comm.Dup()) if overlap else None
         self._turn, self._has_failed = 0, False
         self._coalesced: list[dist.Work] | None = None
         self._name = ""
