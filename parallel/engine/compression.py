@@ -10,10 +10,7 @@ from parallel.engine.grad_compression import AUTO, COMPRESSORS, NONE, Compressor
 from parallel.engine.grad_compression.auto_select import choose
 from parallel.engine.settings import Settings
 from parallel.optim.precision import PRECISIONS
-from parallel.sharding.mesh import SHARDS, STAGES, Mesh
-
-NOT_SUMMED = STAGES, SHARDS
-"""Axes whose ranks have different parameters: gradients are summed over all others."""
+from parallel.sharding.mesh import Mesh
 
 
 def resolve_compression(
@@ -25,7 +22,7 @@ def resolve_compression(
     """
     if settings.compress != AUTO:
         return settings, ()
-    rank, groups = comm.Get_rank(), mesh.groups(mesh.without(*NOT_SUMMED).sizes)
+    rank, groups = comm.Get_rank(), mesh.groups(mesh.summed.sizes)
     with comm.Split(next(at for at, ranks in enumerate(groups) if rank in ranks), rank) as replicas:
         chosen, why = comm.bcast(choose(replicas, length // len(groups)))
     return replace(settings, compress=chosen), (f"compress {AUTO}: {why}",)

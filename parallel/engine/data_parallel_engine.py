@@ -9,28 +9,18 @@ from typing import Any
 from collectives import Communicator
 from parallel.data.sampler import Batch
 from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error, type_of
-from parallel.engine.compression import check_compression, compressor_of, resolve_compression
+from parallel.engine.compression import compressor_of, resolve_compression
 from parallel.engine.data_parallel.expert_shards import JoinedGradients, JoinedWeights, RankGroups
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.data_parallel.reducers import Assignment, StepScale
 from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams, check_sequences, sequence_models
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, MicrobatchTurn, batch_without_samples, empty_pass
-from parallel.engine.model_on_mesh import (
-    check_cut,
-    check_overlap,
-    cut_for,
-    expert_division,
-    forecast_axis,
-    mesh_of,
-    place_model,
-    plan_of,
-    with_own_experts,
-)
+from parallel.engine.model_on_mesh import check_on_mesh, divide_model, mesh_of, place_model, plan_of, sequence_models
+from parallel.engine.replica_teams import Teams
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import CheckedBatches, Losses
 from parallel.nn.compose import Sequential
@@ -42,7 +32,7 @@ from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport
 from parallel.runtime.vector_memory import VectorAllocator
 from parallel.sharding.context.models_by_length import LengthModel
-from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.device_mesh import DeviceMesh, MeshPlace
 from parallel.sharding.mesh import EXPERT_REPLICAS
 
 
@@ -101,12 +91,12 @@ class DataParallelEngine(TrainEngine):
         context = RunContext(self._plan, replicas, self._memory, Profiler(settings.trace))
         self._groups = RankGroups.of(self._plan, here.experts)
         parts = self._shards(context)
-        self._teams = Teams.of(self._mesh.mesh.without(TENSOR))
+        self._teams = Teams.of(self._mesh.mesh.alike)
         self._sequences = here.sequences
         self._model = LengthModel(here.model, here.loss)
         self._is_guarded = here.is_guarded
         self._in_flight = 1  # micro-batches of this rank at a time
-        teams = self._mesh.mesh.groups([CONTEXT, TENSOR])
+        teams = self._mesh.mesh.teams
         spans = parts[0].spans
         if self._groups.teams is not None:
             spans = replicas.allgather([span for one in parts for span in one.mine])
@@ -148,15 +138,13 @@ class DataParallelEngine(TrainEngine):
         In `settings`, ``compress="auto"`` must have been replaced by the choice of the ranks.
         """
         layout, states, ledger = settings.layout, len(optimizer.states()), MemoryLedger()
-        mesh = mesh_of(settings, workload.ranks)
-        replicas = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
-        rank, ranks, teams = replicas.index(workload.rank), len(replicas), Teams.of(mesh.without(TENSOR))
-        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
-        experts = expert_division(model, mesh, settings)
-        own = with_own_experts(model, experts, mesh, workload.rank)
-        sequences = sequence_models(own, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
-        plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
-        groups = RankGroups.of(plan, experts)
+        place = MeshPlace(mesh_of(settings, workload.ranks), workload.rank)
+        alike = place.mesh.alike
+        _, rank, ranks, _ = place.axis(*alike.sizes)
+        teams, own = Teams.of(alike), divide_model(model, loss, place, settings)
+        sequences = sequence_models(own.model, own.loss, place, settings)
+        plan = plan_of(own.whole, ranks, rank, settings, compressor_of(settings.compress))
+        groups = RankGroups.of(plan, own.experts)
         ledger.expect_step(groups, layout, states, [()] * ranks)
         for step in workload.steps:
             shares = [tuple(LAYOUTS[layout].share(len(step), team, teams.number)) for team in range(teams.number)]
@@ -363,13 +351,9 @@ class DataParallelEngine(TrainEngine):
 
 def check_settings(settings: Settings, ranks: int, optimizer: type[Optimizer] | None = None) -> None:
     """Raise ValueError if the mesh does not fit so many ranks, or settings do not go with it or with each other."""
-    check_compression(settings, settings.layout)
-    check_overlap(settings, settings.layout)
-    mesh = mesh_of(settings, ranks)
-    check_cut(settings, mesh, optimizer)
-    check_sequences(settings, mesh)
+    check_on_mesh(settings, mesh_of(settings, ranks), settings.layout, optimizer)
 
 
 def workers(settings: Settings, ranks: int) -> int:
     """Number of teams of ranks, each with a copy of the model, that share the samples of a step."""
-    return mesh_of(settings, ranks).without(TENSOR, CONTEXT).size
+    return mesh_of(settings, ranks).samples.size

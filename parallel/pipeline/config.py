@@ -12,10 +12,8 @@ import numpy as np
 from collectives import Communicator
 from collectives.compressed.compression_model import fitted
 from parallel.engine.base import type_of
-from parallel.engine.compression import check_compression
 from parallel.engine.data_parallel.partition_spec import units_of
-from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences
-from parallel.engine.model_on_mesh import check_cut, check_overlap
+from parallel.engine.model_on_mesh import check_on_mesh
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, PassMode, nbytes_of
@@ -29,6 +27,7 @@ from parallel.pipeline.schedule.stage_partition import LayerCost, partition, rep
 from parallel.pipeline.stage_params import AXIS, replicas_of
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.vector_memory import namespace
+from parallel.sharding.axis import REPLICAS
 from parallel.sharding.mesh import Mesh
 from quant.types import Array
 
@@ -128,7 +127,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
         stages = settings.stages or sum(turns or ()) or ranks
         if ranks % stages:
             raise ValueError(f"stages: {ranks} ranks do not divide into pipelines of {stages} stages")
-        return Mesh({AXIS: stages, "dp": ranks // stages})
+        return Mesh({AXIS: stages, REPLICAS.name: ranks // stages})
     mesh = Mesh.parse(settings.mesh)
     replicas_of(mesh, ranks)
     if settings.stages not in (None, mesh.sizes[AXIS]):
@@ -137,8 +136,8 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
 
 
 def workers(settings: Settings, ranks: int) -> int:
-    """Number of replicas of the pipeline, which share the samples of a step; ranks along ``cp`` are of one."""
-    return mesh_of(settings, ranks).without(AXIS, CONTEXT, TENSOR).size
+    """Number of replicas of the pipeline, which share the samples of a step; some ranks may share these."""
+    return mesh_of(settings, ranks).samples.size
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
@@ -165,14 +164,12 @@ def check_batch(settings: Settings, ranks: int) -> None:
 def check(settings: Settings, ranks: int) -> None:
     """Raise ValueError if the settings, but for `batch`, do not fit a pipeline on so many ranks."""
     name = schedule_of(settings)
-    stages = mesh_of(settings, ranks).sizes[AXIS]
+    mesh = mesh_of(settings, ranks)
+    stages = mesh.sizes[AXIS]
     if settings.stage_ranks is not None:
         turns = (1,) * stages if settings.stage_ranks == AUTO else ranks_of(settings.stage_ranks)
         check_ranks(name, stages, turns or ())
-    check_compression(settings, replicas_of(mesh_of(settings, ranks), ranks))
-    check_overlap(settings, replicas_of(mesh_of(settings, ranks), ranks))
-    check_cut(settings, mesh_of(settings, ranks))
-    check_sequences(settings, mesh_of(settings, ranks))
+    check_on_mesh(settings, mesh, mesh.replicas)
     cuts_of(settings.cuts)
     if name == AUTO and (settings.virtual, settings.cuts) != (None, None):
         raise ValueError(f"virtual, cuts: {AUTO} finds them, found {settings.virtual}, {settings.cuts}")

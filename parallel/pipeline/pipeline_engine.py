@@ -9,7 +9,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.data.sampler import Batch, contiguous
 from parallel.engine.base import PassResult, TrainEngine, check, frees_on_error, type_of
-from parallel.engine.compression import check_compression, compressor_of, resolve_compression
+from parallel.engine.compression import compressor_of, resolve_compression
 from parallel.engine.data_parallel.expert_shards import HeldGroup
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel.partition_spec import PartitionSpec as Division
@@ -17,20 +17,10 @@ from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.data_parallel.reducers import Assignment, StepScale
 from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.divided_sequences import CONTEXT, TENSOR, check_sequences, sequence_models
 from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.microbatch_pass import Measure, batch_without_samples
-from parallel.engine.model_on_mesh import (
-    check_cut,
-    check_overlap,
-    cut_for,
-    expert_division,
-    forecast_axis,
-    place_model,
-    plan_of,
-    with_own_experts,
-)
+from parallel.engine.model_on_mesh import check_on_mesh, divide_model, place_model, plan_of, sequence_models
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
@@ -44,12 +34,13 @@ from parallel.pipeline.schedule.pass_pairs import paired
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build, forward_only, truncate
 from parallel.pipeline.schedule.simulator import simulate
 from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer, empty_microbatch
-from parallel.pipeline.stage_params import AXIS, Portion, replicas_of
+from parallel.pipeline.stage_params import AXIS, Portion
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import VectorAllocator
+from parallel.sharding.axes import AXES
 from parallel.sharding.context.models_by_length import LengthModel
-from parallel.sharding.device_mesh import DeviceMesh
-from parallel.sharding.mesh import EXPERT_TENSOR, EXPERTS, Mesh
+from parallel.sharding.device_mesh import DeviceMesh, MeshPlace
+from parallel.sharding.mesh import Mesh
 
 
 class Pipeline(TrainEngine):
@@ -90,10 +81,7 @@ class Pipeline(TrainEngine):
     ) -> None:
         check(comm, settings)
         self.mesh = config.mesh_of(settings, comm.Get_size())
-        check_compression(settings, replicas_of(self.mesh, comm.Get_size()))
-        check_overlap(settings, replicas_of(self.mesh, comm.Get_size()))
-        check_cut(settings, self.mesh, type(optimizer))
-        check_sequences(settings, self.mesh)
+        check_on_mesh(settings, self.mesh, self.mesh.replicas, type(optimizer))
         plan = self._scheduled(self.mesh, settings) if schedule is None else schedule
         units = units_of(model)
         facts = [("schedule", plan.name), ("placement", plan.placement.routes), ("number of units", len(units))]
@@ -106,14 +94,14 @@ class Pipeline(TrainEngine):
         settings, remarks = resolve_compression(settings, comm, self.mesh, FlatParams(model).length)
         plan = paired(plan) if settings.overlap_expert_comm else plan
         self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
-        self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, EXPERTS, EXPERT_TENSOR))
+        self._mesh = DeviceMesh(comm, self.mesh, (*self.mesh.sizes, *AXES))
         self.resources.callback(self._mesh.close)
         self.remarks = (*remarks, *self._mesh.remarks, *unpaired(plan, settings), *self._ownership.remarks)
         here, everyone = place_model(model, loss, self._mesh, settings), comm
         comm = here.replicas
         whole = plan_of(here.whole, comm.Get_size(), comm.Get_rank(), settings, compressor_of(settings.compress))
         self._sequences, self._model = here.sequences, LengthModel(here.model, here.loss)
-        stages, each = self.mesh.without(TENSOR), here.sequences.parts_per_rank
+        stages, each = self.mesh.alike, here.sequences.parts_per_rank
         self._portion = portion = Portion.make(whole, stages, plan, self.cuts, each, here.experts, settings.device)
         self.plan = portion.plan
         simulate(self.plan)
@@ -133,7 +121,7 @@ class Pipeline(TrainEngine):
         self._bound = cache(self._actions)
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
-        teams = sorted(self.mesh.groups([AXIS, CONTEXT, TENSOR]))
+        teams = self.mesh.teams
         super().__init__(context, parts, spans, here.loss, optimizer, settings, teams, here)
         self.ledger = MemoryLedger(context.memory.allocated)
         portion.expect(self.ledger, len(optimizer.states()), [()] * portion.replicas)
@@ -148,16 +136,14 @@ class Pipeline(TrainEngine):
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(mesh, settings)
         plan = paired(plan) if settings.overlap_expert_comm else plan
-        model, loss = cut_for(model, loss, forecast_axis(mesh, workload.rank), mesh, settings)
-        experts = expert_division(model, mesh, settings)
-        own = with_own_experts(model, experts, mesh, workload.rank)
-        sequences = sequence_models(own, loss, forecast_axis(mesh, workload.rank, CONTEXT), settings)
-        shards = next(group for group in mesh.groups(mesh.without(TENSOR).sizes) if workload.rank in group)
-        compress = compressor_of(settings.compress)
-        whole = plan_of(model, len(shards), shards.index(workload.rank), settings, compress)
+        place = MeshPlace(mesh, workload.rank)
+        own, stages = divide_model(model, loss, place, settings), mesh.alike
+        sequences = sequence_models(own.model, own.loss, place, settings)
+        _, rank, ranks, _ = place.axis(*stages.sizes)
+        whole = plan_of(own.whole, ranks, rank, settings, compressor_of(settings.compress))
         cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
-        stages, each = mesh.without(TENSOR), sequences.parts_per_rank
-        portion = Portion.make(whole, stages, plan, cuts, each, experts, settings.device)
+        each = sequences.parts_per_rank
+        portion = Portion.make(whole, stages, plan, cuts, each, own.experts, settings.device)
         portion.expect(ledger, states, [()] * portion.replicas)
         teams, (team, _) = portion.teams, portion.teams.places[portion.replica()]
         for step in workload.steps:

@@ -14,8 +14,8 @@ from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.data_parallel.reducers import Assignment, Turns
-from parallel.engine.divided_sequences import CONTEXT, TENSOR, Teams
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
+from parallel.engine.replica_teams import Teams
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.causal_attention import outlines_on
@@ -27,10 +27,12 @@ from parallel.pipeline.schedule.activation_memory import versions
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, truncate
 from parallel.pipeline.schedule.stage_placement import StagePlace
+from parallel.sharding.axes import AXES
+from parallel.sharding.axis import STAGES
 from parallel.sharding.context.models_by_length import LengthModel
-from parallel.sharding.mesh import EXPERT_TENSOR, EXPERTS, Mesh
+from parallel.sharding.mesh import Mesh
 
-AXIS = "pp"
+AXIS = STAGES.name
 REPLICAS = tuple(name for name, layout in LAYOUTS.items() if layout.across_stages)
 """Axes along which stages have replicas, named after the layout of their gradients, weights and optimizer state."""
 
@@ -76,7 +78,7 @@ class Portion:
     @cached_property
     def teams(self) -> Teams:
         """Pipelines by replica: those of a team share the sequences of the same micro-batches."""
-        return Teams.of(self.mesh.without(AXIS))
+        return Teams.of(self.mesh.summed)
 
     @cached_property
     def _replica_of(self) -> dict[int, int]:
@@ -245,10 +247,10 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
-    mesh.expect(ranks, (AXIS, *REPLICAS, CONTEXT, TENSOR, EXPERTS, EXPERT_TENSOR))
-    others = list(mesh.without(AXIS, CONTEXT, TENSOR).sizes)
+    mesh.expect(ranks, tuple(dict.fromkeys((AXIS, *REPLICAS, *AXES))))
+    others = [name for name in mesh.sizes if name in REPLICAS]
     if AXIS not in mesh.sizes or len(others) > 1:
         raise ValueError(
             f"mesh: expected {AXIS}, and one of {', '.join(REPLICAS)} if stages have replicas; found {mesh}"
         )
-    return others[0] if others else "dp"
+    return mesh.replicas

@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 from collectives import Communicator
-from parallel.sharding.mesh import AXES, EXPERT_REPLICAS, EXPERT_TENSOR, EXPERTS, Mesh
+from parallel.sharding.axes import AXES
+from parallel.sharding.mesh import OF_EXPERTS, Mesh
 
 
 class MeshAxis(NamedTuple):
@@ -30,24 +31,45 @@ class MeshAxis(NamedTuple):
     comm: Any
 
 
-class DeviceMesh:
+class MeshPlace:
+    """Place of a rank on a mesh, without communicators, to divide a model that does not run.
+
+    `coordinates` are the rank's positions by axis.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int):
+        self.mesh, self.rank = mesh, rank
+        self.coordinates = mesh.coordinates(rank)
+
+    def axis(self, *names: str) -> MeshAxis:
+        """Ranks that differ from this one only on these axes, in ascending order; one rank for axes that it lacks."""
+        key = tuple(name for name in (*self.mesh.sizes, *OF_EXPERTS) if name in names)
+        groups = self.mesh.groups(key)
+        number = next(number for number, group in enumerate(groups) if self.rank in group)
+        group = groups[number]
+        return MeshAxis(",".join(key or names), group.index(self.rank), len(group), self._comm(key, number))
+
+    def on_node(self, *names: str) -> MeshAxis | None:
+        """Ranks of an axis on this rank's node, in the same order; None if that are all. Collective as `axis`."""
+        return None
+
+    def _comm(self, key: tuple[str, ...], number: int) -> Any:
+        """Communicator of this rank's group along axes; None without communicators."""
+
+
+class DeviceMesh(MeshPlace):
     """Mesh over the ranks of a communicator. Construction is collective; the communicator remains the caller's.
+
+    `axis` is collective the first time: its communicators are made once, and freed by `close`.
 
     Parameters
     ----------
     comm : Communicator
+        Of all ranks.
     mesh : Mesh
         Of as many ranks as `comm`.
     known : collection of str
         Names that axes may have.
-
-    Attributes
-    ----------
-    mesh : Mesh
-    comm : Communicator
-        Of all ranks.
-    coordinates : dict of str to int
-        This rank's position on every axis.
 
     Raises
     ------
@@ -55,36 +77,25 @@ class DeviceMesh:
         If the mesh has an unknown axis or another number of ranks; the message has meshes that would fit.
     """
 
-    def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = (*AXES, EXPERTS, EXPERT_TENSOR)):
+    def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = AXES):
         mesh.expect(comm.Get_size(), known)
-        self.mesh, self.comm = mesh, comm
-        self.coordinates = mesh.coordinates(comm.Get_rank())
-        self._axes: dict[tuple[str, ...], MeshAxis] = {}
-
-    def axis(self, *names: str) -> MeshAxis:
-        """Ranks that differ from this one only on these axes, in ascending order. Collective the first time.
-
-        An axis that the mesh lacks has one rank; ``ep`` and ``edp`` are those of `Mesh.expert_groups`, alone.
-        Communicators are made once, and freed by `close`.
-        """
-        folded = names[0] if names in ((EXPERTS,), (EXPERT_REPLICAS,)) else ""
-        key = (folded,) if folded else tuple(name for name in self.mesh.sizes if name in names)
-        if key not in self._axes:
-            groups = self.mesh.expert_groups(folded) if folded else self.mesh.groups(key)
-            color = next(number for number, group in enumerate(groups) if self.comm.Get_rank() in group)
-            comm = self.comm.Split(color, self.comm.Get_rank())
-            self._axes[key] = MeshAxis(",".join(key), comm.Get_rank(), comm.Get_size(), comm)
-        return self._axes[key]._replace(name=",".join(key or names))
+        super().__init__(mesh, comm.Get_rank())
+        self.comm = comm
+        self._comms: dict[tuple[str, ...], Communicator] = {}
 
     def on_node(self, *names: str) -> MeshAxis | None:
-        """Ranks of an axis on this rank's node, in the same order; None if that are all. Collective as `axis`."""
         axis, key = self.axis(*names), (*names, "of one node")
         if axis.comm.nodes is None:
             return None
-        if key not in self._axes:
-            comm = axis.comm.Split(axis.comm.nodes[axis.rank], axis.rank)
-            self._axes[key] = MeshAxis(axis.name, comm.Get_rank(), comm.Get_size(), comm)
-        return self._axes[key]
+        if key not in self._comms:
+            self._comms[key] = axis.comm.Split(axis.comm.nodes[axis.rank], axis.rank)
+        comm = self._comms[key]
+        return MeshAxis(axis.name, comm.Get_rank(), comm.Get_size(), comm)
+
+    def _comm(self, key: tuple[str, ...], number: int) -> Communicator:
+        if key not in self._comms:
+            self._comms[key] = self.comm.Split(number, self.rank)
+        return self._comms[key]
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -94,9 +105,9 @@ class DeviceMesh:
     def close(self) -> None:
         """Free the communicators. Collective, but waits for no rank."""
         with ExitStack() as freed:  # all of them, also after an error
-            for axis in self._axes.values():
-                freed.callback(axis.comm.Free)
-        self._axes = {}
+            for comm in self._comms.values():
+                freed.callback(comm.Free)
+        self._comms = {}
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Mesh of ranks with named axes, one for each kind of parallelism, such as ``pp=2,dp=4,tp=2``. Imports no MPI.
+"""Mesh of ranks with named axes, one for each kind of parallelism, such as ``pp=2,dp=4,tp=2``.
 
 >>> mesh = Mesh.parse("pp=2,dp=3")
 >>> mesh.coordinates(4)
@@ -23,18 +23,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-AXES = {"pp": "pipeline stages", "dp": "replicas", "cp": "parts of the sequence", "tp": "shards of the operators"}
-"""Usual axes, and what their ranks hold; from the least to the most traffic."""
+from parallel.sharding.axes import AXES, axis_of
+from parallel.sharding.axis import REPLICAS, Axis
+from parallel.sharding.expert.expert_axis import EXPERTS
+from parallel.sharding.tensor.tensor_axis import EXPERT_TENSOR, TENSOR
 
-EXPERTS, EXPERT_REPLICAS, EXPERT_TENSOR = "ep", "edp", "etp"
-"""Ranks with different experts, and those with the same (`Mesh.expert_groups`); parts of an expert."""
+EXPERT_REPLICAS = "edp"
+"""Ranks with different tokens and the same experts."""
 
-STAGES, SEQUENCES, SHARDS = "pp", "cp", "tp"
+OF_EXPERTS = EXPERTS.name, EXPERT_REPLICAS
+"""Names of `Mesh.expert_groups`, which are no factors of the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,13 @@ class Mesh:
             if not int(size):
                 raise ValueError(f"mesh: expected at least one rank along {name}, found {text}")
             sizes[name] = int(size)
-        ep, etp = sizes.pop(EXPERTS, 1), sizes.pop(EXPERT_TENSOR, 1)
-        return cls(sizes or {"dp": 1}, ep, etp)
+        ep, etp = sizes.pop(EXPERTS.name, 1), sizes.pop(EXPERT_TENSOR.name, 1)
+        return cls(sizes or {REPLICAS.name: 1}, ep, etp)
 
     @property
     def _folded(self) -> dict[str, int]:
         """Axes that are no factors of the number of ranks, if they have more than one."""
-        return {name: size for name, size in ((EXPERTS, self.ep), (EXPERT_TENSOR, self.etp)) if size > 1}
+        return {name: size for name, size in ((EXPERTS.name, self.ep), (EXPERT_TENSOR.name, self.etp)) if size > 1}
 
     def __str__(self) -> str:
         folded = self._folded
@@ -84,28 +87,48 @@ class Mesh:
         """Total number of ranks."""
         return math.prod(self.sizes.values())
 
-    def without(self, *names: str) -> Mesh:
-        """Mesh of the other axes, in the same order: that of ranks with equal coordinates on axes `names`.
+    def _where(self, wanted: Callable[[Axis], bool]) -> Mesh:
+        """Mesh of some axes, in the same order: of ranks with equal coordinates on the others."""
+        return Mesh({name: size for name, size in self.sizes.items() if wanted(axis_of(name))})
 
-        >>> str(Mesh.parse("pp=2,dp=3,tp=2").without("tp"))
-        'pp=2,dp=3'
+    @property
+    def samples(self) -> Mesh:
+        """Mesh of the axes along which ranks have micro-batches of their own."""
+        return self._where(lambda axis: axis.own_samples)
+
+    @property
+    def summed(self) -> Mesh:
+        """Mesh of the axes along which gradients are summed, as ranks have equal parameters."""
+        return self._where(lambda axis: axis.sums_gradients)
+
+    @property
+    def alike(self) -> Mesh:
+        """Mesh of the axes along which ranks have the same shards of all operators.
+
+        >>> mesh = Mesh.parse("pp=2,dp=2,cp=2,tp=2")
+        >>> str(mesh.samples), str(mesh.summed), str(mesh.alike)
+        ('dp=2', 'dp=2,cp=2', 'pp=2,dp=2,cp=2')
         """
-        sizes = {name: size for name, size in self.sizes.items() if name not in names}
-        return Mesh(sizes, self.expert_replicas) if SHARDS in names else replace(self, sizes=sizes)
+        return self._where(lambda axis: not axis.cuts_operators)
+
+    @property
+    def teams(self) -> list[list[int]]:
+        """Groups of ranks that have the same micro-batches."""
+        return self.groups(self._where(lambda axis: not axis.own_samples).sizes)
 
     @property
     def replicas(self) -> str:
         """Name of the axis of replicas: ``"dp"``, or in pipelines the layout of their gradients, as ``"zero1"``."""
-        return next((name for name in self.sizes if name == "dp" or name not in AXES), "dp")
+        return next((name for name in self.sizes if axis_of(name) is REPLICAS), REPLICAS.name)
 
     @property
     def expert_shards(self) -> int:
         """Ranks along ``tp`` with different experts; 1 also if every rank along ``tp`` has all of its replica's."""
-        return self.sizes.get(SHARDS, 1) // self.etp if self._folded else 1
+        return self.sizes.get(TENSOR.name, 1) // self.etp if self._folded else 1
 
     @property
     def expert_replicas(self) -> int:
-        """Neighbouring ranks along the replicas and ``cp`` that share the experts."""
+        """Neighbouring ranks with different tokens that share the experts."""
         return self.ep // self.expert_shards
 
     def expert_groups(self, name: str) -> list[list[int]]:
@@ -118,10 +141,10 @@ class Mesh:
         [[0, 4], [2, 6], [1, 5], [3, 7]]
         """
         share, found = self.expert_replicas, list[list[int]]()
-        for line in self.groups([self.replicas, SEQUENCES]):
+        for line in self.groups(self.summed.sizes):
             starts = range(0, len(line), share)
             every = [line[start : start + share] for start in starts]
-            found += every if name == EXPERTS else [list(some) for some in zip(*every)]
+            found += every if name == EXPERTS.name else [list(some) for some in zip(*every)]
         return found
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -133,9 +156,14 @@ class Mesh:
     def groups(self, axes: Collection[str]) -> list[list[int]]:
         """Groups of ranks that differ only in their coordinates on `axes`, each ascending; axes it lacks have size 1.
 
+        One of `OF_EXPERTS` stands alone: its groups are `expert_groups`.
+
         >>> Mesh.parse("pp=2,dp=2,tp=2").groups(["pp", "tp"])
         [[0, 1, 4, 5], [2, 3, 6, 7]]
         """
+        for name in axes:
+            if name in OF_EXPERTS:
+                return self.expert_groups(name)
         inner = [number for number, name in enumerate(self.sizes) if name in axes]
         length = math.prod(self.sizes[name] for name in self.sizes if name in axes)
         ranks = np.arange(self.size).reshape(tuple(self.sizes.values()))
@@ -165,7 +193,7 @@ class Mesh:
         advice = f"; at most {last}={fewest} stays within a node" if over[last] > 1 else ""
         return f"mesh {self}: {', '.join(parts)}{advice}"
 
-    def expect(self, ranks: int, known: Collection[str] = (*AXES, EXPERTS, EXPERT_TENSOR)) -> None:
+    def expect(self, ranks: int, known: Collection[str] = AXES) -> None:
         """Raise ValueError, with the meshes that would fit, unless all axes are `known` and the mesh has `ranks` ranks.
 
         >>> Mesh.parse("dp=2,tp=2").expect(6)
@@ -183,27 +211,26 @@ class Mesh:
 
     def _expect_experts(self) -> None:
         """Raise ValueError unless ``ep`` and ``etp`` can be folded over the other axes."""
-        shards, fits = self.sizes.get(SHARDS, 1), self._foldable
+        shards, fits, tensor = self.sizes.get(TENSOR.name, 1), self._foldable, TENSOR.name
         if shards % self.etp:
-            expected = f"a divisor of the {shards} ranks along {SHARDS}"
-            raise ValueError(f"mesh: expected {EXPERT_TENSOR} to be {expected}, found {self}")
+            expected = f"a divisor of the {shards} ranks along {tensor}"
+            raise ValueError(f"mesh: expected {EXPERT_TENSOR.name} to be {expected}, found {self}")
         if self.ep in fits:
             return
-        every = (self.replicas, SEQUENCES, SHARDS)
-        over = [name for name in every if self.sizes.get(name, 1) > 1] or [self.replicas]
+        over = [name for name in (*self.summed.sizes, tensor) if self.sizes.get(name, 1) > 1] or [self.replicas]
         expected = f"a divisor of the {max(fits)} ranks along {' and '.join(over)}"
         if self.expert_shards > 1:
-            expected += f", and a multiple of the {self.expert_shards} along {SHARDS} with different experts"
-        sizes = [f"{EXPERTS}={size}" for size in fits if size > 1]
+            expected += f", and a multiple of the {self.expert_shards} along {tensor} with different experts"
+        sizes = [f"{EXPERTS.name}={size}" for size in fits if size > 1]
         if self.etp == 1 < self.ep < shards and shards % self.ep == 0:
-            sizes.append(f"{EXPERTS}={self.ep},{EXPERT_TENSOR}={shards // self.ep}")
-        others = " or ".join(sizes) or f"{self.replicas}={self.ep},{EXPERTS}={self.ep}"
-        raise ValueError(f"mesh: expected {EXPERTS} to be {expected}, found {self}; {others} would fit")
+            sizes.append(f"{EXPERTS.name}={self.ep},{EXPERT_TENSOR.name}={shards // self.ep}")
+        others = " or ".join(sizes) or f"{self.replicas}={self.ep},{EXPERTS.name}={self.ep}"
+        raise ValueError(f"mesh: expected {EXPERTS.name} to be {expected}, found {self}; {others} would fit")
 
     @property
     def _foldable(self) -> list[int]:
         """Sizes that ``ep`` may have."""
-        replicas = self.sizes.get(self.replicas, 1) * self.sizes.get(SEQUENCES, 1)
+        replicas = self.summed.size
         return [self.expert_shards * share for share in range(1, replicas + 1) if replicas % share == 0]
 
     def _fitting(self, ranks: int) -> list[Mesh]:

@@ -74,7 +74,6 @@ ALLOWED = {
     "parallel/engine/data_parallel/sharded_optimizer.py ShardedOptimizer._allgather": COMPUTED,
     "parallel/engine/base.py TrainEngine._typed": ROUNDED,
     "parallel/engine/fingerprint.py text_of": "an array of one element",
-    "parallel/engine/model_on_mesh.py shards_of": COMPUTED,
     "parallel/sharding/expert/hierarchical_route.py HierarchicalRoute.__init__": COMPUTED,
     "parallel/engine/grad_compression/__init__.py lambda": CHECKED,
     "parallel/engine/grad_compression/__init__.py parse": TEXT,

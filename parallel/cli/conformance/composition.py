@@ -139,7 +139,7 @@ class Composition:
             own["cuts"] = self.cuts
         if self.overlap and Mesh.parse(mesh).expert_replicas > 1:
             replicas = Mesh.parse(mesh).replicas if layout.startswith("pp") else layout
-            several = layout.startswith("pp") or self.microbatches > Mesh.parse(mesh).without("tp", "cp").size
+            several = layout.startswith("pp") or self.microbatches > Mesh.parse(mesh).samples.size
             own["overlap_expert_comm"] = several and not DATA_PARALLEL[replicas].sharded
         if self.reproducible:
             own |= {"tensor_shards": self.shards} | ({"expert_shards": self.slices} if self.experts else {})

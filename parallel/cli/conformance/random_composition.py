@@ -113,7 +113,7 @@ def _compressed(random: Random, composition: Composition) -> Composition:
     """
     meshes = [(composition.mesh, composition.layout), (composition.next_mesh, composition.next_layout)]
     layouts = [Mesh.parse(mesh).replicas if layout.startswith("pp") else layout for mesh, layout in meshes if mesh]
-    alone = composition.next_layout.startswith("pp") and Mesh.parse(composition.next_mesh).without("pp", "tp").size == 1
+    alone = composition.next_layout.startswith("pp") and Mesh.parse(composition.next_mesh).summed.size == 1
     if random.random() < 0.5 or alone or any(DATA_PARALLEL[layout].divided for layout in layouts):
         return composition
     return replace(composition, compress=random.choice(COMPRESSIONS), precision="fp32")

@@ -93,9 +93,9 @@ def _batch_lines(question: PlanQuestion, choice: PlanChoice) -> Iterator[str]:
     layout, sequences = choice.layout, question.sequences
     each = f"{short(question.tokens)} tokens / {question.model.context} a sequence"
     yield f"global batch: {each} = {sequences} sequences: dp is at most that"
-    rounds = accumulation(layout, sequences)
-    yield f"  {sequences} sequences = dp {layout.dp} x {rounds} micro-batches x {layout.micro_batch} sequences in each"
-    yield f"  each of {layout.dp} replicas is {layout.ranks // layout.dp} devices; the gradient is of all sequences"
+    rounds, workers = accumulation(layout, sequences), layout.workers
+    yield f"  {sequences} sequences = dp {workers} x {rounds} micro-batches x {layout.micro_batch} sequences in each"
+    yield f"  each of {workers} replicas is {layout.ranks // workers} devices; the gradient is of all sequences"
 
 
 def _choice_lines(question: PlanQuestion, found: SearchResult, top: int) -> Iterator[str]:

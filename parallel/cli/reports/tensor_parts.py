@@ -7,15 +7,19 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from parallel.engine.data_parallel.partition_spec import units_of
-from parallel.engine.model_on_mesh import expert_cut, expert_division, forecast_axis
+from parallel.engine.model_on_mesh import expert_division, mesh_of
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator, name_all
 from parallel.nn.placement import Ranges, TensorCut
 from parallel.pipeline.param_division import cuts_for
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.stage_params import replicas_of
-from parallel.sharding.mesh import EXPERT_TENSOR, EXPERTS, SEQUENCES, SHARDS, STAGES, Mesh
+from parallel.sharding.axis import STAGES
+from parallel.sharding.device_mesh import MeshPlace
+from parallel.sharding.expert.expert_axis import EXPERTS
+from parallel.sharding.mesh import Mesh
 from parallel.sharding.tensor.cut_model import cut
+from parallel.sharding.tensor.tensor_axis import TENSOR, expert_cut
 
 
 class TensorPart(NamedTuple):
@@ -52,19 +56,19 @@ def holdings(model: Operator, loss: Any, mesh: Mesh, schedule: str = "1f1b") -> 
     Stages have nearly equally many units, by the placement of the pipeline schedule. ValueError if the model, or the
     schedule, does not fit the mesh.
     """
-    if STAGES in mesh.sizes:
+    settings = Settings(mesh=str(mesh))
+    if STAGES.name in mesh.sizes:
         replicas_of(mesh, mesh.size)
     else:
-        mesh.expect(mesh.size, ("dp", SEQUENCES, SHARDS, EXPERTS, EXPERT_TENSOR))
+        mesh_of(settings, mesh.size)
     shapes = {parameter.name: parameter.shape for parameter in name_all(model)}
-    on_stage = _names_by_stage(model, mesh.sizes.get(STAGES, 1), schedule)
-    settings = Settings(mesh=str(mesh))
-    how, teams = expert_cut(settings, mesh), mesh.expert_groups(EXPERTS)
+    on_stage = _names_by_stage(model, mesh.sizes.get(STAGES.name, 1), schedule)
+    how, teams = expert_cut(settings, mesh), mesh.lines(EXPERTS.name)
 
     @cache
     def parts_along(shard: int, member: int) -> dict[str, TensorPart | None]:
         """Parts on a rank's position along ``tp``, and in its team that shares experts."""
-        axis = forecast_axis(mesh, 0)._replace(rank=shard)
+        axis = MeshPlace(mesh, 0).axis(TENSOR.name)._replace(rank=shard)
         ours, _ = cut(model, loss, axis, experts=how)
         experts = expert_division(ours, mesh, settings)
         found: dict[str, list[TensorCut | None]] = {}
@@ -77,7 +81,7 @@ def holdings(model: Operator, loss: Any, mesh: Mesh, schedule: str = "1f1b") -> 
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         (member,) = (team.index(rank) for team in teams if rank in team)
-        parts, names = parts_along(at.get(SHARDS, 0), member), on_stage[at.get(STAGES, 0)]
+        parts, names = parts_along(at.get(TENSOR.name, 0), member), on_stage[at.get(STAGES.name, 0)]
         every.append({name: parts.get(name, ABSENT) if name in names else ABSENT for name in shapes})
     return [Holding(name, shape, tuple(parts[name] for parts in every)) for name, shape in shapes.items()]
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.planning.analytic.checked import expect_at_least, lookup
 from parallel.planning.analytic.transformer import Transformer
+from parallel.sharding.axes import AXES
+from parallel.sharding.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
 """Activation recomputation: of nothing, of attention scores (as flash attention does), of whole layers."""
@@ -19,7 +22,7 @@ NO_COMPRESSION, DEFAULT_SCHEDULE = "none", "1f1b"
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """Ranks along the axes dp, tp, pp, cp; experts over `ep` ranks of dp x cp; and the form of a step.
+    """Ranks along each axis, of which `ep` of dp x cp share the experts; and the form of a step.
 
     Attributes
     ----------
@@ -53,7 +56,7 @@ class ClusterLayout:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        expect_at_least(self, 1, "dp", "tp", "pp", "cp", "ep", "micro_batch", "virtual")
+        expect_at_least(self, 1, *self.axes, "micro_batch", "virtual")
         lookup("schedule", self.schedule, SCHEDULES)
         if self.zero not in range(4):
             raise ValueError(f"zero: expected a stage from 0 to 3, found {self.zero}")
@@ -67,13 +70,29 @@ class ClusterLayout:
             raise ValueError(f"layers: expected 1 or more in every part, found {layers_text(self.layers)}")
 
     @property
-    def ranks(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {name: getattr(self, name) for name in _axis_names()}
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Mesh of the devices: the last axis of the table is innermost."""
+        axes = self.axes
+        return Mesh({name: axes[name] for name, axis in AXES.items() if name in axes and not axis.folded})
 
     @property
+    def ranks(self) -> int:
+        return self.mesh.size
+
+    @cached_property
     def replicas(self) -> int:
         """Ranks that have the same weights, over which ZeRO divides states."""
-        return self.dp * self.cp
+        return self.mesh.summed.size
+
+    @cached_property
+    def workers(self) -> int:
+        """Groups of ranks with sequences of their own."""
+        return self.mesh.samples.size
 
     @property
     def parts(self) -> int:
@@ -84,14 +103,21 @@ class ClusterLayout:
         """Parts of the model on a pipeline stage."""
         return range(stage, self.parts, self.pp)
 
+    @cached_property
+    def replica_stride(self) -> int:
+        """Distance in devices of neighbours among the ranks that have the same weights."""
+        return min(stride for name, stride in self.strides().items() if AXES[name].sums_gradients)
+
     def strides(self) -> dict[str, int]:
-        """Distance in devices of neighbours along each axis: tp is innermost, then cp, dp and pp."""
-        return {"tp": 1, "cp": self.tp, "dp": self.tp * self.cp, "pp": self.tp * self.cp * self.dp}
+        """Distance in devices of neighbours along each axis, from the outermost one."""
+        found, distance = dict[str, int](), self.ranks
+        for name, size in self.mesh.sizes.items():
+            distance //= size
+            found[name] = distance
+        return found
 
     def __str__(self) -> str:
-        numbers = [
-            f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1
-        ]
+        numbers = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
         words = [" ".join(numbers) or "dp=1", f"zero{self.zero}" * (self.zero > 0), "sp" * self.sequence]
         form = [self.schedule * (self.schedule != DEFAULT_SCHEDULE), f"v={self.virtual}" * (self.virtual > 1)]
         words += [" ".join(filter(None, form))]
@@ -102,6 +128,11 @@ class ClusterLayout:
 
     def as_dict(self) -> dict[str, object]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@cache
+def _axis_names() -> tuple[str, ...]:
+    return tuple(each.name for each in fields(ClusterLayout) if each.name in AXES)
 
 
 def layers_text(layers: tuple[int, ...]) -> str:
@@ -142,12 +173,12 @@ def misfits(model: Transformer, layout: ClusterLayout, sequences: int) -> Iterat
         yield f"ep={ep} does not divide {experts.count if experts else 0} experts"
     if layout.replicas % ep:
         yield f"ep={ep} does not divide dp x cp = {layout.replicas}"
-    if sequences % (layout.dp * layout.micro_batch):
-        yield f"dp x micro-batch = {layout.dp * layout.micro_batch} does not divide {sequences} sequences"
+    if sequences % (layout.workers * layout.micro_batch):
+        yield f"dp x micro-batch = {layout.workers * layout.micro_batch} does not divide {sequences} sequences"
     if layout.virtual > 1 and "virtual" not in SCHEDULES[layout.schedule].options:
         yield f"{layout.schedule} has no choice of virtual stages"
 
 
 def accumulation(layout: ClusterLayout, sequences: int) -> int:
     """Micro-batches of a replica in a step: global batch = dp x accumulation x micro-batch."""
-    return sequences // (layout.dp * layout.micro_batch)
+    return sequences // (layout.workers * layout.micro_batch)

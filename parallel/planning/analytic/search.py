@@ -4,10 +4,11 @@ Every rejected candidate keeps its reason.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 from parallel.planning.analytic.layout import (
     NO_COMPRESSION,
@@ -21,9 +22,11 @@ from parallel.planning.analytic.memory import stage_memory
 from parallel.planning.analytic.states import WeightCount, part_weights, state_bytes
 from parallel.planning.analytic.step_time import Setup, StepTime, balanced_layers, step_time
 from parallel.planning.analytic.transformer import Transformer
+from parallel.sharding.axis import REPLICAS, STAGES
+from parallel.sharding.context.context_axis import CONTEXT
+from parallel.sharding.tensor.tensor_axis import TENSOR
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-CONTEXT_RANKS = (1, 2, 4, 8)
 PIPELINE_FORMS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1))
 """Schedules, and parts of the model on a stage."""
 
@@ -60,8 +63,17 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+TRIED: dict[str, Callable[[int], Sequence[int]]] = {
+    TENSOR.name: divisors,
+    CONTEXT.name: lambda devices: (1, 2, 4, 8),
+    STAGES.name: divisors,
+    REPLICAS.name: divisors,
+}
+"""Numbers of ranks along an axis, of so many devices. Along other axes there is one, or as many as are given."""
+
+
 def candidates(
-    model: Transformer, setup: Setup, devices: int, fixed: Mapping[str, object], compressions: Sequence[str] = ()
+    model: Transformer, setup: Setup, devices: int, fixed: Mapping[str, Any], compressions: Sequence[str] = ()
 ) -> Iterator[ClusterLayout]:
     """All layouts of so many devices, with the values of `fixed` by field; tp stays within a node.
 
@@ -74,30 +86,27 @@ def candidates(
         raise ValueError(f"layout: expected fields out of {', '.join(known)}; found {unknown[0]!r}")
     experts = model.experts.count if model.experts else 1
     sums = [str(fixed.get("compress", each)) for each in (NO_COMPRESSION, *compressions)]
-    for tp, cp, pp in product(divisors(devices), CONTEXT_RANKS, divisors(devices)):
-        if devices % (tp * cp * pp) or (tp > setup.cluster.per_node and "tp" not in fixed):
+    names = list(dict.fromkeys((*TRIED, *ClusterLayout().mesh.sizes)))
+    for counts in product(*(TRIED[name](devices) if name in TRIED else [fixed.get(name, 1)] for name in names)):
+        sizes: dict[str, Any] = dict(zip(names, counts))
+        tp, cp, pp = sizes["tp"], sizes["cp"], sizes["pp"]
+        if prod(counts) != devices or (tp > setup.cluster.per_node and "tp" not in fixed):
             continue
-        dp = devices // (tp * cp * pp)
-        shares = [ep for ep in divisors(experts) if dp * cp % ep == 0]
-        several = dp * cp > 1
+        replicas = ClusterLayout(**sizes).replicas
+        shares = [ep for ep in divisors(experts) if replicas % ep == 0]
+        several = replicas > 1
         exchanges = [*((0, each) for each in dict.fromkeys(sums if several else [NO_COMPRESSION]))]
         exchanges += [(stage, NO_COMPRESSION) for stage in (1, 2, 3) if several]
         forms = PIPELINE_FORMS if pp > 1 else PIPELINE_FORMS[:1]
         levels = RECOMPUTE[1:] if cp > 1 else RECOMPUTE  # along cp scores are computed again in any case
         kinds = product(shares, exchanges, MICRO_BATCHES, levels, forms)
         for ep, (zero, compress), micro, recompute, (schedule, virtual) in kinds:
-            options: dict[str, object] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
-            options |= {
-                "compress": compress,
-                "micro_batch": micro,
-                "recompute": recompute,
-                "sequence": tp > 1,
-                "virtual": virtual,
-            }
+            options = {**sizes, "ep": ep, "zero": zero, "compress": compress, "micro_batch": micro}
+            options |= {"recompute": recompute, "sequence": tp > 1, "virtual": virtual}
             options |= {"schedule": schedule, "layers": fixed.get("layers", ())}
             if any(options[name] != value for name, value in fixed.items()):
                 continue
-            layout = ClusterLayout(**options)  # type: ignore[arg-type]
+            layout = ClusterLayout(**options)
             yield layout
             divided = "layers" not in fixed and 1 < layout.parts <= model.layers
             if divided and (layers := balanced_layers(model, layout, setup)):

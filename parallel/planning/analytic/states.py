@@ -98,7 +98,7 @@ class WeightCopies(NamedTuple):
 
 def weight_copies(weights: WeightCount, layout: ClusterLayout) -> tuple[WeightCopies, WeightCopies]:
     """Copies of dense weights, and of experts: `ep` neighbours among the replicas have different ones."""
-    ranks, stride, ep = layout.replicas, layout.strides()["cp"], layout.ep
+    ranks, stride, ep = layout.replicas, layout.replica_stride, layout.ep
     return WeightCopies(weights.dense, ranks, stride), WeightCopies(weights.experts, ranks // ep, stride * ep)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from collectives import Communicator
-from parallel.engine.divided_sequences import CONTEXT, REPLICAS, TENSOR
 from parallel.engine.grad_compression import AUTO, NONE
 from parallel.engine.grad_compression.auto_select import WIDTHS
 from parallel.engine.memory_ledger import MemoryLedger, Workload
@@ -22,6 +22,8 @@ from parallel.planning.measured.measurement_record import MeasurementRecord
 from parallel.planning.measured.step_forecast import Job, StepForecaster
 from parallel.planning.measured.step_timeline import StepTimeline
 from parallel.runtime.collective_errors import collective_call
+from parallel.sharding.axes import AXES
+from parallel.sharding.axis import REPLICAS
 from parallel.sharding.mesh import Mesh
 from parallel.trainer.strategies import strategy_of
 from parallel.trainer.task_setup import sampler_of, specs
@@ -54,17 +56,17 @@ class Refusal(NamedTuple):
 
 
 def candidates(given: Settings, ranks: int, experts: bool = False) -> Iterator[Settings]:
-    """Settings of all layouts on so many ranks: DDP and ZeRO with tp and cp, pipelines, a parameter server.
+    """Settings of all layouts on so many ranks: DDP and ZeRO on `meshes`, pipelines, a parameter server.
 
-    With `experts` also with ep. Each is also with the compression of gradients that is given, if any; "auto" stands for
+    Each is also with the compression of gradients that is given, if any; "auto" stands for
     all between which it chooses.
     """
     fresh = replace(given, micro_batch=None, accumulate=None, microbatches=None, stages=None, mesh=None, cuts=None)
     fresh = replace(fresh, compress=NONE)
     ways = {NONE: (NONE,), AUTO: (NONE, *WIDTHS)}.get(given.compress, (NONE, given.compress))
     for compress, mesh, layout in product(ways, meshes(ranks, experts), DATA_PARALLEL):
-        if mesh.without(TENSOR).size > 1 or (layout == "dp" and compress == NONE):
-            text = None if [*mesh.sizes] == [REPLICAS] and mesh.ep == 1 else str(mesh)
+        if mesh.alike.size > 1 or (layout == "dp" and compress == NONE):
+            text = None if [*mesh.sizes] == [REPLICAS.name] and mesh.ep == 1 else str(mesh)
             for accumulate, recompute in product(ACCUMULATE, RECOMPUTE):
                 form = replace(fresh, layout=layout, mesh=text, compress=compress)
                 yield replace(form, accumulate=accumulate, recompute=recompute)
@@ -78,15 +80,15 @@ def candidates(given: Settings, ranks: int, experts: bool = False) -> Iterator[S
 
 
 def meshes(ranks: int, experts: bool) -> Iterator[Mesh]:
-    """Meshes of dp, cp and tp, with `experts` also of ep.
+    """Meshes of all axes but stages, with `experts` also of those over which experts are divided.
 
     >>> [str(mesh) for mesh in meshes(2, experts=True)]
     ['dp=2', 'dp=2,ep=2', 'cp=2', 'cp=2,ep=2', 'tp=2', 'tp=2,ep=2']
     """
-    for tp, cp in product(divisors(ranks), divisors(ranks)):
-        if ranks % (tp * cp) == 0:
-            sizes = {REPLICAS: ranks // (tp * cp), CONTEXT: cp, TENSOR: tp}
-            sizes = {name: size for name, size in sizes.items() if size > 1} or {REPLICAS: 1}
+    names = [name for name, axis in AXES.items() if axis.input is not None]
+    for counts in product(divisors(ranks), repeat=len(names)):
+        if prod(counts) == ranks:
+            sizes = {name: size for name, size in zip(names, reversed(counts)) if size > 1} or {REPLICAS.name: 1}
             for ep in divisors(ranks) if experts else (1,):
                 yield Mesh(sizes, ep)
 

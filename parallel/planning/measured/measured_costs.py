@@ -17,8 +17,7 @@ import numpy as np
 from parallel.data.sampler import Batch
 from parallel.engine.base import type_of
 from parallel.engine.data_parallel.partition_spec import units_of
-from parallel.engine.divided_sequences import CONTEXT, TENSOR, sequence_models
-from parallel.engine.model_on_mesh import cut_for, expert_cut
+from parallel.engine.model_on_mesh import cut_for, sequence_models
 from parallel.engine.settings import MODEL_FIELDS, Settings
 from parallel.nn.flat_params import BLOCK, FlatParams, ParamSpan, Span
 from parallel.nn.operator import Operator, Parameter, PassMode, constant
@@ -28,21 +27,23 @@ from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.precision import PRECISIONS
 from parallel.planning.measured.core_sharing import CoreSharing
 from parallel.planning.measured.measurement_record import MeasurementRecord
-from parallel.planning.measured.recording_comm import AxisExchange, RecordingComm
-from parallel.sharding.device_mesh import MeshAxis
+from parallel.planning.measured.recording_comm import AxisExchange, RecordingComm, RecordingPlace
+from parallel.sharding.axes import AXES
 from parallel.sharding.mesh import Mesh
+from parallel.sharding.tensor.tensor_axis import expert_cut
 from quant.types import Array
 
 UNIT_FIELDS = (
     *MODEL_FIELDS,
-    *("precision", "sequence_parallel", "tensor_shards", "reproducible", "sequence_parts", "context"),
+    *("precision", "reproducible"),
+    *(name for axis in AXES.values() for name in axis.options),
 )
 """Fields of `Settings` on which costs of a unit depend.
 
-Beside these they depend on the samples of a micro-batch, the ranks of `AXES`, and the cut of experts.
+Beside these they depend on the samples of a micro-batch, the ranks of `UNIT_AXES`, and the cut of experts.
 """
 
-AXES = (TENSOR, CONTEXT)
+UNIT_AXES = [name for name, axis in AXES.items() if axis.input is not None and not axis.own_samples]
 """Mesh axes whose ranks share the units of a model."""
 
 SECONDS, TIMES = 0.2, (5, 25)
@@ -50,7 +51,7 @@ SECONDS, TIMES = 0.2, (5, 25)
 
 
 class UnitCost(NamedTuple):
-    """Seconds of a unit for one micro-batch: forward, gradients of its input and its weights; exchanges of `AXES`."""
+    """Seconds of a unit for one micro-batch: forward, gradients of its input and of its weights; and its exchanges."""
 
     forward: float
     backward: float
@@ -87,7 +88,7 @@ class MeasuredCosts:
 
         Ranks that share the units, and with `waits` all, wait for the slowest one in every unit, else in every pass.
         """
-        sizes = [mesh.sizes.get(axis, 1) for axis in AXES]
+        sizes = [mesh.sizes.get(axis, 1) for axis in UNIT_AXES]
         trial = partial(_unit_costs, work, settings, samples, mesh)
         key = "units", *_unit_key(settings, samples), *sizes, *expert_cut(settings, mesh)
         trials = self.record.results(key, trial)
@@ -119,15 +120,14 @@ def _unit_costs(work: Workpiece, settings: Settings, samples: int, mesh: Mesh) -
 
     The last unit includes the loss. Caches are as in a training.
     """
-    exchanges: list[AxisExchange] = []
-    tensor, context = (MeshAxis(axis, 0, mesh.sizes.get(axis, 1), RecordingComm(axis, exchanges)) for axis in AXES)
-    model, loss = work.model, work.loss
-    if tensor.size > 1:
-        model, loss = cut_for(model, loss, tensor, mesh, settings)
+    recorder, model, loss = RecordingComm(), work.model, work.loss
+    place = RecordingPlace(mesh, recorder.exchanges)
+    if mesh.alike.size < mesh.size:
+        model, loss = cut_for(model, loss, place, settings)
     x, y = work.take(samples)
-    here = sequence_models(model, loss, context, settings).of_shape(x.shape)
+    here = sequence_models(model, loss, place, settings).of_shape(x.shape)
     part = here.part(Batch(0, x, y, np.arange(samples)))
-    trial = _TrialPass(here.model, here.loss, settings.precision, part, tensor.comm)
+    trial = _TrialPass(here.model, here.loss, settings.precision, part, recorder)
     seconds = _repeated(trial.seconds)
     sizes = [sum(parameter.size for parameter in unit.parameters()) for unit in units_of(here.model)]
     trial.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from parallel.engine.divided_sequences import TENSOR
+from parallel.sharding.device_mesh import MeshPlace
+from parallel.sharding.mesh import Mesh
 from quant.types import Array
 
 MESSAGE = "message"
@@ -17,7 +18,7 @@ class AxisExchange(NamedTuple):
 
     collective: str
     nbytes: int
-    axis: str = TENSOR
+    axis: str = ""
 
 
 class RecordingComm:
@@ -29,7 +30,7 @@ class RecordingComm:
 
     nodes = None
 
-    def __init__(self, axis: str = TENSOR, exchanges: list[AxisExchange] | None = None) -> None:
+    def __init__(self, axis: str = "", exchanges: list[AxisExchange] | None = None) -> None:
         self.axis, self.exchanges = axis, [] if exchanges is None else exchanges
 
     def take(self) -> list[AxisExchange]:
@@ -68,6 +69,17 @@ class RecordingComm:
     def Irecv(self, part: Any, source: int, tag: int = 0) -> DoneRequest:
         _array(part)[...] = 0
         return DoneRequest()
+
+
+class RecordingPlace(MeshPlace):
+    """Place of rank 0 on a mesh, whose communicators append what they record to a list of exchanges."""
+
+    def __init__(self, mesh: Mesh, exchanges: list[AxisExchange]) -> None:
+        super().__init__(mesh, 0)
+        self._exchanges = exchanges
+
+    def _comm(self, key: tuple[str, ...], number: int) -> RecordingComm:
+        return RecordingComm(",".join(key), self._exchanges)
 
 
 def _array(part: Any) -> Array:

@@ -20,8 +20,7 @@ from parallel.engine.compression import compressor_of
 from parallel.engine.data_parallel.expert_shards import RankGroups
 from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.data_parallel.partition_spec import units_of
-from parallel.engine.divided_sequences import CONTEXT, TENSOR
-from parallel.engine.model_on_mesh import cut_for, expert_division, forecast_axis, mesh_of, plan_of
+from parallel.engine.model_on_mesh import divide_model, mesh_of, plan_of
 from parallel.engine.settings import Settings
 from parallel.nn.array_checks import elements
 from parallel.nn.compose import Sequential
@@ -45,9 +44,12 @@ from parallel.planning.measured.pipeline_step import PipelineWork, pipeline_step
 from parallel.planning.measured.recording_comm import AxisExchange
 from parallel.planning.measured.step_timeline import COMPUTE, IDLE, NETWORK, SHARED, STEP, StepTimeline
 from parallel.runtime.collective_errors import collective_call
+from parallel.sharding.context.context_axis import CONTEXT
+from parallel.sharding.device_mesh import MeshPlace
 from parallel.sharding.expert.dispatch import Dispatch
+from parallel.sharding.expert.expert_axis import EXPERTS
 from parallel.sharding.expert.row_codec import RowCodec
-from parallel.sharding.mesh import EXPERT_REPLICAS, EXPERTS, Mesh
+from parallel.sharding.mesh import EXPERT_REPLICAS, Mesh
 from parallel.trainer.recipes import complete
 from parallel.trainer.strategies import strategy_of
 from parallel.trainer.task_setup import loss_of, prepare, specs
@@ -182,13 +184,13 @@ class StepForecaster:
         """
         found, over = [], False
         units = self.measured.units(job.work, settings, samples, mesh, _exchanges_in_units(settings.layout))
-        experts = _first_group(mesh.expert_groups(EXPERTS))
+        experts = _first_group(mesh.lines(EXPERTS.name))
         exchanges = _expert_exchanges(settings, job, samples, mesh, self.messages.over_network(experts))
         for unit, routed in zip(units, exchanges):
             added = self.measured.sum_of_gradients(unit.parameters) * (rounds - 1) / rounds
             along = 0.0
             for name, nbytes, axis in (*unit.exchanges, *routed):
-                ranks = experts if axis == EXPERTS else _first_group(mesh.groups([axis]))
+                ranks = _first_group(mesh.lines(axis))
                 along += self.messages.among(name, ranks, nbytes)
                 over |= self.messages.over_network(ranks)
             forward, backward, weights = unit.forward * crowd, unit.backward * crowd, (unit.weights + added) * crowd
@@ -201,17 +203,17 @@ class StepForecaster:
         workers = strategy_of(settings).workers(settings, ranks)
         samples, microbatches = _micro_batches(settings, workers, job)
         rounds = -(-microbatches // workers)
-        replicas = _first_group(mesh.groups(mesh.without(TENSOR).sizes))
+        replicas = _first_group(mesh.groups(mesh.alike.sizes))
         units, tensor = self._work(settings, job, samples, mesh, rounds, crowd)
-        model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
-        plan = plan_of(model, len(replicas), 0, settings, compressor_of(settings.compress))
+        own = divide_model(job.model, job.loss, MeshPlace(mesh, 0), settings)
+        plan = plan_of(own.whole, len(replicas), 0, settings, compressor_of(settings.compress))
         groups = []
-        for held in RankGroups.of(plan, expert_division(model, mesh, settings)).held:
-            holders = replicas if held.unit is None else _first_group(mesh.expert_groups(EXPERT_REPLICAS))
+        for held in RankGroups.of(plan, own.experts).held:
+            holders = replicas if held.unit is None else _first_group(mesh.lines(EXPERT_REPLICAS))
             groups.append(RankGroup(held.division, holders, self.messages, settings.compress))
         divided = LAYOUTS[settings.layout].divided
-        own = sum(-(-each.plan.flat.length // (each.plan.ranks if divided else 1)) for each in groups)
-        update = self.measured.update(job.optimizer, settings, own, job.work, samples) * crowd
+        length = sum(-(-each.plan.flat.length // (each.plan.ranks if divided else 1)) for each in groups)
+        update = self.measured.update(job.optimizer, settings, length, job.work, samples) * crowd
         return data_parallel_step(settings.layout, units, rounds, groups, update, tensor)
 
     def _cuts(self, settings: Settings, job: Job) -> str:
@@ -223,10 +225,10 @@ class StepForecaster:
 
     def _pipeline(self, settings: Settings, job: Job) -> StepTimeline:
         mesh = config.mesh_of(settings, self.ranks)
-        replicas, whole = config.workers(settings, mesh.size), mesh.without(TENSOR)
+        replicas, whole = config.workers(settings, mesh.size), mesh.alike
         samples, microbatches = _micro_batches(settings, replicas, job)
         units, _ = self._work(settings, job, samples, mesh, -(-microbatches // replicas))
-        model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
+        own = divide_model(job.model, job.loss, MeshPlace(mesh, 0), settings)
         plan = build(
             config.schedule_of(settings),
             mesh.sizes[AXIS],
@@ -236,10 +238,9 @@ class StepForecaster:
         ranks = _first_group(mesh.groups(whole.sizes))
         cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
         line, compressor = _first_group(whole.groups([AXIS])), compressor_of(settings.compress)
-        experts = expert_division(model, mesh, settings)
-        plans = [plan_of(model, whole.size, at, settings, compressor) for at in line]
-        portions = [Portion.make(each, whole, plan, cuts, experts=experts) for each in plans]
-        outputs = [y.nbytes for y in _outputs(units_of(model), job, settings, samples)]
+        plans = [plan_of(own.whole, whole.size, at, settings, compressor) for at in line]
+        portions = [Portion.make(each, whole, plan, cuts, experts=own.experts) for each in plans]
+        outputs = [y.nbytes for y in _outputs(units_of(own.whole), job, settings, samples)]
         update = partial(self.measured.update, job.optimizer, settings, work=job.work, samples=samples)
         work = PipelineWork(units, outputs, portions, ranks, settings.compress)
         return pipeline_step(work, self.messages, self.measured.sharing, update)
@@ -296,8 +297,8 @@ def _expert_exchanges(
     units, found = units_of(job.model), list[tuple[AxisExchange, ...]]()
     if mesh.expert_replicas == 1:
         return [()] * len(units)
-    model, _ = cut_for(job.model, job.loss, forecast_axis(mesh, 0), mesh, settings)
-    dispatch, parts = Dispatch.parse(settings.dispatch), mesh.sizes.get(CONTEXT, 1)
+    model = divide_model(job.model, job.loss, MeshPlace(mesh, 0), settings).whole
+    dispatch, parts = Dispatch.parse(settings.dispatch), mesh.sizes.get(CONTEXT.name, 1)
     code = dispatch.code if network or dispatch.route == "direct" else ""
     for unit, y in zip(units_of(model), _outputs(units, job, settings, samples)):
         tokens, moved = elements(y) // y.shape[-1] // parts, list[int]()
@@ -307,5 +308,5 @@ def _expert_exchanges(
                 chosen = Fraction(tokens * one.router.settings.choices, one.router.experts)
                 groups = [group for group in operators_in(one.experts) if isinstance(group, ExpertGroup)]
                 moved += [row * int(chosen * len(group)) for group in groups]
-        found.append(tuple(AxisExchange("alltoallv", nbytes, EXPERTS) for nbytes in moved for _ in range(4)))
+        found.append(tuple(AxisExchange("alltoallv", nbytes, EXPERTS.name) for nbytes in moved for _ in range(4)))
     return found

@@ -78,7 +78,7 @@ class Column:
         if self.kind == "ps":
             return self.ranks - self.settings.get("servers", 1)
         mesh = Mesh.parse(self.settings["mesh"]) if "mesh" in self.settings else Mesh({"dp": self.ranks})
-        return mesh.without("pp", "cp", "tp").size
+        return mesh.samples.size
 
 
 def _mesh(mesh: str, layout: str = "dp", **more: Any) -> Column:

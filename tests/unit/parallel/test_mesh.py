@@ -117,7 +117,7 @@ def test_experts_are_folded_over_the_other_axes():
     assert (mesh.size, mesh.replicas, str(mesh)) == (16, "zero1", "pp=2,zero1=4,tp=2,ep=4")
     assert (mesh.expert_shards, mesh.expert_replicas) == (2, 2)
     assert mesh.expert_groups("ep")[:3] == [[0, 2], [4, 6], [1, 3]] and mesh.expert_groups("edp")[0] == [0, 4]
-    assert str(mesh.without("tp")) == "pp=2,zero1=4,ep=2" and str(Mesh.parse("ep=1")) == "dp=1"
+    assert str(Mesh.parse("ep=1")) == "dp=1"
     with pytest.raises(ValueError, match="expected axes of dp, found ep in dp=2,ep=2"):
         Mesh.parse("dp=2,ep=2").expect(2, ["dp"])
 
@@ -141,6 +141,16 @@ def test_folded_experts(text, shards, replicas):
         groups = mesh.expert_groups(name)
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
     assert all(len(group) == replicas for group in mesh.expert_groups("ep"))
+
+
+def test_axes_by_what_their_ranks_share():
+    mesh = Mesh.parse("tp=2,pp=2,zero1=3,cp=2,ep=4")
+    assert [str(some) for some in (mesh.samples, mesh.summed, mesh.alike)] == [
+        "zero1=3",
+        "zero1=3,cp=2",
+        "pp=2,zero1=3,cp=2",
+    ]
+    assert mesh.teams == mesh.groups(["pp", "cp", "tp"]) and len(mesh.teams) == 3
 
 
 def test_nodes_of_the_axes():

@@ -66,7 +66,7 @@ def trained(comm, router, samples, **options):
     """Reports, weights and exchanges of two steps, and the ledger."""
     with engine_of(comm, router, batch=10, **options) as engine:
         reports = [engine.step(*batch(step, samples)) for step in range(2)]
-        communicators = [comm, *(axis.comm for axis in engine.inner._mesh._axes.values())]
+        communicators = [comm, *engine.inner._mesh._comms.values()]
         calls = [sorted(map(repr, one.calls)) for one in communicators]
         seen = [(one.loss, one.norm, one.terms, one.counts) for one in reports]
         weights = {name: np.asarray(value).tobytes() for name, value in engine.state_dict().items()}
@@ -170,7 +170,7 @@ def test_pipelines(router, mesh, schedule, changed):
             with engine_of(comm, router, batch=6 * replicas, overlap_expert_comm=overlap, **options) as engine:
                 reports = [engine.step(*batch(step, samples)) for step, samples in enumerate((6 * replicas, 4))]
                 assert bool(engine.inner.plan.pairs) == overlap and not engine.remarks
-                communicators = [comm, *(axis.comm for axis in engine.inner._mesh._axes.values())]
+                communicators = [comm, *engine.inner._mesh._comms.values()]
                 calls = [sorted(map(repr, one.calls)) for one in communicators]
                 weights = {name: np.asarray(value).tobytes() for name, value in engine.state_dict().items()}
                 seen = [(one.loss, one.norm, one.terms, one.counts) for one in reports]

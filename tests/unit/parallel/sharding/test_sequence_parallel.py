@@ -10,7 +10,7 @@ from support.thread_ranks import ThreadAxis, run
 
 from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.data.sampler import Batch
-from parallel.engine.divided_sequences import check_sequences, sequence_models
+from parallel.engine.model_on_mesh import check_on_mesh, sequence_models
 from parallel.engine.settings import Settings
 from parallel.nn.gated import gated_transformer
 from parallel.nn.kernels.storage import BFLOAT16
@@ -22,7 +22,7 @@ from parallel.nn.placement import PlacementError, Replicate, Shard
 from parallel.sharding.context.divide_model import divide
 from parallel.sharding.context.models_by_length import LengthModel
 from parallel.sharding.context.sequence_division import SequenceDivision
-from parallel.sharding.device_mesh import DeviceMesh
+from parallel.sharding.device_mesh import DeviceMesh, MeshPlace
 from parallel.sharding.mesh import Mesh
 from parallel.sharding.tensor.check import check_placements
 from parallel.sharding.tensor.cut_model import cut
@@ -208,12 +208,12 @@ def test_tensors_with_several_uses():
     """Refused on slices of several parts: the order of sums over uses would depend on the ranks."""
     axis = ThreadAxis("tp", 0, 1, None)
     model, loss = cut(with_one_gain(), SoftmaxCrossEntropy(), axis, 2, "tree", sequence=True)
-    own = Settings(mesh="cp=2,tp=1", tensor_shards=2, sequence_parallel=True)
-    axis = axis._replace(name="cp", size=2)
-    sequence_models(model, loss, axis, own)
+    own = Settings(tensor_shards=2, sequence_parallel=True)
+    place = MeshPlace(Mesh.parse("cp=2,tp=1"), 0)
+    sequence_models(model, loss, place, own)
     for change in ({"reproducible": True}, {"sequence_parts": 4}):
         with pytest.raises(ValueError, match=r"one use of every tensor .* parts of a sequence; found 2 of 1.0.inner.0"):
-            sequence_models(model, loss, axis, replace(own, **change))
+            sequence_models(model, loss, place, replace(own, **change))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_slices_that_are_no_subtree(mesh, shards, parts, fits):
     settings = [Settings(reproducible=True, sequence_parallel=True, **own)]
     others = [Settings(sequence_parallel=True, **own), Settings(reproducible=True, **own)]
     for one in others + settings * fits:
-        check_sequences(one, Mesh.parse(mesh))
+        check_on_mesh(one, Mesh.parse(mesh), "dp")
     if not fits:
         with pytest.raises(ValueError, match=f"several parts .* takes a power of two; found {shards}, and {mesh}"):
-            check_sequences(*settings, Mesh.parse(mesh))
+            check_on_mesh(*settings, Mesh.parse(mesh), "dp")
