@@ -2,4 +2,5 @@
 
 from collectives.cli.run import main
 
-main()
+if __name__ == "__main__":
+    main()

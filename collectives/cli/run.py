@@ -64,12 +64,23 @@ def parse(words: Sequence[str] | None = None) -> Namespace:
     options.program = words[at:]
     if not options.program or (options.program[0] in ("-m", "-c") and len(options.program) == 1):
         parser.error(f"expected a program, as in {parser.usage}")
-    if options.program[0] not in ("-m", "-c") and not Path(options.program[0]).exists():
-        parser.error(f"{options.program[0]}: no such file")
+    if options.program[0] not in ("-m", "-c") and (problem := unreadable(Path(options.program[0]))):
+        parser.error(f"{options.program[0]}: {problem}")
     if options.profile:
         for path in files_of(options.profile_files):
             expect_writable(parser, path)
     return options
+
+
+def unreadable(path: Path) -> str | None:
+    """Reason for which a program cannot be read, if any."""
+    try:
+        if not path.is_dir():
+            with path.open("rb") as file:
+                file.read(1)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def files_of(prefix: Path) -> tuple[Path, Path]:

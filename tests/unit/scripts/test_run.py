@@ -105,7 +105,7 @@ def test_an_exception_of_one_rank_ends_all_with_its_own_lines():
 
 
 @pytest.mark.parametrize(
-    "words, problem", [(["missing.py"], "missing.py: no such file"), (["-m"], "a program"), ([], "a program")]
+    "words, problem", [(["missing.py"], "missing.py: No such file"), (["-m"], "a program"), ([], "a program")]
 )
 def test_wrong_command_lines(words, problem):
     output, status = run(2, *words)
