@@ -10,7 +10,6 @@
 
 #define DO_PRAGMA(TEXT) _Pragma(#TEXT)
 
-enum { BLOCK = 32 /* codes that are packed together */ };
 enum { NEAR = 2048 /* elements that stay in the L1 cache from one loop to the next, whole blocks */ };
 
 /* Functions of the table in codecs.c: name, signature. CODE stands for the fields of `Code`. */

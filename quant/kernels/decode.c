@@ -34,7 +34,7 @@ INLINE void levels_of(const uint8_t *restrict q, int64_t count, const Levels *of
         const int32_t bias = of->bias;
         const uint8_t flip = of->flip;
         for (int64_t i = 0; i < count; i++)
-            level[i] = (float)((int32_t)(q[i] ^ flip) - bias);
+            level[i] = integer_level(q[i], flip, bias);
         return;
     }
     float few[FEW] = {0};

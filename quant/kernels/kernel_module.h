@@ -148,4 +148,11 @@ failed:
     return NULL;
 }
 
+/* Define the module NAME of the kernels of a TABLE, a macro that calls another with the name and signature of each. */
+#define KERNEL_ROW(NAME, SIGNATURE) {#NAME, SIGNATURE, run_##NAME, NULL},
+#define KERNEL_MODULE(NAME, TABLE)                                                                          \
+    static const Kernel kernels[] = {TABLE(KERNEL_ROW) {NULL, NULL, NULL, NULL}};                           \
+    static PyModuleDef definition = {PyModuleDef_HEAD_INIT, #NAME, NULL, -1, NULL, NULL, NULL, NULL, NULL}; \
+    PyMODINIT_FUNC PyInit_##NAME(void) { return kernel_module(&definition, kernels); }
+
 #endif

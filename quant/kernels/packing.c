@@ -1,48 +1,36 @@
-/* Dense packing of codes below 8 bits, in blocks of 32: a plane of 4, 2 or 1 bits for each power of two in the width. */
+/* Dense packing of codes below 8 bits: see `formulas.h`. */
 #include "codecs.h"
 
-/* A plane of POWER bits: its bytes, and fields of them, all at once. */
-#define PLANE(POWER)                                                                       \
-    typedef uint8_t Plane##POWER __attribute__((vector_size(4 * POWER), aligned(1), may_alias)); \
-    INLINE void pack_##POWER(const uint8_t *codes, int shift, uint8_t *out) {              \
-        const Plane##POWER *fields = (const Plane##POWER *)codes;                          \
-        Plane##POWER plane = {0};                                                          \
-        for (int k = 0; k < 8 / POWER; k++)                                                \
-            plane |= ((fields[k] >> shift) & ((1 << POWER) - 1)) << (k * POWER);           \
-        *(Plane##POWER *)out = plane;                                                      \
-    }                                                                                      \
-    INLINE void unpack_##POWER(const uint8_t *packed, int shift, uint8_t *codes) {         \
-        const Plane##POWER plane = *(const Plane##POWER *)packed;                          \
-        Plane##POWER *fields = (Plane##POWER *)codes;                                      \
-        for (int k = 0; k < 8 / POWER; k++) {                                              \
-            const Plane##POWER field = ((plane >> (k * POWER)) & ((1 << POWER) - 1)) << shift; \
-            fields[k] = field | (shift ? fields[k] : (Plane##POWER){0});                   \
-        }                                                                                  \
-    }
-
-PLANE(4)
-PLANE(2)
-PLANE(1)
-
-/* CALL for the planes of a width, each after `shift` bits: 7 bits are 4, 2 and 1. */
-#define PLANES(CALL, FROM, TO, FROM_STEP, TO_STEP)                               \
-    do {                                                                         \
-        if (bits & 4)                                                            \
-            CALL##_4(FROM, 0, TO);                                               \
-        if (bits & 2)                                                            \
-            CALL##_2(FROM + FROM_STEP * (bits & 4), bits & 4, TO + TO_STEP * (bits & 4)); \
-        if (bits & 1)                                                            \
-            CALL##_1(FROM + FROM_STEP * (bits & 6), bits & 6, TO + TO_STEP * (bits & 6)); \
+/* Run CALL(power, shift) for each plane of a width: 7 bits are 4, 2 and 1. */
+#define EACH_PLANE(CALL)               \
+    do {                               \
+        if (bits & 4)                  \
+            CALL(4, 0);                \
+        if (bits & 2)                  \
+            CALL(2, (bits & 4));       \
+        if (bits & 1)                  \
+            CALL(1, (bits & 6));       \
     } while (0)
 
-INLINE void pack_blocks(const uint8_t *codes, int64_t blocks, int bits, uint8_t *out) {
-    for (; blocks > 0; blocks--, codes += BLOCK, out += 4 * bits)
-        PLANES(pack, codes, out, 0, 4);
+INLINE void pack_blocks(const uint8_t *restrict codes, int64_t blocks, int bits, uint8_t *restrict out) {
+    for (; blocks > 0; blocks--, codes += BLOCK, out += 4 * bits) {
+#define PACK(POWER, SHIFT)                         \
+    for (int i = 0; i < 4 * POWER; i++)            \
+        out[4 * SHIFT + i] = plane_byte(codes, POWER, SHIFT, i)
+        EACH_PLANE(PACK);
+    }
 }
 
-INLINE void unpack_blocks(const uint8_t *packed, int64_t blocks, int bits, uint8_t *codes) {
-    for (; blocks > 0; blocks--, codes += BLOCK, packed += 4 * bits)
-        PLANES(unpack, packed, codes, 4, 0);
+INLINE void unpack_blocks(const uint8_t *restrict packed, int64_t blocks, int bits, uint8_t *restrict codes) {
+    for (; blocks > 0; blocks--, codes += BLOCK, packed += 4 * bits) {
+        uint8_t block[BLOCK] = {0};
+#define UNPACK(POWER, SHIFT)                       \
+    for (int k = 0; k < 8 / POWER; k++)            \
+        for (int i = 0; i < 4 * POWER; i++)        \
+            block[k * 4 * POWER + i] |= (uint8_t)(plane_field(packed[4 * SHIFT + i], POWER, k) << SHIFT)
+        EACH_PLANE(UNPACK);
+        memcpy(codes, block, BLOCK);
+    }
 }
 
 /* Loops for each width: shifts and lengths are constants in them. */
@@ -60,18 +48,17 @@ INLINE void unpack_blocks(const uint8_t *packed, int64_t blocks, int bits, uint8
 
 CLONED void pack_codes(const uint8_t *codes, int64_t count, int bits, uint8_t *out) {
     EACH_WIDTH(pack_blocks, codes, out)
-    const int64_t whole = count / BLOCK * BLOCK, rest = (count - whole) * bits;
-    memset(out + whole / 8 * bits, 0, (size_t)(rest + 7) / 8);
-    for (int64_t i = 0; i < rest; i++)
-        out[whole / 8 * bits + i / 8] |= (uint8_t)(((codes[whole + i / bits] >> (i % bits)) & 1) << (i % 8));
+    const int64_t whole = count / BLOCK * BLOCK;
+    const int rest = (int)(count - whole);
+    for (int i = 0; i < (rest * bits + 7) / 8; i++)
+        out[whole / 8 * bits + i] = stream_byte(codes + whole, rest, bits, i);
 }
 
 CLONED void unpack_codes(const uint8_t *packed, int64_t count, int bits, uint8_t *codes) {
     EACH_WIDTH(unpack_blocks, packed, codes)
-    const int64_t whole = count / BLOCK * BLOCK, rest = (count - whole) * bits;
-    memset(codes + whole, 0, (size_t)(count - whole));
-    for (int64_t i = 0; i < rest; i++)
-        codes[whole + i / bits] |= (uint8_t)(((packed[whole / 8 * bits + i / 8] >> (i % 8)) & 1) << (i % bits));
+    const int64_t whole = count / BLOCK * BLOCK;
+    for (int64_t i = whole; i < count; i++)
+        codes[i] = stream_code(packed + whole / 8 * bits, bits, (int)(i - whole));
 }
 
 /* codes, bits -> packed */

@@ -22,6 +22,13 @@ typedef unsigned long long uint64_t;
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
+/* Unroll a loop of a constant length: loops around it vectorise. */
+#if defined(__clang__) || defined(__CUDACC_RTC__)
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
+
 /* The bits of a float32 as an integer, and the reverse. */
 INLINE int32_t bits_of(float x) {
     union { float number; int32_t bits; } both;

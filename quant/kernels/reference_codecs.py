@@ -1,4 +1,4 @@
-"""Reference kernels for NumPy and CuPy; on the host in tiles that fit the cache.
+"""Reference kernels for NumPy and CuPy; on the host in runs of groups that fit the cache.
 
 Elements come as `rows`, a C-contiguous matrix of float32, in groups of `size` along each row, the last of which may be
 shorter; values per group have shape (rows, groups per row). Unpacked codes are bytes in the matrix's order: q plus a
@@ -7,30 +7,20 @@ bias below 8 bits, int8 at 8 bits, the bits of a small float, or an index into a
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from quant.formats import GREATEST, LARGEST_LEVEL, MINIFLOATS
-from quant.kernels.headers import RANDOM, constants
+from quant.formats import GREATEST, MINIFLOATS
+from quant.kernels.headers import FORMULAS, constants
 from quant.packing import BLOCK, POWERS, packed_nbytes
 from quant.spec.quant_spec import QuantSpec
 from quant.types import Array
 
-_RANDOM = constants(RANDOM)
-
-
-class Tile(NamedTuple):
-    """Part of a matrix that is processed at once: its rows, columns and groups, and elements per group in it."""
-
-    rows: slice
-    columns: slice
-    groups: slice
-    width: int
+_RANDOM = constants(FORMULAS)
 
 
 class LinearCode(NamedTuple):
@@ -68,12 +58,15 @@ class ScaleRule(NamedTuple):
     top: float
 
 
+Part = tuple[slice, slice]
+"""Groups, and elements of these."""
+
 Code = LinearCode | str | Array
 """Linear code; name of a small float; or thresholds, which the code of an element counts."""
 
 
-TILE = 1 << 16
-"""Elements per tile: a tile and its temporaries fit a core's cache."""
+RUN = 1 << 14
+"""Elements of a run: with its temporaries it fits a core's cache."""
 
 MAGNITUDE = 0x7FFFFFFF
 EXPONENT = 23
@@ -92,51 +85,46 @@ def array_namespace(x: Array) -> ModuleType:
     return cupy
 
 
-def _tiles(shape: tuple[int, int], size: int, most: int) -> Iterator[Tile]:
-    """Cut a matrix into tiles of at most `most` elements: whole groups of `size`, or pieces of longer groups."""
-    count, length = shape
-    whole = length - length % size
-    for first, last, width in ((0, whole, size), (whole, length, length - whole)):
-        step = min(width, most) if width > most else max(min(last - first, most) // max(width, 1), 1) * width
-        if first == last or not count:
-            continue
-        for start in range(first, last, size) if width > most else (first,):
-            stop = min(start + size, last) if width > most else last
-            down = max(most // step, 1)
-            for row in range(0, count, down):
-                for column in range(start, stop, step):
-                    end = min(column + step, stop)
-                    groups = slice(column // size, (end - 1) // size + 1)
-                    yield Tile(slice(row, row + down), slice(column, end), groups, min(width, end - column))
+def _grouped(rows: Array, size: int) -> Array:
+    """Matrix of all groups: a view if none is short, else a copy that repeats the last element of short ones."""
+    columns = rows.shape[1]
+    size = min(size, columns) or 1
+    short = (0, -columns % size)
+    return (array_namespace(rows).pad(rows, ((0, 0), short), mode="edge") if short[1] else rows).reshape(-1, size)
 
 
-def _cut(rows: Array, size: int) -> tuple[Array, Iterator[Tile]]:
-    """(matrix as one row if no group is short, else as it is; its tiles), with a single tile on a device."""
-    if rows.shape[1] % size == 0:
-        rows = rows.reshape(1, -1)
-    return rows, _tiles(rows.shape, size, TILE if isinstance(rows, np.ndarray) else max(rows.size, size))
+def _runs(groups: Array) -> Iterator[Part]:
+    """Parts of the matrix that are processed one by one: groups, or pieces of long ones; everything on a device."""
+    count, size = groups.shape
+    width = min(size, RUN) if isinstance(groups, np.ndarray) else size
+    step = max(RUN // width, 1) if isinstance(groups, np.ndarray) else max(count, 1)
+    for first in range(0, count, step):
+        for column in range(0, size, width):
+            yield slice(first, first + step), slice(column, column + width)
 
 
-def _groups(rows: Array, tile: Tile) -> Array:
-    """View of the elements of a tile: shape (rows, groups, elements per group)."""
-    part, width = rows[tile.rows, tile.columns], tile.width
-    return part.reshape(part.shape[0], part.shape[1] // width, width)
+def _of_groups(rows: Array, size: int, function: Callable[[Array], Array]) -> Array:
+    """Value per group: float32, shape (rows, groups per row)."""
+    groups = _grouped(rows, size)
+    if groups.shape[1] > RUN and isinstance(rows, np.ndarray):
+        groups = _of_groups(groups, RUN, function)
+    found = array_namespace(rows).empty(len(groups), np.float32)
+    step = max(RUN // groups.shape[1] if isinstance(rows, np.ndarray) else len(groups), 1)
+    for first in range(0, len(groups), step):
+        found[first : first + step] = function(groups[first : first + step])
+    return found.reshape(len(rows), -(-rows.shape[1] // size))
 
 
-def _scratch(rows: Array, size: int, dtype: Any = np.float32) -> Any:
-    """Function (shape) -> temporary array for a tile, always in the same memory, so that this stays in the cache."""
-    xp = array_namespace(rows)
-    space = xp.empty(min(rows.size, TILE) if xp is np else rows.size, dtype)
-
-    def take(shape: tuple[int, ...]) -> Array:
-        return space[: math.prod(shape)].reshape(shape)
-
-    return take
-
-
-def _per_group(rows: Array, size: int) -> tuple[int, int]:
-    """(rows, groups per row): shape of arrays with one value per group of `size` elements."""
-    return rows.shape[0], -(-rows.shape[1] // size)
+def _write(out: Array, size: int, of_run: Callable[[Part], Array], add: bool = False) -> None:
+    """Write results of runs of groups to the matrix `out`, or add them to it."""
+    groups = _grouped(out, size)
+    for run in _runs(groups):
+        if add:
+            groups[run] += of_run(run)
+        else:
+            groups[run] = of_run(run)
+    if groups.size != out.size:
+        out[...] = groups.reshape(len(out), -1)[:, : out.shape[1]]
 
 
 # ------------------------------------------------------------------------------------------ ranges of groups
@@ -147,55 +135,38 @@ def absmax(rows: Array, size: int) -> Array:
 
     Bits of |r| as integers have the order of |r|, with NaN above all, so a NaN is never lost.
     """
-    xp = array_namespace(rows)
-    cut, tiles = _cut(rows, size)
-    largest = xp.zeros(_per_group(cut, size), xp.int32)
-    scratch = _scratch(cut, size, np.int32)
-    for tile in tiles:
-        part = _groups(cut, tile).view(xp.int32)
-        found = xp.bitwise_and(part, MAGNITUDE, out=scratch(part.shape)).max(axis=-1)
-        into = largest[tile.rows, tile.groups]
-        into[...] = xp.maximum(into, found)
-    return largest.view(xp.float32).reshape(_per_group(rows, size))
+    return _of_groups(rows, size, lambda part: _magnitudes(part).max(axis=-1).view(np.float32))
 
 
 def minmax(rows: Array, size: int) -> tuple[Array, Array]:
     """(smallest, largest) element of every group: shape (rows, groups); one is not finite if an element is not."""
-    xp, shape = array_namespace(rows), _per_group(rows, size)
-    cut, tiles = _cut(rows, size)
-    low = xp.full(_per_group(cut, size), np.inf, xp.float32)
-    high = xp.full(_per_group(cut, size), -np.inf, xp.float32)
-    for tile in tiles:
-        part, at = _groups(cut, tile), (tile.rows, tile.groups)
-        low[at] = xp.minimum(low[at], part.min(axis=-1))
-        high[at] = xp.maximum(high[at], part.max(axis=-1))
-    return low.reshape(shape), high.reshape(shape)
+    low = _of_groups(rows, size, lambda part: part.min(axis=-1))
+    return low, _of_groups(rows, size, lambda part: part.max(axis=-1))
 
 
 def peak(rows: Array, size: int) -> Array:
     """Element of largest magnitude of every group, with its sign: shape (rows, groups); the first of equal ones."""
     xp = array_namespace(rows)
-    cut, tiles = _cut(rows, size)
-    found = cut[:, ::size].copy()
-    for tile in tiles:
-        part, at = _groups(cut, tile), (tile.rows, tile.groups)
-        which = (part.view(xp.int32) & MAGNITUDE).argmax(axis=-1)
-        here, before = xp.take_along_axis(part, which[..., None], axis=-1)[..., 0], found[at].copy()
-        found[at] = xp.where((here.view(xp.int32) & MAGNITUDE) > (before.view(xp.int32) & MAGNITUDE), here, before)
-    return found.reshape(_per_group(rows, size))
+
+    def farthest(part: Array) -> Array:
+        return xp.take_along_axis(part, _magnitudes(part).argmax(axis=-1)[:, None], axis=-1)[:, 0]
+
+    return _of_groups(rows, size, farthest)
+
+
+def _magnitudes(part: Array) -> Array:
+    return part.view(np.int32) & MAGNITUDE
 
 
 # ------------------------------------------------------------------------------------------ rounding
 
 
-def uniform(first: int, shape: tuple[int, ...], stride: int, key: tuple[int, int], xp: ModuleType = np) -> Array:
-    """Pseudo-random numbers in [0, 1), functions of element number and key: float32 with 24 random bits.
+def uniform(number: Array, key: tuple[int, int]) -> Array:
+    """Pseudo-random numbers in [0, 1), functions of element number (uint64) and key: float32 with 24 random bits.
 
-    Two rounds of the finaliser of MurmurHash3 (A. Appleby, public domain), one for either half of the number. The first
-    element has number `first`; each row adds `stride`.
+    Two rounds of the finaliser of MurmurHash3 (A. Appleby, public domain), one for either half of the number.
     """
-    rows, columns = (xp.arange(n, dtype=xp.uint64) for n in shape)
-    number = (rows * np.uint64(stride))[:, None] + columns[None] + np.uint64(first)
+    xp = array_namespace(number)
     low, high = (number & 0xFFFFFFFF).astype(xp.uint32), (number >> 32).astype(xp.uint32)
     word = _mixed(_mixed(low ^ np.uint32(key[0])) + high * np.uint32(_RANDOM["MIX_HIGH"]) + np.uint32(key[1]))
     return (word >> 8).astype(xp.float32) * np.float32(_RANDOM["UNIT_24"])
@@ -230,24 +201,20 @@ def _rounded(t: Array, rounding: str, bias: float, drawn: Array | None) -> Array
             return xp.floor(t, out=t)
 
 
-def _drawn(cut: Array, tile: Tile, key: tuple[int, int] | None) -> Array | None:
-    """Random numbers for stochastic rounding of a tile's elements; None without a key."""
-    if key is None:
-        return None
-    part = cut[tile.rows, tile.columns]
-    first = tile.rows.start * cut.shape[1] + tile.columns.start
-    drawn = uniform(first, part.shape, cut.shape[1], key, array_namespace(cut))
-    return _groups(drawn, Tile(slice(None), slice(None), slice(None), tile.width))
+def _encode(
+    rows: Array, size: int, by: Array, multiply: bool, key: tuple[int, int] | None, out: Array,
+    code_of: Callable[[Array, Part, Array | None], Array],
+) -> None:  # fmt: skip
+    """Write codes of elements in units of their groups' scales, ``code_of(elements, run, random numbers)``."""
+    xp, groups, factor = array_namespace(rows), _grouped(rows, size), by.reshape(-1, 1)
+    numbers = None if key is None else _grouped(xp.arange(rows.size, dtype=xp.uint64).reshape(rows.shape), size)
+    scale = xp.multiply if multiply else xp.divide
 
+    def codes_of(run: Part) -> Array:
+        drawn = None if numbers is None or key is None else uniform(numbers[run], key)
+        return code_of(scale(groups[run], factor[run[0]]), run, drawn)
 
-def _in_units(rows: Array, size: int, by: Array, multiply: bool) -> Iterator[tuple[Tile, Array]]:
-    """Yield each tile and its elements divided by `by` (with `multiply`, times it); the next tile overwrites them."""
-    xp = array_namespace(rows)
-    cut, tiles = _cut(rows, size)
-    by, scratch = by.reshape(_per_group(cut, size)), _scratch(cut, size)
-    for tile in tiles:
-        part, factor = _groups(cut, tile), by[tile.rows, tile.groups][..., None]
-        yield tile, (xp.multiply if multiply else xp.divide)(part, factor, out=scratch(part.shape))
+    _write(out.reshape(rows.shape), size, codes_of)
 
 
 # ------------------------------------------------------------------------------------------ codes
@@ -262,26 +229,25 @@ def encode_linear(
     `by` has the divisor of each group's elements, or with `multiply` their factor: finite, and not 0 as a divisor. Z is
     added after rounding if all `zeros` are integers, else before.
     """
-    xp = array_namespace(rows)
-    low, high, bias = np.float32(code.low), np.float32(code.high), code.bias
-    cut, _ = _cut(rows, size)
-    codes = (out if code.bits == 8 else xp.empty(rows.size, xp.uint8)).reshape(cut.shape)
-    shift = None if zeros is None else zeros.reshape(_per_group(cut, size))
-    integral = shift is None or bool((shift == xp.rint(shift)).all())
-    for tile, t in _in_units(rows, size, by, multiply):
-        here = None if shift is None else shift[tile.rows, tile.groups][..., None]
-        if not integral:
-            t += here
-        t = _rounded(t, code.rounding, bias, _drawn(cut, tile, code.key))
-        if shift is not None and integral:
-            t += here
-        xp.clip(t, low, high, out=t)
-        if bias:
-            t += np.float32(bias)
-        into = _groups(codes, tile)
-        (into.view(xp.int8) if low < 0 and not bias else into)[...] = t
+    xp, low, high, bias = array_namespace(rows), np.float32(code.low), np.float32(code.high), np.float32(code.bias)
+    shift = None if zeros is None else zeros.reshape(-1, 1)
+    before = shift is not None and not bool((shift == xp.rint(shift)).all())
+    dtype = np.int8 if code.signed and not code.bias else np.uint8
+
+    def code_of(t: Array, run: Part, drawn: Array | None) -> Array:
+        if shift is not None and before:
+            t += shift[run[0]]
+        t = _rounded(t, code.rounding, code.bias, drawn)
+        if shift is not None and not before:
+            t += shift[run[0]]
+        t = xp.clip(t, low, high, out=t)
+        t += bias
+        return t.astype(dtype).view(np.uint8)
+
+    codes = out if code.bits == 8 else xp.empty(rows.size, xp.uint8)
+    _encode(rows, size, by, multiply, code.key, codes, code_of)
     if code.bits < 8:
-        pack(codes.reshape(-1), code.bits, out)
+        pack(codes, code.bits, out)
 
 
 @unchecked
@@ -292,11 +258,11 @@ def encode_float(
 
     Ties go to even, large values saturate. `code` is a key of `MINIFLOATS`; other parameters as for `encode_linear`.
     """
-    xp = array_namespace(rows)
-    cut, _ = _cut(rows, size)
-    codes = out.reshape(cut.shape)
-    for tile, t in _in_units(rows, size, by, multiply):
-        _groups(codes, tile)[...] = minifloat_bits(t, code, _drawn(cut, tile, key)).astype(xp.uint8)
+
+    def code_of(t: Array, run: Part, drawn: Array | None) -> Array:
+        return minifloat_bits(t, code, drawn).astype(np.uint8)
+
+    _encode(rows, size, by, multiply, key, out, code_of)
 
 
 def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
@@ -324,16 +290,16 @@ def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: 
 
     `thresholds` has shape (k,), or (rows, groups, k) for levels per group; other parameters as for `encode_linear`.
     """
-    xp = array_namespace(rows)
-    cut, _ = _cut(rows, size)
-    codes = out.reshape(cut.shape)
-    own = thresholds.ndim > 1
-    limits = thresholds.reshape(*_per_group(cut, size), thresholds.shape[-1]) if own else thresholds
-    for tile, t in _in_units(rows, size, by, multiply):
+    xp, own = array_namespace(rows), thresholds.ndim > 1
+    limits = thresholds.reshape(-1, thresholds.shape[-1])
+
+    def code_of(t: Array, run: Part, drawn: Array | None) -> Array:
         count = xp.zeros(t.shape, xp.uint8)
-        for k in range(thresholds.shape[-1]):
-            count += t > (limits[tile.rows, tile.groups, k][..., None] if own else limits[k])
-        _groups(codes, tile)[...] = count
+        for k in range(limits.shape[1]):
+            count += t > limits[run[0] if own else slice(1), k, None]
+        return count
+
+    _encode(rows, size, by, multiply, None, out, code_of)
 
 
 def quantize_groups(
@@ -349,13 +315,25 @@ def quantize_groups(
     return False
 
 
-def _unpacked(packed: Array, bits: int, shape: tuple[int, ...]) -> Array:
-    """Codes in bytes, in this shape."""
-    if bits == 8:
-        return packed.reshape(shape)
-    codes = array_namespace(packed).empty(math.prod(shape), np.uint8)
-    unpack(packed, bits, codes)
-    return codes.reshape(shape)
+def _decode(
+    packed: Array, bits: int, size: int, scales: Array, out: Array, add: bool, finite: bool,
+    level_of: Callable[[Array, Part], Array],
+) -> None:  # fmt: skip
+    """Write numbers of codes, ``level_of(codes, run)`` times the groups' scales, to `out`, or add them."""
+    xp, codes = array_namespace(packed), packed
+    if bits < 8:
+        unpack(packed, bits, codes := xp.empty(out.size, xp.uint8))
+    groups, scales = _grouped(codes.reshape(out.shape), size), scales.reshape(-1, 1)
+
+    def numbers(run: Part) -> Array:
+        level = level_of(groups[run], run)
+        if finite:
+            level *= scales[run[0]]
+            return xp.clip(level, -GREATEST, GREATEST, out=level)
+        r = level * scales[run[0]]
+        return xp.where(abs(level) <= GREATEST, xp.clip(r, -GREATEST, GREATEST), r)
+
+    _write(out, size, numbers, add)
 
 
 @unchecked
@@ -366,27 +344,15 @@ def decode_linear(
 
     Codes of 8 bits may be a matrix with gaps between rows.
     """
-    xp, bias = array_namespace(packed), code.bias
-    target, tiles = _cut(out, size)
-    shape = _per_group(target, size)
-    codes, scales = _unpacked(packed, code.bits, target.shape), scales.reshape(shape)
-    shift = None if zeros is None else zeros.reshape(shape)
-    clamp = _may_overflow(scales, np.float32(256), 0.0 if shift is None else shift)
-    scratch = _scratch(target, size)
-    for tile in tiles:
-        part, at = _groups(codes, tile), (tile.rows, tile.groups)
-        into = _groups(target, tile)
-        q = scratch(part.shape) if add else into
-        q[...] = part.view(xp.int8) if code.signed and not bias else part
-        if bias:
-            q -= np.float32(bias)
+    shift = None if zeros is None else zeros.reshape(-1, 1)
+
+    def level_of(codes: Array, run: Part) -> Array:
+        level: Array = (codes.view(np.int8) if code.signed and not code.bias else codes) - np.float32(code.bias)
         if shift is not None:
-            q -= shift[at][..., None]
-        q *= scales[at][..., None]
-        if clamp:
-            xp.clip(q, -GREATEST, GREATEST, out=q)
-        if add:
-            into += q
+            level -= shift[run[0]]
+        return level
+
+    _decode(packed, code.bits, size, scales, out, add, True, level_of)
 
 
 @unchecked
@@ -395,20 +361,14 @@ def decode_table(packed: Array, bits: int, size: int, scales: Array, levels: Arr
 
     `levels` has shape (k,), or (rows, groups, k) for levels per group. Codes of 8 bits may be a matrix with gaps.
     """
-    xp = array_namespace(packed)
-    target, tiles = _cut(out, size)
-    shape = _per_group(target, size)
-    cut, scales = _unpacked(packed, bits, target.shape), scales.reshape(shape)
-    own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
-    clamp = _may_overflow(scales, LARGEST_LEVEL)
-    for tile in tiles:
-        part, at = _groups(cut, tile).astype(xp.int64), (tile.rows, tile.groups)
-        level = levels[part] if own is None else xp.take_along_axis(own[at], part, axis=-1)
-        r = level * scales[at][..., None]
-        if clamp:
-            r = xp.where(abs(level) <= GREATEST, xp.clip(r, -GREATEST, GREATEST), r)
-        into = _groups(target, tile)
-        into[...] = into + r if add else r
+    own = levels.reshape(-1, levels.shape[-1]) if levels.ndim > 1 else None
+
+    def level_of(codes: Array, run: Part) -> Array:
+        places = codes.astype(np.int64)
+        return levels[places] if own is None else array_namespace(codes).take_along_axis(own[run[0]], places, axis=-1)
+
+    finite = surely_all(array_namespace(levels).isfinite(levels))
+    _decode(packed, bits, size, scales, out, add, finite, level_of)
 
 
 def add_rows(
@@ -429,11 +389,6 @@ def multiply_rows(
     return False
 
 
-def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
-    """True if scales times values up to `reach` + |zeros| may round to infinity; always True on a device."""
-    return not isinstance(scales, np.ndarray) or not bool((abs(scales) * (reach + abs(zeros)) <= GREATEST).all())
-
-
 def surely_all(flags: Array) -> bool:
     """True if all flags are set; always False on a device, for which the host would have to wait."""
     return isinstance(flags, np.ndarray | np.generic) and bool(flags.all())
@@ -444,54 +399,31 @@ def surely_all(flags: Array) -> bool:
 
 def pack(codes: Array, bits: int, out: Array) -> None:
     """Pack codes of 1 to 7 bits, one per byte, densely into `out`, in the format of `quant.packing`."""
-    xp = array_namespace(codes)
-    for words, planes in _blocks(codes, bits, out):
-        shift = 0
-        for power in POWERS[bits]:
-            fields = ((words >> shift) & _every_byte(power)).reshape(-1, 8 // power, power)
-            plane = fields[:, 0]
-            for k in range(1, 8 // power):
-                plane |= fields[:, k] << (k * power)
-            planes[:, 4 * shift : 4 * (shift + power)] = xp.ascontiguousarray(plane).view(xp.uint8)
-            shift += power
-    if rest := len(codes) % BLOCK:
-        fields = (codes[-rest:, None] >> xp.arange(bits, dtype=xp.uint8)) & 1
-        out[-packed_nbytes(rest, bits) :] = xp.packbits(fields, bitorder="little")
+    xp, blocks, rest = array_namespace(codes), len(codes) // BLOCK, len(codes) % BLOCK
+    planes = out[: blocks * 4 * bits].reshape(blocks, 4 * bits)
+    for power, shift, places in _planes(bits, xp):
+        fields = (codes[: blocks * BLOCK] >> shift) & (2**power - 1)
+        plane = (fields.reshape(blocks, 8 // power, 4 * power) << places).sum(axis=1, dtype=xp.uint8)
+        planes[:, 4 * shift : 4 * (shift + power)] = plane
+    if rest:
+        bit = (codes[-rest:, None] >> xp.arange(bits, dtype=xp.uint8)) & 1
+        out[-packed_nbytes(rest, bits) :] = xp.packbits(bit, bitorder="little")
 
 
 def unpack(packed: Array, bits: int, out: Array) -> None:
     """Unpack codes that `pack` packed, one per byte, into `out`: uint8, shape (n,)."""
-    xp = array_namespace(packed)
-    for words, planes in _blocks(out, bits, packed):
-        shift = 0
-        for power in POWERS[bits]:
-            plane = _words(planes[:, 4 * shift : 4 * (shift + power)])
-            fields = words.reshape(-1, 8 // power, power)
-            for k in range(8 // power):
-                field = ((plane >> (k * power)) & _every_byte(power)) << shift
-                fields[:, k] = fields[:, k] | field if shift else field
-            shift += power
-    if rest := len(out) % BLOCK:
+    xp, blocks, rest = array_namespace(packed), len(out) // BLOCK, len(out) % BLOCK
+    planes = packed[: blocks * 4 * bits].reshape(blocks, 4 * bits)
+    out[...] = 0
+    for power, shift, places in _planes(bits, xp):
+        fields = (planes[:, None, 4 * shift : 4 * (shift + power)] >> places) & (2**power - 1)
+        out[: blocks * BLOCK] |= fields.reshape(-1) << shift
+    if rest:
         stream = xp.unpackbits(packed[-packed_nbytes(rest, bits) :], bitorder="little")[: rest * bits]
         out[-rest:] = (stream.reshape(rest, bits) << xp.arange(bits, dtype=xp.uint8)).sum(axis=1)
 
 
-def _blocks(codes: Array, bits: int, packed: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield batches of whole 32-code blocks: views of the codes, 8 words of uint32 each, and of their packed bytes."""
-    xp, blocks = array_namespace(codes), len(codes) // BLOCK
-    step = TILE // BLOCK if xp is np else max(blocks, 1)
-    for first in range(0, blocks, step):
-        last = min(first + step, blocks)
-        words = codes[first * BLOCK : last * BLOCK].view(xp.uint32).reshape(-1, BLOCK // 4)
-        yield words, packed[first * 4 * bits : last * 4 * bits].reshape(-1, 4 * bits)
-
-
-def _words(rows: Array) -> Array:
-    """Rows of bytes as uint32; on a GPU a copy, as it cannot read words at addresses that are no multiple of 4."""
-    xp = array_namespace(rows)
-    return (xp.ascontiguousarray(rows) if xp is np else rows.copy()).view(xp.uint32)
-
-
-def _every_byte(power: int) -> np.uint32:
-    """uint32 word whose bytes each have the lowest `power` bits set."""
-    return np.uint32((2**power - 1) * 0x01010101)
+def _planes(bits: int, xp: ModuleType) -> Iterator[tuple[int, int, Array]]:
+    """Planes of a width: (bits of a field, first bit in a code, places of the fields in a byte as a column)."""
+    for power in POWERS[bits]:
+        yield power, sum(POWERS[bits][: POWERS[bits].index(power)]), xp.arange(0, 8, power, dtype=xp.uint8)[:, None]

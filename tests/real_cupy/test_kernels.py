@@ -27,6 +27,8 @@ from parallel.optim.optimizers import adam, lamb, lamb_direction, lamb_moments, 
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
 from quant.kernels.reference_codecs import LinearCode
+from quant.packing import packed_nbytes
+from quant.spec.quant_spec import ROUNDINGS
 
 ARCHITECTURES = (80, 90, 100)
 CALLS = {key: entry for key, entry in recorder.stored().items() if key.startswith("ElementwiseKernel")}
@@ -108,7 +110,7 @@ def test_attention_like_the_reference(cupy, on_host, dtype):
     kernel_cases.rows_without_numbers(cupy, dtype)
 
 
-@pytest.mark.parametrize("rounding", device_codecs.ROUND)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("multiply", [True, False])
 def test_linear_codes_like_the_reference(cupy, on_host, rounding, multiply):
     random = np.random.default_rng(1)
@@ -136,6 +138,35 @@ def test_small_floats_like_the_reference(cupy, on_host, code, key):
     reference_codecs.encode_float(rows, 8, by, True, code, key, expected)
     device_codecs.encode_float(cupy.asarray(rows), 8, cupy.asarray(by), True, code, key, found)
     np.testing.assert_array_equal(found.get(), expected)
+
+
+@pytest.mark.parametrize("count", [0, 5, 32, 131])
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_packing_like_the_reference(cupy, on_host, bits, count):
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, count).astype("u1")
+    expected, found = np.zeros(packed_nbytes(count, bits), "u1"), cupy.zeros(packed_nbytes(count, bits), "u1")
+    reference_codecs.pack(codes, bits, expected)
+    device_codecs.pack(cupy.asarray(codes), bits, found)
+    np.testing.assert_array_equal(found.get(), expected)
+    device_codecs.unpack(found, bits, back := cupy.zeros(count, "u1"))
+    np.testing.assert_array_equal(back.get(), codes)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("levels", [4, 16, 256])
+def test_tables_like_the_reference(cupy, on_host, levels, own):
+    random = np.random.default_rng(levels)
+    rows, by = random.standard_normal((6, 32)).astype("f4"), random.random(24).astype("f4") + 0.5
+    table = np.sort(random.standard_normal((6, 4, levels) if own else levels), axis=-1).astype("f4")
+    bounds = np.ascontiguousarray(table[..., 1:])
+    expected, found = np.zeros(rows.size, "u1"), cupy.zeros(rows.size, "u1")
+    reference_codecs.encode_table(rows, 8, by, False, bounds, expected)
+    device_codecs.encode_table(cupy.asarray(rows), 8, cupy.asarray(by), False, cupy.asarray(bounds), found)
+    np.testing.assert_array_equal(found.get(), expected)
+    back, there = np.ones_like(rows), cupy.asarray(np.ones_like(rows))
+    reference_codecs.decode_table(expected, 8, 8, by, table, back, True)
+    device_codecs.decode_table(found, 8, 8, cupy.asarray(by), cupy.asarray(table), there, True)
+    np.testing.assert_array_equal(there.get(), back)
 
 
 SCALARS = Scalars(0.3, 0.1, 0.01, 0.9, 0.1, 0.001, 1e-8, 1.5, 1.2, 0.12, 0.99)

@@ -10,7 +10,6 @@ from support.standin.cupy import _SHIM
 ARRAYS = """
 #include <cstddef>
 #include <cstdint>
-#undef __device__
 #define __device__
 #define __global__
 #define __host__

@@ -90,5 +90,5 @@ def test_a_constant_twice_in_a_file_is_found(tmp_path):
 def test_python_reads_the_constants_of_headers():
     found = headers.constants(("parallel.nn.kernels", "scalar.h"))
     assert found["CUBIC"] == 0.044715 and found["FAR"] == 16 and found["LOWEST"] == -87
-    assert headers.constants(headers.RANDOM)["UNIT_24"] == 2**-24
-    assert headers.constants(headers.RANDOM)["MIX_FIRST"] == 0x85EBCA6B
+    assert headers.constants(headers.FORMULAS)["UNIT_24"] == 2**-24
+    assert headers.constants(headers.FORMULAS)["MIX_FIRST"] == 0x85EBCA6B

@@ -38,7 +38,7 @@ KERNEL layer_norm(const T* x, const T* gain, const T* bias, T* y, W* means, W* r
             const Pack<T> a = load(from, j);
             EACH(k) squares += (wide(a.values[k]) - mean) * (wide(a.values[k]) - mean);
         }
-        const W rstd = W(1) / square_root(warp_sum(squares) / width + (W)eps);
+        const W rstd = norm_rstd(warp_sum(squares), width, (W)eps);
         PACKS(j, columns) {
             Pack<T> a = load(from, j);
             const Pack<T> g = load(gain, j), b = load(bias, j);
@@ -105,7 +105,7 @@ KERNEL causal_probabilities(const W* scores, T* p, long long rows, long long col
         top = warp_max(top);
         PACKS(j, packs) {
             const Pack<W> a = load(from, j);
-            EACH(k) total += j * WIDTH + k < visible ? exponential(a.values[k] * (W)scale - top) : W(0);
+            EACH(k) total += j * WIDTH + k < visible ? softmax_term(a.values[k], (W)scale, top) : W(0);
         }
         total = warp_sum(total);
         PACKS(j, columns) {
@@ -113,7 +113,7 @@ KERNEL causal_probabilities(const W* scores, T* p, long long rows, long long col
             if (j < packs) {
                 const Pack<W> a = load(from, j);
                 EACH(k) b.values[k] =
-                    narrow((j * WIDTH + k < visible ? exponential(a.values[k] * (W)scale - top) : W(0)) / total);
+                    narrow((j * WIDTH + k < visible ? softmax_term(a.values[k], (W)scale, top) : W(0)) / total);
             } else EACH(k) b.values[k] = narrow(W(0) / total);
             store(p + row * columns * WIDTH, j, b);
         }
@@ -163,9 +163,9 @@ KERNEL cross_entropy(const T* scores, const long long* targets, W* losses, W* lo
         top = warp_max(top);
         PACKS(j, columns) {
             const Pack<T> a = load(from, j);
-            EACH(k) total += exponential(wide(a.values[k]) - top);
+            EACH(k) total += softmax_term(wide(a.values[k]), W(1), top);
         }
-        const W log_sum = logarithm(warp_sum(total)) + top;
+        const W log_sum = log_sum_of(warp_sum(total), top);
         if (threadIdx.x % 32 == 0) {
             const long long target = targets[row];
             log_sums[row] = log_sum;  // a target that is no class is refused when the step's numbers are read
@@ -185,7 +185,7 @@ KERNEL cross_entropy_gradient(const T* scores, const long long* targets, const W
             Pack<T> a = load(scores + row * columns * WIDTH, j);
             EACH(k) {
                 const W one = j * WIDTH + k == target ? W(1) : W(0);
-                a.values[k] = narrow((exponential(wide(a.values[k]) - log_sum) - one) * factor);
+                a.values[k] = narrow(cross_entropy_slope(wide(a.values[k]), log_sum, one, factor));
             }
             store(gradient + row * columns * WIDTH, j, a);
         }

@@ -57,14 +57,6 @@ TYPES = {
 
 COMMON = """
 __device__ inline W wide(W x) { return x; }
-__device__ inline float square_root(float x) { return sqrtf(x); }
-__device__ inline double square_root(double x) { return sqrt(x); }
-__device__ inline float exponential(float x) { return expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
-__device__ inline float logarithm(float x) { return logf(x); }
-__device__ inline double logarithm(double x) { return log(x); }
-__device__ inline float error_function(float x) { return erff(x); }
-__device__ inline double error_function(double x) { return erf(x); }
 
 template <typename E> struct alignas(sizeof(E) * WIDTH < 16 ? sizeof(E) * WIDTH : 16) Pack { E values[WIDTH]; };
 template <typename E> __device__ inline Pack<E> load(const E* x, long long pack) { return ((const Pack<E> *)x)[pack]; }

@@ -30,7 +30,7 @@ INLINE float exponentials(const float *row, float *into, int64_t count, float sc
         float part = 0;
         DO_PRAGMA(omp simd reduction(+ : part))
         for (int64_t j = first; j < end; j++) {
-            const float e = exp_down(row[j] * scale - top);
+            const float e = softmax_term(row[j], scale, top);
             if (into)
                 into[j] = e;
             part += e;
@@ -70,7 +70,7 @@ INLINE float softmax_row(float *row, int64_t keys, int64_t first, int64_t last, 
         row[j] *= factor;
     clear(row, first);
     clear(row + last, keys - last);
-    return logf(total) + top;
+    return log_sum_of(total, top);
 }
 
 /* scores, queries, scale, first: row i sees first + i % queries + 1 keys. */
@@ -121,7 +121,7 @@ CLONED double run_visible_probabilities(const Argument *a) {
         const int64_t first = within(low[i % queries], keys), last = within(high[i % queries], keys);
         clear(row, first);
         for (int64_t j = first; j < last; j++)
-            row[j] = exp_down(row[j] * scale - log_sum[i]);
+            row[j] = softmax_term(row[j], scale, log_sum[i]);
         clear(row + last, keys - last);
     }
     return 0;
@@ -168,7 +168,7 @@ CLONED double run_softmax_cross_entropy(const Argument *a) {
         const float *row = (const float *)a[0].data + i * classes;
         const float top = largest(row, classes, 1.0f);
         const float total = exponentials(row, NULL, classes, 1.0f, top);
-        log_sum[i] = logf(total) + top;
+        log_sum[i] = log_sum_of(total, top);
         if (targets[i] >= 0)
             loss += (double)(log_sum[i] - row[targets[i]]);
     }
@@ -183,9 +183,9 @@ CLONED double run_softmax_cross_entropy_backward(const Argument *a) {
         float *restrict into = (float *)a[4].data + i * classes;
         const float factor = targets[i] < 0 ? 0.0f : scale;
         INDEPENDENT for (int64_t j = 0; j < classes; j++)
-            into[j] = exp_down(row[j] - away) * factor;
+            into[j] = cross_entropy_slope(row[j], away, 0.0f, factor);
         if (targets[i] >= 0)
-            into[targets[i]] -= factor;
+            into[targets[i]] = cross_entropy_slope(row[targets[i]], away, 1.0f, factor);
     }
     return 0;
 }

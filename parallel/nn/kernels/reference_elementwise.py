@@ -16,6 +16,8 @@ from quant.types import Array
 FORMULAS = ("parallel.nn.kernels", "scalar.h")
 """Formulas of the kernels in C and CUDA, with their constants."""
 
+_CONSTANTS = constants(FORMULAS)
+
 RUN = 1 << 14
 """Elements per pass on the host, so that temporaries stay in the cache."""
 
@@ -92,7 +94,7 @@ def sigmoid(x: Array) -> Array:
     return y
 
 
-_CUBIC, _FAR = (constants(FORMULAS)[name] for name in ("CUBIC", "FAR"))
+_CUBIC, _FAR = _CONSTANTS["CUBIC"], _CONSTANTS["FAR"]
 _TWICE_SLOPE = 2 * math.sqrt(2 / math.pi)
 
 
@@ -164,10 +166,6 @@ def masked(x: Array, keep: Array, scale: float) -> Array:
     return x * keep * scale
 
 
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
-
-
 def key_of(seed: int, step: int, name: str) -> tuple[int, int]:
     """Key of a counter-based random generator: two 32-bit words, a hash of seed, step and name.
 
@@ -186,9 +184,9 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        left, right = c0 * _CONSTANTS["PHILOX_FIRST"], c2 * _CONSTANTS["PHILOX_SECOND"]
         c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & 0xFFFFFFFF, (left >> 32) ^ c3 ^ k1, left & 0xFFFFFFFF
-        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+        k0, k1 = (k0 + _CONSTANTS["WEYL_FIRST"]) & 0xFFFFFFFF, (k1 + _CONSTANTS["WEYL_SECOND"]) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 

@@ -37,7 +37,7 @@ CLONED double run_layer_norm(const Argument *a) {
             means[i] = mean;
         }
         SUM_OF(squares, width, (row[j] - mean) * (row[j] - mean));
-        const float rstd = 1.0f / sqrtf(squares / (float)width + eps);
+        const float rstd = norm_rstd(squares, (float)width, eps);
         rstds[i] = rstd;
         if (bias)
             INDEPENDENT for (int64_t j = 0; j < width; j++)

@@ -1,14 +1,11 @@
 /* Formulas of the operators for one element of type W, without branches, so that loops over them vectorise.
  *
  * In C, W is float, and products and sums may be fused. CUDA sources contain this text after their type W, with
- * CUDA_SOURCE defined, and functions `exponential` and `error_function` of W. NaN stays NaN. */
+ * CUDA_SOURCE defined. NaN stays NaN. */
 #ifndef CHORUS_SCALAR_H
 #define CHORUS_SCALAR_H
 
-#ifndef CUDA_SOURCE
 #include "portable.h"
-typedef float W;
-#endif
 
 #define ROOT_HALF ((W)0.70710678118654752)     /* sqrt(1 / 2) */
 #define DENSITY_AT_0 ((W)0.39894228040143268)  /* 1 / sqrt(2 pi) */
@@ -17,19 +14,25 @@ typedef float W;
 #define FAR ((W)16) /* from this distance on, the slope of GELU's approximation is 0 or 1 */
 
 #ifdef CUDA_SOURCE
-INLINE W exp_down(W x) { return exponential(x); }
+INLINE W exp_down(W x) { return exp(x); }
 INLINE W magnitude(W x) { return fabs(x); }
+INLINE W square_root(W x) { return sqrt(x); }
+INLINE W logarithm(W x) { return log(x); }
 
 /* Density of the normal distribution at x; the distribution function goes to `below`. */
 INLINE W normal(W x, W *below) {
-    *below = (W)0.5 * (error_function(x * ROOT_HALF) + (W)1);
-    return exponential(x * x * (W)-0.5) * DENSITY_AT_0;
+    *below = (W)0.5 * (erf(x * ROOT_HALF) + (W)1);
+    return exp(x * x * (W)-0.5) * DENSITY_AT_0;
 }
 #else
+typedef float W;
+
 #define LOWEST -87.0f     /* exp of less is 0: almost the smallest normal number, 1.2e-38 */
 #define SHIFT 12582912.0f /* 1.5 * 2^23: once added, the last digit of a float32 is that of an integer */
 
 INLINE float magnitude(float x) { return fabsf(x); }
+INLINE float square_root(float x) { return sqrtf(x); }
+INLINE float logarithm(float x) { return logf(x); }
 
 /* exp(x) for x below 88, accurate to 2 units in the last place; 0 for x below -87.
  *
@@ -109,12 +112,39 @@ INLINE W silu_backward(W dy, W x) {
 
 INLINE W dropout(W x, bool keep, W scale) { return x * (keep ? (W)1 : (W)0) * scale; }
 
-/* Norms of rows: an element in units of the deviation, and the gradient with respect to it. With `inner` = dy gain,
- * `total` is the mean of `inner` over the row, `along` the mean of `inner` unit. */
+#define PHILOX_FIRST 0xD2511F53u
+#define PHILOX_SECOND 0xCD9E8D57u
+#define WEYL_FIRST 0x9E3779B9u
+#define WEYL_SECOND 0xBB67AE85u
+
+/* Philox-4x32-10: replace a counter of four words by random numbers (Salmon et al., SC 2011). */
+INLINE void philox(uint32_t *words, uint32_t key0, uint32_t key1) {
+    UNROLLED for (int round = 0; round < 10; round++) {
+        const uint64_t left = (uint64_t)words[0] * PHILOX_FIRST, right = (uint64_t)words[2] * PHILOX_SECOND;
+        words[0] = (uint32_t)(right >> 32) ^ words[1] ^ key0;
+        words[1] = (uint32_t)right;
+        words[2] = (uint32_t)(left >> 32) ^ words[3] ^ key1;
+        words[3] = (uint32_t)left;
+        key0 += WEYL_FIRST;
+        key1 += WEYL_SECOND;
+    }
+}
+
+/* Norms of rows: inverse deviation from the sum of squares, an element in units of the deviation, and the gradient with
+ * respect to it. With `inner` = dy gain, `total` is the mean of `inner` over the row, `along` the mean of `inner` unit. */
+INLINE W norm_rstd(W squares, W width, W eps) { return (W)1 / square_root(squares / width + eps); }
 INLINE W norm_unit(W x, W mean, W rstd) { return (x - mean) * rstd; }
 INLINE W norm_gradient(W inner, W unit, W total, W along, W rstd) { return (inner - total - unit * along) * rstd; }
 
-/* Softmax of `scale` times scores: gradient of a score; `along` is the sum of dp p over the row. */
+/* Softmax of `scale` times scores: exponential of a score relative to `top`, logarithm of the sum of exponentials, and the
+ * gradient of a score; `along` is the sum of dp p over the row. */
+INLINE W softmax_term(W score, W scale, W top) { return exp_down(score * scale - top); }
+INLINE W log_sum_of(W total, W top) { return logarithm(total) + top; }
 INLINE W softmax_gradient(W dp, W p, W along, W scale) { return (dp - along) * p * scale; }
+
+/* Gradient of `factor` times the cross entropy by a score; `one` is 1 for that of the target, else 0. */
+INLINE W cross_entropy_slope(W score, W log_sum, W one, W factor) {
+    return (softmax_term(score, (W)1, log_sum) - one) * factor;
+}
 
 #endif

@@ -1128,26 +1128,12 @@ def __getattr__(name):
 _SHIM = """
 #include <cmath>
 #include <cstring>
-#include <algorithm>
-using std::max;
-#define __device__ static inline
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
-static inline double __dadd_rn(double a, double b) { return a + b; }
-static inline double __dsub_rn(double a, double b) { return a - b; }
-static inline double __dmul_rn(double a, double b) { return a * b; }
-static inline double __ddiv_rn(double a, double b) { return a / b; }
-static inline double __dsqrt_rn(double a) { return std::sqrt(a); }
-static inline int __float_as_int(float a) { int b; std::memcpy(&b, &a, 4); return b; }
-static inline float __int_as_float(int a) { float b; std::memcpy(&b, &a, 4); return b; }
 """
 _C_TYPES = {
     "float32": "float",
     "float64": "double",
     "int32": "int",
+    "int64": "long long",
     "uint32": "unsigned int",
     "uint8": "unsigned char",
 }
