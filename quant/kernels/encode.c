@@ -219,19 +219,75 @@ CLONED double run_encode(const Argument *a) {
 
 /* ---------------------------------------------------------------------------------------- scales and codes at once */
 
-/* Stored scales of groups with these farthest elements, and by what to divide (or multiply) elements. The result has the
- * bits of the largest scale. The loop vectorises for a rule that the compiler knows. */
-INLINE int32_t make_scales(const int32_t *restrict most, int64_t count, Rule rule, float gamma, int32_t *restrict raw,
-                           float *restrict by) {
-    int32_t worst = 0, seen;
-    if (rule.inverse || rule.peak) {
-        for (int64_t i = 0; i < count; i++, worst = seen > worst ? seen : worst)
-            raw[i] = group_scale(most[i], rule, gamma, by + i, &seen);
-        return worst;
+/* Formats of scales; OCTAVES are those of microscaling formats: the power of two of the largest element. */
+enum { FP32, FP16, BF16, E8M0, E4M3, WHOLE, OCTAVES };
+
+typedef struct {
+    int form;
+    bool inverse; /* codes are r times the inverse of the unrounded scale, not r divided by the stored one */
+    bool peak;    /* scales have the sign of the farthest element, relative to that of `steps` */
+    float steps;  /* a scale is the largest magnitude / steps */
+    float top;    /* WHOLE: largest scale; OCTAVES: exponent of the code's largest number */
+    int32_t limit; /* bits of the first scale that is not representable */
+} Rule;
+
+/* r / n of non-negative numbers; denormal results are rounded up. */
+INLINE float quotient_of(float r, float n) {
+    const float quotient = r / n;
+    const int32_t bits = bits_of(quotient);
+    return bits < 1 << PLACES && quotient * n < r ? float_of(bits + 1) : quotient;
+}
+
+/* Bits of a non-negative scale rounded to a format, with its value; with `up`, denormal ones are rounded up. */
+INLINE int32_t stored_scale(float scale, int form, bool up, float top, float *value) {
+    const int32_t bits = bits_of(scale);
+    *value = scale;
+    if (form == FP16)
+        return small_float(scale < 65536.0f ? scale : 65536.0f, 10, 113, up, value);
+    if (form == E4M3)
+        return small_float(scale < 448.0f ? scale : 448.0f, 3, 121, up, value);
+    if (form == BF16) {
+        const int32_t half = up && bits < 1 << PLACES ? 0xFFFF : 0x7FFF + ((bits >> 16) & 1);
+        const int32_t raw = (int32_t)(((uint32_t)bits + (uint32_t)half) >> 16);
+        *value = float_of((int32_t)((uint32_t)raw << 16));
+        return raw;
     }
-    rule.inverse = rule.peak = false;
-    for (int64_t i = 0; i < count; i++, worst = seen > worst ? seen : worst)
-        raw[i] = group_scale(most[i], rule, gamma, by + i, &seen);
+    if (form == E8M0 || form == OCTAVES) {
+        int32_t exponent = form == E8M0 ? (int32_t)(((uint32_t)bits + 0x7FFFFF) >> PLACES) : (bits >> PLACES) - (int32_t)top;
+        exponent = (form == E8M0 && bits <= 0x00400000) || exponent < 0 ? 0 : (exponent > 254 ? 254 : exponent);
+        *value = float_of(exponent ? exponent << PLACES : 0x00400000);
+        return exponent;
+    }
+    if (form == WHOLE) {
+        const float whole = rintf(scale < top ? scale : top);
+        *value = up && whole == 0.0f && scale != 0.0f ? 1.0f : whole;
+        return (int32_t)*value;
+    }
+    return bits;
+}
+
+/* Stored scales of groups with these largest elements, and by what to divide (or multiply) elements. The result has the
+ * bits of the largest scale. */
+INLINE int32_t make_scales(const int32_t *restrict most, int64_t count, const Rule *rule, int form, float gamma,
+                           int32_t *restrict raw, float *restrict by) {
+    const float divisor = gamma == 0.0f ? 1.0f : gamma;
+    const bool inverse = rule->inverse, nested = gamma >= 0.0f, peak = rule->peak, octaves = form == OCTAVES;
+    const int32_t steps = bits_of(rule->steps);
+    const float size = fabsf(rule->steps), top = rule->top;
+    int32_t worst = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float magnitude = float_of(most[i] & MAGNITUDE), ideal = octaves ? magnitude : quotient_of(magnitude, size);
+        const float scale = nested ? ideal / divisor : ideal;
+        const int32_t seen = bits_of(scale), sign = peak ? (most[i] ^ steps) & ~MAGNITUDE : 0;
+        worst = seen > worst ? seen : worst;
+        float value;
+        const int32_t item = stored_scale(scale, form, !inverse, top, &value);
+        raw[i] = item | (form == FP32 ? sign : (int32_t)((uint32_t)sign >> 16));
+        value = nested ? clamped(gamma * value) : value;
+        const float ideal_value = octaves ? value : ideal, factor = ideal_value == 0.0f ? 0.0f : clamped(1.0f / ideal_value);
+        value = form >= E8M0 && form != E4M3 && form != WHOLE ? 1.0f / value : (value == 0.0f ? 1.0f : value);
+        by[i] = float_of(bits_of(inverse ? factor : value) ^ sign);
+    }
     return worst;
 }
 
@@ -251,17 +307,21 @@ INLINE void store_scales(const int32_t *restrict raw, int64_t count, int form, c
 /* rows, size, steps, form, inverse, peak, top, gammas (scales of scales), groups for each, code -> scales, codes: both in
  * one pass, without stochastic rounding. The result is 0 if a scale is not representable. */
 CLONED double run_quantize(const Argument *a) {
+    static const int32_t limits[] = {
+        [FP32] = INFINITE, [FP16] = 0x477FF000, [BF16] = 0x7F7F8000, [E8M0] = INFINITE, [E4M3] = 0x43E80001,
+        [WHOLE] = INFINITE, [OCTAVES] = INFINITE,
+    };
     const int64_t columns = a[0].columns, size = a[1].integer, groups = groups_of(columns, size);
-    Rule rule = {
+    const Rule rule = {
         .steps = (float)a[2].number, .form = (int)a[3].integer, .inverse = a[4].integer, .peak = a[5].integer,
-        .top = (float)a[6].number,
+        .top = (float)a[6].number, .limit = limits[a[3].integer],
     };
     const float *rows = a[0].data, *gammas = a[7].data;
     const Code code = code_of(a + 9);
     const int64_t batch = batch_of(size, &code), each = gammas ? a[8].integer : groups;
     const Argument *scales = a + 9 + CODE_ARGUMENTS, *codes = scales + 1;
     const int64_t item = groups ? scales->columns / groups : 0; /* bytes */
-    const bool multiply = rule.inverse || is_power(rule.form);
+    const bool multiply = rule.inverse || rule.form == E8M0 || rule.form == OCTAVES;
     Waiting waiting = {.out = codes->data};
     int32_t worst = 0, most[NEAR], raw[NEAR];
     float by[NEAR];
@@ -274,7 +334,7 @@ CLONED double run_quantize(const Argument *a) {
             for (int64_t group = 0; group < some; group++)
                 most[group] = largest_of((const int32_t *)part + group * size, width_of(columns, size, start + group), rule.peak);
             int32_t seen = 0;
-#define MAKE(FORM) case FORM: rule.form = FORM; seen = make_scales(most, some, rule, gamma, raw, by); break
+#define MAKE(FORM) case FORM: seen = make_scales(most, some, &rule, FORM, gamma, raw, by); break
             switch (rule.form) { MAKE(FP32); MAKE(FP16); MAKE(BF16); MAKE(E8M0); MAKE(E4M3); MAKE(WHOLE); MAKE(OCTAVES); }
             worst = seen > worst ? seen : worst;
             store_scales(raw, some, rule.form, items + start * item);
@@ -283,5 +343,5 @@ CLONED double run_quantize(const Argument *a) {
         }
     }
     pack_waiting(&waiting, code.bits, true);
-    return worst < scale_limit(rule.form);
+    return worst < rule.limit;
 }

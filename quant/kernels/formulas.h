@@ -1,4 +1,5 @@
-/* Formulas of every few-bit format: codes, numbers, scales and packing, for one element, group or byte at a time.
+/* Formulas of every few-bit format: codes, numbers and packing, for one element or byte at a time. Those of scales are in
+ * encode.c, as GPUs make scales by NumPy's functions.
  *
  * The loops in C and the CUDA kernels of device_codecs.py are made of them. None has a branch that depends on an element,
  * so that loops vectorise. Every bit is that of reference_codecs.py. */
@@ -72,7 +73,7 @@ INLINE int32_t small_float(float size, int mantissa, int lowest, bool up, float 
     const int32_t first = lowest << PLACES, own = bits_of(size) & INFINITE, octave = own > first ? own : first;
     const int32_t unit = octave - (mantissa << PLACES), many = unit + (PLACES << PLACES);
     const float sum = size + float_of(many), nearest = sum - float_of(many);
-    const int32_t more = up & (size < float_of(first)) & (nearest < size);
+    const int32_t more = up && size < float_of(first) && nearest < size;
     *value = more ? nearest + float_of(unit) : nearest;
     return ((octave - first) >> (PLACES - mantissa)) + (bits_of(sum) - many) + more;
 }
@@ -112,81 +113,6 @@ INLINE float integer_level(uint8_t code, uint8_t flip, int32_t bias) { return (f
 INLINE float decoded(float level, float scale, float zero) {
     const float r = (level - zero) * scale;
     return fabsf(level) <= GREATEST ? clamped(r) : r;
-}
-
-/* ---------------------------------------------------------------------------------------- scales */
-
-/* Formats of scales; OCTAVES are those of microscaling formats: the power of two of the largest element. */
-enum { FP32, FP16, BF16, E8M0, E4M3, WHOLE, OCTAVES };
-
-typedef struct {
-    int form;
-    bool inverse; /* codes are r times the inverse of the unrounded scale, not r divided by the stored one */
-    bool peak;    /* scales have the sign of the farthest element, relative to that of `steps` */
-    float steps;  /* a scale is the largest magnitude / steps */
-    float top;    /* WHOLE: largest scale; OCTAVES: exponent of the code's largest number */
-} Rule;
-
-/* r / n of non-negative numbers; denormal results are rounded up. */
-INLINE float quotient_of(float r, float n) {
-    const float quotient = r / n;
-    const int32_t bits = bits_of(quotient);
-    return float_of(bits + ((bits < 1 << PLACES) & (quotient * n < r)));
-}
-
-/* Bits of a non-negative scale rounded to a format, with its value; with `up`, denormal ones are rounded up. */
-INLINE int32_t stored_scale(float scale, int form, bool up, float top, float *value) {
-    const int32_t bits = bits_of(scale);
-    *value = scale;
-    if (form == FP16)
-        return small_float(scale < 65536.0f ? scale : 65536.0f, 10, 113, up, value);
-    if (form == E4M3)
-        return small_float(scale < 448.0f ? scale : 448.0f, 3, 121, up, value);
-    if (form == BF16) {
-        const int32_t half = up & (bits < 1 << PLACES) ? 0xFFFF : 0x7FFF + ((bits >> 16) & 1);
-        const int32_t raw = (int32_t)(((uint32_t)bits + (uint32_t)half) >> 16);
-        *value = float_of((int32_t)((uint32_t)raw << 16));
-        return raw;
-    }
-    if (form == E8M0 || form == OCTAVES) {
-        int32_t exponent = form == E8M0 ? (int32_t)(((uint32_t)bits + 0x7FFFFF) >> PLACES) : (bits >> PLACES) - (int32_t)top;
-        exponent = (form == E8M0 && bits <= 0x00400000) || exponent < 0 ? 0 : (exponent > 254 ? 254 : exponent);
-        *value = float_of(exponent ? exponent << PLACES : 0x00400000);
-        return exponent;
-    }
-    if (form == WHOLE) {
-        const float whole = rintf(scale < top ? scale : top);
-        *value = up & (whole == 0.0f) & (scale != 0.0f) ? 1.0f : whole;
-        return (int32_t)*value;
-    }
-    return bits;
-}
-
-/* Bits of the first scale that a format cannot represent. */
-INLINE int32_t scale_limit(int form) {
-    return form == FP16 ? 0x477FF000 : (form == BF16 ? 0x7F7F8000 : (form == E4M3 ? 0x43E80001 : INFINITE));
-}
-
-/* True if scales of a format are powers of two, whose inverse elements are multiplied by. */
-INLINE bool is_power(int form) { return form == E8M0 || form == OCTAVES; }
-
-/* Stored scale of a group with the farthest element `most`, a float's bits. Elements are divided by `by`, or multiplied
- * with it if the rule is `inverse` or the format `is_power`; `seen` has the bits of the scale before rounding. With
- * `gamma` >= 0, scales are multiples of this parent. */
-INLINE int32_t group_scale(int32_t most, Rule rule, float gamma, float *by, int32_t *seen) {
-    const bool nested = gamma >= 0.0f, octaves = rule.form == OCTAVES;
-    const float magnitude = float_of(most & MAGNITUDE);
-    const float ideal = octaves ? magnitude : quotient_of(magnitude, fabsf(rule.steps));
-    const float scale = nested ? ideal / (gamma == 0.0f ? 1.0f : gamma) : ideal;
-    const int32_t sign = rule.peak ? (most ^ bits_of(rule.steps)) & ~MAGNITUDE : 0;
-    float value;
-    const int32_t item = stored_scale(scale, rule.form, !rule.inverse, rule.top, &value);
-    value = nested ? clamped(gamma * value) : value;
-    const float divisor = octaves ? value : ideal, inverse = divisor == 0.0f ? 0.0f : clamped(1.0f / divisor);
-    value = is_power(rule.form) ? 1.0f / value : (value == 0.0f ? 1.0f : value);
-    *by = float_of(bits_of(rule.inverse ? inverse : value) ^ sign);
-    *seen = bits_of(scale);
-    return item | (rule.form == FP32 ? sign : (int32_t)((uint32_t)sign >> 16));
 }
 
 /* ---------------------------------------------------------------------------------------- packing */
