@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import product
@@ -29,6 +29,24 @@ MOST = 4_000_000
 
 REPEATS = 3
 """Times that a sampled call, and the MPI's own, are repeated; the fastest counts."""
+
+
+def _fibonacci(most: int) -> Iterator[int]:
+    """Yield Fibonacci's numbers from 5 to `most`. Their remainders vary: several calls of a loop are met."""
+    last, number = 3, 5
+    while number <= most:
+        yield number
+        last, number = number, last + number
+
+
+SAMPLED = frozenset(_fibonacci(1 << 40))
+"""Numbers of the calls that are repeated."""
+
+COUNTS = "_profiled_calls"
+"""Attribute of a communicator with the number of its blocking calls by method."""
+
+KEPT = "?bBhHiIlLqQfdFD"
+"""Types of arrays whose calls are repeated: those that every MPI can add."""
 
 _OFFSETS = {name: field[1] for name, field in (CALL_RECORD.fields or {}).items()}
 _CONSTANT = slice(_OFFSETS["nbytes"], _OFFSETS["round"]), slice(_OFFSETS["form"], CALL_RECORD.itemsize)
@@ -78,7 +96,6 @@ class CallProfile:
         self._under_way: deque[tuple[int, int]] = deque()
         self.kinds: list[CallKind] = []
         self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
-        self._is_sampling, self._turn = False, 0
         for declaration, form in product(DECLARATIONS, FORMS):
             self._watch(Communicator, method_name(declaration.name, form), form == "blocking")
         for name in ("Start", "Wait", "Test"):
@@ -96,7 +113,7 @@ class CallProfile:
                 self.note(sys._getframe(1))
                 raise
             kind = self.note(sys._getframe(1))
-            if kind is not None and is_sampled and self._is_due():
+            if is_sampled and self._is_due(comm, name):
                 self._sample(kind, comm, method, getattr(MPI.Intracomm, name), arguments, keywords)
             return result
 
@@ -114,7 +131,7 @@ class CallProfile:
                 continue
             while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
                 frame = frame.f_back
-            kind, self._turn = self._kind(entry, frame), int.from_bytes(entry[8:16], sys.byteorder)
+            kind = self._kind(entry, frame)
             if len(self.calls) >= len(COLUMNS) * MOST:
                 self.left_out += 1
                 continue
@@ -159,23 +176,30 @@ class CallProfile:
 
     # -------------------------------------------------------------------------------- samples
 
-    def _is_due(self) -> bool:
-        """True for the calls 4, 8, 16 ... of a channel: on all ranks for the same ones."""
-        return not self._is_sampling and self._turn >= 4 and not self._turn & (self._turn - 1)
+    def _is_due(self, comm: Any, name: str) -> bool:
+        """True for blocking calls of a communicator's method whose numbers are `SAMPLED`: on all ranks for the same."""
+        made = vars(comm).setdefault(COUNTS, Counter())
+        made[name] += 1
+        return made[name] in SAMPLED
 
     def _sample(
-        self, kind: int, comm: Any, ours: Callable[..., Any], native: Callable[..., Any], arguments: Any, keywords: Any
+        self,
+        kind: int | None,
+        comm: Any,
+        ours: Callable[..., Any],
+        native: Callable[..., Any],
+        arguments: Any,
+        keywords: Any,
     ) -> None:
-        """Repeat a call in turns with the MPI's own; what it has received stays."""
+        """Repeat a call in turns with the MPI's own, unless a rank cannot; what it has received stays."""
         plain = MPI.Intracomm(comm)
         values = *arguments, *keywords.values()
-        memory, has_side_effects = [*_arrays(values)], any(map(_is_function, values))
         given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}
-        if plain.Get_size() == 1 or not plain.allreduce(bool(memory) and not has_side_effects, MPI.LAND):
+        if plain.Get_size() == 1 or not plain.allreduce(_can_repeat(values), MPI.LAND):
             return
+        memory = [*_arrays(values)]
         kept = [one.copy() for one in memory]
         best = [float("inf")] * 2
-        self._is_sampling = True
         try:
             for turn in range(2 * REPEATS):
                 plain.Barrier()
@@ -186,17 +210,23 @@ class CallProfile:
                     ours(comm, *arguments, **keywords)
                 best[turn % 2] = min(best[turn % 2], perf_counter() - began)
         finally:
-            self._is_sampling = False
             for one, before in zip(memory, kept):
                 if one.flags.writeable:
                     one[...] = before
             self._seen = self._record.last
-        self.samples.append(Sample(kind, *best))
+        if kind is not None:
+            self.samples.append(Sample(kind, *best))
 
 
-def _is_function(value: Any) -> bool:
-    """True for a reduction that a user has defined."""
-    return isinstance(value, MPI.Op) and not value.is_predefined
+def _can_repeat(value: Any) -> bool:
+    """True if an argument is one that the MPI's own takes, too, and whose memory can be kept: no function of a user."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.isnative and value.dtype.char in KEPT
+    if isinstance(value, list | tuple):
+        return all(map(_can_repeat, value))
+    if isinstance(value, MPI.Op):
+        return bool(value.is_predefined)
+    return value is None or value is MPI.IN_PLACE or isinstance(value, int | float | str | np.integer | MPI.Datatype)
 
 
 def _arrays(value: Any) -> Iterator[np.ndarray]:

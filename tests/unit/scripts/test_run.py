@@ -43,6 +43,41 @@ print("summed", total[0])
 """
 
 
+OTHERS = """
+import threading
+import numpy as np
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+calls = []
+
+def add(a, b, kind):
+    calls.append(1)
+    np.frombuffer(b, "f8")[:] += np.frombuffer(a, "f8")
+
+counting = MPI.Op.Create(add, True)
+apart = [comm.Dup() for _ in range(2)]
+
+def work(own, count):
+    for _ in range(count):
+        half, total, held = np.ones(3, np.float16), np.zeros(3, np.float16), bytearray(24)
+        own.Allreduce(half, total)
+        own.Allreduce([np.ones(3), MPI.DOUBLE], [held, MPI.DOUBLE])
+        own.Allreduce(MPI.IN_PLACE, [summed := np.ones(3), MPI.DOUBLE])
+        own.Allreduce(np.ones(3), other := np.zeros(3), counting)
+        own.Bcast(total if own.rank else total.copy())
+        assert all((each == own.size).all() for each in (total, np.frombuffer(held), summed, other))
+
+threads = [threading.Thread(target=work, args=(own, count)) for own, count in zip(apart, (12, 40))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+work(comm, 9)
+print("right", len(calls))
+"""
+
+
 def run(ranks, *words, **environment):
     process = start_ranks(ranks, ["-m", "collectives", *map(str, words)], **environment)
     return ended(process), process.returncode
@@ -111,3 +146,15 @@ def test_wrong_command_lines(words, problem):
     output, status = run(2, *words)
     assert status == 2
     assert output.count("error: ") == 1 and problem in output
+
+
+def test_a_profile_changes_no_result_and_calls_no_function_of_the_program_more_often(tmp_path):
+    """Types that the MPI cannot add, other buffers than arrays, results in place, operations of users, threads."""
+    plain, status = run(2, "-c", OTHERS)
+    assert status == 0
+    profiled, status = run(2, "--profile", "--profile-files", tmp_path / "found", "-c", OTHERS)
+    assert status == 0
+    right = [[line for line in output.splitlines() if line.startswith("right")] for output in (plain, profiled)]
+    assert len(right[0]) == 2 and right[0] == right[1]
+    lines = json.loads((tmp_path / "found.json").read_text())["lines"]
+    assert any(line["of_native"] for line in lines) and not all(line["of_native"] for line in lines)
