@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("collectives", "quant", "parallel")
-INTERNAL = ("cli", "benchmark", "conformance")
+INTERNAL = ("cli", "benchmark")
 """Folders of programs, which the API reference leaves out."""
 
 

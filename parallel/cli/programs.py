@@ -61,8 +61,6 @@ PROGRAMS = {
     "plan --run": CommandEntry(
         "parallel.cli.plan_layout", "train with the fastest layout", guarded=True, blas_threads=True, stops=True
     ),
-    "verify": CommandEntry("parallel.cli.verify_compositions", "check that random meshes train as one rank does"),
-    "verify --forecasts": CommandEntry("parallel.cli.verify_forecasts", "check memory forecasts of random trainings"),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
     "trace": CommandEntry("collectives.cli.trace", "record the steps of one collective call on every rank"),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from parallel.cli.conformance.thread_communicator import ThreadCommunicator, run_threads
+from conformance.thread_communicator import ThreadCommunicator, run_threads
 
 
 class ThreadAxis(NamedTuple):

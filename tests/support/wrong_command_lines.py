@@ -74,8 +74,6 @@ SHORT = {
     "plan --search": "--search --model mlp:tiny --steps 1 --batch 8",
     "plan --run": "--run --model mlp:tiny --steps 1 --batch 8",
     "plan --measure-scaling": "--measure-scaling out/new.json --replicas nosuch --pipelines nosuch",
-    "verify": "--compositions 1 --ranks 2",
-    "verify --forecasts": "--forecasts 1",
     "quantize": "--checkpoint files/made/checkpoints --samples 64",
     "trace": "--bytes 64",
     "simulate": "--ranks 8 --up-to 64",

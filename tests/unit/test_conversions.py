@@ -13,7 +13,7 @@ from support.sources import SOURCES
 
 PACKAGES = ("collectives", "parallel", "quant")
 
-OWN = ("benchmark", "reports", "conformance", "analysis", "measured", "kernels")
+OWN = ("benchmark", "reports", "analysis", "measured", "kernels")
 """Folders without values of users: figures and checks; and kernels, whose callers check."""
 
 TYPES = {name for name in np.sctypeDict if isinstance(name, str)}

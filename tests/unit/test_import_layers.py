@@ -82,7 +82,6 @@ LAYERS = [
     "collectives.__main__",
     "quant.cli",
     "parallel",
-    "parallel.cli.conformance",
     "parallel.cli.reports",
     "parallel.cli",
 ]

@@ -5,7 +5,8 @@ from support.tiers import default
 
 pytest.importorskip("safetensors")
 
-from parallel.cli.verify_forecasts import draw_settings, forecast_difference
+from verify_forecasts import draw_settings, forecast_difference
+
 from parallel.engine.settings import LAYOUT_NAMES
 
 pytestmark = pytest.mark.ranks(3)

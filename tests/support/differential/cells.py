@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from conformance.thread_communicator import run_threads
 
-from parallel.cli.conformance.thread_communicator import run_threads
 from support.differential.columns import Column
 from support.differential.programs import OWN, EnginePlayer, Observation, engine_maker
 from support.differential.replicas import AveragedReplicas

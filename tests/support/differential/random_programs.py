@@ -9,8 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from conformance.thread_communicator import run_threads
+
 from parallel import SGD, Adam, AdamW, LRSchedule
-from parallel.cli.conformance.thread_communicator import run_threads
 from support.differential.cells import (
     Cell,
     Refusal,

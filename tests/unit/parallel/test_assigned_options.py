@@ -4,12 +4,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 from mpi4py import MPI
 from support.differential.columns import Column
 from support.differential.tasks import MLP
 
 from parallel import LAMB, SGD, Adam, AdamW, Engine, LRSchedule, ParamGroup, RankMismatch, StepFailed
-from parallel.cli.conformance.thread_communicator import run_threads
 
 OPTIMIZERS = {
     "sgd": lambda **more: SGD(**{"rate": 0.1, "momentum": 0.9, "ema": 0.5, **more}),

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 from mpi4py import MPI
 
 from parallel import SGD, AdamW, Engine, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.loss import MSE
 from parallel.nn.operator import ParameterNotGathered
 

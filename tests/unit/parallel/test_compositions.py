@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conformance.composition import SIMPLEST, Composition, simpler
+from conformance.composition_run import difference, shrink
+from conformance.random_composition import draw
+from verify_compositions import CASES
 
-from parallel.cli.conformance.composition import SIMPLEST, Composition, simpler
-from parallel.cli.conformance.composition_run import difference, shrink
-from parallel.cli.conformance.random_composition import draw
-from parallel.cli.verify_compositions import CASES
 from parallel.engine.data_parallel.expert_shards import ExpertGradients, JoinedGradients
 from parallel.engine.data_parallel.logical_blocks import LogicalBlocks
 from parallel.engine.data_parallel.sharded_optimizer import ShardedOptimizer

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 
 from parallel import AdamW, Engine, RankMismatch, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine.fingerprint import Fingerprint, text_of
 from parallel.nn.models import build
 

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 from mpi4py import MPI
 
 from parallel import LAMB, Adam, AdamW, Engine, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.loss import MSE
 
 WIDTHS = (5, 8, 6, 3)

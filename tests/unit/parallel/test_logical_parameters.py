@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 from support.property_cases import CASES, batch, chosen, expect_equal, model, trained
 
 from parallel import SGD, Engine
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from conformance.composition import Composition
+from conformance.composition_run import difference
+from conformance.thread_communicator import run_threads
 from support.tiers import default
 
 from parallel.checkpoint.tensor_slices import TensorSlice
-from parallel.cli.conformance.composition import Composition
-from parallel.cli.conformance.composition_run import difference
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine import compression
 from parallel.engine.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.engine.data_parallel.partition_spec import PartitionSpec

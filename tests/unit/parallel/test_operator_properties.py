@@ -8,14 +8,14 @@ from numbers import Number
 
 import numpy as np
 import pytest
+from conformance import thread_meeting
+from conformance.thread_communicator import run_threads
 from support.differential.columns import Column
 from support.differential.rules import trainable
 from support.differential.tasks import GATED_TASKS, GPT, MIXTURE, MLP, gpt, mixture
 from support.tiers import default
 
 from parallel import SGD, Engine, nn
-from parallel.cli.conformance import thread_meeting
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.attention_mask import AttentionMask
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.linear import Linear

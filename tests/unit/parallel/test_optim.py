@@ -9,9 +9,9 @@ from threading import Barrier
 import ml_dtypes
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 
 from parallel import Engine, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim.grad_norm import block_squares, clip_factor

@@ -4,14 +4,13 @@ import zlib
 
 import numpy as np
 import pytest
+from conformance import thread_meeting
+from conformance.thread_communicator import run_threads
 from support.differential.cells import Cell, difference, outcomes_on_threads, problem, reference
 from support.differential.columns import COLUMNS, Column
 from support.differential.coverage import options_in_use, public_options
 from support.differential.rows import ROWS
 from support.differential.torch_twin import TorchPlayer
-
-from parallel.cli.conformance import thread_meeting
-from parallel.cli.conformance.thread_communicator import run_threads
 
 SAMPLE = 2
 """Cells of a row in the default tier."""

@@ -1,10 +1,9 @@
 """Random programs on threads as ranks, many with a fault of one rank: right, or an error on all ranks."""
 
 import pytest
+from conformance import thread_meeting
 from support.differential.columns import COLUMNS
 from support.differential.random_programs import draw, outcomes_on_threads, problem
-
-from parallel.cli.conformance import thread_meeting
 
 ON_THREADS = [column for column in COLUMNS if column.threads and column.ranks <= 4]
 WHOLE, EACH, SAMPLE = 1000, 50, 40

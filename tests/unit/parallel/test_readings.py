@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 from support.differential.columns import COLUMNS, Column
 from support.differential.rules import trainable
 from support.differential.tasks import GPT, MIXTURE, MLP
 from support.tiers import default
 
 from parallel import SGD, AdamW, ArrayDataset, Engine, StepFailed
-from parallel.cli.conformance.thread_communicator import run_threads
 
 COMPRESSORS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.1", "powersgd:1")
 MESHES = (

@@ -3,10 +3,10 @@
 from copy import deepcopy
 
 import pytest
+from conformance.thread_communicator import run_threads
 from support.differential.tasks import MLP
 
 from parallel import LAMB, SGD, Adam, AdamW, Engine
-from parallel.cli.conformance.thread_communicator import run_threads
 
 
 @pytest.mark.parametrize("settings", [{"layout": "local", "tau": 2}, {"layout": "group"}, {"layout": "zero3"}])

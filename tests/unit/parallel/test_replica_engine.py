@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 
 from parallel import SGD, Adam, Engine, LRSchedule, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 
 X = np.random.default_rng(0).normal(size=(12, 6))
 Y = np.arange(12) % 5

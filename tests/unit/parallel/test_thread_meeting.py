@@ -1,9 +1,8 @@
 """Threads as ranks: requests of messages."""
 
 import numpy as np
+from conformance.thread_meeting import Meeting, Message
 from mpi4py import MPI
-
-from parallel.cli.conformance.thread_meeting import Meeting, Message
 
 
 class ArrivesDuringTest(Message):

@@ -176,8 +176,8 @@ def test_ranks_are_started():
 
 @needs_mpiexec
 def test_an_option_that_selects_a_program_is_given_once():
-    done = run("verify", "-n", "2", "--forecasts", "1")
-    assert done.returncode == 0 and "1 of 1 forecasts are the ledger" in done.stdout, done.stderr
+    done = run("plan", "-n", "2", "--measure-scaling", "unwritten.json", "--replicas", "nosuch", "--pipelines", "none")
+    assert done.returncode == 2 and "expected" in done.stderr and "nosuch" in done.stderr, done.stderr
 
 
 @needs_mpiexec

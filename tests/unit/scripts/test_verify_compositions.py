@@ -1,10 +1,9 @@
-"""chorus verify: compositions that equal one rank, one that fails, wrong requests."""
+"""verify_compositions: compositions that equal one rank, one that fails, wrong requests."""
 
 import pytest
+import verify_compositions
+from conformance.composition import Composition
 from support.program_runs import call
-
-from parallel.cli import verify_compositions
-from parallel.cli.conformance.composition import Composition
 
 
 def script(*arguments):

@@ -1,12 +1,10 @@
-"""chorus verify --forecasts: forecasts that are the ledger, one that is not, wrong requests."""
+"""verify_forecasts: forecasts that are the ledger, one that is not, wrong requests."""
 
 import pytest
+import verify_forecasts
 from support.program_runs import call
 
 pytest.importorskip("safetensors")
-
-from parallel.cli import verify_forecasts
-from parallel.cli.programs import PROGRAMS
 
 
 def test_forecasts_that_are_the_ledger():
@@ -27,7 +25,3 @@ def test_one_that_is_not(monkeypatch):
 @pytest.mark.parametrize("arguments", [(), ("--forecasts", 0), ("--forecasts", 1, "--seed", -1)])
 def test_wrong_requests(arguments):
     assert call(verify_forecasts.main, *arguments).returncode == 2
-
-
-def test_the_option_selects_the_program():
-    assert PROGRAMS["verify --forecasts"].module == verify_forecasts.__name__

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 
 from parallel import SGD, Engine, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.depths import MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers

@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from conformance import thread_meeting
+from conformance.thread_communicator import ThreadCommunicator, run_threads
 
 from parallel import AdamW, Engine, nn
-from parallel.cli.conformance import thread_meeting
-from parallel.cli.conformance.thread_communicator import ThreadCommunicator, run_threads
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
 from parallel.nn.expert_layers import ExpertLayers

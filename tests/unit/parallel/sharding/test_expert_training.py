@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 
 from parallel import LAMB, SGD, AdamW, Engine, nn
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.linear import Linear
 from parallel.nn.mixture import MixtureOfExperts

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer

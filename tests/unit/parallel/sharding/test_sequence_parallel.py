@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+from conformance.thread_communicator import run_threads
 from support.cut_models import TOKENS, ModelCase, expect_close, one_pass
 from support.thread_ranks import ThreadAxis, run
 
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.data.sampler import Batch
 from parallel.engine.model_on_mesh import check_on_mesh, sequence_models
 from parallel.engine.settings import Settings

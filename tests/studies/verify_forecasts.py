@@ -1,6 +1,6 @@
 """Check that the memory forecast of random trainings is their ledger, to the byte, on every rank.
 
-    chorus verify --forecasts 200 -n 3 --seed 0
+    mpiexec -n 3 python tests/studies/verify_forecasts.py --forecasts 200 --seed 0
 
 A seed draws layout (every strategy in turn), model, data, mesh, precision, optimizer, sizes of micro-batches and
 buckets, and, where they go with these, transforms, kinds of blocks and compressed gradients. After two steps the
@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.cli import launcher
 from collectives.cli.launcher import LauncherParser, at_least, say
 from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.engine.data_parallel.layouts import LAYOUTS
@@ -139,7 +140,7 @@ def forecast_difference(settings: Settings, comm: Communicator) -> str:
 
 def main() -> int:
     """Verify forecasts; exit status 1 if one is not the ledger."""
-    parser = LauncherParser(__doc__, usage="%(prog)s N [options]")
+    parser = LauncherParser(__doc__, usage="%(prog)s --forecasts N [options]")
     add = parser.add_argument
     add("--forecasts", type=at_least(1, int), required=True, metavar="N", help="number of trainings")
     add("--seed", type=at_least(0, int), default=0, metavar="S", help="the first one (default 0)")
@@ -159,3 +160,7 @@ def main() -> int:
     count = args.forecasts
     say(f"{count - failures} of {count} forecasts are the ledger ({time.perf_counter() - began:.0f} s)")
     return int(failures > 0)
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
-from parallel.cli.conformance.composition import ROUTERS, Composition
+from conformance.composition import ROUTERS, Composition
 from parallel.engine.data_parallel.layouts import LAYOUTS as DATA_PARALLEL
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES

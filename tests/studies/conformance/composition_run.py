@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from conformance.composition import Composition, simpler
+from conformance.thread_communicator import run_threads
 from parallel.checkpoint.tensor_slices import TensorSlice
-from parallel.cli.conformance.composition import Composition, simpler
-from parallel.cli.conformance.thread_communicator import run_threads
 from parallel.engine.data_parallel.error_feedback import LOST
 from parallel.engine.grad_compression import NONE
 from parallel.optim.optimizer import Optimizer

@@ -1,7 +1,7 @@
 """Check that training on random meshes equals training on one rank: a fuzzer of compositions.
 
-    chorus verify --compositions 100 --seed 0
-    chorus verify -n 4 --compositions 100 --seed 0
+    python tests/studies/verify_compositions.py --compositions 100 --seed 0
+    mpiexec -n 4 python tests/studies/verify_compositions.py --compositions 100 --seed 0
 
 A seed draws a model, a mesh (pp, dp, cp, tp, ep), a layout and settings. Losses, all gradients, norms, weights and
 optimizer state of some steps are compared with those of one rank: bit for bit if the composition is reproducible, to
@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from conformance.composition import Composition
+from conformance.composition_run import Launch, difference, on_threads, shrink
+from conformance.random_composition import draw
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.cli import launcher
 from collectives.cli.launcher import LauncherParser, at_least, say
-from parallel.cli.conformance.composition import Composition
-from parallel.cli.conformance.composition_run import Launch, difference, on_threads, shrink
-from parallel.cli.conformance.random_composition import draw
 
 FOUR, CP, TP, BOTH, EP = "dp=2,tp=2", "cp=2", "tp=2", "cp=2,tp=2", "dp=2,ep=2"
 
@@ -281,3 +282,7 @@ def main() -> int:
             break
     say(f"{count - failures} of {count} compositions equal one rank ({time.perf_counter() - began:.0f} s)")
     return int(failures > 0)
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.compressed.bound_collective import module_of
-from parallel.cli.conformance.thread_meeting import Meeting, Message, StartedCall
+from conformance.thread_meeting import Meeting, Message, StartedCall
 
 OPERATIONS = ((MPI.SUM, np.add), (MPI.MAX, np.maximum), (MPI.MIN, np.minimum))
 
