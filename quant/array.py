@@ -18,7 +18,7 @@ from quant.types import Array
 
 
 class QuantizedArray:
-    """Codes, scales and zero points of an array in one contiguous buffer; its size follows from spec and shape.
+    """Codes, scales and zero points of an array in one contiguous buffer. Its size follows from spec and shape.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class QuantizedArray:
     shape : tuple of int, or int
         Shape of the original array.
     buffer : array of uint8, shape (nbytes,), optional
-        C-contiguous, NumPy or CuPy; kept, not copied. Zeros by default. ValueError for another length or dtype, or on
+        C-contiguous, NumPy or CuPy. Kept, not copied. Zeros by default. ValueError for another length or dtype, or on
         a GPU if the items of scales would not be aligned.
 
     Attributes
@@ -54,6 +54,7 @@ class QuantizedArray:
                 f"buffer: expected {self.layout.nbytes} contiguous uint8 for {spec} of shape {self.shape}, "
                 f"found shape {buffer.shape} and type {buffer.dtype}"
             )
+        # CUDA reads of a scale fault at an address that is no multiple of its size
         word = max(part.dtype.itemsize for part in self.layout.parts)
         if buffer.size and not isinstance(buffer, np.ndarray) and buffer.data.ptr % word:
             raise ValueError(
@@ -80,7 +81,7 @@ class QuantizedArray:
 
     @property
     def groups(self) -> int:
-        """Number of groups; the elements of a group share a scale."""
+        """Number of groups. The elements of a group share a scale."""
         return self.layout.blocks.groups
 
     def to_wire(self) -> Array:
@@ -89,7 +90,7 @@ class QuantizedArray:
 
     @classmethod
     def from_wire(cls, buffer: Array, spec: QuantSpec, shape: int | tuple[int, ...]) -> QuantizedArray:
-        """Quantised array of this spec and shape in a received buffer, which is kept, not copied."""
+        """Quantised array of this spec and shape in a received buffer. The buffer is kept, not copied."""
         return cls(spec, shape, buffer)
 
     def __repr__(self) -> str:
@@ -109,7 +110,7 @@ class QuantizedArray:
         return part, self.buffer[part.start : part.start + part.nbytes].view(part.dtype)
 
     def part(self, name: str) -> Array:
-        """View of a part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`; else KeyError."""
+        """View of a part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`. Otherwise KeyError."""
         return self._part(name)[1]
 
     def items(self, name: str) -> Array:
@@ -130,7 +131,7 @@ class QuantizedArray:
             raw[...] = items.reshape(-1)
 
     def scales(self) -> Array:
-        """Scale of each group, all levels multiplied: float32, shape (rows, groups per row); 1 for kmeans."""
+        """Scale of each group, all levels multiplied: float32, shape (rows, groups per row). 1 for kmeans."""
         levels = self.spec.scales.levels
         if self.spec.code == "kmeans":
             return array_namespace(self.buffer).ones(self._group_shape, np.float32)
@@ -157,7 +158,7 @@ class QuantizedArray:
         return array_namespace(self.buffer).asarray(values(self.spec.code))
 
     def level_index(self) -> Array:
-        """Index of each element's level among all of `levels`, flattened: int64, in the array's shape; kmeans only."""
+        """Index of each element's level among all of `levels`, flattened: int64, in the array's shape (kmeans)."""
         blocks, tables = self.layout.blocks, self._expect_kmeans()
         xp = array_namespace(self.buffer)
         group = xp.arange(blocks.rows)[:, None] * blocks.per_row + xp.arange(blocks.length) // max(blocks.size, 1)
@@ -165,7 +166,7 @@ class QuantizedArray:
         return from_rows(rows, self.spec.granularity, self.shape)
 
     def with_levels(self, levels: Array) -> QuantizedArray:
-        """Copy with other levels, as many as `levels` has, rounded to the format that stores them; kmeans only.
+        """Copy with other levels, as many as `levels` has, rounded to the format that stores them. Only for kmeans.
 
         ValueError for levels that are not finite in that format.
         """
@@ -177,11 +178,11 @@ class QuantizedArray:
 
     def _expect_kmeans(self) -> Array:
         if self.spec.code != "kmeans":
-            raise ValueError(f"expected codes of kmeans, which have levels of their own, found {self.spec}")
+            raise ValueError(f"expected codes of kmeans, found {self.spec}")
         return self.levels()
 
     def zeros(self) -> Array | None:
-        """Zero point of each group: float32, shape (rows, groups per row); None for symmetric codes."""
+        """Zero point of each group: float32, shape (rows, groups per row). None for symmetric codes."""
         if self.spec.symmetric:
             return None
         items = self.items("zeros")
@@ -206,9 +207,9 @@ class QuantizedArray:
         Parameters
         ----------
         out : array of this shape, optional
-            Destination, of any floating-point dtype, writable; TypeError or ValueError for others.
+            Destination, of any floating-point dtype, writable. TypeError or ValueError for others.
         dtype : dtype
-            Dtype of the result if there is no `out`; TypeError unless of floating-point numbers.
+            Dtype of the result if there is no `out`. TypeError unless of floating-point numbers.
         """
         _expect_floats("dtype", np.dtype(dtype))
         return self._decode(out, dtype, add=False)
@@ -255,9 +256,9 @@ class QuantizedArray:
     # -------------------------------------------------------------------------------------- by groups
 
     def slice(self, start: int, stop: int) -> QuantizedArray:
-        """Quantised vector of the groups `start` to `stop` (exclusive), counted in row order; a copy.
+        """Quantised vector of the groups `start` to `stop` (exclusive), counted in row order. A copy.
 
-        Groups have the length of the first, so that only the last may be shorter; the same holds for groups of scales
+        Groups have the length of the first, so that only the last may be shorter. The same holds for groups of scales
         that share a parent's scale. ValueError for lengths that differ in any other way.
         """
         blocks, levels = self.layout.blocks, self.spec.scales.levels
@@ -281,6 +282,7 @@ class QuantizedArray:
             kinds.append(PerGroup(shared) if high - low > 1 else PerTensor())
         scale = levels[-1]
         for kind, level in zip(reversed(kinds), reversed(levels[:-1])):
+            # the slice has its own granularities: its groups start at 0 on every level
             scale = Scales(level.format, kind, scale)
         spec = self.spec.replace(granularity=PerGroup(size), scale=scale)
         buffer = array_namespace(self.buffer).zeros(layout(spec, (last - first,)).nbytes, np.uint8)
@@ -328,5 +330,5 @@ def _expect_floats(name: str, dtype: np.dtype) -> None:
 
 
 def writable(array: Array) -> bool:
-    """True if elements can be written, as those of all arrays on a GPU."""
+    """True if elements can be written. Always True on a GPU."""
     return bool(getattr(array.flags, "writeable", True))

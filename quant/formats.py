@@ -1,6 +1,6 @@
 """Small floating-point formats as tables of values, used for elements and for scales.
 
-Values and rounding equal those of ml_dtypes (tested for every value).
+Values and rounding are equal to ml_dtypes (tested for every value).
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ LARGEST_LEVEL = np.float32(2**16)
 
 
 class Minifloat(NamedTuple):
-    """Floating-point format: a sign, `exponent` bits, `mantissa` bits; `dtype` is that of NumPy or ml_dtypes.
+    """Floating-point format: a sign, `exponent` bits, `mantissa` bits. `dtype` is NumPy's or ml_dtypes'.
 
     `lowest` is log2 of the smallest normal number, `largest` the largest finite number.
     """
@@ -35,7 +35,7 @@ class Minifloat(NamedTuple):
 
     @property
     def highest(self) -> int:
-        """Exponent of the largest value, which MX formats subtract from the shared exponent."""
+        """Exponent of the largest value. MX formats subtract it from the shared exponent."""
         return int(np.floor(np.log2(self.largest)))
 
 

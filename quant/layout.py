@@ -14,7 +14,7 @@ from quant.spec.granularity import GroupBlocking, blocking, shape_of
 from quant.spec.quant_spec import SCALE_BITS, QuantSpec
 
 STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
-"""Dtype of items by bits; 16-bit items hold fp16 or bf16 bits. All other parts are packed bytes."""
+"""Dtype of items by bits. 16-bit items hold fp16 or bf16 bits. All other parts are packed bytes."""
 
 
 class BufferPart(NamedTuple):
@@ -38,7 +38,7 @@ class BufferPart(NamedTuple):
 class BufferLayout(NamedTuple):
     """Parts of a quantised array's buffer: `scale0` (of the groups), `scale1` (of their parent) ..., `zeros`, `codes`.
 
-    `blocks` are the rows and groups of the elements; `parent_levels` has, for each parent of the scales, the groups of
+    `blocks` are the rows and groups of the elements. `parent_levels` has, for each parent of the scales, the groups of
     the level below it.
     """
 
@@ -53,7 +53,7 @@ class BufferLayout(NamedTuple):
 
     @property
     def bits_per_element(self) -> float:
-        """Bits per element of this array, the whole buffer counted; NaN without elements."""
+        """Bits per element of this array, the whole buffer counted. NaN without elements."""
         return 8 * self.nbytes / self.elements if self.elements else math.nan
 
 
@@ -91,7 +91,7 @@ def _layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
 
 
 def wire_nbytes(spec: QuantSpec, shape: int | tuple[int, ...]) -> int:
-    """Buffer size in bytes of an array quantised by `spec`; `shape` is its shape, or the length of a vector.
+    """Buffer size in bytes of an array quantised by `spec`. `shape` is its shape, or the length of a vector.
 
     >>> from quant.spec.presets import grouped
     >>> wire_nbytes(grouped(8, 128), 1000)

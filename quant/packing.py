@@ -2,7 +2,8 @@
 
 A width is a sum of 4, 2 and 1. Every block of 32 codes is stored plane by plane, the widest first. The 8/w fields of a
 byte come from elements 32 w/8 apart: byte j of a block of nibbles holds code j in its lower and code j + 16 in its
-upper half, as in ggml's Q4_0. The codes after the last full block are a stream of bits, least significant first.
+upper half (ggml's Q4_0 does the same). The codes after the last full block are a stream of bits, least significant
+first.
 """
 
 BLOCK = 32

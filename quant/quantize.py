@@ -30,25 +30,26 @@ def quantize(
     nonfinite: str = "raise",
     out: QuantizedArray | None = None,
 ) -> QuantizedArray:
-    """Quantise an array by a spec; returns its codes, scales and zero points.
+    """Quantise an array by a spec. Returns its codes, scales and zero points.
 
     ValueError if a scale is too large for its format, and for NaN and infinity unless `nonfinite` is "poison".
 
     Parameters
     ----------
     x : array of floats, any shape
-        NumPy or CuPy, or anything `numpy.asarray` takes; converted to float32. TypeError for other numbers.
+        NumPy or CuPy, or anything `numpy.asarray` takes. Converted to float32. TypeError for other numbers.
     spec : QuantSpec
     scales, zeros : array of float32, shape (rows, groups), optional
-        Scales, and for asymmetric specs zero points (ValueError for others), to use instead of those of the groups' own
-        ranges (from calibration). Elements beyond the range saturate. Scales on a GPU are not checked with "poison".
+        Scales, and for asymmetric specs zero points (ValueError for others), from calibration, to use instead of
+        scales of the groups' own ranges. Elements beyond the range saturate. Scales on a GPU are not checked with
+        "poison".
     seed : int, optional
-        Seed of stochastic rounding (required there).
+        Seed of stochastic rounding (required for it).
     nonfinite : str
         "raise" a ValueError for NaN and infinity, or "poison": all elements of their group become NaN (kmeans and
-        integer scales, which have no NaN, still raise). On a GPU, the host waits for it only to raise.
+        integer scales have no NaN and still raise). On a GPU, the host waits for it only to raise.
     out : QuantizedArray, optional
-        Destination of the same spec and shape, which is returned. After an error its contents are undefined.
+        Destination of the same spec and shape. It is returned. After an error its contents are undefined.
 
     Examples
     --------
@@ -70,6 +71,7 @@ def quantize(
         if scales is not None:
             raise ValueError("kmeans fits its own levels and takes no scales")
         codebook.fit_into(rows, out)
+    # the fused kernel computes its own scales, so given ones take the steps
     elif scales is not None or not _in_one_pass(rows, out):
         _quantize_groups(x, rows, out, scales, zeros, nonfinite, key)
     return out
@@ -85,6 +87,7 @@ def _quantize_groups(
     must_be = nonfinite == "raise" or spec.scales.format not in scaling.NAN
     if must_be and not bool(finite.all()):
         raise ValueError(_nonfinite_message(x, spec, nonfinite))
+    # zeros keep the arithmetic of poisoned groups finite, and `_store_scales` marks them as NaN
     if not must_be and not surely_all(finite):
         rows = xp.where(scaling.spread(finite, out.layout.blocks), rows, np.float32(0))
         low, high = (xp.where(finite, bound, np.float32(0)) for bound in (low, high))
@@ -135,7 +138,7 @@ def _floats(x: Array) -> Array:
 
 
 def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
-    """Random-number key of stochastic rounding, two 32-bit integers from the seed; None for other roundings."""
+    """Random-number key of stochastic rounding, two 32-bit integers from the seed. None for other roundings."""
     if spec.rounding != "stochastic":
         return None
     if seed is None:
@@ -147,7 +150,7 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
 def quantize_in_one_pass(
     rows: Array, spec: QuantSpec, size: int, scales: Array, codes: Array, gammas: Array | None = None
 ) -> bool:
-    """Quantise rows by a fused kernel, in groups of `size`; False if there is none, or a scale does not fit.
+    """Quantise rows by a fused kernel, in groups of `size`. False if there is none, or a scale does not fit.
 
     `gammas` are the stored parents of scales, if they have any.
     """
@@ -155,6 +158,7 @@ def quantize_in_one_pass(
     usual = spec.symmetric and spec.signed and (gammas is None) == (spec.scales.parent is None)
     if not usual or spec.rounding == "stochastic":
         return False
+    # the kernel in C stores whole words and cannot write to a misaligned view
     if isinstance(scales, np.ndarray) and not scales.flags.aligned:
         return False
     if form.startswith("uint"):
@@ -171,6 +175,7 @@ def _in_one_pass(rows: Array, out: QuantizedArray) -> bool:
     scales, codes = out.part("scale0"), out.part("codes")
     if not levels:
         return quantize_in_one_pass(rows, spec, size, scales, codes)
+    # a parent must share whole groups only: the kernel walks both levels in step
     if rows.shape[1] % size or levels[0].length % levels[0].size or not (spec.symmetric and spec.signed):
         return False
     most = kernels.absmax(rows.reshape(1, -1), size * levels[0].size)
@@ -194,7 +199,7 @@ def _code(spec: QuantSpec, key: Any, rows: Array) -> Code:
 
 
 def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:
-    """(smallest, largest) element of each group; for signed symmetric specs both are max|r| (peak: with sign)."""
+    """(smallest, largest) element of each group. For signed symmetric specs both are max|r| (peak: with sign)."""
     if spec.symmetric and spec.signed:
         size_of_group = (kernels.peak if spec.q_range == "peak" else kernels.absmax)(rows, size)
         return size_of_group, size_of_group
@@ -232,7 +237,7 @@ def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
 
 
 def _store_zeros(out: QuantizedArray, scales: Array, low: Array, zeros: Array | None) -> Array | None:
-    """Store zero points, given or computed, in `out`, and return them as stored; None for symmetric specs."""
+    """Store zero points, given or computed, in `out`, and return them as stored. None for symmetric specs."""
     xp, spec = array_namespace(scales), out.spec
     if spec.symmetric:
         return None
@@ -252,7 +257,7 @@ def _store_zeros(out: QuantizedArray, scales: Array, low: Array, zeros: Array | 
 
 
 def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array) -> None:
-    """Store the scales of all levels in `out`; groups that are not finite get the format's NaN."""
+    """Store the scales of all levels in `out`. Groups that are not finite get the format's NaN."""
     xp, form = array_namespace(finite), out.spec.scales.format
     for number, raw in enumerate(levels):
         raw = raw.reshape(-1)
@@ -262,7 +267,7 @@ def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array)
 
 
 def _divisors(spec: QuantSpec, ideal: Array, stored: Array) -> tuple[Array, bool]:
-    """(stored scales, False) if elements are divided by these; (inverse unrounded scales, True) if multiplied."""
+    """(stored scales, False) if elements are divided by these. (inverse unrounded scales, True) if multiplied."""
     xp = array_namespace(ideal)
     if spec.divisor == "stored":
         return xp.where(stored == 0, np.float32(1), stored), False

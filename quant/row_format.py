@@ -1,4 +1,4 @@
-"""Rows that are quantised each by itself, as rows of bytes, which can be taken, joined and sent like others."""
+"""Rows of bytes, each quantised independently. They can be taken, joined and sent like other rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RowFormat:
     Parameters
     ----------
     spec : QuantSpec
-        Symmetric, of 8 bits, with a float32 scale per group; others raise ValueError.
+        Symmetric, of 8 bits, with a float32 scale per group. Others raise ValueError.
     width : int
 
     Examples
@@ -57,7 +57,7 @@ class RowFormat:
 
     @cached_property
     def start(self) -> int:
-        """Bytes of a row's scales, which its codes follow."""
+        """Bytes of a row's scales. Its codes follow them."""
         return 4 * -(-self.width // self.group)
 
     @cached_property
@@ -113,7 +113,7 @@ class RowFormat:
 
     @cached_property
     def _levels(self) -> Array | None:
-        """Numbers of all bytes, float32; None: bytes are int8."""
+        """Number for each byte, float32. None: bytes are int8."""
         if self.spec.linear:
             return None if self.spec.signed else np.arange(256, dtype=np.float32)
         return values(self.spec.code)
@@ -131,7 +131,7 @@ class RowFormat:
             y[places] += rows if weights is None else weights * rows
 
     def products(self, wire: Array, x: Array, places: Array) -> Array:
-        """Sums (n,) of the rows `places` of x times rows of bytes, decoded; of the dtype of x."""
+        """Sums (n,) of the rows `places` of x times decoded rows of bytes, in the dtype of x."""
         found = array_namespace(wire).empty(len(wire), x.dtype)
         if not kernels.multiply_rows(*self._about(wire), x, places, found):
             found[...] = (x[places] * self._decoded(wire)).sum(axis=-1)

@@ -28,14 +28,14 @@ MARGIN = 2e-6
 
 @dataclass(frozen=True)
 class SearchTable:
-    """Costs and losses by layer and option; both add up over layers. ValueError for an invalid table.
+    """Costs and losses by layer and option. Both add up over layers. ValueError for an invalid table.
 
     Parameters
     ----------
     costs : array of numbers, shape (layers, options)
-        Bytes or seconds, for example: not negative; infinite where a layer does not have an option.
+        Bytes or seconds, for example: not negative. Infinite where a layer does not have an option.
     losses : array of finite numbers, shape (layers, options)
-        Expected increase of the loss; may be negative.
+        Expected increase of the loss. May be negative.
 
     >>> table = SearchTable([[1, 2], [10, 20]], [[5.0, 1.0], [4.0, 0.0]])
     >>> table.cost((1, 0)), table.loss((1, 0))
@@ -54,6 +54,7 @@ class SearchTable:
             raise ValueError(f"costs and losses: expected shape (layers, options), found {shapes}")
         if not (self.costs >= 0).all():
             raise ValueError("costs: expected no negative numbers or NaN")
+        # a layer without a finite option makes every choice infinite, and HiGHS would not name it
         if not (finite := np.isfinite(self.costs).any(axis=1)).all():
             raise ValueError(f"costs: layer {finite.argmin()} has no option of finite cost")
         if not np.isfinite(self.losses).all():
@@ -121,11 +122,11 @@ def _in_units(costs: np.ndarray, budget: float, cells: int) -> tuple[np.ndarray,
 def milp(table: SearchTable, budget: float) -> Choice:
     """Choice of least loss within the budget, by integer programming with HiGHS (scipy).
 
-    Variables x[l, o] in {0, 1}, one option per layer. HiGHS has tolerances, by which a cost may exceed the budget. Such
-    a choice is cut off, with all that cost no less in any layer, and the search continues, up to `CUTS` times, and once
-    more within a budget smaller by `MARGIN`. The result is within the budget and no worse than `dynamic`: the optimum,
-    to HiGHS's accuracy, or after more than `CUTS` cuts no worse than the optimum within the smaller budget. ValueError
-    if nothing is within the budget, ImportError without scipy.
+    Variables x[l, o] in {0, 1}, one option per layer. Within its tolerances, HiGHS may exceed the budget. Such
+    a choice is cut off, with all that cost no less in any layer, and the search continues, up to `CUTS` times, and
+    once more within a budget smaller by `MARGIN`. The result is within the budget and no worse than `dynamic`. It is
+    the optimum to HiGHS's accuracy, or, after more than `CUTS` cuts, no worse than the optimum within the smaller
+    budget. ValueError if nothing is within the budget, ImportError without scipy.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint

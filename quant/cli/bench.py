@@ -3,7 +3,7 @@
 chorus bench quant --size 64M
 
 All contestants take turns in random order, and every result is checked. Speeds are bytes of float32 per second in all
-rows; the ratio to memcpy is that of the medians.
+rows. The ratio to memcpy is the ratio of the medians.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantCont
 
 
 def peers(x: np.ndarray) -> list[QuantContestant]:
-    """Benchmark entries of gguf's Q8_0 and Q4_0 quantisers; none if gguf is not installed."""
+    """Benchmark entries of gguf's Q8_0 and Q4_0 quantisers. None if gguf is not installed."""
     try:
         import gguf
     except ImportError:
@@ -94,7 +94,7 @@ def peers(x: np.ndarray) -> list[QuantContestant]:
 
 
 def race(contestants: list[QuantContestant], turns: int) -> dict[str, list[float]]:
-    """Time all contestants in each turn; return the seconds of each turn by name. SystemExit if a result is wrong."""
+    """Time all contestants in each turn. Return the seconds of each turn by name. SystemExit if a result is wrong."""
     rng = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for turn in range(turns + 1):

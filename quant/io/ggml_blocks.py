@@ -1,7 +1,7 @@
 """Conversion to and from ggml's Q4_0 and Q8_0 blocks: an fp16 scale followed by 32 codes.
 
-https://github.com/ggml-org/ggml; the package gguf reads and writes files of them. Codes are equal byte for byte, only
-the scales are interleaved.
+https://github.com/ggml-org/ggml. The package gguf reads and writes such files. Codes are equal byte for byte. Only the
+scales are interleaved.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ def to_blocks(q: QuantizedArray) -> Array:
 
 
 def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
-    """Convert ggml blocks (uint8, shape (..., bytes per row)) to a quantised array; `kind` is Q4_0 or Q8_0."""
+    """Convert ggml blocks (uint8, shape (..., bytes per row)) to a quantised array. `kind` is Q4_0 or Q8_0."""
     if kind not in BLOCKS:
         raise ValueError(f"kind: expected {' or '.join(BLOCKS)}, found {kind!r}")
     spec = BLOCKS[kind]

@@ -1,7 +1,7 @@
 """Safetensors files of quantised arrays: buffers as tensors of bytes, spec and shape in the header.
 
-The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, the header, which is
-JSON with the place of every tensor, and the tensors. The package of that name checks and reads files.
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, the header (JSON
+with the place of every tensor), and the tensors. The package of that name checks and reads files.
 """
 
 import json
@@ -29,7 +29,7 @@ ABOUT = "chorus.about"
 CHECKSUM = "chorus.checksum"
 """Header key of the SHA-256 of all names, types, shapes, values and metadata, in hexadecimal."""
 METADATA = "__metadata__"
-"""Name in the header that stands for no tensor."""
+"""Name in the header that is not a tensor."""
 TYPES = {
     **{f"{letter}{8 * size}": np.dtype(f"<{letter.lower()}{size}") for letter in "IUF" for size in (2, 4, 8)},
     **{"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_), "C64": np.dtype("<c8")},
@@ -49,9 +49,9 @@ def _safetensors() -> ModuleType:
 
 
 def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], about: Any = None) -> None:
-    """Write quantised and plain arrays by name, replacing an old file; `about`: metadata, any value that JSON can hold.
+    """Write quantised and plain arrays by name, replacing an old file. `about`: metadata that JSON can hold.
 
-    The file has a checksum, which `load` verifies, and the permissions of new files. An old file is replaced once the
+    The file has the permissions of new files and a checksum that `load` verifies. An old file is replaced once the
     new one is whole. ValueError for a name or a type of elements that the format does not have.
 
     >>> import tempfile
@@ -89,7 +89,7 @@ def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], ab
 
 
 def _on_host(name: str, array: Any) -> np.ndarray:
-    """`array` as a C-contiguous array of NumPy with little-endian elements; ValueError for types not in `TYPES`."""
+    """`array` as a C-contiguous array of NumPy with little-endian elements. ValueError for types not in `TYPES`."""
     host = np.asarray(array.get() if hasattr(array, "get") else array, order="C")
     host = host.astype(host.dtype.newbyteorder("<"), copy=False)
     if host.dtype not in NAMES:
@@ -142,6 +142,7 @@ def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"{shape!r} is no shape")
     for n in shape:
+        # a file is not trusted: a negative or huge length must not reach NumPy
         whole_number("a length", n)
         if not 0 <= n <= np.iinfo(np.intp).max:
             raise ValueError(f"no array has the shape {shape}")
@@ -149,7 +150,7 @@ def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
 
 
 def about(path: str | Path) -> Any:
-    """Metadata that `save` wrote as `about`, or None; not verified by the checksum, but raises as `load`."""
+    """Metadata that `save` wrote as `about`, or None. The checksum is not verified. Otherwise raises as `load` does."""
     return _parsed(path, _metadata(path), ABOUT)
 
 

@@ -1,8 +1,8 @@
 """Kernels in C: one pass over memory, bitwise equal to the reference.
 
-Largest elements and codes are found in separate loops, which vectorise. `add_rows` and `multiply_rows` decode rows of
-bytes and add or multiply them at once, for `quant.RowFormat`. The terms of a product of two rows may be added in any
-order.
+Largest elements and codes are found in separate loops, so that both vectorise. `add_rows` and `multiply_rows` decode
+rows of bytes and add or multiply them at once, for `quant.RowFormat`. The terms of a product of two rows may be added
+in any order.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from quant.spec.quant_spec import ROUNDINGS
 from quant.types import Array
 
 FORMS = ("fp32", "fp16", "bf16", "e8m0", "e4m3", "whole", "octaves")
-"""Formats of scales that `quantize_groups` stores, numbered as in encode.c."""
+"""Formats of scales that `quantize_groups` stores, with their numbers in encode.c."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels of this module by the reference's names."""
@@ -70,7 +70,7 @@ def minmax(rows: Array, size: int) -> tuple[Array, Array]:
 
 
 def _code(code: Code, key: tuple[int, int] | None = None, bits: int = 8) -> tuple[Any, ...]:
-    """Arguments of a kernel in C that stand for a code: the fields of `Code` in encode.c."""
+    """Arguments that describe a code to a kernel in C: the fields of `Code` in encode.c."""
     if isinstance(code, LinearCode):
         limits = code.low, code.high, code.bias
         return 0, ROUNDINGS.index(code.rounding), code.bits, 0, 0, 0, *limits, *(code.key or (0, 0)), None
@@ -177,7 +177,7 @@ def multiply_rows(
 
 
 def _suit(codes: Array, matrix: Array, places: Array, others: Array | None) -> bool:
-    """True if lengths and places, which the kernels do not check, fit."""
+    """True if lengths and places fit. The kernels do not check them."""
     fit = (
         matrix.shape[1:] == codes.shape[1:]
         and len(places) == len(codes)

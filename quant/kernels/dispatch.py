@@ -1,6 +1,6 @@
 """Choice of the fastest implementation of a kernel for its arrays.
 
-A package of kernels has a reference, which defines the results, and faster forms of some kernels: `compiled` for NumPy
+A package of kernels has a reference that defines the results. Some kernels have faster forms: `compiled` for NumPy
 arrays (an extension module in C, built at installation) and `device` for CuPy arrays.
 
 >>> import numpy as np
@@ -28,12 +28,12 @@ _allowed = list(FORMS)
 
 
 class Unsuited(TypeError):
-    """A faster form does not take these arguments; the reference does. Raised before anything is changed."""
+    """A faster form does not take these arguments. The reference does. Raised before anything is changed."""
 
 
 @contextmanager
 def forms(*names: str) -> Iterator[None]:
-    """Allow only these of the faster forms (`compiled`, `device`) within a `with` block; without names, none.
+    """Allow only these of the faster forms (`compiled`, `device`) within a `with` block. Without names, none.
 
     For tests and benchmarks. Holds for all threads.
     """
@@ -61,7 +61,7 @@ class Kernels:
         self.form = cache(self._form)
 
     def _form(self, form: str) -> Mapping[str, Callable[..., Any]]:
-        """Kernels of a form by name; none if it cannot be imported."""
+        """Kernels of a form by name. None if it cannot be imported."""
         try:
             found: Mapping[str, Callable[..., Any]] = import_module(self._modules[form]).KERNELS
         except ImportError:
@@ -69,7 +69,7 @@ class Kernels:
         return found
 
     def fastest(self, reference: Kernel, place: int = 0) -> Kernel:
-        """Function that calls the fastest form of a kernel; argument `place` shows where the arrays are."""
+        """Function that calls the fastest form of a kernel. Argument `place` shows where the arrays are."""
         name = reference.__name__
 
         @wraps(reference)

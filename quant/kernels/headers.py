@@ -18,6 +18,6 @@ def text(*headers: tuple[str, str]) -> str:
 
 
 def constants(header: tuple[str, str]) -> dict[str, Any]:
-    """Numbers that a header defines, by name, as by ``#define FAR ((W)16)``."""
+    """Constants that a header defines, by name, such as ``#define FAR ((W)16)``."""
     found = dict(_DEFINITION.findall(text(header)))
     return {name: int(value, 16) if value.startswith("0x") else float(value) for name, value in found.items()}

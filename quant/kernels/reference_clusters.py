@@ -6,11 +6,11 @@ import numpy as np
 class IntervalCosts:
     """Sum of squared distances to the mean for intervals of sorted values, without cancellation.
 
-    Level l of the tables divides the places in blocks of 2^l; place i has mean and squares of the values between it and
-    the middle of its block. An interval joins two of these at the level where its ends are in different halves of a
-    block (T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
-    1979). Squares are taken about the value at the middle, one of those summed, so they are at most the number of
-    values times the result: no value outside an interval, as an outlier, has a share in its rounding errors.
+    Level l of the tables divides the places in blocks of 2^l. Place i has mean and squares of the values between it
+    and the middle of its block. An interval joins two of these at the level where its ends are in different halves of
+    a block (T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979). Squares are taken about the value at the middle, one of those summed, so they are at most the
+    number of values times the result: no value outside an interval, such as an outlier, affects its rounding errors.
     """
 
     def __init__(self, points: np.ndarray):
@@ -51,9 +51,9 @@ def optimal_edges(points: np.ndarray, k: int) -> np.ndarray:
 
     The cost of an interval is the sum of squared distances to its mean. With D[j][i] the least cost of the first i
     values in j intervals, the best start of the last interval does not move left as i grows, so D[j] follows from
-    D[j-1] by divide and conquer in n log n steps, here one recursion depth at a time. A row has at least k values.
-    H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal, 2011); monotone starts: X. Wu, "Optimal quantization by matrix
-    searching" (J. Algorithms, 1991).
+    D[j-1] by divide and conquer in n log n steps. The loop does one recursion depth at a time. A row has at least k
+    values. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal, 2011). Monotone starts: X. Wu, "Optimal quantization
+    by matrix searching" (J. Algorithms, 1991).
     """
     groups, n = points.shape
     cost, every = IntervalCosts(points), np.arange(groups)

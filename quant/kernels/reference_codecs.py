@@ -1,8 +1,8 @@
-"""Reference kernels for NumPy and CuPy; on the host in runs of groups that fit the cache.
+"""Reference kernels for NumPy and CuPy. On the host they process runs of groups that fit the cache.
 
-Elements come as `rows`, a C-contiguous matrix of float32, in groups of `size` along each row, the last of which may be
-shorter; values per group have shape (rows, groups per row). Unpacked codes are bytes in the matrix's order: q plus a
-bias below 8 bits, int8 at 8 bits, the bits of a small float, or an index into a table.
+Elements come as `rows`, a C-contiguous matrix of float32, in groups of `size` along each row. The last group of a row
+may be shorter. Values per group have shape (rows, groups per row). Unpacked codes are bytes in the matrix's order: q
+plus a bias below 8 bits, int8 at 8 bits, the bits of a small float, or an index into a table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANDOM = constants(FORMULAS)
 class LinearCode(NamedTuple):
     """Parameters of an integer code: element r becomes clip(round(r / S) + Z) + bias, in `bits` bits.
 
-    q is from `low` to `high`; codes without a bias are int8 if `signed`; `key` is that of the random numbers of
+    q is from `low` to `high`. Codes without a bias are int8 if `signed`. `key` is the random-number key of
     stochastic rounding.
     """
 
@@ -46,9 +46,10 @@ class LinearCode(NamedTuple):
 class ScaleRule(NamedTuple):
     """Rule for a group's scale in `quantize_groups`: largest |r| divided by `steps`, stored in a format.
 
-    `form` is fp32, fp16, bf16, e8m0, e4m3; "whole" (numbers up to `top`); or "octaves": the power of two of the largest
-    |r| times 2^-top. With `inverse`, codes are r times the inverse of the unrounded scale, instead of r divided by the
-    stored scale. With `peak`, the scale has the sign of the element of largest magnitude, relative to that of `steps`.
+    `form` is fp32, fp16, bf16, e8m0, e4m3, "whole" (integers up to `top`) or "octaves": the power of two of the
+    largest |r| times 2^-top. With `inverse`, codes are r times the inverse of the unrounded scale, instead of r
+    divided by the stored scale. With `peak`, the scale has the sign of the element of largest magnitude, relative to
+    the sign of `steps`.
     """
 
     steps: float
@@ -62,7 +63,7 @@ Part = tuple[slice, slice]
 """Groups, and elements of these."""
 
 Code = LinearCode | str | Array
-"""Linear code; name of a small float; or thresholds, which the code of an element counts."""
+"""Linear code, name of a small float, or thresholds (an element's code is the number of thresholds below it)."""
 
 
 RUN = 1 << 14
@@ -94,7 +95,7 @@ def _grouped(rows: Array, size: int) -> Array:
 
 
 def _runs(groups: Array) -> Iterator[Part]:
-    """Parts of the matrix that are processed one by one: groups, or pieces of long ones; everything on a device."""
+    """Parts of the matrix that are processed one by one: groups, or pieces of long ones. Everything on a device."""
     count, size = groups.shape
     width = min(size, RUN) if isinstance(groups, np.ndarray) else size
     step = max(RUN // width, 1) if isinstance(groups, np.ndarray) else max(count, 1)
@@ -131,7 +132,7 @@ def _write(out: Array, size: int, of_run: Callable[[Part], Array], add: bool = F
 
 
 def absmax(rows: Array, size: int) -> Array:
-    """Largest magnitude in every group: float32, shape (rows, groups); not finite if an element is not.
+    """Largest magnitude in every group: float32, shape (rows, groups). Not finite if an element is not.
 
     Bits of |r| as integers have the order of |r|, with NaN above all, so a NaN is never lost.
     """
@@ -139,13 +140,13 @@ def absmax(rows: Array, size: int) -> Array:
 
 
 def minmax(rows: Array, size: int) -> tuple[Array, Array]:
-    """(smallest, largest) element of every group: shape (rows, groups); one is not finite if an element is not."""
+    """(smallest, largest) element of every group: shape (rows, groups). One is not finite if an element is not."""
     low = _of_groups(rows, size, lambda part: part.min(axis=-1))
     return low, _of_groups(rows, size, lambda part: part.max(axis=-1))
 
 
 def peak(rows: Array, size: int) -> Array:
-    """Element of largest magnitude of every group, with its sign: shape (rows, groups); the first of equal ones."""
+    """Element of largest magnitude of every group, with its sign: shape (rows, groups). The first of equal ones."""
     xp = array_namespace(rows)
 
     def farthest(part: Array) -> Array:
@@ -256,7 +257,8 @@ def encode_float(
 ) -> None:
     """Write codes of small floats to `out`, a byte each: r / S to the nearest, or with `key` rounded stochastically.
 
-    Ties go to even, large values saturate. `code` is a key of `MINIFLOATS`; other parameters as for `encode_linear`.
+    Ties go to even, large values saturate. `code` is a key of `MINIFLOATS`. See `encode_linear` for the other
+    parameters.
     """
 
     def code_of(t: Array, run: Part, drawn: Array | None) -> Array:
@@ -288,7 +290,8 @@ def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
 def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: Array, out: Array) -> None:
     """Write the code of each element to `out` (uint8): the number of thresholds below the scaled element r / S.
 
-    `thresholds` has shape (k,), or (rows, groups, k) for levels per group; other parameters as for `encode_linear`.
+    `thresholds` has shape (k,), or (rows, groups, k) for levels per group. See `encode_linear` for the other
+    parameters.
     """
     xp, own = array_namespace(rows), thresholds.ndim > 1
     limits = thresholds.reshape(-1, thresholds.shape[-1])
@@ -305,12 +308,12 @@ def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: 
 def quantize_groups(
     rows: Array, size: int, rule: ScaleRule, code: Code, bits: int, gammas: Array | None, scales: Array, out: Array
 ) -> bool:
-    """Write scales and packed codes in one pass, return True; False without such a kernel, or if a scale does not fit.
+    """Write scales and packed codes in one pass, return True. False without such a kernel, or if a scale does not fit.
 
-    The reference has none: the result is that of `absmax`, `quant.scaling.scales` and the codes. Elements need not be
-    finite; rounding is not stochastic. `scales` has an item per group: float32, uint16 for halves, else a byte. Codes
-    of 8 bits and their scales may be matrices with gaps between rows. `gammas`, float32, are parent scales, each for as
-    many groups, in order, none of which is short.
+    The reference has none: the result is the same as from `absmax`, `quant.scaling.scales` and the codes. Elements
+    need not be finite. Rounding is not stochastic. `scales` has an item per group: float32, uint16 for halves,
+    otherwise a byte. Codes of 8 bits and their scales may be matrices with gaps between rows. `gammas`, float32, are
+    parent scales, each for as many groups, in order, none of which is short.
     """
     return False
 
@@ -374,10 +377,10 @@ def decode_table(packed: Array, bits: int, size: int, scales: Array, levels: Arr
 def add_rows(
     codes: Array, size: int, scales: Array, levels: Array | None, y: Array, places: Array, weights: Array | None
 ) -> bool:
-    """Add decoded rows of bytes, perhaps times weights (n, 1), to rows of y in one pass, return True; False without.
+    """Add decoded rows of bytes, perhaps times weights (n, 1), to rows of y in one pass, return True. False without.
 
-    The reference has none: the result is that of decoding, then y[places] += weights * rows. Bytes are int8, or numbers
-    of `levels`. Codes and scales may be matrices with gaps between rows.
+    The reference has none: the result is the same as decoding, then y[places] += weights * rows. Bytes are int8, or
+    numbers of `levels`. Codes and scales may be matrices with gaps between rows.
     """
     return False
 
@@ -385,12 +388,12 @@ def add_rows(
 def multiply_rows(
     codes: Array, size: int, scales: Array, levels: Array | None, x: Array, places: Array, products: Array
 ) -> bool:
-    """Write the sums (n,) of rows of x times decoded rows of bytes in one pass; as `add_rows`."""
+    """Write the sums (n,) of rows of x times decoded rows of bytes in one pass. See `add_rows`."""
     return False
 
 
 def surely_all(flags: Array) -> bool:
-    """True if all flags are set; always False on a device, for which the host would have to wait."""
+    """True if all flags are set. Always False on a device, since reading them would make the host wait."""
     return isinstance(flags, np.ndarray | np.generic) and bool(flags.all())
 
 

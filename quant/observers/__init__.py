@@ -1,6 +1,6 @@
 """Observers of activation ranges for calibration.
 
-Observers take batches on any number of ranks; `allreduce` gives exactly the result of one observer that saw all.
+Observers take batches on any number of ranks. `allreduce` gives exactly the result of one observer that saw all.
 """
 
 from collections.abc import Callable

@@ -22,13 +22,14 @@ CANDIDATES = 256
 
 
 class Histogram(Ranges):
-    """Histogram with equal numbers of bins above and below 0; the bin width doubles when an element lies outside.
+    """Histogram with equal numbers of bins above and below 0. The bin width doubles when an element lies outside.
 
-    Bin i holds elements from i w to below (i + 1) w, for i from -bins/2 on; the width w is the smallest power of two
+    Bin i holds elements from i w to below (i + 1) w, for i from -bins/2 on. The width w is the smallest power of two
     with which the largest |x| so far has a bin. Merging two neighbouring bins gives one of twice the width, so the
-    counts follow from the set of elements alone, and those of several observers, brought to the same width, add up.
+    counts follow from the set of elements alone, and the counts of several observers, brought to the same width, add
+    up.
 
-    `bins` is even; `counts` is int64, `exponent` log2 of the width; `low` and `high` are the least and the largest
+    `bins` is even. `counts` is int64, `exponent` log2 of the width. `low` and `high` are the least and the largest
     element, infinite before the first.
 
     >>> histogram = Histogram(4)
@@ -68,7 +69,7 @@ class Histogram(Ranges):
         self.low, self.high = min(self.low, low), max(self.high, high)
         xp = array_namespace(x)
         half = len(self.counts) // 2
-        # A float64 holds a float32 over a power of two exactly; fewer than 2^16 elements at a time stay in the cache.
+        # A float64 holds a float32 over a power of two exactly. Fewer than 2^16 elements at a time stay in the cache.
         flat = x.reshape(-1)
         for first in range(0, flat.size, 1 << 16):
             part = flat[first : first + (1 << 16)].astype(np.float64) * 2.0**-self.exponent
@@ -86,7 +87,7 @@ class Histogram(Ranges):
         return exponent
 
     def _counts_at(self, exponent: int) -> np.ndarray:
-        """Counts in bins of width 2^exponent, merged from the current bins, which are not wider: shape (bins,)."""
+        """Counts in bins of width 2^exponent, merged from the current bins (not wider): shape (bins,)."""
         half, shift = len(self.counts) // 2, exponent - self.exponent
         if not shift:
             return self.counts
@@ -96,7 +97,7 @@ class Histogram(Ranges):
     def allreduce(self, comm: Any) -> Histogram:
         """New histogram of all ranks' elements, the same on all, with the options of this one (such as a percentile).
 
-        Collective; ValueError on all ranks if numbers of bins differ.
+        Collective. ValueError on all ranks if numbers of bins differ.
         """
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])
         bins, exponents, lows, highs = allgather(comm, mine).T
@@ -145,7 +146,7 @@ class _LeastLoss(Histogram):
         self.bits, self.symmetric = bits, symmetric
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lowest, highest) value of the range of least loss: float32, shape (1,) each; of equal ones the widest."""
+        """(lowest, highest) value of the range of least loss: float32, shape (1,) each. The widest of equal ones."""
         low, high = (float(bound[0]) for bound in super().range())
         low, high = min(low, 0.0), max(high, 0.0)
         if self.symmetric:
@@ -164,7 +165,7 @@ class _LeastLoss(Histogram):
         return np.clip(np.rint((values - low) / step), 0, steps), step
 
     def _loss(self, middles: np.ndarray, low: float, high: float) -> float:
-        """Loss of codes that cover `low` to `high`; `middles` are those of all bins."""
+        """Loss of codes that cover `low` to `high`. `middles`: the middle of every bin."""
         raise NotImplementedError
 
 
@@ -183,14 +184,14 @@ class MeanSquare(_LeastLoss):
 class Entropy(_LeastLoss):
     """Observer that chooses the range of least Kullback-Leibler divergence between the distribution and its codes'.
 
-    As in TensorRT: a range has at least as many bins as there are codes, and its outermost bins also count the elements
-    beyond them, in the distribution alone (Migacz, "8-bit Inference with TensorRT", GTC 2017). In an outermost bin with
-    no other elements the codes' distribution counts one, without which the divergence would be infinite. It is infinite
-    for a range without elements.
+    The rule is TensorRT's: a range has at least as many bins as there are codes, and its outermost bins also count the
+    elements beyond them, in the distribution alone (Migacz, "8-bit Inference with TensorRT", GTC 2017). In an
+    outermost bin with no other elements the codes' distribution counts one. Otherwise the divergence would be
+    infinite. It is infinite for a range without elements.
 
     The codes' distribution is a share of all elements, so a range of divergence D holds a share of at least e^-D.
-    TensorRT takes the share of those in the range: where data stay away from 0, a range with a single bin of them would
-    have divergence 0.
+    TensorRT takes the share of the elements in the range: where data stay away from 0, a range with a single bin of
+    them would have divergence 0.
     """
 
     def _loss(self, middles: np.ndarray, low: float, high: float) -> float:

@@ -1,4 +1,4 @@
-"""Observers of the smallest and largest element, over all batches or as a moving average; the base of all observers."""
+"""Observers of the smallest and largest element, over all batches or as a moving average. The base of all observers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MinMax(Ranges):
             raise ValueError(f"x: expected {len(self.low)} channels, as before, found {len(low)}")
 
     def allreduce(self, comm: Any) -> MinMax:
-        """New observer with the range of all ranks' batches, the same on all ranks; `comm` has mpi4py's interface."""
+        """New observer with the range of all ranks' batches, the same on all ranks. `comm` has mpi4py's interface."""
         counts = allgather(comm, np.array([len(self.low)], np.int64))[:, 0]
         channels = int(counts.max())
         if any(counts[counts > 0] != channels):
@@ -100,9 +100,9 @@ class MinMax(Ranges):
 class Ema(Ranges):
     """Observer of the moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
 
-    Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch; or `begin` sets the
-    global index before each batch, and ranks need not see all of them. The average depends on the order of batches, so
-    `batches` has a row (low, -high) for each: float32, infinite if the batch was not observed.
+    Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch. Or `begin` sets
+    the global index before each batch, and ranks need not see all of them. The average depends on the order of
+    batches, so `batches` has a row (low, -high) for each: float32, infinite if the batch was not observed.
     """
 
     def __init__(self, a: float = 0.01):
@@ -129,7 +129,7 @@ class Ema(Ranges):
     def allreduce(self, comm: Any) -> Ema:
         """New observer, the same on all ranks, whose n-th batch consists of the n-th batches of all ranks.
 
-        Collective; ValueError on all ranks if `a` is not the same on all.
+        Collective. ValueError on all ranks if `a` is not the same on all.
         """
         counts, factors = allgather(comm, np.array([len(self.batches), self.a])).T
         if any(factors != factors[0]):
@@ -151,7 +151,7 @@ class Ema(Ranges):
         return folded
 
     def _padded(self, batches: int) -> np.ndarray:
-        """Copy of `self.batches` with at least `batches` rows; the new ones are marked as not observed (infinite)."""
+        """Copy of `self.batches` with at least `batches` rows. The new ones are marked as not observed (infinite)."""
         return np.pad(self.batches, ((0, max(batches - len(self.batches), 0)), (0, 0)), constant_values=np.inf)
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:

@@ -18,14 +18,14 @@ from quant.spec.quant_spec import QuantSpec
 def awq(
     w: np.ndarray, moments: np.ndarray, sizes: np.ndarray, spec: QuantSpec, candidates: int = 20
 ) -> tuple[QuantizedArray, np.ndarray]:
-    """Quantise a weight matrix w times the best scaling s of its inputs; returns (quantised w s, s).
+    """Quantise a weight matrix w times the best scaling s of its inputs. Returns (quantised w s, s).
 
-    w is about its values / s. s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest value of
-    1, with the alpha among `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the exact
-    one. An alpha whose w s does not fit `spec` is left out; ValueError if none fits.
+    w is approximately the result / s. s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest
+    value of 1, with the alpha among `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the
+    exact one. An alpha whose w s does not fit `spec` is left out. ValueError if none fits.
 
-    `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs), `sizes` the mean |x| of each input;
-    s is float32 of shape (inputs,).
+    `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs), `sizes` the mean |x| of each input.
+    S is float32 of shape (inputs,).
     """
     w, sizes = as_float32("w", np.asarray(w)), as_float32("sizes", np.asarray(sizes)).astype(np.float64)
     check_moments(w, moments)

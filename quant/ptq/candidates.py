@@ -8,7 +8,7 @@ Made = TypeVar("Made")
 
 
 def least_loss(candidates: Iterable[Callable[[], Made]], loss: Callable[[Made], float]) -> Made:
-    """Result of least loss among the candidates' (the first of equal ones); the loss of NaN is infinite.
+    """Result of least loss among the candidates' (the first of equal ones). The loss of NaN is infinite.
 
     A candidate that raises ValueError, as `quantize` does for a scale that does not fit its format, is left out. If
     there is no other, the ValueError of the first is raised.

@@ -1,4 +1,4 @@
-"""GPTQ: inputs are rounded one after another; each rounding error is compensated by the inputs after it.
+"""GPTQ: inputs are rounded one after another. The inputs that follow compensate each rounding error.
 
 E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers" (ICLR 2023).
@@ -22,10 +22,10 @@ BLOCK = 128
 def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0.01) -> QuantizedArray:
     """Quantise a weight matrix so that its product w x (rather than w) is approximated for the observed inputs x.
 
-    `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs) or a multiple of it, to whose diagonal
-    the share `damping` of its mean is added, the mean over inputs that are not always 0. Scales have one level and are
-    `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`, those of a group chosen when its first input is rounded;
-    ValueError for other specs. The result's spec has rounding nearest_even.
+    `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs) or a multiple of it. The share
+    `damping` of the diagonal's mean, over inputs that are not always 0, is added to the diagonal. Scales have one
+    level and are `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`. A group's scale is chosen when its first input is
+    rounded. ValueError for other specs. The result's spec has rounding nearest_even.
 
     Weights of inputs that are always 0 are rounded to nearest. So are all weights if the product is then no worse on
     the observed inputs.
@@ -38,6 +38,7 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
         raise ValueError(f"scales are found one by one, for rows or groups of the last axis; {spec} is of another kind")
     nearest = spec.replace(rounding="nearest_even")
     upper = _inverse_root(moments, damping)
+    # compensation can lose on few samples: plain rounding competes
     return least_loss(
         [lambda: quantize(w, nearest), *([lambda: _compensated(w, upper, spec)] if w.size else [])],
         lambda q: product_loss(q.dequantize().astype(np.float64) - w, moments),

@@ -18,8 +18,8 @@ def hqq(
 ) -> QuantizedArray:
     """Quantise weights with the usual scales, and zero points that minimise an outlier-robust error.
 
-    Minimises sum |w - S (q - Z)|^norm over Z, 0 < norm < 1: smaller norms weigh outliers less. The loss is split into a
-    sparse error e and a quadratic term weighted with beta; both are solved for in turn while beta grows, in at most
+    Minimises sum |w - S (q - Z)|^norm over Z, 0 < norm < 1: smaller norms weigh outliers less. The loss is split into
+    a sparse error e and a quadratic term weighted with beta. Both are solved for in turn while beta grows, in at most
     `steps` steps, until the loss stops falling. ValueError unless the spec is linear with floating-point zero points.
     """
     if not spec.linear or spec.symmetric or spec.zero == "integer":

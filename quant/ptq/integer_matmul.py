@@ -28,6 +28,7 @@ def integer_matmul(a: Array, b: Array) -> Array:
     largest = LARGEST[a.dtype] * LARGEST[b.dtype]
     block = EXACT // largest
     total = xp.zeros((a.shape[0], b.shape[1]), np.int32 if k * largest < 2**31 else np.int64)
+    # sums of a block are exact in float32, whose products are far faster than NumPy's integer ones
     for first in range(0, k, block):
         part = xp.matmul(a[:, first : first + block].astype(np.float32), b[first : first + block].astype(np.float32))
         total += part.astype(total.dtype)
@@ -37,14 +38,14 @@ def integer_matmul(a: Array, b: Array) -> Array:
 def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     """x @ w^T of quantised matrices, computed from their integer codes: float32, shape (m, n).
 
-    The sum of a group is one of integers, exact; groups are scaled and added in float32, in their order.
+    The sum of a group is exact: its terms are integers. Groups are scaled and added in float32, in their order.
 
     Parameters
     ----------
     x : QuantizedArray, shape (m, k)
-        Linear, with integer zero points; `PerTensor()` or `PerChannel(0)`: else ValueError.
+        Linear, with integer zero points. `PerTensor()` or `PerChannel(0)`. Other granularities raise ValueError.
     w : QuantizedArray, shape (n, k)
-        As x; also `PerGroup(size)`, and scales of any number of levels.
+        Like x. Also `PerGroup(size)`, and scales of any number of levels.
 
     >>> from quant import grouped, quantize
     >>> x = quantize(np.array([[127.0, 1.0]], np.float32), QuantSpec(8))
@@ -66,6 +67,7 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     total = xp.zeros((len(a), b.shape[1]), np.float32)
     if not k or not total.size:
         return total
+    # one float32 addition per group: the order is fixed, so results do not depend on blocking
     for group, first in enumerate(range(0, k, size)):
         here = slice(first, first + size)
         z = None if zeros is None else zeros[:, group]
@@ -92,7 +94,7 @@ def _integers(spec: QuantSpec) -> bool:
 
 
 def _sums(a: Array, b: Array, za: Array | None, zb: Array | None) -> Array:
-    """Exact sums over k of (a - za)(b - zb): shape (m, n); za is a column, zb a row."""
+    """Exact sums over k of (a - za)(b - zb): shape (m, n). Za is a column, zb a row."""
     total = integer_matmul(a, b)
     if za is None and zb is None:
         return total

@@ -1,1 +1,1 @@
-"""Scales and zero points from ranges; codebooks fitted to data."""
+"""Scales and zero points from ranges. Codebooks fitted to data."""

@@ -10,7 +10,7 @@ from quant.scaling.scales import halves, numbers_of
 from quant.types import Array
 
 EXACT = 1 << 12
-"""Largest group that is fitted exactly; larger ones use Lloyd's iterations."""
+"""Largest group that is fitted exactly. Larger ones use Lloyd's iterations."""
 
 
 BATCH = 1 << 15
@@ -24,9 +24,11 @@ def thresholds(levels: Array) -> Array:
 
 
 def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
-    """Optimal k levels (least sum of squared distances): float64, ascending; of fewer distinct values the last repeats.
+    """Optimal k levels (least sum of squared distances): float64, ascending.
 
-    The best clusters of sorted values are intervals, which `kernels.optimal_edges` finds.
+    With fewer distinct values, the last one repeats.
+
+    The best clusters of sorted values are intervals. `kernels.optimal_edges` finds them.
 
     >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
     array([ 1.5, 11. ])
@@ -67,7 +69,7 @@ def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarra
     """k levels by Lloyd's iterations, started from the quantiles: float64, shape (k,), ascending.
 
     S. Lloyd, "Least squares quantization in PCM" (IEEE Trans. Information Theory, 1982). `values` has shape (n,), n >=
-    1; the iteration ends once no level moves.
+    1. The iteration ends once no level moves.
     """
     points = np.sort(np.asarray(values, np.float64))
     levels = points[(2 * np.arange(k) + 1) * len(points) // (2 * k)]
@@ -87,7 +89,7 @@ def fit(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def fit_into(rows: Array, out: Any) -> None:
-    """Fit levels to every group of rows; put levels and codes in QuantizedArray `out`. ValueError for NaN, infinity."""
+    """Fit levels to every group of rows. Put levels and codes in QuantizedArray `out`. ValueError for NaN, infinity."""
     xp, spec, blocks = array_namespace(rows), out.spec, out.layout.blocks
     if not bool(xp.isfinite(rows).all()):
         raise ValueError("x holds NaN or infinity, of which no mean can be taken")

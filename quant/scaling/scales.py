@@ -35,7 +35,7 @@ class StoredScales(NamedTuple):
 
 
 def divided(r: Array, n: float) -> Array:
-    """r / n in float32; denormal results are rounded away from 0."""
+    """r / n in float32. Denormal results are rounded away from 0."""
     xp = array_namespace(r)
     quotient = abs(r) / np.float32(abs(n))
     with np.errstate(over="ignore"):
@@ -49,7 +49,7 @@ def divided(r: Array, n: float) -> Array:
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
     """Scales of groups whose largest magnitude is `size` (for q_range peak with sign; unsigned: largest element).
 
-    The scale of MX formats is 2^(floor(log2 max) - emax), at which the largest elements may clip.
+    The scale of MX formats is 2^(floor(log2 max) - emax). The largest elements may clip.
     """
     if spec.minifloat and spec.scales.format == "e8m0":
         return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - MINIFLOATS[spec.code].highest)
@@ -57,7 +57,7 @@ def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
 
 
 def steps(spec: QuantSpec) -> float:
-    """Divisor n of a symmetric code: a group's scale is its largest magnitude / n; negative for q_range peak."""
+    """Divisor n of a symmetric code: a group's scale is its largest magnitude / n. Negative for q_range peak."""
     if spec.minifloat:
         return MINIFLOATS[spec.code].largest
     if not spec.linear:
@@ -69,7 +69,7 @@ def steps(spec: QuantSpec) -> float:
 
 
 def _two_to(exponent: Array) -> Array:
-    """2^exponent as float32; exponents beyond -127 and 127 are clipped."""
+    """2^exponent as float32. Exponents beyond -127 and 127 are clipped."""
     xp = array_namespace(exponent)
     bounded = xp.minimum(xp.maximum(exponent, -127), 127)
     return xp.where(bounded == -127, 0x00400000, (bounded + 127) << 23).astype(xp.int32).view(xp.float32)
@@ -78,7 +78,7 @@ def _two_to(exponent: Array) -> Array:
 def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
     """(scale, lower end of the range) of asymmetric groups with these smallest and largest elements.
 
-    An integer zero point extends the range to 0, so that 0 is represented exactly and Z is a code; groups of equal
+    An integer zero point extends the range to 0, so that 0 is represented exactly and Z is a code. Groups of equal
     elements are always extended. A floating-point one extends it by what its own rounding may move the range.
     """
     xp = array_namespace(low)
@@ -111,7 +111,7 @@ def _with_room(spec: QuantSpec, scale: Array, low: Array, high: Array) -> tuple[
 
 
 def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
-    """Zero points Z = q_min - low / S for stored scales S; rounded and clipped if the spec stores integers."""
+    """Zero points Z = q_min - low / S for stored scales S. Rounded and clipped if the spec stores integers."""
     xp = array_namespace(scale)
     with np.errstate(over="ignore"):
         zero = float(spec.q_min) - low / xp.where(scale == 0, np.float32(1), scale)
@@ -138,7 +138,7 @@ def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...],
 
 
 def store_parent(most: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...], up: bool) -> StoredScales:
-    """Parents of scales, from the largest scale of each of their groups."""
+    """Parent scales, stored. `most` has the largest scale of each group of scales that shares a parent."""
     assert kind.parent is not None
     return _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], up)
 
@@ -222,4 +222,4 @@ def scale_values(form: str) -> np.ndarray:
 
 
 NAN = {"fp32": np.float32(np.nan), "fp16": np.uint16(0x7E00), "bf16": np.uint16(0x7FC0), "e8m0": 255, "e4m3": 127}
-"""Raw item that marks a group as NaN; integer formats have none."""
+"""Raw item that marks a group as NaN. Integer formats have none."""

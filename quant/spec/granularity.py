@@ -1,7 +1,7 @@
 """Granularity: elements that share a scale.
 
-Every granularity turns an array into a matrix of rows, each cut into groups of `size` elements; the last group of a row
-may be shorter. Kernels see only this matrix.
+Every granularity turns an array into a matrix of rows, each cut into groups of `size` elements. The last group of a
+row may be shorter. Kernels see only this matrix.
 """
 
 import math
@@ -14,7 +14,7 @@ from quant.types import Array
 
 
 def whole_number(name: str, value: Any) -> int:
-    """`value` as an int, if it is an integer of Python or NumPy; ValueError for others, and for bool."""
+    """`value` as an int. ValueError unless it is a Python or NumPy integer, and for bool."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name}: expected a whole number, found {value!r}")
     return int(value)
@@ -46,7 +46,7 @@ class PerChannel:
 
 @dataclass(frozen=True)
 class PerGroup:
-    """Granularity: groups of `size` neighbours along `axis`; the last of each row may be shorter."""
+    """Granularity: groups of `size` neighbours along `axis`. The last of each row may be shorter."""
 
     size: int
     axis: int = -1
@@ -87,7 +87,7 @@ class GroupBlocking(NamedTuple):
         return self.rows * self.length
 
     def first_element(self, group: Array) -> Array:
-        """Index of a group's first element in row order; the number of elements for the group after the last."""
+        """Index of a group's first element in row order. The number of elements for the index after the last group."""
         row, place = divmod(group, max(self.per_row, 1))
         return row * self.length + place * self.size
 
@@ -126,14 +126,14 @@ def blocking(granularity: Granularity, shape: tuple[int, ...]) -> GroupBlocking:
 
 
 def to_rows(x: Array, granularity: Granularity) -> Array:
-    """Arrange an array as the C-contiguous matrix whose rows are cut into groups; without a copy if possible."""
+    """Arrange an array as the C-contiguous matrix whose rows are cut into groups. Without a copy if possible."""
     blocks, order = blocking(granularity, x.shape), _row_order(granularity, x.ndim)
     rows = (x.transpose(*order) if order else x).reshape(blocks.rows, blocks.length)
     return rows if rows.flags.c_contiguous else rows.copy()
 
 
 def from_rows(rows: Array, granularity: Granularity, shape: tuple[int, ...]) -> Array:
-    """Arrange a matrix from `to_rows` as an array of this shape again; a view if possible."""
+    """Arrange a matrix from `to_rows` as an array of this shape again. A view if possible."""
     order = _row_order(granularity, len(shape))
     if not order:
         return rows.reshape(shape)
@@ -142,7 +142,7 @@ def from_rows(rows: Array, granularity: Granularity, shape: tuple[int, ...]) -> 
 
 
 def _row_order(granularity: Granularity, ndim: int) -> list[int] | None:
-    """Axis order for `to_rows`: axis of channels first, or of groups last; None if the array has this order."""
+    """Axis order for `to_rows`: axis of channels first, or of groups last. None if the array has this order."""
     if isinstance(granularity, PerTensor):
         return None
     axis = _axis(granularity, ndim)

@@ -13,7 +13,7 @@ INT4_G32 = QuantSpec(4, granularity=PerGroup(32), scale="fp16")
 """4 bits, one fp16 scale per 32 weights: 4.5 bits per element."""
 
 Q4_0 = QuantSpec(4, granularity=PerGroup(32), q_range="peak", rounding="half_up", scale="fp16", divisor="inverse")
-"""Q4_0 of ggml; `quant.io.ggml_blocks` converts to its block format."""
+"""Q4_0 of ggml. `quant.io.ggml_blocks` converts to its block format."""
 
 Q8_0 = QuantSpec(8, granularity=PerGroup(32), rounding="half_away", scale="fp16", divisor="inverse")
 """Q8_0 of ggml."""
@@ -58,8 +58,8 @@ def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantS
 def parse(text: str) -> QuantSpec:
     """Parse a spec: a preset's name, or intB or kmeansB (B bits) with suffixes _gN (groups of N) or _row, and _zero.
 
-    With _row each row has its own scale (or k-means levels, which are fp16); _zero stands for zero points of intB.
-    ValueError for other names.
+    With _row each row has its own scale (or fp16 k-means levels). _zero adds zero points to intB. ValueError for other
+    names.
 
     >>> parse("int3_g64").bits_per_element
     3.25

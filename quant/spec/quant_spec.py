@@ -37,7 +37,7 @@ def _granularity(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Scales:
-    """Storage format of scales, which may themselves be quantised, with larger parent scales.
+    """Storage format of scales. Scales may themselves be quantised, with parent scales.
 
     Scales form an array of shape (rows, groups). With a parent, S = gamma S_q: S_q in this format, one gamma per group
     of `granularity` among the scales. Parents may have parents.
@@ -45,10 +45,10 @@ class Scales:
     Parameters
     ----------
     format : str
-        fp32, fp16, bf16; e8m0 (a power of two); e4m3; uint1 to uint8 (integers, which need a parent).
+        fp32, fp16, bf16, e8m0 (a power of two), e4m3, uint1 to uint8 (integers, which need a parent).
     granularity : Granularity
-        Scales that share one parent scale: `PerTensor()`, `PerChannel(0)` (those of a row) or `PerGroup(size)`; always
-        `PerTensor()` without a parent.
+        Scales that share one parent scale: `PerTensor()`, `PerChannel(0)` (the scales of a row) or `PerGroup(size)`.
+        Always `PerTensor()` without a parent.
     parent : Scales, optional
     """
 
@@ -63,6 +63,7 @@ class Scales:
             raise ValueError(f"parent of scales: expected Scales or None, found {self.parent!r}")
         if self.format.startswith("uint") and self.parent is None:
             raise ValueError(f"scales in {self.format} need a parent")
+        # parents are for scales of small range, wide formats need none
         if self.parent is not None and not self.format.startswith(("uint", "e4m3")):
             raise ValueError(f"scales with a parent: expected small integers or e4m3, found {self.format}")
         object.__setattr__(self, "granularity", _of_matrix(self.granularity) if self.parent else TENSOR)
@@ -80,7 +81,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """Quantisation scheme: a code q stands for r = S (q - Z), or r = S table[q]; S is a scale, Z a zero point.
+    """Quantisation scheme: a code q stands for r = S (q - Z), or r = S table[q]. S is a scale, Z a zero point.
 
     Parameters
     ----------
@@ -94,24 +95,24 @@ class QuantSpec:
     granularity : PerTensor, PerChannel or PerGroup
         Elements that share a scale.
     code : str
-        linear; a small float (e2m1, e2m3, e3m2, e4m3, e5m2); nf4; kmeans (own levels for every group, stored in the
+        linear, a small float (e2m1, e2m3, e3m2, e4m3, e5m2), nf4 or kmeans (own levels for every group, stored in the
         format `scale` instead of scales).
     q_range : str
-        Range of a symmetric linear code, and its scale, q_max being 2^(b-1) - 1 (2^b - 1 if unsigned): restricted,
-        S = max|r| / q_max, q from -q_max; full, S = max|r| / 2^(b-1), q from -2^(b-1), so that the largest positive
-        element may clip; centred, S = max|r| / (2^(b-1) - 1/2), q from -2^(b-1); peak, S = (the element of largest
+        Range of a symmetric linear code, and its scale, q_max being 2^(b-1) - 1 (2^b - 1 if unsigned): restricted: S =
+        max|r| / q_max, q from -q_max. full: S = max|r| / 2^(b-1), q from -2^(b-1), so that the largest positive
+        element may clip. centred: S = max|r| / (2^(b-1) - 1/2), q from -2^(b-1). peak: S = (the element of largest
         magnitude) / -2^(b-1), of either sign.
     rounding : str
-        nearest_even; half_away (from zero); half_up; stochastic (up with the fraction's probability, drawn
+        nearest_even, half_away (from zero), half_up or stochastic (up with the fraction's probability, drawn
         reproducibly from a seed and the element's number).
     scale : str or Scales
-        Name of a format, as which scales without a parent are kept too, or scales with a parent.
+        Name of a format (scales without a parent), or `Scales` with a parent.
     zero : str
         integer: Z is rounded and stored in `bits` bits. fp32, fp16, bf16: Z is stored as a floating-point number, and
-        the range need not include 0, which may have no code. Far from 0 the range is extended by the rounding of Z.
+        the range need not include 0. Then 0 may have no code. Far from 0 the range is extended by the rounding of Z.
     divisor : str
-        stored: codes are r / S with the stored S. inverse: codes are r times 1 / S, S before rounding to its format,
-        as in ggml and PyTorch.
+        stored: codes are r / S with the stored S. inverse: codes are r times 1 / S, S before rounding to its format.
+        ggml and PyTorch do this.
 
     Examples
     --------
@@ -143,6 +144,7 @@ class QuantSpec:
             object.__setattr__(self, name, bool(value))
         if not isinstance(self.scale, str | Scales):
             raise ValueError(f"scale: expected the name of a format or Scales, found {self.scale!r}")
+        # one form for equal specs, so that they compare equal
         if isinstance(self.scale, Scales) and self.scale.parent is None:
             object.__setattr__(self, "scale", self.scale.format)
         _granularity("granularity", self.granularity)
@@ -158,6 +160,7 @@ class QuantSpec:
             return "one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False"
         if peak and (not self.symmetric or not self.signed or scales.parent):
             return "q_range='peak' is for symmetric codes with a sign, and scales of one level"
+        # unsigned and power-of-two formats cannot store the sign of a peak scale
         if peak and scales.format not in ("fp32", "fp16", "bf16"):
             return f"q_range='peak' makes scales of either sign, which {scales.format} does not have"
         return None
@@ -165,6 +168,7 @@ class QuantSpec:
     def _table_fault(self, scales: Scales) -> str | None:
         """Error message if fields of a spec of other than linear codes contradict each other, else None."""
         width = MINIFLOATS[self.code].bits if self.minifloat else 4 if self.code in TABLES else self.bits
+        # codes of tables count thresholds, so they are always the nearest
         roundings = ("nearest_even", "stochastic") if self.minifloat else ("nearest_even",)
         if self.bits != width:
             return f"bits: expected {width} for {self.code}, found {self.bits}"
@@ -205,14 +209,14 @@ class QuantSpec:
 
     @property
     def bias(self) -> int:
-        """Offset added to q in storage: 2^(b-1) for signed codes below 8 bits; 8-bit codes are stored as int8."""
+        """Offset added to q in storage: 2^(b-1) for signed codes below 8 bits. 8-bit codes are stored as int8."""
         return 2 ** (self.bits - 1) if self.linear and self.signed and self.bits < 8 else 0
 
     @property
     def bits_per_element(self) -> float:
         """Bits per element of a long array of full groups, with scales and zero points.
 
-        Parts that exist once per tensor or channel do not count; `BufferLayout.bits_per_element` counts all of a given
+        Parts that exist once per tensor or channel do not count. `BufferLayout.bits_per_element` counts all of a given
         array.
         """
         return self.bits + _share(self.granularity) * (self._group_bits + _parents_bits(self.scales))
@@ -230,7 +234,7 @@ class QuantSpec:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields as plain values for JSON; the inverse of `from_dict`."""
+        """Fields as plain values for JSON. The inverse of `from_dict`."""
         return {name: _to_json(getattr(self, name)) for name in self.__dataclass_fields__}
 
     @classmethod
@@ -263,7 +267,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _of_matrix(granularity: Granularity) -> Granularity:
-    """Granularity of scales, which form a matrix, with 0 for the axis of rows and -1 for groups along them."""
+    """Granularity of scales, seen as a matrix: 0 is the axis of rows and -1 the axis of groups along them."""
     granularity = from_front(granularity, 2)
     if isinstance(granularity, PerGroup) and granularity.axis == 1:
         return PerGroup(granularity.size)
@@ -271,7 +275,7 @@ def _of_matrix(granularity: Granularity) -> Granularity:
 
 
 def same(one: QuantSpec, other: QuantSpec, ndim: int) -> bool:
-    """True if specs are equal for arrays of `ndim` dimensions, in which axis -1 is the same as the last."""
+    """True if specs are equal for arrays of `ndim` dimensions. Axis -1 equals the last axis."""
     if one == other:
         return True
     alike = other.replace(granularity=from_front(other.granularity, ndim))
