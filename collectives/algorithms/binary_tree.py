@@ -40,6 +40,7 @@ def broadcast(rank: int, size: int) -> Rounds:
     Cost: at most 2f (alpha + n beta), f = floor(log2 p).
     """
     node = _node(rank, size)
+    # two rounds per level: a rank sends one message at a time, to the left child first
     for level in range(1, size.bit_length()):
         for right, child in enumerate(node.children):
             if node.level == level and node.is_right == bool(right) and node.parent is not None:
@@ -58,7 +59,7 @@ def reduce(rank: int, size: int) -> Rounds:
 def allreduce(rank: int, size: int) -> Rounds:
     """Reduce to the top of the tree, then broadcast from it.
 
-    Cost: at most 4f (alpha + n beta) + 2f n gamma, f = floor(log2 p). Keeps rank order; all ranks get the same bits.
+    Cost: at most 4f (alpha + n beta) + 2f n gamma, f = floor(log2 p). Keeps rank order. All ranks get the same bits.
     """
     yield from reduce(rank, size)
     yield from broadcast(rank, size)

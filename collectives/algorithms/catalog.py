@@ -1,6 +1,7 @@
 """Catalogue of algorithms by collective and name: generator, properties, costs.
 
-A new algorithm is one generator and one line here. The proof of every entry compares its formulas with the schedule.
+A new algorithm is one generator and one line of `CATALOG`. The proof of every entry compares its formulas with the
+schedule.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,8 +39,8 @@ from collectives.schedule.transforms import segmented
 class Algorithm(NamedTuple):
     """An algorithm of one collective: its generator, costs and properties.
 
-    `generate` takes (rank, size) and, in this order, the root if there is one, the number of segments if it `cuts`, the
-    placement if it is `placed`. Its docstring describes the algorithm. Costs are formulas, see `evaluate`; with
+    `generate` takes (rank, size) and, in this order, the root if there is one, the number of segments if it `cuts`,
+    the placement if it is `placed`. Its docstring describes the algorithm. Costs are formulas, see `evaluate`. With
     `placed` they hold for nodes of equal size.
     """
 
@@ -49,9 +50,9 @@ class Algorithm(NamedTuple):
     combined: str = "0"  # vectors combined by the busiest rank
     beta: str = ""  # the factor of n beta on the critical path, if it differs from `volume`
     gamma: str = ""  # the factor of n gamma on the critical path, if it differs from `combined`
-    total: str = ""  # vectors sent by all ranks together; "" where it is counted only
+    total: str = ""  # vectors sent by all ranks together, or "" if counted only
     depth: str = ""  # messages that follow one another from rank to rank, if a rank has several under way at once
-    ordered: bool = False  # values combine in rank order; if `placed`, only where ranks of a node are consecutive
+    ordered: bool = False  # values combine in rank order (`placed`: only if ranks of a node are consecutive)
     alike: bool = True  # all ranks compute a sum by the same additions and so get the same bits
     private: bool = False  # ranks other than the root touch their own blocks only: no need for lengths of others
     blocks: str = "p"  # number of blocks that a vector is cut in: a formula
@@ -73,7 +74,7 @@ class Algorithm(NamedTuple):
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float, segments: int = 1) -> float:
         """Predicted seconds as if on one node: alpha per message, beta per byte, gamma per reduced byte.
 
-        `nbytes` is n of the formulas; `segments` is ignored unless the algorithm `cuts`.
+        `nbytes` is n of the formulas. `segments` is ignored unless the algorithm `cuts`.
         """
         if size == 1:
             return 0.0
@@ -85,7 +86,7 @@ class Algorithm(NamedTuple):
 
 
 class LowerBound(NamedTuple):
-    """Lower bounds on rounds, volume and reductions of a collective, as formulas; not always reachable together."""
+    """Lower bounds on rounds, volume and reductions of a collective, as formulas. Not always reachable together."""
 
     rounds: str
     volume: str
@@ -335,16 +336,16 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True, symmetry="prefix"),
     },
 }
-"""collective -> {name: algorithm}; the first one is the naive reference."""
+"""collective -> {name: algorithm}. The first one is the naive reference."""
 
 
 @lru_cache(maxsize=4096)
 def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Fraction:
     """Value of a cost formula such as ``2*(p-1)/p`` for p = `size` ranks, k = `segments` and N = `nodes`.
 
-    Names: q = ceil(log2 p), f = floor(log2 p), P = 2^f, odd = (p != P); ones is the number of one bits of p-1, hops
-    that in all of 0 .. p-1, folds the sum of min(2^i, p-P) over i < f. There are N nodes of M ranks; qN and qM are
-    ceil(log2 N) and ceil(log2 M), and oddN is odd for N.
+    Names: q = ceil(log2 p), f = floor(log2 p), P = 2^f, odd = (p != P). `ones` is the number of one bits of p-1,
+    `hops` the number of one bits in 0 .. p-1 together, `folds` the sum of min(2^i, p-P) over i < f. There are N nodes
+    of M ranks. `qN` and `qM` are ceil(log2 N) and ceil(log2 M), and `oddN` is `odd` for N.
     """
     code = compile(formula, formula, "eval")  # the formulas are the constants above
     return Fraction(eval(code, {"min": min, "max": max, "__builtins__": {}, **_values(size, segments, nodes)}))
@@ -352,7 +353,7 @@ def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Frac
 
 @lru_cache(maxsize=4096)
 def evaluate_all(formulas: tuple[str, ...], size: int, segments: int = 1) -> tuple[float, ...]:
-    """Values of several formulas as floats, which takes less time than exact ones; see `evaluate`."""
+    """Values of several formulas as floats. Faster than the exact values of `evaluate`."""
     code = compile(f"({', '.join(formulas)},)", "formulas", "eval")
     return tuple(eval(code, {"min": min, "max": max, "__builtins__": {}, **_floats(size, segments)}))
 
@@ -367,7 +368,7 @@ def _values(p: int, k: int, N: int) -> dict[str, Fraction | int]:
     """Values of the names in formulas."""
     f = p.bit_length() - 1
     M, P = -(-p // N), 1 << f
-    doublings = (p - P).bit_length()  # 2^i <= p-P for so many i
+    doublings = (p - P).bit_length()  # number of i with 2^i <= p-P
     return {
         "p": Fraction(p),
         "k": Fraction(k),
@@ -392,7 +393,7 @@ def names(collective: str) -> list[str]:
 
 
 def find(collective: str, name: str) -> Algorithm:
-    """Look up an algorithm by name; ValueError if there is none."""
+    """Look up an algorithm by name. ValueError if there is none."""
     entries = _entries(collective)
     if name not in entries:
         raise ValueError(f"unknown algorithm {name!r} for {collective}; known: {', '.join(entries)}")
@@ -418,7 +419,7 @@ def _blocks(collective: str, entry: Algorithm, size: int) -> int:
 def build(
     collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> Schedule:
-    """Schedule of one rank, pipelined over `segments` of the data; `nodes` is the node of every rank."""
+    """Schedule of one rank, pipelined over `segments` of the data. `nodes` is the node of every rank."""
     entry = find(collective, name)
     return _built(collective, entry, rank, size, root, segments, nodes if entry.placed else None)
 
@@ -457,7 +458,7 @@ def rounds_of(
 
 
 def symmetry_of(collective: str, name: str, size: int, nodes: Nodes | None = None) -> RankSymmetry | None:
-    """Symmetry of the schedule of all ranks with root 0; None if it has none for this number of ranks or nodes."""
+    """Symmetry of the schedule of all ranks with root 0. None if it has none for this number of ranks or nodes."""
     entry = find(collective, name)
     if not entry.symmetry or (entry.placed and nodes is None):
         return None
@@ -473,5 +474,5 @@ def symmetry_of(collective: str, name: str, size: int, nodes: Nodes | None = Non
 def build_all(
     collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> list[Schedule]:
-    """Schedules of all ranks in rank order; arguments as in `build`."""
+    """Schedules of all ranks in rank order. `build` describes the arguments."""
     return [build(collective, name, rank, size, root, segments, nodes) for rank in range(size)]

@@ -1,14 +1,14 @@
 """Census allreduce in ceil(log2 p) rounds: each round about doubles the number of ranks in a rank's partial sum.
 
 B, the partial sum, covers the i ranks before a rank, without its own term. The B of the rank at distance i covers the
-i ranks before those; the B of the rank at distance i+1 plus its own term covers i+1. So one message changes i to 2i or
-2i+1; the bits of p-1 decide which.
+i ranks before those. The B of the rank at distance i+1 plus its own term covers i+1. So one message changes i to 2i or
+2i+1. The bits of p-1 decide which.
 
 Terms held by rank 0 of 6, p-1 = 5 = 101 in binary::
 
     start           0
     distance 1      0   5            i = 1
-    distance 1      0   5 4          i = 2, bit 0: B of rank 5, which is the term of rank 4
+    distance 1      0   5 4          i = 2, bit 0: B of rank 5 (the term of rank 4)
     distance 3      0   5 4 3 2 1    i = 5, bit 1: B and own term of rank 3
 
 (Bar-Noy, Kipnis, Schieber 1993, "An optimal algorithm for computing census functions in message-passing systems".)
@@ -21,7 +21,7 @@ from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Ro
 
 
 class _CensusRound(NamedTuple):
-    """One census round: number of ranks in the partial sum before it; True if the sender adds its own term."""
+    """One census round: number of ranks in the partial sum before it. True if the sender adds its own term."""
 
     counted: int
     own: bool
@@ -45,7 +45,7 @@ def _messages(size: int) -> tuple[_CensusRound, ...]:
 def allreduce(rank: int, size: int) -> Rounds:
     """Each round about doubles the number of ranks in a rank's partial sum, for any number of ranks.
 
-    Cost: q (alpha + n beta) + about 2q n gamma, q = ceil(log2 p). Commutative operations only; the order of terms
+    Cost: q (alpha + n beta) + about 2q n gamma, q = ceil(log2 p). Commutative operations only. The order of terms
     differs between ranks, so floating-point results may differ in their last bits.
     """
     mine, behind, both = (span(copy * size, (copy + 1) * size) for copy in range(3))
@@ -64,7 +64,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 def ordered_allreduce(rank: int, size: int) -> Rounds:
     """Census allreduce in rank order: partial sums of lower ranks and of wrapped-around higher ranks are kept apart.
 
-    Cost: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the association differs between ranks,
+    Cost: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order. The association differs between ranks,
     so floating-point results may differ in their last bits.
     """
     mine, low, high, both, arrived = (span(copy * size, (copy + 1) * size) for copy in range(5))

@@ -7,7 +7,7 @@ Broadcast of segments a b c from rank 0 of 4::
     1 -> 2              a       b       c
     2 -> 3                      a       b       c
 
-(Chan et al. 2007, section 5.3; chain and pipeline in Open MPI's coll/base.)
+(Chan et al. 2007, section 5.3. Chain and pipeline in Open MPI's coll/base.)
 """
 
 from collectives.schedule.steps import Recv, Rounds, Send, span

@@ -7,7 +7,7 @@ Allgather on 5 ranks, blocks held after every round::
     distance 2  0123    1234    2340    3401    4012
     distance 4  01234   12340   23401   34012   40123       (the last round sends one block only)
 
-(Bruck, Ho, Kipnis, Upfal, Weathersby 1997, section 4; Traff 2024 for the reversal.)
+(Bruck, Ho, Kipnis, Upfal, Weathersby 1997, section 4. Traff 2024 for the reversal.)
 """
 
 from collectives.schedule.steps import Recv, Rounds, Send, cyclic
@@ -15,9 +15,9 @@ from collectives.schedule.transforms import reverse
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Each rank receives from distance 1, 2, 4 ... as many blocks as it holds; in the last round the missing ones only.
+    """Each rank receives from distance 1, 2, 4 ... as many blocks as it holds (last round: the rest).
 
-    Cost: q alpha + (p-1)/p n beta, q = ceil(log2 p); both bounds at once. (Bruck et al. 1997, section 4.)
+    Cost: q alpha + (p-1)/p n beta, q = ceil(log2 p). Both bounds are reached. (Bruck et al. 1997, section 4.)
     """
     distance = 1
     while distance < size:

@@ -1,6 +1,6 @@
 """Direct: each rank exchanges with all peers, or the root, in one round (reduce, allreduce: two), for low latency.
 
-(The "linear" and "spread-out" algorithms of MPI libraries; reductions combine in rank order.)
+(The "linear" and "spread-out" algorithms of MPI libraries. Reductions combine in rank order.)
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ def others(rank: int, size: int) -> Iterator[int]:
 
 
 def _one_round(steps: list[Step]) -> Rounds:
-    """Yield one round of all steps, or no round if there are no steps, as on one rank."""
+    """Yield one round of all steps. No round if there are no steps (on one rank)."""
     if steps:
         yield steps
 
@@ -60,7 +60,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 def allreduce(rank: int, size: int) -> Rounds:
     """Each rank sums one block over all ranks, then sends it to all ranks.
 
-    Cost: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Keeps rank order; all ranks get the same bits.
+    Cost: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Keeps rank order. All ranks get the same bits.
     """
     yield from reduce_scatter(rank, size)
     yield from allgather(rank, size)

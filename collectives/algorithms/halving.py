@@ -1,16 +1,16 @@
 """Recursive halving and doubling: partners exchange halves, then halves of halves, until each rank owns one block.
 
 If p exceeds the largest power of two P, one rank of each of the first p - P pairs of neighbours is left over: it sends
-its data to the other first and receives its result at the end, if it needs one. The vector is cut in P blocks;
-reduce-scatter on 4 ranks, blocks that each still sums::
+its data to the other first and receives its result at the end, if it needs one. The vector is cut in P blocks.
+Reduce-scatter on 4 ranks, blocks that each still sums::
 
     start       0123    0123    0123    0123
     distance 2  01      01      23      23
     distance 1  0       1       2       3
 
-Costs are for p = P, with q = log2 p; for other p see each algorithm.
+Costs are for p = P, with q = log2 p. For other p see each algorithm.
 
-(Thakur, Rabenseifner, Gropp 2005, sections 4.3 and 4.5; Rabenseifner 2004.)
+(Thakur, Rabenseifner, Gropp 2005, sections 4.3 and 4.5. Rabenseifner 2004.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Halving(NamedTuple):
 
 
 class _PowerOfTwoSubset(NamedTuple):
-    """The largest power-of-two subset of the ranks, which runs the halving, and the number of ranks left over.
+    """The largest power-of-two subset of the ranks, and the number of ranks left over. The subset runs the halving.
 
     In the first pairs of ranks one represents both: the even one, unless `player` is the other.
     """
@@ -46,7 +46,7 @@ class _PowerOfTwoSubset(NamedTuple):
         return cls(power, size - power, player if player < 2 * (size - power) else 0)
 
     def place(self, rank: int) -> int:
-        """Index of the rank in the subset; -1 if it is left over."""
+        """Index of the rank in the subset. -1 if it is left over."""
         if rank >= 2 * self.spare:
             return rank - self.spare
         return rank // 2 if self.rank(rank // 2) == rank else -1
@@ -63,7 +63,7 @@ class _PowerOfTwoSubset(NamedTuple):
         return span(start + min(start, self.spare), stop + min(stop, self.spare))
 
     def fold(self, rank: int, everything: Chunks) -> Rounds:
-        """Round in which left-over ranks send their vector to a neighbour, which adds it; none if none is left over."""
+        """Round in which left-over ranks send their vector to a neighbour to be added. None if none is left over."""
         if self.spare:
             other = rank ^ 1
             combine = RecvReduce(other, everything, "right" if other > rank else "left")
@@ -71,7 +71,7 @@ class _PowerOfTwoSubset(NamedTuple):
             yield [mine] if rank < 2 * self.spare else []
 
     def unfold(self, rank: int, everything: Chunks) -> Rounds:
-        """Round in which left-over ranks receive the result from their neighbour; none if none is left over."""
+        """Round in which left-over ranks receive the result from their neighbour. None if none is left over."""
         if self.spare:
             mine = (Recv if self.place(rank) < 0 else Send)(rank ^ 1, everything)
             yield [mine] if rank < 2 * self.spare else []
@@ -90,14 +90,14 @@ class _PowerOfTwoSubset(NamedTuple):
         return found
 
     def halve(self, rank: int) -> Rounds:
-        """Reduce-scatter of the P blocks over the ranks of the subset; left-over ranks have empty rounds."""
+        """Reduce-scatter of the P blocks over the ranks of the subset. Left-over ranks have empty rounds."""
         for partner, kept, given in self.halvings(rank):
             peer = self.rank(partner)
             steps: Round = [Send(peer, span(*given)), RecvReduce(peer, span(*kept), "right" if peer > rank else "left")]
             yield steps if self.place(rank) >= 0 else []
 
     def double(self, rank: int, blocks: Callable[[tuple[int, int]], Chunks]) -> Rounds:
-        """Allgather over the ranks of the subset; `blocks` maps a range (start, stop) of indices to chunks."""
+        """Allgather over the ranks of the subset. `blocks` maps a range (start, stop) of indices to chunks."""
         for partner, kept, given in reversed(self.halvings(rank)):
             peer = self.rank(partner)
             steps: Round = [Send(peer, blocks(kept)), Recv(peer, blocks(given))]
@@ -107,7 +107,7 @@ class _PowerOfTwoSubset(NamedTuple):
 def allreduce(rank: int, size: int) -> Rounds:
     """Partners exchange and sum halves at distance P/2, P/4 ... 1, then gather them at distance 1, 2 ... P/2.
 
-    Cost: 2q alpha + 2(p-1)/p n beta + (p-1)/p n gamma; for p > P 2 rounds and n (2 beta + gamma) more. Commutative
+    Cost: 2q alpha + 2(p-1)/p n beta + (p-1)/p n gamma. For p > P, 2 rounds and n (2 beta + gamma) more. Commutative
     operations only. (Rabenseifner's algorithm.)
     """
     subset = _PowerOfTwoSubset.of(size)
@@ -119,9 +119,9 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """Partners exchange and sum halves at distance P/2, P/4 ... 1; then the root gathers the blocks over the same tree.
+    """Partners exchange and sum halves at distance P/2, P/4 ... 1. Then the root gathers the blocks over the same tree.
 
-    Cost: 2q alpha + (p-1)/p n (2 beta + gamma); for p > P 1 round and n (beta + gamma) more. Commutative operations
+    Cost: 2q alpha + (p-1)/p n (2 beta + gamma). For p > P, 1 round and n (beta + gamma) more. Commutative operations
     only. (Rabenseifner's algorithm.)
     """
     subset = _PowerOfTwoSubset.of(size, player=root)

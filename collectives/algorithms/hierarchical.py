@@ -1,6 +1,6 @@
-"""Hierarchical algorithms: within nodes, between nodes, within nodes; each rank sends one slice over the network.
+"""Hierarchical algorithms: within nodes, between nodes, within nodes. Each rank sends one slice over the network.
 
-A rail connects one rank of every node and carries one slice. There are as many rails as ranks on the largest node; on
+A rail connects one rank of every node and carries one slice. There are as many rails as ranks on the largest node. On
 smaller nodes a rank serves several rails. The block of a rank belongs to a rail that the rank serves, so data crosses
 the network once. Allgather on nodes {0 1 2} and {3 4 5}, a letter per block::
 
@@ -32,11 +32,11 @@ class NodeLayout(NamedTuple):
     node: tuple[int, ...]  # the node of every rank
     place: tuple[int, ...]  # its number among the ranks of that node
     widest: int  # ranks of the largest node: the number of rails
-    order: tuple[int, ...]  # all ranks by rail, and on a rail by node: those of a rail are consecutive
-    spots: tuple[int, ...]  # of each of `order`: rail * nodes + node
+    order: tuple[int, ...]  # all ranks by rail, and on a rail by node: ranks of a rail are consecutive
+    spots: tuple[int, ...]  # rail * nodes + node, for each rank of `order`
 
     def rails(self, node: int, places: range) -> range:
-        """Rails served by the ranks at indices `places` within a node; consecutive ranks serve consecutive rails."""
+        """Rails served by the ranks at indices `places` within a node. Consecutive ranks serve consecutive rails."""
         ranks = len(self.members[node])
         return range(-(-places.start * self.widest // ranks), -(-places.stop * self.widest // ranks))
 
@@ -45,7 +45,7 @@ class NodeLayout(NamedTuple):
         return self.members[node][rail * len(self.members[node]) // self.widest]
 
     def blocks(self, start: int, stop: int) -> Chunks:
-        """Blocks, numbered as in `order`, whose spot (rail * nodes + node) is in `start` .. `stop` - 1."""
+        """Blocks whose spot (rail * nodes + node) is in `start` .. `stop` - 1. Blocks are numbered by `order`."""
         first, last = bisect_left(self.spots, start), bisect_left(self.spots, stop)
         return (range(first, last),) if first < last else ()
 
@@ -100,7 +100,7 @@ def _merged(schedules: Iterable[Rounds]) -> Rounds:
 
 
 def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
-    """Rounds of `rank` in collectives between nodes, merged over its rails; `rounds(node, nodes)` is for one."""
+    """Rounds of `rank` in collectives between nodes, merged over its rails. `rounds(node, nodes)` is for one."""
     node, place = layout.node[rank], layout.place[rank]
     return _merged(
         on(partial(layout.server, rail), rounds(node, len(layout.members)), layout.between(rail))
@@ -109,7 +109,7 @@ def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]
 
 
 def _allgather(rank: int, layout: NodeLayout) -> Rounds:
-    """Hierarchical allgather of blocks that are numbered by rail, as in `NodeLayout.order`, not by rank."""
+    """Hierarchical allgather of blocks that are numbered by rail (`NodeLayout.order`), not by rank."""
     node = layout.node[rank]
     members = layout.members[node]
     yield from _between(rank, layout, circulant.allgather)
@@ -118,7 +118,7 @@ def _allgather(rank: int, layout: NodeLayout) -> Rounds:
 
 
 def _scatter(rank: int, layout: NodeLayout, root: int) -> Rounds:
-    """Hierarchical scatter from `root`, with blocks numbered by rail as in `_allgather`."""
+    """Hierarchical scatter from `root`. Blocks are numbered by rail, like the blocks of `_allgather`."""
     home = layout.node[root]
     members = layout.members[home]
     if layout.node[rank] == home:
@@ -137,9 +137,9 @@ def _by_rank(layout: NodeLayout, rounds: Rounds) -> Rounds:
 
 
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Each rank gathers blocks from its counterparts on the other nodes; then an allgather within each node.
+    """Each rank gathers blocks from its counterparts on the other nodes. Then an allgather within each node.
 
-    Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
+    Cost: h alpha + (p-1)/p n beta. Between nodes: (N-1)/p n.
     """
     layout = node_layout(size, nodes)
     return _by_rank(layout, _allgather(rank, layout))
@@ -148,24 +148,24 @@ def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """Reverse of the allgather: a reduce-scatter within each node, then one among counterparts on all nodes.
 
-    Cost: h alpha + (p-1)/p n (beta + gamma), of which (N-1)/p n between nodes. Commutative operations only.
+    Cost: h alpha + (p-1)/p n (beta + gamma). Between nodes: (N-1)/p n. Commutative operations only.
     """
     return reverse(allgather(rank, size, nodes), rank, reducing=True)
 
 
 def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The root scatters slices over its node; each rank of it scatters its slice over counterparts on other nodes.
+    """The root scatters slices over its node. Each rank of it scatters its slice over counterparts on other nodes.
 
-    Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
+    Cost: h alpha + (p-1)/p n beta. Between nodes: (N-1)/p n.
     """
     layout = node_layout(size, nodes)
     return _by_rank(layout, _scatter(rank, layout, root))
 
 
 def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """Reverse of the scatter: the root's node gathers from its counterparts on other nodes; then the root gathers.
+    """Reverse of the scatter: the root's node gathers from its counterparts on other nodes. Then the root gathers.
 
-    Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
+    Cost: h alpha + (p-1)/p n beta. Between nodes: (N-1)/p n.
     """
     return reverse(scatter(rank, size, root, nodes), rank, reducing=False)
 
@@ -173,7 +173,7 @@ def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """The hierarchical scatter, then the hierarchical allgather.
 
-    Cost: 2h alpha + 2(p-1)/p n beta, of which 2(N-1)/p n between nodes.
+    Cost: 2h alpha + 2(p-1)/p n beta. Between nodes: 2(N-1)/p n.
     """
     layout = node_layout(size, nodes)
     yield from _scatter(rank, layout, root)
@@ -183,7 +183,7 @@ def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """The hierarchical reduce-scatter, then the hierarchical gather at the root.
 
-    Cost: 2h alpha + (p-1)/p n (2 beta + gamma), of which 2(N-1)/p n between nodes. Commutative operations only.
+    Cost: 2h alpha + (p-1)/p n (2 beta + gamma). Between nodes: 2(N-1)/p n. Commutative operations only.
     """
     layout = node_layout(size, nodes)
     yield from reverse(_allgather(rank, layout), rank, reducing=True)
@@ -193,7 +193,7 @@ def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """The hierarchical reduce-scatter, then the allgather: within nodes, twice between nodes, within nodes.
 
-    Cost: 2h alpha + (p-1)/p n (2 beta + gamma), of which 2(N-1)/p n between nodes. Commutative operations only.
+    Cost: 2h alpha + (p-1)/p n (2 beta + gamma). Between nodes: 2(N-1)/p n. Commutative operations only.
     """
     layout = node_layout(size, nodes)
     yield from reverse(_allgather(rank, layout), rank, reducing=True)

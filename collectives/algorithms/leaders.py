@@ -63,15 +63,18 @@ class _LeaderGroups(NamedTuple):
         return self.root if self.layout.node[self.root] == node else self.layout.members[node][0]
 
     def among(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """Rounds of this rank in a collective among the leaders, empty if it is no leader; rooted at the root's leader.
+        """Rounds of this rank in a collective among the leaders, empty if it is no leader. Rooted at the root's leader.
 
-        `generate` gets node numbers as ranks; `chunks` maps its chunks to those of the whole.
+        `generate` gets node numbers as ranks. `chunks` maps its chunks to chunks of the whole.
         """
         rounds = generate(self.node, len(self.layout.members), self.layout.node[self.root])
         return on(self.leader, rounds, chunks) if self.leader(self.node) == self.rank else ([] for _ in rounds)
 
     def within(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """Rounds of this rank in a collective of its node, rooted at the leader; as many as in the largest node."""
+        """Rounds of this rank in a collective of its node, rooted at the leader.
+
+        Padded to the number of rounds of the largest node.
+        """
         place, count = self.layout.place, len(self.members)
         rounds = generate(place[self.rank], count, place[self.leader(self.node)])
         return chain(on(self.members, rounds, chunks), repeat([], ceil_log(self.layout.widest) - ceil_log(count)))
@@ -116,10 +119,10 @@ def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Sums go up a tree in every node to its leader; leaders exchange and add sums; the result goes down again.
+    """Sums go up a tree in every node to its leader. Leaders exchange and add sums. The result goes down again.
 
     Cost: (qN + 2 qM)(alpha + n beta) + (qN + qM) n gamma, with one more round between nodes if N is no power of two.
-    Keeps rank order, if the ranks of every node are neighbours; all ranks get the same bits.
+    Keeps rank order, if the ranks of every node are neighbours. All ranks get the same bits.
     """
     groups = _LeaderGroups(node_layout(size, nodes), rank)
     yield from reverse(groups.within(mst.broadcast, _whole), rank, reducing=True)
@@ -128,7 +131,7 @@ def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The root scatters the blocks of whole nodes down a tree of leaders; every leader scatters them over its node.
+    """The root scatters the blocks of whole nodes down a tree of leaders. Every leader scatters them over its node.
 
     Cost: (qN + qM) alpha + (p-1)/p n beta.
     """
@@ -146,7 +149,7 @@ def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Blocks are gathered at the leader of every node; leaders exchange them and send all down a tree of the node.
+    """Blocks are gathered at the leader of every node. Leaders exchange them and send all down a tree of the node.
 
     Cost: (qN + 2 qM) alpha + ((p-1)/p + qM) n beta.
     """
@@ -157,7 +160,7 @@ def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Reverse of the allgather: each leader sums its node; leaders reduce-scatter the sums, then scatter their blocks.
+    """Reverse of the allgather: each leader sums its node. Leaders reduce-scatter the sums, then scatter their blocks.
 
     Cost: (qN + 2 qM) alpha + ((p-1)/p + qM) n beta + ((p-M)/p + qM) n gamma. Commutative operations only.
     """

@@ -77,7 +77,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def barrier(rank: int, size: int) -> Rounds:
-    """Each rank sends an empty message to rank 0; then rank 0 sends one to each rank. Cost: 2(p-1) alpha."""
+    """Each rank sends an empty message to rank 0. Then rank 0 sends one to each rank. Cost: 2(p-1) alpha."""
     peers = range(1, size)
     yield from _in_turn(rank, 0, peers, lambda peer: Recv(peer, NOTHING), lambda peer: Send(0, NOTHING))
     yield from _in_turn(rank, 0, peers, lambda peer: Send(peer, NOTHING), lambda peer: Recv(0, NOTHING))

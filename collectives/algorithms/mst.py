@@ -1,6 +1,6 @@
-"""Minimum spanning tree: halve the ranks recursively; the root of one half sends to the root of the other.
+"""Minimum spanning tree: halve the ranks recursively. The root of one half sends to the root of the other.
 
-Broadcast from rank 0 of 5; every arrow is the whole vector::
+Broadcast from rank 0 of 5. Every arrow is the whole vector::
 
     round 0   0 ──────────> 3
     round 1   0 ────> 2     3 ──> 4
@@ -26,7 +26,7 @@ class _RangeSplit(NamedTuple):
 
 
 def _halvings(rank: int, size: int, root: int) -> Iterator[_RangeSplit | None]:
-    """Yield, for each of ceil(log2 p) rounds, the split of the range that holds `rank`; None once it is alone.
+    """Yield, for each of ceil(log2 p) rounds, the split of the range that holds `rank`. None once it is alone.
 
     Of an odd number of ranks the root keeps the larger half, so that a scatter sends the smaller one away.
     """
@@ -55,7 +55,7 @@ def _messages(halving: _RangeSplit | None, rank: int, chunks: Chunks) -> Round:
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root sends the vector to the root of the other half of the ranks; then each half does the same.
+    """The root sends the vector to the root of the other half of the ranks. Then each half does the same.
 
     Cost: q (alpha + n beta), q = ceil(log2 p).
     """
@@ -65,7 +65,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
-    """The root sends the blocks of the other half of the ranks to that half's root; then each half does the same.
+    """The root sends the blocks of the other half of the ranks to that half's root. Then each half does the same.
 
     Cost: q alpha + (p-1)/p n beta.
     """

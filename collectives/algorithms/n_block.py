@@ -1,8 +1,8 @@
 """Pipelined broadcast and reduce over a circulant graph: k blocks in k - 1 + q rounds, q = ceil(log2 p).
 
-In every round each rank sends to distance skip[i] and receives from distance -skip[i]; i cycles through the
-q = ceil(log2 p) skips from 1 to ceil(p/2). The block numbers are chosen so that a rank receives q different blocks in q
-rounds and has received every block before it sends it. Blocks 0 1 2 from rank 0 of 5, block received by round::
+In every round each rank sends to distance skip[i] and receives from distance -skip[i]. `i` cycles through the
+q = ceil(log2 p) skips from 1 to ceil(p/2). The block numbers are chosen so that a rank receives q different blocks in
+q rounds and has received every block before it sends it. Blocks 0 1 2 from rank 0 of 5, block received by round::
 
     skip        2   3   1   2   3
     rank 1              2   1   0
@@ -21,7 +21,7 @@ from collectives.schedule.transforms import reverse
 
 @lru_cache(maxsize=256)
 def _skips(size: int) -> tuple[int, ...]:
-    """Rank distances of a cycle's rounds, ascending: 1 ... ceil(p/4), ceil(p/2); then p and a sentinel."""
+    """Rank distances of a cycle's rounds, ascending: 1 ... ceil(p/4), ceil(p/2). Then p and a sentinel."""
     skips = [size]
     while skips[0] > 1:
         skips.insert(0, (skips[0] + 1) // 2)
@@ -41,9 +41,9 @@ def _first_block(place: int, skips: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
-    """Block that rank root + `place` receives in each of the q rounds of cycle 0; cycle c adds c q; none if negative.
+    """Block that rank root + `place` receives in each of the q rounds of cycle 0. Cycle c adds c q. Negative: no block.
 
-    The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet; every such
+    The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet. Every such
     way ends in a skip that no other way has used, and its number is the block. (Traff 2024, algorithm 5.)
     """
     skips = _skips(size)
@@ -58,6 +58,7 @@ def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
         nonlocal limit
         for index in [index for index in unused if index <= start]:
             there = here + skips[index]
+            # the recursion may have used the skip, or passed the goal, since the list was made
             if index not in unused or there > goal - skips[len(blocks)] or there >= limit:
                 continue
             if there <= goal - skips[len(blocks) + 1]:
@@ -75,7 +76,7 @@ def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
 def _received_block(place: int, size: int, blocks: int, time: int) -> int | None:
     """Block that rank root + `place` receives in round `time` of a broadcast of `blocks` blocks, or None.
 
-    Rounds are numbered from -(blocks - 1) mod q, so that the last cycle is complete; a cycle uses every skip once.
+    Rounds are numbered from -(blocks - 1) mod q, so that the last cycle is complete. A cycle uses every skip once.
     Numbers beyond the last block stand for the last block, received only once.
     """
     skips, schedule = _skips(size), _receive_schedule(place, size)

@@ -1,6 +1,6 @@
 """Alltoall algorithms: pairwise exchange, and Bruck's forwarding of blocks by powers of two.
 
-(Bruck et al. 1997, section 3; Thakur, Rabenseifner, Gropp 2005, section 4.2.)
+(Bruck et al. 1997, section 3. Thakur, Rabenseifner, Gropp 2005, section 4.2.)
 """
 
 from collectives.schedule.steps import Recv, Rounds, Send, one, scattered

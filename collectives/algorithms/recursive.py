@@ -21,7 +21,7 @@ def allreduce(rank: int, size: int) -> Rounds:
     """Partners exchange their sums and both add, at distance 1, 2, 4 ...
 
     Cost: alpha + n (beta + gamma) in each of log2 p rounds when p is a power of two, else floor(log2 p) + 2, the last
-    without gamma. Keeps rank order; all ranks get the same bits.
+    without gamma. Keeps rank order. All ranks get the same bits.
     """
     power = 1 << (size.bit_length() - 1)
     folded = size - power
@@ -29,6 +29,7 @@ def allreduce(rank: int, size: int) -> Rounds:
     paired = rank < 2 * folded
     idle = paired and rank % 2
     if folded:
+        # a left-over rank's terms are added on the right, so rank order is kept
         yield [Send(rank - 1, everything) if idle else RecvReduce(rank + 1, everything, "right")] if paired else []
     place = rank // 2 if paired else rank - folded
     distance = 1

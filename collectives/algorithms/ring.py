@@ -1,6 +1,6 @@
-"""Ring: each rank sends to the right and receives from the left, one chunk per round; optimal volume.
+"""Ring: each rank sends to the right and receives from the left, one chunk per round. Optimal volume.
 
-Reduce-scatter on 3 ranks; ``a1`` is chunk a of rank 1::
+Reduce-scatter on 3 ranks. ``a1`` is chunk a of rank 1::
 
                 rank 0          rank 1          rank 2
     start       a0  b0  c0      a1  b1  c1      a2  b2  c2
@@ -9,7 +9,7 @@ Reduce-scatter on 3 ranks; ``a1`` is chunk a of rank 1::
     round 1     b02 to 1        c01 to 2        a12 to 0
                 a012            b012            c012
 
-(Chan et al. 2007, section 4.2, bucket algorithms; Patarasu and Yuan 2009.)
+(Chan et al. 2007, section 4.2, bucket algorithms. Patarasu and Yuan 2009.)
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root scatters its vector down a tree, then an allgather around the ring, in which the root only sends.
+    """The root scatters its vector down a tree. Then an allgather runs around the ring, where the root only sends.
 
     Cost: (q + p-1) alpha + 2(p-1)/p n beta, q = ceil(log2 p). (Chan et al. 2007, section 5.2.)
     """

@@ -1,6 +1,6 @@
 """Prefix sums: rank r gets the sum over ranks 0 .. r (scan) or 0 .. r-1 (exscan).
 
-(Hillis and Steele 1986; Open MPI and MPICH do the same in recursive doubling.)
+(Hillis and Steele 1986. Open MPI and MPICH do the same in recursive doubling.)
 """
 
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
@@ -20,7 +20,7 @@ def linear_scan(rank: int, size: int) -> Rounds:
 
 
 def linear_exscan(rank: int, size: int) -> Rounds:
-    """The partial sum travels from rank to rank; each rank keeps it and sends it on with its own term added.
+    """The partial sum travels from rank to rank. Each rank keeps it and sends it on with its own term added.
 
     Cost: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
     """

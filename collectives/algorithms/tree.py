@@ -1,16 +1,16 @@
-"""Sums by one binary tree over the ranks, whose additions depend on nothing but the ranks' order.
+"""Sums by one binary tree over the ranks, whose order of additions depends only on the ranks' order.
 
-Each rank gets all ranks' contributions to its block at once, and combines neighbours, neighbours of these, and so on; a
-rightmost one without a neighbour waits. On 5 ranks, for every block::
+Each rank gets all ranks' contributions to its block at once, and combines neighbours, then neighbouring results, and
+so on. A rightmost one without a neighbour waits. On 5 ranks, for every block::
 
     a   b   c   d   e
     a+b     c+d     e
     (a+b)+(c+d)     e
     ((a+b)+(c+d))+e
 
-If each rank first adds 2^k contributions by the same tree, the bits are those of 2^k times as many ranks: the basis of
-sums that do not depend on the number of ranks (`parallel.sharding.tensor`). Other algorithms choose an order for each
-block.
+If each rank first adds 2^k contributions by the same tree, the bits equal the sum over 2^k times as many ranks. This
+is the basis of sums that do not depend on the number of ranks (`parallel.sharding.tensor`). Other algorithms choose an
+order for each block.
 
 (Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci. Comput. 14, 1993.)
 """
@@ -24,7 +24,7 @@ from collectives.schedule.steps import Copy, Recv, Reduce, Round, Rounds, Send, 
 def reduce_scatter(rank: int, size: int) -> Rounds:
     """Each rank sends every other rank the receiver's block in one round, and combines what it receives by a tree.
 
-    Cost: (p-1) alpha + (p-1)/p n (beta + gamma). Keeps rank order; the same tree for every block.
+    Cost: (p-1) alpha + (p-1)/p n (beta + gamma). Keeps rank order. The same tree for every block.
     """
     if size == 1:
         return
@@ -42,7 +42,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 def allreduce(rank: int, size: int) -> Rounds:
     """Reduce-scatter by the tree, then each rank sends its block of the result to all ranks.
 
-    Cost: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma. Keeps rank order; the same tree for every element.
+    Cost: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma. Keeps rank order. The same tree for every element.
     """
     yield from reduce_scatter(rank, size)
     yield from direct.allgather(rank, size)

@@ -1,8 +1,8 @@
-"""Two trees: one half of the vector goes down each; an inner rank of one tree is a leaf of the other.
+"""Two trees: one half of the vector goes down each. An inner rank of one tree is a leaf of the other.
 
-In both trees the ranks after the root lie in order, those of a left subtree before its top. The ranks that have
-children are 2, 4, 6 ... in one tree and 1, 3, 5 ... in the other, so in the steady state each rank receives both halves
-and sends one of them twice: no link is idle in either direction. 7 ranks, root 0::
+In both trees the ranks after the root lie in order, a left subtree before its top. The ranks that have
+children are 2, 4, 6 ... in one tree and 1, 3, 5 ... in the other, so in the steady state each rank receives both
+halves and sends one of them twice: no link is idle in either direction. 7 ranks, root 0::
 
     half 0        4           half 1      3
                2     6                 1     5
@@ -19,7 +19,7 @@ from collectives.schedule.transforms import reverse
 
 
 def _subtree_root(start: int, stop: int, places: int, tree: int) -> int:
-    """Top of the subtree of inner nodes `start` .. `stop` - 1 of tree 0 or 1: its rank relative to the root; 0 if none.
+    """Top of the subtree of inner nodes `start` .. `stop` - 1 of tree 0 or 1: its rank relative to the root. 0 if none.
 
     Places are 1 .. `places`. Inner place i of tree 0 is 2 i + 2, of tree 1 it is 2 i + 1. A subtree without inner
     places is the leaf between its neighbours.
@@ -36,7 +36,7 @@ def _children(start: int, stop: int, places: int, tree: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _turns(places: int) -> tuple[int, ...]:
-    """Turn (round modulo 2) in which each place receives from its parent in tree 0; in tree 1 it is the other turn.
+    """Turn (round modulo 2) in which each place receives from its parent in tree 0. In tree 1 it is the other turn.
 
     Siblings must get different turns. A place has at most one sibling in each tree, so turns alternate along chains of
     siblings, in one pass over all places.
@@ -75,7 +75,7 @@ def _arrival_round(time: int, place: int, tree: int, turns: tuple[int, ...]) -> 
 
 
 class _Visit(NamedTuple):
-    """First segment of a half at a place: the round in which it arrives, from `parent`; the places it is sent to."""
+    """First segment of a half at a place: arrival round, sender `parent`, and the places it is sent to."""
 
     time: int
     parent: int
@@ -84,7 +84,7 @@ class _Visit(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _visits(places: int) -> tuple[dict[int, _Visit], dict[int, _Visit]]:
-    """Visits of both trees by place; the root, place 0, has the half from the start."""
+    """Visits of both trees by place. The root, place 0, has the half from the start."""
     turns = _turns(places)
     trees: tuple[dict[int, _Visit], dict[int, _Visit]] = {}, {}
     for tree, visits in enumerate(trees):
@@ -111,7 +111,7 @@ def _last_arrival(places: int) -> int:
 
 
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """Each half of the vector goes down its own tree; a rank forwards one half and receives both.
+    """Each half of the vector goes down its own tree. A rank forwards one half and receives both.
 
     Cost: at most 2(k+f) alpha + (k+f)/k n beta for k segments of each half, f = floor(log2 p).
     """
@@ -142,7 +142,7 @@ def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
 def allreduce(rank: int, size: int, segments: int) -> Rounds:
     """Sums go up both trees to rank 0, then the results go down again.
 
-    Cost: at most 4(k+f) alpha + (k+f)/k n (2 beta + gamma). Keeps rank order; all ranks get the same bits.
+    Cost: at most 4(k+f) alpha + (k+f)/k n (2 beta + gamma). Keeps rank order. All ranks get the same bits.
     """
     yield from reduce(rank, size, 0, segments)
     yield from broadcast(rank, size, 0, segments)

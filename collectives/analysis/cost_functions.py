@@ -2,7 +2,7 @@
 
 A cost is a function from bytes to seconds: a `LinearCost` is alpha + bytes * beta, a `PiecewiseCost` interpolates
 measurements. In shared memory the ranks themselves move the bytes, so a rank that sends and receives at once needs
-longer for either: the cost is then `SharedCardCost`. All functions here take numbers or arrays of them.
+longer for either: the cost is then `SharedCardCost`. All functions of this module take numbers or arrays of numbers.
 
 >>> inside, between, adding = LinearCost(1.0, 0.5), LinearCost(8.0, 2.0), LinearCost(0, 0.25)
 >>> network = ClusteredNetwork((0, 0, 1), inside=inside, between=between, adding=adding)
@@ -16,10 +16,10 @@ import numpy as np
 
 
 class EdgeCost(Protocol):
-    """Protocol of cost functions, which map bytes to seconds, for numbers or arrays."""
+    """Protocol of cost functions: bytes -> seconds, for numbers or arrays."""
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
-        """Seconds for `nbytes`; `both` is True where a rank sends and receives in the same round."""
+        """Seconds for `nbytes`. `both` is True where a rank sends and receives in the same round."""
 
 
 class LinearCost(NamedTuple):
@@ -59,7 +59,7 @@ class SharedCardCost(NamedTuple):
 class UniformNetwork(NamedTuple):
     """Network with equal edges: `alpha` seconds per message, `beta` per byte, `gamma` to combine a byte.
 
-    `overhead`: seconds of each further message that a rank has under way at the same time; None if that is `alpha`.
+    `overhead`: seconds of each further message that a rank has under way at the same time. None if that is `alpha`.
     Only the catalogue's formulas distinguish it.
     """
 
@@ -90,7 +90,7 @@ class ClusteredNetwork(NamedTuple):
 
     @property
     def cards(self) -> tuple[int, ...] | None:
-        """The node of every rank, if the ranks of a node share one network card; else None.
+        """The node of every rank, if the ranks of a node share one network card. Otherwise None.
 
         Messages that leave or reach a node in the same round get equal shares of its card. There are as many shares as
         ranks that send or as ranks that receive, whichever is less, since a rank sends one message after another. A

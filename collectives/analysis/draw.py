@@ -19,7 +19,7 @@ LEGEND = """\
 
 
 def chunks(what: Chunks, count: int) -> str:
-    """Format chunk numbers, such as ``[6-7,0-1]``; chunks of the k-th spare copy of the `count` chunks get k primes.
+    """Format chunk numbers, such as ``[6-7,0-1]``. Chunks of the k-th spare copy of the `count` chunks get k primes.
 
     >>> chunks((range(6, 8), range(0, 2)), 8), chunks((range(9, 11),), 8), chunks((), 8)
     ('[6-7,0-1]', "[1'-2']", '')
@@ -34,7 +34,7 @@ def chunks(what: Chunks, count: int) -> str:
 
 
 def step(it: Step, count: int) -> str:
-    """Format one step as in `LEGEND`, such as ``→3 [0-4]`` for a send of 5 chunks to rank 3.
+    """Format one step by `LEGEND`, such as ``→3 [0-4]`` for a send of 5 chunks to rank 3.
 
     >>> from collectives.schedule.steps import one
     >>> step(RecvReduce(1, one(2)), 5), step(RecvReduce(1, one(2), "right"), 5)
@@ -47,6 +47,7 @@ def step(it: Step, count: int) -> str:
             return f"←{peer} {chunks(what, count)}".rstrip()
         case RecvReduce(peer, what, side):
             incoming = f"←{peer} {chunks(what, count)}"
+            # the side of the sign shows the order of operands, which matters if they do not commute
             return f"{incoming} +" if side == "left" else f"+ {incoming}"
         case Reduce(source, target, side):
             mine = chunks(target, count)
@@ -60,8 +61,8 @@ def step(it: Step, count: int) -> str:
 def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:
     """Text table of the ranks' schedules: a row per round, a column per rank, a line per step.
 
-    The data has `count` chunks; numbers beyond are spare copies. Ranks that do not fit in `width` columns of text
-    follow below; 0 for no limit.
+    The data has `count` chunks. Numbers beyond are spare copies. Ranks that do not fit in `width` columns of text
+    follow below. 0 for no limit.
 
     >>> from collectives.algorithms.catalog import build_all
     >>> print(table(build_all("broadcast", "mst", 3), 3))
@@ -89,7 +90,7 @@ def _width(column: list[list[str]]) -> int:
 
 
 def _rows(columns: list[list[list[str]]]) -> list[str]:
-    """Lines of a text table made of columns of cells; a cell is a list of lines."""
+    """Lines of a text table made of columns of cells. A cell is a list of lines."""
     rows = []
     widths = [_width(column) for column in columns]
     for cells in zip(*columns, strict=True):

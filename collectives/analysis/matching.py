@@ -1,7 +1,7 @@
 """Matching of sends and receives of a schedule, and the order in which its rounds begin and end.
 
-Messages match as in MPI, in order per pair of ranks, and sends wait for their receivers: what is free of deadlock here
-is free of it in any MPI.
+Messages match by MPI's rule, in order per pair of ranks. Sends wait for their receivers, so a schedule without
+deadlock in this model has none in any MPI.
 """
 
 from collections import defaultdict, deque
@@ -12,7 +12,7 @@ from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, S
 
 
 class ScheduleError(Exception):
-    """Error for a schedule that deadlocks or is wrong; the message names rank, round and step where there are any."""
+    """Error for a schedule that deadlocks or is wrong. The message names rank, round and step where there are any."""
 
 
 class ScheduleLocation(NamedTuple):
@@ -47,7 +47,7 @@ def describe(step: Step) -> str:
 def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, ScheduleLocation]:
     """Map each receive to its send: the k-th receive from a rank matches the k-th send of that rank to the receiver.
 
-    The data has `count` chunks; numbers beyond are scratch. ScheduleError if a message has no partner, goes to its own
+    The data has `count` chunks. Numbers beyond are scratch. ScheduleError if a message has no partner, goes to its own
     rank or to none, or is not as long as its partner.
     """
     sends: dict[tuple[int, int], deque[tuple[ScheduleLocation, Send]]] = defaultdict(deque)
@@ -70,6 +70,7 @@ def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, S
         if not queue:
             raise ScheduleError(f"{spot.of(step)}: deadlock, rank {step.peer} never sends this message")
         source, send = queue.popleft()
+        # equal chunk lists are the usual case: only others need their lengths compared
         if send.chunks != step.chunks and _length_classes(send.chunks, count) != _length_classes(step.chunks, count):
             raise ScheduleError(f"{spot.of(step)}: does not fit {source.of(send)}")
         partners[spot] = source
@@ -80,7 +81,7 @@ def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, S
 
 
 def _length_classes(chunks: Chunks, count: int) -> list[int]:
-    """Chunk numbers modulo `count`, the number of chunks; equal ones have equal lengths, scratch chunks too."""
+    """Chunk numbers modulo `count`, the number of chunks. Equal ones have equal lengths, scratch chunks too."""
     return [chunk % count for chunk in numbers(chunks)]
 
 
@@ -96,7 +97,7 @@ def causal_order(schedules: Sequence[Schedule], partners: Partners) -> Iterator[
     current = [0] * len(schedules)
 
     def late(rank: int) -> tuple[int, int] | None:
-        """First peer that `rank` still waits for, and the round that this peer must reach; None if there is none."""
+        """First peer that `rank` still waits for, and the round that this peer must reach. None if there is none."""
         return next((need for need in needs[rank, current[rank]] if current[need[0]] < need[1]), None)
 
     waiting: dict[int, list[int]] = defaultdict(list)
@@ -112,6 +113,7 @@ def causal_order(schedules: Sequence[Schedule], partners: Partners) -> Iterator[
             current[rank] += 1
             if current[rank] < len(schedules[rank]):
                 yield "begin", rank, current[rank]
+            # ranks that waited for this one may go on now
             ready.extend(waiting.pop(rank, ()))
     reports = []
     for rank, schedule in enumerate(schedules):
@@ -128,17 +130,18 @@ def causal_order(schedules: Sequence[Schedule], partners: Partners) -> Iterator[
 def causal_levels(schedules: Sequence[Schedule]) -> list[tuple[int, int]]:
     """Return (rank, level) for each round in which a rank waits for a message of a higher level than all before.
 
-    A message sent before its rank has received any has level 1; one sent after messages of level k, level k + 1.
-    Messages of one level may all be under way at once, so a rank waits once for those of each level. The schedules are
-    free of deadlock.
+    A message sent before its rank has received any has level 1. One sent after messages of level k, level k + 1.
+    Messages of one level may all be under way at once, so a rank waits once per level. The schedules are free of
+    deadlock.
     """
     levels, found = [0] * len(schedules), list[tuple[int, int]]()
     sent: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # levels of messages from a rank to another
 
     def play(rank: int) -> Iterator[int]:
-        """Run the rounds of a rank; yield the peer of each message that has not been sent yet."""
+        """Run the rounds of a rank. Yield the peer of each message that has not been sent yet."""
         for steps in schedules[rank]:
             latest = 0
+            # sends of a round do not depend on its receives, so they leave first
             for step in steps:
                 if isinstance(step, Send):
                     sent[rank, step.peer].append(levels[rank] + 1)

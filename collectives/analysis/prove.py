@@ -1,4 +1,4 @@
-"""Proof of schedules: all ranks run in one process with symbols; a chunk's value is the tuple of its terms."""
+"""Proof of schedules: all ranks run in one process with symbols. A chunk's value is the tuple of its terms."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Proof(NamedTuple):
 def prove(
     collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> Proof:
-    """Prove by execution with symbols that the ranks' schedules compute `collective`; return properties and volumes.
+    """Prove by execution with symbols that the ranks' schedules compute `collective`. Return properties and volumes.
 
     Parameters
     ----------
@@ -47,15 +47,15 @@ def prove(
     schedules : sequence of Schedule
         One per rank.
     root, parts : int
-        The root of a rooted collective; how many chunks each block is cut in.
+        The root of a rooted collective. Number of chunks of each block.
     blocks : int, optional
-        How many blocks a vector is cut in, if not one per rank.
+        Number of blocks of a vector, if not one per rank.
 
     Raises
     ------
     ScheduleError
-        At the first unmatched message, deadlock, hazard, or wrong value. Names rank, round and step; for results
-        rank and chunk.
+        At the first unmatched message, deadlock, hazard, or wrong value. Names rank, round and step. For results rank
+        and chunk.
     """
     size = len(schedules)
     meaning = semantics.MEANINGS[collective]
@@ -86,6 +86,7 @@ def prove_outputs(
             found = None if symbol is None else symbol.terms
             if symbol is None or found is None or sorted(found) != list(expected):
                 raise ScheduleError(f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}")
+            # equal terms in another association may round differently, so expressions are compared too
             alike &= expressions.setdefault((chunk, len(expected)), symbol.expression) == symbol.expression
             ordered &= found == expected
         if synchronises and run.heard[rank] != (1 << size) - 1:
@@ -130,6 +131,7 @@ class _SymbolicRun:
         """End round `index` of a rank: store received chunks, then reduce and copy in the order listed."""
         arrived: dict[ScheduleLocation, list[_Symbol]] = {}
         places = [(ScheduleLocation(rank, index, at), step) for at, step in enumerate(self.schedules[rank][index])]
+        # all messages of a round arrive before any local step reads
         for spot, step in places:
             if isinstance(step, (Recv, RecvReduce)):
                 source = self.partners[spot]
@@ -167,6 +169,7 @@ class _SymbolicRun:
 def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
     """Raise ScheduleError if a `Recv` of a round overwrites a chunk that the round also sends or receives otherwise."""
     busy: dict[int, int] = {}
+    # sends come first, so that a receive finds chunks that are still being sent
     places = [
         (at, step) for kind in (Send, Recv, RecvReduce) for at, step in enumerate(steps) if isinstance(step, kind)
     ]

@@ -1,9 +1,9 @@
-"""Symmetry of a schedule: the steps of a few ranks, moved, are those of all ranks.
+"""Symmetry of a schedule: the steps of all ranks follow from the steps of a few.
 
-Many schedules look the same from every rank, but for a rotation of the ranks (circulant graphs) or an exclusive or with
-their number (recursive doubling). Trees and prefix sums look the same from every rank of a kind: in a binomial tree,
-from ranks with the same lowest bit. The steps of all of 65,536 ranks are then arrays, made from one rank of each kind.
-With several ranks on a node, the nodes are moved, each with its ranks.
+Many schedules look the same from every rank, but for a rotation of the ranks (circulant graphs) or an exclusive or
+with their number (recursive doubling). Trees and prefix sums look the same from every rank of a kind: in a binomial
+tree, from ranks with the same lowest bit. The steps of all of 65,536 ranks are then arrays, made from one rank of each
+kind. With several ranks on a node, the nodes are moved, each with its ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,8 +79,8 @@ SYMMETRIES: dict[str, SymmetryRule] = {
 class RankSymmetry:
     """Symmetry of a schedule of `groups` nodes of `per_node` consecutive ranks, by the rule `SYMMETRIES[name]`.
 
-    Of each `groups` * `chunks` chunks, the first `chunks` belong to node 0, the next to node 1 ..., and move with it;
-    with 0 all stay.
+    Of each `groups` * `chunks` chunks, the first `chunks` belong to node 0, the next to node 1 ..., and move with it.
+    With 0, no chunk moves.
     """
 
     def __init__(self, name: str, groups: int, per_node: int, chunks: int) -> None:
@@ -99,15 +99,15 @@ class RankSymmetry:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks whose steps are those of all ranks: of the first node of each kind."""
+        """Ranks whose steps generate the steps of all ranks: all ranks of the first node of each kind."""
         return [node * self.per_node + place for node in self.classes for place in range(self.per_node)]
 
     def _moved(self, number: int, origin: int, each: int = 1) -> Integers:
-        """Numbers to which one is moved, of which every node has `each`."""
+        """Numbers that one number is moved to. Every node has `each` numbers."""
         return self.rule.move(number, origin * each, self.classes[origin] * each, self.groups * each)
 
     def moved_rank(self, rank: int, origin: int) -> Integers:
-        """Ranks to which a rank is moved where node `origin` is moved to every node of its kind."""
+        """Image of `rank` under each of the moves that take node `origin` to the nodes of its kind."""
         group, place = divmod(rank, self.per_node)
         return self._moved(group, origin) * self.per_node + place
 
@@ -128,6 +128,7 @@ class RankSymmetry:
             starts = first + starts // count * count
             yield starts, starts + count
             return
+        # a rotated range may wrap around the end of its lap, so it becomes two ranges
         stops = starts + count
         yield first + starts, first + np.minimum(stops, lap)
         yield np.full_like(starts, first), first + np.maximum(stops - lap, 0)

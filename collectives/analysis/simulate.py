@@ -1,6 +1,6 @@
 """Simulated completion times of schedules, message by message.
 
-The costs of messages and of combining are those of the network, see `cost_functions`; copies cost nothing.
+The costs of messages and of combining are the network's, see `cost_functions`. Copies cost nothing.
 """
 
 from collections import defaultdict, deque
@@ -33,10 +33,10 @@ def price(
     network: CostFunctions,
     partners: Partners | None = None,
 ) -> SimulatedTime:
-    """Simulate the schedules of all ranks, each with one send port and one receive port; return completion times.
+    """Simulate the schedules of all ranks, each with one send port and one receive port. Return completion times.
 
-    A message starts when both its ranks have reached its round and its two ports are free; of several that could, the
-    one that is listed first. What a round combines is combined when its messages have arrived; copies cost nothing.
+    A message starts when both its ranks have reached its round and its two ports are free. Of several ready messages,
+    the first one listed starts. What a round combines is combined when its messages have arrived. Copies cost nothing.
     ScheduleError if a message has no partner, or the ranks deadlock.
 
     Parameters
@@ -46,7 +46,7 @@ def price(
     layout : ChunkLayout
         Lengths of the chunks, in elements of `itemsize` bytes.
     network : CostFunctions
-        Costs per edge, and which ranks share a card.
+        Costs per edge, and the ranks that share a card.
     partners : mapping, optional
         What `match` returns for the schedules, if it is known.
     """
@@ -87,7 +87,7 @@ class _ScheduleRun:
         self.ready: list[tuple[float, int, int, ScheduleLocation]] = []  # sends: earliest start, step, rank, place
 
     def begin(self, rank: int) -> None:
-        """Advance a rank to its next round with messages; queue those whose other rank has reached their round."""
+        """Advance a rank to its next round with messages. Queue those whose other rank has reached their round."""
         clock, current, schedule = self.clock, self.current, self.schedules[rank]
         while current[rank] + 1 < len(schedule):
             current[rank] += 1
@@ -113,7 +113,7 @@ class _ScheduleRun:
                 self.clock[rank] += self.network.combine(self.weigh(chunks), both)
 
     def deliver(self) -> None:
-        """Simulate the first message of the queue, or requeue it if a port is busy; advance ranks whose round ends."""
+        """Simulate the first message of the queue, or requeue it if a port is busy. Advance ranks whose round ends."""
         earliest, place, rank, send = heappop(self.ready)
         receive = self.meets[send]
         start = max(earliest, self.out[rank], self.into[receive.rank])

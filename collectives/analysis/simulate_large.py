@@ -1,10 +1,10 @@
-"""Simulated time of schedules of very many ranks: round by round, all ranks at once, as arrays.
+"""Simulated time of schedules of very many ranks: round by round, all ranks at once, in arrays.
 
-`simulate.price` schedules every message by itself, which costs microseconds each. Here the ranks' rounds are aligned:
-what is sent in a rank's k-th round is received in the other's k-th, with empty rounds where a rank is ahead. Then a
-round depends only on the times at which the ranks come to it. Messages that share no port all start when the later of
-their two ranks is there; the others queue for their ports as in `simulate.price`. Both give the same times to the last
-bit, for the same network whose messages cost something.
+`simulate.price` schedules every message by itself. That costs microseconds each. This module aligns the ranks'
+rounds: a message of a rank's k-th round is received in the other's k-th round, with empty rounds where a rank is
+ahead. Then a round depends only on the times at which the ranks come to it. Messages that share no port all start when
+the later of their two ranks is ready. The others queue for their ports, like in `simulate.price`. Both give the same
+times to the last bit, for the same network whose messages cost something.
 """
 
 from array import array
@@ -35,7 +35,7 @@ class _MessageChunks(NamedTuple):
     stop: Integers
 
     def weigh(self, sums: Integers) -> Integers:
-        """Number of elements of each message; `sums` are the prefix sums of the chunk lengths."""
+        """Number of elements of each message. `sums` are the prefix sums of the chunk lengths."""
         laps = len(sums) - 1
 
         def upto(chunk: Integers) -> Integers:
@@ -51,23 +51,23 @@ class _RoundState(NamedTuple):
     """Messages and local reductions of all ranks in one round, as arrays.
 
     `adding` has an entry for the first operand that each rank combines, for the second, and so on: the ranks, the
-    position among all operands, and which of them arrived while their rank was sending.
+    position among all operands, and flags of operands that arrived while their rank was sending.
     """
 
     source: Integers  # sender of each message
     target: Integers
     place: Integers  # position in the sender's round
-    messages: slice  # position of these messages among those of all rounds
+    messages: slice  # position of these messages among the messages of all rounds
     crowded: Integers  # messages that share a port with another
     both: NDArray[np.bool_]  # one of the message's ranks both sends and receives in the round
     adding: list[tuple[Integers, slice, NDArray[np.bool_]]]
 
 
 class VectorSimulator:
-    """Simulator of all ranks' schedules as arrays; `price` runs it for a layout and a network, any number of times.
+    """Simulator of all ranks' schedules as arrays. `price` runs it for a layout and a network, any number of times.
 
-    `schedules` has an iterable of rounds per rank, in order; generators will do. With a `symmetry` it has those of
-    `symmetry.ranks`. ScheduleError if a message has no partner, or rounds cannot be aligned.
+    `schedules` has an iterable of rounds per rank, in order. Generators will do. With a `symmetry` it has the rounds
+    of `symmetry.ranks`. ScheduleError if a message has no partner, or rounds cannot be aligned.
     """
 
     def __init__(self, schedules: Iterable[Iterable[Round]], symmetry: RankSymmetry | None = None) -> None:
@@ -79,6 +79,7 @@ class VectorSimulator:
             for table in (sends, receives, sums):
                 table.start(rank)
             for index, steps in enumerate(schedule):
+                # a rank combines the operands of a round in this order
                 added = 0
                 for place, step in enumerate(steps):
                     if isinstance(step, Send):
@@ -103,7 +104,7 @@ class VectorSimulator:
         return itemsize * int(self._sent.weigh(_prefix_sums(layout)).sum())
 
     def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
-        """Completion time of each rank in seconds from a common start; arguments as for `simulate.price`."""
+        """Completion time of each rank in seconds from a common start. `simulate.price` describes the arguments."""
         elements = _prefix_sums(layout)
         weights = itemsize * self._sent.weigh(elements)
         added = itemsize * self._added.weigh(elements)
@@ -216,7 +217,7 @@ class _StepTable:
 
 
 class _MovedSteps(_StepTable):
-    """Table that gets, with every step, those to which a symmetry moves it; `columns` are the integers with ranks."""
+    """Table that adds to every step the steps that a symmetry moves it to. `columns` are the integers with ranks."""
 
     def __init__(self, symmetry: RankSymmetry, columns: tuple[int, ...]) -> None:
         super().__init__()
@@ -268,7 +269,7 @@ def _crowded(source: Integers, target: Integers) -> Integers:
 
 
 def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
-    """Shares of each message's busier network card, or 1 within a node; `leaves`, `comes`: nodes of the two ranks."""
+    """Shares of each message's busier network card, or 1 within a node. `leaves`, `comes`: nodes of the two ranks."""
     crossing = leaves != comes
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
@@ -283,7 +284,7 @@ def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Intege
 
 
 def _queue(moment: _RoundState, ready: Times, flights: Times, ends: Times) -> None:
-    """Serialise messages that share ports, the earliest ready first; write their completion times to `ends`."""
+    """Serialise messages that share ports, the earliest ready first. Write their completion times to `ends`."""
     if not len(moment.crowded):
         return
     columns = (moment.place, moment.source, moment.target, ready, flights)

@@ -1,8 +1,8 @@
 """Measurement of message costs between pairs of ranks, and prediction of a collective's time from them.
 
-Four collectives of two ranks suffice: a broadcast is one message, a reduction one that is combined, an allgather in
-place a message each way, and an allreduce by recursive doubling one each way that is combined. They run in the memory
-that is raced, and as in the race: new data before every call, the slowest rank's time counts.
+Four collectives of two ranks suffice: a broadcast is one message, a reduction is one combined message, an allgather in
+place a message each way, and an allreduce by recursive doubling a combined message each way. They run in the memory
+and by the rules of the race: new data before every call, the slowest rank's time counts.
 """
 
 import time
@@ -61,17 +61,18 @@ def calibrate(
     seconds: float = 0.1,
     tick: Callable[[], object] = lambda: None,
 ) -> CalibratedCosts:
-    """Measure costs of messages within and between nodes, and of copies. Collective; equal result on all ranks.
+    """Measure costs of messages within and between nodes, and of copies. Collective. Equal result on all ranks.
 
-    All pairs of a kind run at once. `memory` and `mode` may decide the transport of messages. Messages have the lengths
-    of `lengths(largest)`; `seconds` is the time per length, probe and sweep; `tick` is called after every length.
+    All pairs of a kind run at once. `memory` and `mode` may decide the transport of messages. Messages have the
+    lengths of `lengths(largest)`. `seconds` is the time per length, probe and sweep. `tick` is called after every
+    length.
     """
     rank, nodes = plain.Get_rank(), comm.nodes or (0,) * plain.Get_size()
     node, at = nodes[rank], lengths(largest)
     place = nodes[:rank].count(node)
 
     def curves(pair: tuple[int, int]) -> tuple[EdgeCost, EdgeCost]:
-        """Least costs of a message and of its reduction over all pairs. Collective; equal `pair` on a pair's ranks."""
+        """Least costs of a message and of its reduction over all pairs. Collective. Equal `pair` on a pair's ranks."""
         color = sorted(set(plain.allgather(pair))).index(pair)
         two, mine = comm.Split(color, rank), MPI.Intracomm(plain.Split(color, rank))
         sweeps = []  # several, so that a disturbance of the machine affects one of them only
@@ -115,7 +116,7 @@ def _probe(
 
 
 def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> PiecewiseCost:
-    """Measure the cost of copying arrays of each length in `at` (bytes), on all ranks at once; the slowest counts."""
+    """Measure the cost of copying arrays of each length in `at` (bytes), on all ranks at once. The slowest counts."""
     found = []
     for length in at:
         source, target = np.ones(length, np.uint8), np.ones(length, np.uint8)
@@ -142,7 +143,7 @@ def predicted_us(
 ) -> float:
     """Predicted microseconds of one call with root 0 on an array of `nbytes` bytes in total.
 
-    `in_place`: ranks have their own blocks at their places, so that none are copied there.
+    `in_place`: ranks have their own blocks at their places, so that no block is copied.
     """
     call = TimedCall(collective, algorithm, segments, size, nbytes, in_place)
     schedules = catalog.build_all(collective, algorithm, size, 0, segments, costs.network.nodes)

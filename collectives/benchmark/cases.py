@@ -27,11 +27,11 @@ MODULUS, SHIFTS, ROOT = 31, 3, 0
 
 
 MEMORIES = ("plain", "symmetric")
-"""Memory of a program's arrays: NumPy's, or that of `Communicator.empty`, which is collective."""
+"""Memory of a program's arrays: NumPy's, or from `Communicator.empty` (collective)."""
 
 
 def even_form(collective: str) -> str:
-    """Name of the collective without the v: ``allgatherv`` gives ``allgather``; both share their algorithms."""
+    """Name of the collective without the v: ``allgatherv`` gives ``allgather``. Both share their algorithms."""
     return collective.removesuffix("v")
 
 
@@ -76,7 +76,7 @@ class BenchmarkCase(NamedTuple):
         return not self.meaning.vector and not self.counts
 
     def sends(self, pattern: Pattern, rank: int, at: list[int]) -> NDArray[np.int32] | None:
-        """Test input of a rank, or None if it sends nothing; block b has elements ``at[b]`` to ``at[b + 1]``."""
+        """Test input of a rank, or None if it sends nothing. Block b has elements ``at[b]`` to ``at[b + 1]``."""
         size = len(at) - 1
         blocks = [block % size for block in self.meaning.before(rank, size, ROOT, size)]
         return np.concatenate([pattern.total([rank], at[b], at[b + 1]) for b in blocks]) if blocks else None
@@ -115,7 +115,7 @@ CASES: dict[str, BenchmarkCase] = {
 
 
 def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
-    """Element count for `nbytes`, rounded up to whole elements and, where needed, equal blocks; 0 for a barrier."""
+    """Element count for `nbytes`, rounded up to whole elements and, where needed, equal blocks. 0 for a barrier."""
     unit = itemsize * size if case.equal else itemsize
     return 0 if case.meaning.synchronises else -(-nbytes // unit) * (unit // itemsize)
 
@@ -144,7 +144,7 @@ class CaseBuffers:
         self.case, self._shift, self._changes = case, 0, bool(pattern.nonzero([rank]))
 
         def array(values: NDArray[np.int32] | None, length: int = 0) -> NDArray[Any] | None:
-            """Allocate an array that begins with `values`; None if they are None. Collective for symmetric memory."""
+            """Allocate an array that begins with `values`. None if they are None. Collective for symmetric memory."""
             length = 0 if values is None else length or len(values)
             symmetric = memory == "symmetric"
             made = comm.empty(comm.allreduce(length, MPI.MAX), dtype)[:length] if symmetric else np.empty(length, dtype)
@@ -180,7 +180,7 @@ class CaseBuffers:
         self.args = (*arrays, *(value for value, wanted in options if wanted))
 
     def advance(self) -> None:
-        """Change every element of the input, as a program does between two calls; if in place, in the buffer too.
+        """Change every element of the input, as a program does between two calls. If in place, in the buffer too.
 
         Inputs that are zero remain so.
         """

@@ -18,7 +18,7 @@ from collectives.selection.timing_table import NATIVE
 
 
 class RaceOptions(NamedTuple):
-    """Options of a race (implementations timed against each other), named as on the command line."""
+    """Options of a race (implementations timed against each other), with the names of the command line."""
 
     memories: Sequence[str] = ("plain",)  # of our arrays; the native collective has plain memory
     modes: Sequence[str] = MODES[:1]
@@ -32,9 +32,9 @@ class RaceOptions(NamedTuple):
 def enter(
     plain: MPI.Intracomm, comm: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: CaseBuffers, mode: str
 ) -> Contestant | str:
-    """Try implementation `name` twice; return a contestant to time, or the reason why it cannot be timed. Collective.
+    """Try implementation `name` twice. Return a contestant to time, or the reason why it cannot be timed. Collective.
 
-    Ours may refuse (on all ranks); its result is checked in the race. The native one must also be right, as some
+    Ours may refuse (on all ranks). Its result is checked in the race. The native one must also be right, as some
     libraries accept a persistent collective and then perform it wrongly. RuntimeError if our call failed on some ranks
     only.
     """
@@ -69,7 +69,7 @@ Key = TypeVar("Key")
 def race_entries(
     plain: MPI.Intracomm, entries: Mapping[Key, Contestant | str], limits: Mapping[str, Any]
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
-    """Time and close the contestants in `entries`; return timings, and reasons for all others, by key. Collective."""
+    """Time and close the contestants in `entries`. Return timings, and reasons for all others, by key. Collective."""
     running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
     timings = race(plain, list(running.values()), **limits) if running else []
     for contestant in running.values():
@@ -87,12 +87,12 @@ def measure(
     dtype: str = "float32",
     options: RaceOptions = RaceOptions(),  # noqa: B008
 ) -> tuple[list[Row], dict[str, str]]:
-    """Time algorithms at one size, in each memory and mode, by default also the MPI's own; return rows, and errors.
+    """Time algorithms at one size, in each memory and mode, by default also the MPI's own. Return rows, and errors.
 
     `plain` and `comm` are the MPI's communicator and ours, over the same ranks. `nbytes`, the size of the whole array,
     is rounded up to whole elements, or to equal blocks where needed. Returns a row per algorithm, memory and mode that
-    took part, and for each algorithm that did not in some of them the reasons, with memory and mode if there are
-    several; equal on all ranks. Collective.
+    took part, and the reasons of each algorithm that did not take part in some, with memory and mode if there are
+    several. Equal on all ranks. Collective.
     """
     case, kind, size = CASES[collective], DTYPES[dtype], plain.Get_size()
     n = elements(case, nbytes, kind.itemsize, size)
@@ -103,6 +103,7 @@ def measure(
         given = {"algorithm": name, "segments": options.segments}
         keywords = {key: value for key, value in given.items() if value not in ("auto", None)}
         entries[name, memory, mode] = enter(plain, comm, name, keywords, buffers, mode)
+    # a native row without any of ours would compare nothing
     if options.against == NATIVE and any(isinstance(entry, Contestant) for entry in entries.values()):
         shared = ours.get("plain") or CaseBuffers(case, plain, n, kind, "plain", options.in_place)
         for mode in options.modes:

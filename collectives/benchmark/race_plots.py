@@ -40,7 +40,7 @@ LABELS = 24  # names above each other beside a plot
 
 @contextmanager
 def page(path: Path, width: float, height: float, title: str, note: str = "") -> Iterator[Figure]:
-    """Context manager that yields an empty figure; saves it to `path` on exit without exception."""
+    """Context manager that yields an empty figure. Saves it to `path` on exit without exception."""
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -58,7 +58,10 @@ def _size_axis(axis: Axes, sizes: list[int]) -> None:
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Group rows into lines of the plot, by label: algorithm unless ``auto``; dtype, memory, mode where rows differ."""
+    """Group rows into lines of the plot, by label: algorithm unless ``auto``.
+
+    Adds dtype, memory, mode where rows differ.
+    """
     varying = [name for name in ("dtype", "memory", "mode") if len({row.get(name) for row in rows}) > 1]
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["bytes"]):
@@ -85,6 +88,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     for axis in (times, ratios):
         _size_axis(axis, sorted({row["bytes"] for row in rows}))
     times.set_yscale("log")
+    # few decades need more ticks than powers of ten
     low, high = times.get_ylim()
     times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     times.yaxis.set_major_formatter(FuncFormatter(lambda us, _: format_time(us / 1e6)))
@@ -110,6 +114,7 @@ def plot_race(path: Path, report: Report) -> None:
     collectives = list(dict.fromkeys(row["collective"] for row in report["rows"] if row["bytes"]))
     if not collectives:
         return
+    # four fit a square
     across = min(len(collectives), MOST_COLUMNS if len(collectives) != 4 else 2)
     down = math.ceil(len(collectives) / across)
     title = f"Chorus against {report['mpi']}, {report['ranks']} ranks"
@@ -127,7 +132,7 @@ def plot_race(path: Path, report: Report) -> None:
 
 
 def _scale(axis: Axes, rows: list[Any], along: str) -> None:
-    """Plot predicted times of each algorithm against `along`, "size" (ranks) or "nbytes"; hollow: by formula."""
+    """Plot predicted times of each algorithm against `along`, "size" (ranks) or "nbytes". Hollow: by formula."""
     ends: list[tuple[float, str, str]] = []  # last time, label and color of each line
     for i, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
         line = [row for row in rows if row.algorithm == name]
@@ -148,7 +153,7 @@ def _scale(axis: Axes, rows: list[Any], along: str) -> None:
 def _label_ends(axis: Axes, last: float, ends: list[tuple[float, str, str]]) -> None:
     """Write labels beside the lines that end at (`last`, y), moved up or down where they would overlap.
 
-    `ends` has (y, label, color) of each line; the y-axis is logarithmic.
+    `ends` has (y, label, color) of each line. The y-axis is logarithmic.
     """
     low, high = map(math.log10, axis.get_ylim())
     ends = sorted(ends)

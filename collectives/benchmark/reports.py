@@ -32,7 +32,7 @@ def save_figure(path: str | Path, figure: Any, dpi: int) -> None:
 
 
 def read_report(path: Path, what: str, make: Callable[[bytes], Result]) -> Result:
-    """Result of `make` for the content of a file; ValueError if it has another form than `what`."""
+    """Result of `make` for the content of a file. ValueError if it has another form than `what`."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("no plain file")
@@ -50,14 +50,14 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def check_folder(folder: Path) -> None:
-    """Create a folder and check that files can be created in it; OSError if not."""
+    """Create a folder and check that files can be created in it. OSError if not."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"1")
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written at `path`, creating its folder; OSError if not."""
+    """Check that a file can be written at `path`, creating its folder. OSError if not."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no plain file")
     if path.parent.exists() and not path.parent.is_dir():

@@ -15,7 +15,7 @@ KEY = ("collective", "algorithm", "dtype", "bytes", "memory", "mode", "in_place"
 
 
 BUS_SHARES = {"allreduce": 2} | dict.fromkeys(("scatter", "gather", "allgather", "reduce_scatter", "alltoall"), 1)
-"""busbw over algbw, in units of (p-1)/p; 1 for other collectives."""
+"""busbw over algbw, in units of (p-1)/p. 1 for other collectives."""
 
 
 def bandwidths(collective: str, size: int, nbytes: int, microseconds: float) -> tuple[float, float]:
@@ -31,7 +31,7 @@ def bandwidths(collective: str, size: int, nbytes: int, microseconds: float) -> 
 def make_row(
     collective: str, algorithm: str, size: int, nbytes: int, ours: Timing, native: Timing | None, **labels: Any
 ) -> Row:
-    """Result row of one measurement, as a dict; `labels` are dtype, memory, mode and further fields."""
+    """Result row of one measurement, as a dict. `labels` are dtype, memory, mode and further fields."""
     algbw, busbw = bandwidths(collective, size, nbytes, ours.median)
     return {
         "collective": collective,
@@ -61,7 +61,7 @@ def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
 
 
 def checked_report(data: bytes) -> Report:
-    """Report in a JSON file; errors of any kind unless its rows are those of `make_row`."""
+    """Report in a JSON file. Raises errors of any kind unless its rows have the form of `make_row`."""
     report: Report = json.loads(data)
     for row in report["rows"]:
         for name, like in {**LIKE, **dict.fromkeys(row.keys() & LABELS)}.items():
@@ -73,7 +73,7 @@ def checked_report(data: bytes) -> Report:
 
 
 LIKE = make_row("allreduce", "ring", 1, 8, Timing(1.0, 1.0, 1.0, 1.0, 1, 0), None)
-"""A row; fields that are None here may be."""
+"""Example row. Fields that are None in it may be None."""
 
 LABELS = {"mode", "in_place", "segments", "chosen", "chosen_segments", "expected_us"}
 KINDS: dict[type, Any] = {
@@ -104,6 +104,7 @@ def _merged(rows: list[Row]) -> Row:
     merged = dict(rows[0])
     for field in merged:
         values = [row[field] for row in rows if row.get(field) is not None]
+        # errors add up over launches, times are summarised by their median
         if field.endswith(("_us", "_gbs", "wrong")) or field == "ratio":
             merge_values = sum if field.endswith("wrong") else statistics.median
             merged[field] = merge_values(values) if values else None

@@ -1,4 +1,4 @@
-"""Result rows as a text table: columns as in OSU's and nccl-tests' output, and the MPI's own time beside ours."""
+"""Result rows as a text table, with the columns of OSU's and nccl-tests' output and the MPI's own time."""
 
 import os
 import statistics
@@ -48,7 +48,7 @@ FULL: list[Column] = [
 
 
 class TableStyle:
-    """Text table of result rows: `full` adds the columns of option -f; several memories or modes add one each."""
+    """Text table of result rows: `full` adds the columns of option -f. Several memories or modes add one each."""
 
     def __init__(self, full: bool = False, memories: Sequence[str] = (), modes: Sequence[str] = ()) -> None:
         self._varying = [name for name, all in (("memory", memories), ("mode", modes)) if len(all) > 1]
@@ -85,7 +85,7 @@ class TableStyle:
 
 
 def model_errors(rows: list[Row]) -> list[str]:
-    """Comment line on how well timed messages predicted rows above 64 KiB; none without predictions."""
+    """Comment line on how well timed messages predicted rows above 64 KiB. None without predictions."""
     ratios = [_predicted_ratio(row) for row in rows if row["bytes"] > 1 << 16]
     errors = [abs(ratio - 1) for ratio in ratios if ratio is not None]
     if not errors:

@@ -7,7 +7,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 MOST = 1 << 50
-"""Bytes; more are taken for a slip."""
+"""Bytes. More are taken for a slip."""
 
 
 def parse_size(text: str) -> int:
@@ -38,6 +38,7 @@ def parse_sizes(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"expected {expected}, found {item!r}")
         while size <= high:
             found.add(size)
+            # 0 times any factor stays 0, so a range from 0 goes on at 1
             size = size * int(factor) or 1
     return sorted(found)
 

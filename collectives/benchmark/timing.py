@@ -1,4 +1,4 @@
-"""Timing of implementations against each other, in turns; a call's latency is the slowest rank's time."""
+"""Timing of implementations against each other, in turns. A call's latency is the slowest rank's time."""
 
 import gc
 import random
@@ -83,17 +83,17 @@ def race(
     warmup: int = 10,
     seconds: float = 1.0,
 ) -> list[Timing]:
-    """Time all contestants in turns; return their timings in the order of `contestants`, equal on all ranks.
+    """Time all contestants in turns. Return their timings in the order of `contestants`, equal on all ranks.
 
     The native barrier of `comm` precedes every call. `iterations` and `warmup` are timed and untimed calls of each
-    contestant, at most; `seconds` the time of each after which fewer timed calls are made, but never less than five.
+    contestant, at most. After `seconds` per contestant fewer timed calls are made, but never less than five.
     The contestants, at least one, are the same on all ranks.
     """
     order, turns = random.Random(1), list(contestants)
     budget = seconds * len(contestants)
 
     def turn_seconds(count: int, keep: bool = False) -> float:
-        """Run `count` turns (every contestant once, in random order, on new data); return mean seconds per turn."""
+        """Run `count` turns (every contestant once, in random order, on new data). Return mean seconds per turn."""
         checked, since = checkpoints(count), time.perf_counter()
         for iteration in range(count):
             order.shuffle(turns)

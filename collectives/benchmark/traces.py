@@ -1,6 +1,8 @@
-"""Traces in the Trace Event Format of Chrome and Perfetto: a process is a node, a thread a rank; times in microseconds.
+"""Traces in the Trace Event Format of Chrome and Perfetto: a process is a node, a thread a rank.
 
-(Google, "Trace Event Format"; ui.perfetto.dev opens it.)
+Times are in microseconds.
+
+(Google, "Trace Event Format". ui.perfetto.dev opens it.)
 """
 
 import json
@@ -30,13 +32,13 @@ LABELS = {
 
 def span(rank: int, node: int, name: str, kind: str, start: float, end: float, **more: Any) -> Entry:
     """Trace entry ("complete event") of one rank's activity from `start` to `end` in seconds."""
-    first, last = round(1e9 * start), round(1e9 * end)  # whole nanoseconds, so that what is nested stays so
+    first, last = round(1e9 * start), round(1e9 * end)  # whole nanoseconds, so that rounding keeps spans nested
     times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
     return {"name": name, "cat": kind, "ph": "X", "pid": node, "tid": rank, **times, "args": more}
 
 
 def names(nodes: Sequence[int], lanes: Sequence[str] = ("",)) -> list[Entry]:
-    """Trace entries that label nodes and ranks; with several `lanes` every rank has one thread per lane."""
+    """Trace entries that label nodes and ranks. With several `lanes` every rank has one thread per lane."""
     entries = [_name("process_name", node, 0, f"node {node}") for node in sorted(set(nodes))]
     for rank, node in enumerate(nodes):
         for index, lane in enumerate(lanes):
@@ -62,8 +64,8 @@ def of_calls(
 ) -> list[Entry]:
     """Trace entries of one rank's collective: nested spans for all of it, its rounds, and the rows of a round.
 
-    `begins` are rounds of the schedule and the number of rows before each; `kinds` describe the rows in the order of
-    their ends; `times` are the beginnings of the rows, and the end of the last one. `schedule` and `count`, the chunks
+    `begins` are rounds of the schedule and the number of rows before each. `kinds` describe the rows in the order of
+    their ends. `times` are the beginnings of the rows, and the end of the last one. `schedule` and `count`, the chunks
     of the vector, label the rounds.
     """
     entries = [span(rank, node, title, "collective", times[0], times[-1])]

@@ -36,7 +36,7 @@ SMALL = 8
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
-    """Fit seconds = alpha + beta * bytes to `times` (bytes: seconds) by relative error; return (alpha, beta).
+    """Fit seconds = alpha + beta * bytes to `times` (bytes: seconds) by relative error. Return (alpha, beta).
 
     >>> alpha, beta = fit({0: 2e-6, 1000: 3e-6, 100_000: 102e-6})
     >>> round(alpha * 1e6, 3), round(beta * 1e9, 3)
@@ -48,9 +48,10 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def median_seconds(call: Callable[[], object], seconds: float, agree: Callable[[bool], Any] = bool) -> float:
-    """Median seconds of a call repeated for `seconds`, at least ten times; `agree` lets ranks stop at the same call.
+    """Median seconds of a call repeated for `seconds`, at least ten times. `agree` makes ranks stop at the same call.
 
-    `agree`, such as `comm.bcast`, turns this rank's wish to go on into that of all. The first two calls do not count.
+    `agree`, such as `comm.bcast`, turns this rank's decision to go on into a decision of all ranks. The first two
+    calls do not count.
     """
     times: list[float] = []
     until = perf_counter() + seconds
@@ -93,7 +94,7 @@ def pairs(nodes: Nodes | None, size: int) -> dict[str, tuple[int, int]]:
 
 
 def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, known: Costs) -> Costs:
-    """Measure the costs of the transports between these ranks; absent ones keep their `known` costs. Collective."""
+    """Measure the costs of the transports between these ranks. Absent ones keep their `known` costs. Collective."""
     costs = known
     for wire, pair in pairs(comm.nodes, plain.Get_size()).items():
         mine: Any = plain.Split(0 if plain.Get_rank() in pair else MPI.UNDEFINED)
@@ -133,6 +134,7 @@ def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, cos
             segments |= {4, 16} if entry.placed else {4, best, max(1, best // 4)}
         found.update(AlgorithmChoice(name, several) for several in segments)
     choices = sorted(found)
+    # timing equal schedules again would take time and show only noise
     if size <= SMALL:
         seen: dict[object, AlgorithmChoice] = {}
         for name, several in choices:
@@ -150,7 +152,7 @@ def contest(
     choices: Iterable[AlgorithmChoice],
     limits: dict[str, Any],
 ) -> tuple[int, dict[AlgorithmChoice, float], dict[AlgorithmChoice, str]]:
-    """Time the choices; return (bytes, seconds of each correct choice, errors of the others). Collective."""
+    """Time the choices. Return (bytes, seconds of each correct choice, errors of the others). Collective."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
     count = elements(case, nbytes, kind.itemsize, plain.Get_size())
@@ -176,7 +178,7 @@ class TunerCandidates:
         self._lost: Counter[str] = Counter()
 
     def left(self, choices: Iterable[AlgorithmChoice]) -> list[AlgorithmChoice]:
-        """Choices whose algorithms are not eliminated; the MPI's own always stays, to compare with."""
+        """Choices whose algorithms are not eliminated. The MPI's own always stays, to compare with."""
         return [choice for choice in choices if choice.algorithm == NATIVE or self._lost[choice.algorithm] < 2]
 
     def note(self, row: Row) -> None:

@@ -33,20 +33,21 @@ from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, OutO
 class Buffer:
     """Parsed buffer argument of a collective: `count` elements starting at `address`."""
 
-    address: int  #: first element, displacement included; 0 for ``MPI.BOTTOM``; a device pointer if `device`
+    address: int  #: first element, displacement included (0 for ``MPI.BOTTOM``, a device pointer if `device`)
     nbytes: int  #: packed size, ``count * itemsize``
     count: int  #: elements of `datatype` in all blocks together
     block: int  #: elements per block: `count` for `vector`, ``count / size`` for `blocks`, 0 for `blocks_v`
-    dtype: np.dtype[Any] | None  #: one packed element, of size `itemsize`; None for derived datatypes
-    datatype: MPI.Datatype | None  #: given or inferred; None where MPI has none (bfloat16)
-    itemsize: int  #: bytes of one packed element; equal on ranks that describe the same data differently
-    extent: int  #: bytes from one element to the next in the user's memory; the unit of `displs`
+    dtype: np.dtype[Any] | None  #: one packed element, of size `itemsize` (None for derived datatypes)
+    datatype: MPI.Datatype | None  #: given or inferred, None where MPI has none (bfloat16)
+    itemsize: int  #: bytes of one packed element, equal on ranks that describe the same data differently
+    extent: int  #: bytes from one element to the next in the user's memory, the unit of `displs`
     counts: tuple[int, ...] | None  #: per block, in the v-forms
     displs: tuple[int, ...] | None  #: per block, in the v-forms
     readonly: bool
     device: bool  #: memory that the CPU cannot access
-    contiguous: bool  #: elements are packed as in messages (v-form blocks may have gaps between); else needs staging
-    owner: object  #: keeps the memory alive; on a device, the user's array
+    contiguous: bool  #: elements are packed, like in messages (v-form blocks may have gaps between). Otherwise needs
+    # staging
+    owner: object  #: keeps the memory alive (on a device, the user's array)
 
     def __repr__(self) -> str:
         element = self.dtype if self.dtype is not None else datatype_name(self.datatype)
@@ -76,8 +77,8 @@ def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
 def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
     """Parse a buffer of `size` equal blocks: root's sendbuf of Scatter, root's recvbuf of Gather, recvbuf of Allgather.
 
-    Also the sendbuf of Reduce_scatter_block. Takes the forms of `vector`. A count is that of one block, as in MPI;
-    without one the blocks share all elements.
+    Also the sendbuf of Reduce_scatter_block. Takes the forms of `vector`. A count is the count of one block (MPI's
+    rule). Without one the blocks share all elements.
     """
     if type(spec) is np.ndarray:
         buffer = _dense_array(spec, size, writable)
@@ -87,7 +88,10 @@ def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
 
 
 def _dense_array(array: np.ndarray, size: int, writable: bool) -> Buffer | None:
-    """Fast path of `vector` and `blocks`: Buffer of a valid contiguous array whose dtype is in the cache; else None."""
+    """Fast path of `vector` and `blocks`: Buffer of a valid contiguous array whose dtype is in the cache.
+
+    Otherwise None.
+    """
     element = dense_elements.get(array.dtype)
     if element is None:
         return None
@@ -111,14 +115,14 @@ def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
     Parameters
     ----------
     spec
-        ``array``; ``[array, datatype]``; ``[array, counts]``; ``[array, (counts, displs)]``; ``[array,
-        counts, datatype]``; ``[array, (counts, displs), datatype]``; ``[array, counts, displs, datatype]``.
-        Counts of None divide the array evenly, the first blocks one longer where it does not divide; a single number
-        holds for all. Displacements (in elements) of None follow the counts without gaps; a single number is the
-        distance between blocks. As in mpi4py a *tuple* after the array is a pair ``(counts, displs)``: pass plain
-        counts as a list or an array.
+        ``array``; ``[array, datatype]``; ``[array, counts]``; ``[array, (counts, displs)]``; ``[array, counts,
+        datatype]``; ``[array, (counts, displs), datatype]``; ``[array, counts, displs, datatype]``. Counts of None
+        divide the array evenly, the first blocks one longer where it does not divide. A single number holds for all.
+        Displacements (in elements) of None follow the counts without gaps. A single number is the distance between
+        blocks. Like in mpi4py, a *tuple* after the array is a pair ``(counts, displs)``: pass plain counts as a list
+        or an array.
     size, name, writable
-        As in `blocks`.
+        See `blocks`.
     """
     obj, counts, displs, datatype = _split_spec(spec, name, tuple)
     memory = memory_of(obj, datatype, name, writable)
@@ -148,7 +152,7 @@ def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
 
 
 def numbers(values: Any, size: int, name: str) -> tuple[int, ...]:
-    """Convert an argument to `size` non-negative counts; a single number is repeated.
+    """Convert an argument to `size` non-negative counts. A single number is repeated.
 
     >>> numbers([1, 2, 0], 3, "recvcounts")
     (1, 2, 0)
@@ -195,9 +199,9 @@ def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
 
 
 def _split_spec(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
-    """Split an argument into (array, count(s), displacement(s), datatype); None for missing parts.
+    """Split an argument into (array, count(s), displacement(s), datatype). None for missing parts.
 
-    `pair` is the type, or types, of a pair (count, displacement); other sequences are counts.
+    `pair` is the type, or types, of a pair (count, displacement). Other sequences are counts.
     """
     if not isinstance(spec, (list, tuple)):
         return spec, None, None, None
@@ -261,9 +265,9 @@ def _check_fits(count: int, offset: int, memory: MemoryView, name: str, what: st
 
 
 def _bytes_before(memory: MemoryView) -> int:
-    """Bytes that an array's memory has before its first element: those of the array of which it is a part.
+    """Bytes before an array's first element that belong to the array of which it is a part.
 
-    Negative displacements and lower bounds reach them, as behind a pointer to the middle of an array in C.
+    Negative displacements and lower bounds reach them, like a pointer to the middle of an array in C.
     """
     whole = memory.owner
     while isinstance(whole, np.ndarray) and isinstance(whole.base, np.ndarray):

@@ -12,7 +12,10 @@ from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, Un
 
 
 class ElementType(NamedTuple):
-    """Layout of one element: `itemsize` bytes packed; in memory bytes [low, high), and the next one at `extent`."""
+    """Layout of one element: `itemsize` bytes packed.
+
+    In memory bytes [low, high), and the next element at `extent`.
+    """
 
     dtype: np.dtype[Any] | None
     datatype: MPI.Datatype | None
@@ -33,7 +36,7 @@ PAIRS = {
 }
 """MPI's pair types by name: types of value and location.
 
-MPI pads some of them in memory, like a C struct, but never on the wire; their NumPy dtype here is the packed one.
+MPI pads some of them in memory, like a C struct, but never on the wire. This table has their packed NumPy dtype.
 """
 
 _ML_DTYPES = frozenset(
@@ -51,11 +54,12 @@ dense_elements: dict[np.dtype[Any], ElementType] = {}
 
 
 def shape_and_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Validate shape and dtype of an array to be allocated; return a tuple of lengths and a NumPy dtype."""
+    """Validate shape and dtype of an array to be allocated. Return a tuple of lengths and a NumPy dtype."""
     try:
         element = np.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise InvalidType(MPI.ERR_TYPE, f"dtype: {error}") from None
+    # references would be sent as addresses, and subarrays change the shape
     if element.hasobject or not element.itemsize or element.subdtype is not None:
         message = f"dtype: expected elements of one known size, without references, found {element}"
         raise InvalidType(MPI.ERR_TYPE, message)
@@ -82,7 +86,7 @@ def kind(dtype: np.dtype[Any]) -> str:
 
 
 def element_of(datatype: MPI.Datatype, name: str = "datatype") -> ElementType:
-    """Element type of a predefined or derived MPI datatype; error if it is null or missing in this MPI.
+    """Element type of a predefined or derived MPI datatype. Error if it is null or missing in this MPI.
 
     >>> element_of(MPI.FLOAT).dtype
     dtype('float32')
@@ -138,7 +142,7 @@ def _of_derived(datatype: MPI.Datatype, name: str) -> ElementType:
 
 
 def element_of_code(code: object, name: str) -> ElementType:
-    """Element type of a typecode or a buffer's format string: 'f', 'i8', 'Zd'; UnknownDatatype if it names none."""
+    """Element type of a typecode or a buffer's format string: 'f', 'i8', 'Zd'. UnknownDatatype if it names none."""
     element = _elements_by_code.get(code) if isinstance(code, str) else None
     if element is not None:
         return element
@@ -151,7 +155,7 @@ def element_of_code(code: object, name: str) -> ElementType:
 
 
 def element_of_format(form: str, name: str) -> ElementType:
-    """Element type of a buffer-protocol format string; UnknownDatatype if in foreign byte order."""
+    """Element type of a buffer-protocol format string. UnknownDatatype if in foreign byte order."""
     native, foreign = "<>" if np.little_endian else "><"
     if form[:1] == foreign:
         raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: elements {form!r} are not in native byte order; convert a copy")
@@ -159,7 +163,10 @@ def element_of_format(form: str, name: str) -> ElementType:
 
 
 def element_of_dtype(dtype: np.dtype[Any], name: str) -> ElementType:
-    """Element type of a numeric, bool or one-character NumPy dtype, or of one laid out like an MPI pair; else error."""
+    """Element type of a numeric, bool or one-character NumPy dtype, or of one laid out like an MPI pair.
+
+    Otherwise error.
+    """
     element = _elements_by_dtype.get(dtype)
     if element is not None:
         return element
@@ -178,6 +185,7 @@ def _new_dtype(dtype: np.dtype[Any], name: str) -> ElementType:
     if not dtype.isnative:
         hint = "convert with x.astype(x.dtype.newbyteorder('='))"
         raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: dtype {dtype.str!r} is not in native byte order; {hint}")
+    # NumPy's codes may name an MPI type of another size on this platform
     if dtype.kind in "biufc" or dtype.str[1:] in ("S1", "U1"):
         try:
             datatype = MPI.Datatype.fromcode(dtype.char)

@@ -12,15 +12,15 @@ from collectives.buffers.memory import cuda_interface
 from collectives.types import Wait
 
 _LEGACY = 1
-"""Number of CUDA's default stream in DLPack and the CUDA array interface; CuPy's is 0."""
+"""Number of CUDA's default stream in DLPack and the CUDA array interface. CuPy's is 0."""
 
 
 class DeviceMemory:
     """Access to the CUDA device of an array through CuPy: allocations, views, and copies in the order of its stream.
 
-    Neither the host nor the stream waits for other streams, except for those of the arrays given to `follow`. `number`
-    is the device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last
-    `mark`.
+    Neither the host nor the stream waits for other streams, except for the streams of arrays given to `follow`.
+    `number` is the device's, `namespace` the array library, with NumPy's names. `ended` waits for the work before the
+    last `mark`.
     """
 
     __slots__ = ("_cuda", "_device", "_event", "_others", "_stream", "ended", "namespace", "number")
@@ -87,7 +87,7 @@ class DeviceMemory:
             return bool(self._stream.done and (self._stream.ptr in (0, _LEGACY) or self._cuda.Stream.null.done))
 
     def wait_for(self, event: int) -> None:
-        """Let later work on the stream wait for the latest record of an event, which is given by CUDA's number."""
+        """Let later work on the stream wait for the latest record of an event. CUDA's number identifies the event."""
         with self._device:
             self._cuda.runtime.streamWaitEvent(self._stream.ptr, event)
 
@@ -106,11 +106,11 @@ class DeviceMemory:
         return self._cuda.ExternalStream(pointer)
 
     def mark(self) -> None:
-        """Record an event after the work that is now on the stream; `ended` waits for it."""
-        self.record(self._event)  # on this device, as stream 0 is that of the current one
+        """Record an event after the work that is now on the stream. `ended` waits for it."""
+        self.record(self._event)  # on this device, since stream 0 belongs to the current device
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        """Factory of contexts in which any thread uses this device and the CuPy stream that is current here and now."""
+        """Factory of contexts in which any thread uses this device and the caller's current CuPy stream."""
         with self._device:
             stream = self._cuda.get_current_stream()
 
@@ -122,7 +122,7 @@ class DeviceMemory:
         return captured
 
     def launch(self, kernels: Sequence[Callable[[int], object]], event: Any = None) -> None:
-        """Put kernels on `follow`'s latest stream, whose number each of them is called with; then record an event."""
+        """Call each of `kernels` with the number of `follow`'s latest stream, to launch on it. Then record an event."""
         with self._device:
             for put in kernels:
                 put(self._stream.ptr)
@@ -143,7 +143,7 @@ class DeviceMemory:
             return self.namespace.empty(count, dtype)
 
     def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
-        """One-dimensional CuPy array over device memory; the caller keeps the memory alive."""
+        """One-dimensional CuPy array over device memory. The caller keeps the memory alive."""
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return self.empty(0, dtype)

@@ -1,7 +1,7 @@
 """Reader of DLPack capsules: address, shape and dtype of the memory, without taking ownership.
 
-NumPy's reader knows neither bfloat16 nor devices; mpi4py's reports unknown types as bytes. The structures are those of
-dlpack.h, version 1.1; version 0 lacks the leading fields.
+NumPy's reader knows neither bfloat16 nor devices. mpi4py's reports unknown types as bytes. The structures follow
+dlpack.h, version 1.1. Version 0 lacks the leading fields.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class DLPackTensor(NamedTuple):
 
     address: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None  #: in elements; None means C order
+    strides: tuple[int, ...] | None  #: in elements, None: C order
     dtype: np.dtype[Any] | None  #: None where NumPy and ml_dtypes have none
     itemsize: int
     device_type: int
@@ -84,7 +84,7 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 
 def read(obj: Any) -> DLPackTensor:
-    """Describe the memory of an object with ``__dlpack__``; BufferError if that needs a copy or an unknown version."""
+    """Describe the memory of an object with ``__dlpack__``. BufferError if that needs a copy or an unknown version."""
     device_type, _ = obj.__dlpack_device__()
     device_type = int(device_type)
     stream = {} if device_type == CPU else {"stream": -1}  # the caller orders its streams itself

@@ -29,7 +29,7 @@ InPlace = type(MPI.IN_PLACE)
 
 
 def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryView:
-    """Describe contiguous memory, on host or device; elements are of `datatype`, or inferred if that is None."""
+    """Describe contiguous memory, on host or device. Elements are of `datatype`, or inferred if that is None."""
     if obj is None or obj is MPI.BOTTOM:
         if datatype is None:
             raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: MPI.BOTTOM or None as the array needs an explicit datatype")
@@ -90,6 +90,7 @@ def _element_or_code(datatype: object, name: str) -> ElementType:
 def _cuda_array(
     obj: Any, interface: dict[str, Any], element: ElementType | None, name: str, writable: bool
 ) -> MemoryView:
+    # the interface has no code for bfloat16, but the array's own dtype has it
     dtype = getattr(obj, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(interface["typestr"])
@@ -150,6 +151,7 @@ def _dlpack(obj: Any, element: ElementType | None, name: str, writable: bool) ->
             raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: elements of {type(obj).__name__!r} have no MPI datatype")
         element = element_of_dtype(tensor.dtype, name)
     nbytes = prod(tensor.shape) * tensor.itemsize
+    # the capsule owns host memory, the array device memory
     owner = (obj, tensor.capsule) if tensor.host else obj
     return MemoryView(tensor.address, nbytes, element, tensor.readonly, not tensor.host, owner)
 
@@ -182,7 +184,7 @@ def _read_only(name: str, what: str) -> InvalidBuffer:
 
 
 def view(address: int, count: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """One-dimensional array over `count` elements of host memory; the caller keeps the memory alive.
+    """One-dimensional array over `count` elements of host memory. The caller keeps the memory alive.
 
     >>> x = np.arange(4, dtype="i4")
     >>> view(MPI.Get_address(x) + 4, 2, x.dtype).tolist()

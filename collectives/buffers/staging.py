@@ -1,6 +1,6 @@
 """Staging of device and non-contiguous arguments: a collective works on copies in contiguous host memory.
 
-`load` copies the user's elements to `host`, a vector of bytes, before the collective; `store` copies them back
+`load` copies the user's elements to `host`, a vector of bytes, before the collective. `store` copies them back
 afterwards. In between only `host` is accessed. `loading` and `storing` are the same as calls and waits, so that a
 non-blocking collective can progress while a device copies.
 
@@ -30,10 +30,10 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.types import Wait
 
 MOST_RUNS, RUN_BYTES, RUN_SPAN = 1024, 1 << 16, 1 << 20
-"""Most runs of bytes of a buffer that are copied one by one, and most bytes in and between them; MPI packs others."""
+"""Most runs of bytes of a buffer that are copied one by one, and most bytes in and between them. MPI packs others."""
 
 Calls = Sequence[Callable[[], object] | Wait]
-"""Calls and waits in order; a `Wait` may be tested until it is complete instead."""
+"""Calls and waits in order. A `Wait` may be tested until it is complete instead."""
 
 
 class Staging:
@@ -46,7 +46,7 @@ class Staging:
         displacements, with undefined bytes between them. All others are packed, block after block, so that the
         displacements of a v-form become the running sum of its counts.
     loading, storing : sequence of calls and waits
-        The steps of `load` and `store`; empty if the collective only writes, or only reads, the argument.
+        The steps of `load` and `store`. Empty if the collective only writes, or only reads, the argument.
     """
 
     __slots__ = ("_loads", "_stores", "host")
@@ -71,18 +71,18 @@ class Staging:
         raise NotImplementedError
 
     def load(self) -> None:
-        """Copy the user's memory to `host`, on a device in stream order; no-op if the collective only writes to it."""
+        """Copy the user's memory to `host`, on a device in stream order. No-op if the collective only writes to it."""
         _run(self.loading)
 
     def store(self) -> None:
-        """Copy `host` to the user's memory, on a device in stream order; no-op if the collective only reads from it.
+        """Copy `host` to the user's memory, on a device in stream order. No-op if the collective only reads from it.
 
         Gaps between elements stay unchanged.
         """
         _run(self.storing)
 
     def free(self) -> None:
-        """Free MPI resources; also happens when the object is collected."""
+        """Free MPI resources. Also happens when the object is collected."""
 
 
 def _run(calls: Calls) -> None:
@@ -102,7 +102,7 @@ class PackedStaging(Staging):
     """Staging of host memory whose elements have gaps or another order, by MPI's Pack and Unpack.
 
     One datatype covers the whole argument, blocks and all, so loading and storing are one call each. Its extent is one
-    byte, whatever it spans: mpi4py divides the memory it is given by the extent.
+    byte, independent of its span: mpi4py divides the memory it is given by the extent.
     """
 
     __slots__ = ("_at", "_keep", "_span", "_whole")
@@ -136,17 +136,17 @@ class PackedStaging(Staging):
         self._whole.Unpack(self.host, 0, self._at, MPI.COMM_SELF)
 
     def loading_from(self, memory: np.ndarray) -> Callable[[], object]:
-        """Load step for such a buffer that begins at another address, that of `memory`."""
+        """Load step for the same buffer layout at the address of `memory`."""
         return partial(self._whole.Pack, _at_address(memory), self.host, 0, MPI.COMM_SELF)
 
     def storing_to(self, memory: np.ndarray) -> Callable[[], object]:
-        """Store step for such a buffer that begins at another address, that of `memory`."""
+        """Store step for the same buffer layout at the address of `memory`."""
         return partial(self._whole.Unpack, self.host, 0, _at_address(memory), MPI.COMM_SELF)
 
     def runs(self) -> list[tuple[int, int]] | None:
-        """Offsets from the buffer's address, and lengths, of the runs of bytes that are packed; None if too many.
+        """Offsets from the buffer's address, and lengths, of the runs of bytes that are packed. None if too many.
 
-        MPI packs the positions of all bytes, a digit at a time: so it tells the layout of any datatype.
+        MPI packs the positions of all bytes, a digit at a time. This shows the layout of any datatype.
         """
         low, high = self._span
         if self.host.nbytes > RUN_BYTES or high - low > RUN_SPAN:
@@ -180,7 +180,7 @@ class OwnedDatatype(MPI.Datatype):
 
 
 def with_own_datatype(buffer: Buffer | None) -> Buffer | None:
-    """Buffer with a duplicate of its derived datatype, so that the user may free the original; else unchanged."""
+    """Buffer with a duplicate of its derived datatype, so that the user may free the original. Otherwise unchanged."""
     if buffer is None or buffer.datatype is None or buffer.datatype.is_predefined:
         return buffer
     return replace(buffer, datatype=OwnedDatatype(buffer.datatype.Dup()))
@@ -189,8 +189,8 @@ def with_own_datatype(buffer: Buffer | None) -> Buffer | None:
 class DeviceStaging(Staging):
     """Staging of device memory through pinned host memory, in the order of the array's CUDA stream.
 
-    Consecutive blocks are one copy. Elements with gaps are packed on the host, from a copy of all that they span;
-    storing them fetches the span again, so that the gaps come back unchanged. Pinned memory is freed with this object.
+    Consecutive blocks are one copy. Elements with gaps are packed on the host, from a copy of all that they span.
+    Storing them fetches the span again, so that the gaps come back unchanged. Pinned memory is freed with this object.
     """
 
     __slots__ = ("_address", "_device", "_mirror", "_owner", "_packed", "_runs")
@@ -239,7 +239,7 @@ class DeviceStaging(Staging):
 
 
 def _runs(buffer: Buffer) -> list[tuple[int, int]]:
-    """Contiguous byte ranges (offset, length) of a buffer's blocks; adjacent blocks are one range."""
+    """Contiguous byte ranges (offset, length) of a buffer's blocks. Adjacent blocks are one range."""
     if buffer.counts is None or buffer.displs is None:
         return [(0, buffer.nbytes)]
     runs: list[tuple[int, int]] = []

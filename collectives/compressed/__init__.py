@@ -1,7 +1,7 @@
 """Collectives with compressed messages, and the error that the encoding causes.
 
 A codec encodes numbers as bytes. The collective decides how often that happens along the path, and so how large the
-error becomes; eps is the error of one encoding, p the number of ranks:
+error becomes. eps is the error of one encoding, p the number of ranks:
 
     collective     what is encoded                                     error of a sum        bytes sent
     two_shot       every rank's terms, then the sums                   sqrt(2) eps           2 (p-1)/p n'
@@ -11,10 +11,10 @@ error becomes; eps is the error of one encoding, p the number of ranks:
                    of integers are exact, in any order
     alltoall       blocks for other ranks                              eps                   (p-1)/p n'
 
-A step is that of the shared scale, given by the largest element of all ranks. n' are the bytes of an encoded vector,
-n'' those of a vector of integers wide enough for the sum, and k nodes. The errors are relative to that of a single
-rank's terms when errors are independent: sums of p terms of size 1 are of size sqrt(p), and so is the error of adding
-p encoded terms; docs/guide/compression.md derives them.
+A step is the step of the shared scale, given by the largest element of all ranks. n' is the number of bytes of an
+encoded vector, n'' of a vector of integers wide enough for the sum. k is the number of nodes. The errors are relative
+to the error of one rank's terms if errors are independent: sums of p terms of size 1 are of size sqrt(p), and so is
+the error of adding p encoded terms. docs/guide/compression.md derives them.
 
 Every collective is a generator that yields requests to wait for, so that the caller may compute meanwhile:
 

@@ -1,4 +1,4 @@
-"""Base of compressed collectives, which are bound to vectors of one length."""
+"""Base of compressed collectives. Each is bound to vectors of one length."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,15 @@ from quant.kernels import array_namespace
 Motion = Iterator[list[Request]]
 """A collective in progress: yields lists of requests to wait for.
 
-Flat collectives yield equally often on all ranks; leaders of nodes (`HierarchicalAllreduce`) more often than others."""
+Flat collectives yield equally often on all ranks. Leaders of nodes (`HierarchicalAllreduce`) more often than
+others."""
 
 
 def module_of(like: Any) -> ModuleType:
-    """Module of the arrays of a collective: NumPy for None, else CuPy, which `like` is, or is an array of."""
+    """Module of the arrays of a collective: NumPy for None, otherwise CuPy.
+
+    `like` is the module or one of its arrays.
+    """
     return np if like is None else like if isinstance(like, ModuleType) else array_namespace(like)
 
 
@@ -33,7 +37,7 @@ IN_FLIGHT = 2
 
 
 def staggered(motions: Iterable[Motion]) -> Motion:
-    """Interleave collectives so that one computes while messages of others are in flight; yield requests to wait for.
+    """Interleave collectives so that one computes while messages of others are in flight. Yield requests to wait for.
 
     The order of progress is fixed and does not depend on time, so all ranks start their messages in the same order.
     At most `IN_FLIGHT` collectives have messages in flight at a time.
@@ -49,7 +53,7 @@ def staggered(motions: Iterable[Motion]) -> Motion:
 
 
 class BoundCollective:
-    """Base of collectives bound to one vector length, used many times, and closed; `with` closes only on success."""
+    """Base of collectives bound to one vector length, used many times, and closed. `with` closes only on success."""
 
     def close(self) -> None:
         """Free the MPI requests and communicators that this object created. Collective."""

@@ -10,11 +10,11 @@ from quant.types import Array
 
 
 class Codec(Protocol):
-    """Protocol of codecs, which encode float32 vectors as bytes and decode them.
+    """Protocol of codecs: encode float32 vectors as bytes and decode them.
 
     `block` elements are encoded together: parts of a vector are whole blocks, except for the last one. A codec that
     encodes differently by position also has ``within(start, count)``, the codec of `count` elements from the block
-    boundary `start` on; any of them decodes. Vectors and bytes are both of NumPy, or both of CuPy.
+    boundary `start` on. Any of them decodes. Vectors and bytes are both of NumPy, or both of CuPy.
     """
 
     block: int
@@ -23,7 +23,7 @@ class Codec(Protocol):
         """Size in bytes of `count` encoded elements, independent of their values."""
 
     def encode(self, x: Array, wire: Array) -> None:
-        """Encode x into the bytes `wire`; blocks with a non-finite element decode to non-finite elements only."""
+        """Encode x into the bytes `wire`. Blocks with a non-finite element decode to non-finite elements only."""
 
     def decode(self, wire: Array, out: Array) -> None:
         """Decode the bytes `wire` into the elements `out`."""
@@ -33,7 +33,7 @@ class Codec(Protocol):
 
 
 def required_codec(codec: Codec) -> Codec:
-    """Return the codec; raise TypeError for anything else, such as a number of bits or a `QuantSpec`."""
+    """Return the codec. Raise TypeError for anything else, such as a number of bits or a `QuantSpec`."""
     if not all(hasattr(codec, name) for name in ("block", "nbytes", "encode", "decode", "add")):
         raise TypeError(f"codec: expected a codec such as QuantCodec(spec), found {codec!r}")
     return codec
@@ -45,7 +45,7 @@ def within(codec: Codec, start: int, count: int) -> Codec:
 
 
 def encode_part(codec: Codec, part: Array, wire: Array, lost: Array | None, scratch: Array) -> None:
-    """Encode `part` into the bytes `wire`, and store the encoding error in `lost` (if not None; may be `part`)."""
+    """Encode `part` into the bytes `wire`. Store the encoding error in `lost` (may be None, or `part`)."""
     codec.encode(part, wire)
     if lost is not None:
         decoded = scratch[: len(part)]
@@ -54,7 +54,7 @@ def encode_part(codec: Codec, part: Array, wire: Array, lost: Array | None, scra
 
 
 class QuantCodec:
-    """Codec that quantises with `quant`; groups with a non-finite element become NaN (ValueError if scales have none).
+    """Codec that quantises with `quant`. Groups with a non-finite element become NaN (ValueError if scales have none).
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class QuantCodec:
     seed : int, optional
         Required for stochastic rounding, and different on every rank, such as ``comm.Get_rank()``: with equal seeds
         the rounding errors of ranks would add up rather than cancel out. Every encoded vector has random numbers of
-        its own, never those of another seed.
+        its own, never the numbers of another seed.
     """
 
     def __init__(self, spec: QuantSpec, norm: Callable[[Array], Array] | None = None, seed: int | None = None):

@@ -22,7 +22,7 @@ LENGTHS = (1 << 14, 1 << 18)
 """Elements of the sums that the cost is fitted to: 64 KiB and 1 MiB."""
 
 TIMES = 5
-"""Repetitions of each measurement; the median counts."""
+"""Repetitions of each measurement. The median counts."""
 
 SAMPLE = 1 << 18
 """Most elements that kernels are timed with, and scaled from."""
@@ -66,7 +66,7 @@ def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
 
 
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
-    """Ranks per core on the most crowded node, at least 1; its cores are all that any of its ranks may use.
+    """Ranks per core on the most crowded node, at least 1. Its cores are all that any of its ranks may use.
 
     `nodes` and `cores` have the node of each rank, and the cores that it may use.
 
@@ -80,7 +80,7 @@ def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
 
 
 def fitted(comm: Communicator) -> LinearCost:
-    """Cost of an uncompressed allreduce by bytes, fitted to times at two lengths. Collective; moves about 12 MiB."""
+    """Cost of an uncompressed allreduce by bytes, fitted to times at two lengths. Collective. Moves about 12 MiB."""
     seconds = []
     for length in LENGTHS:
         x = comm.zeros(length, np.float32)
@@ -96,11 +96,11 @@ def forecast(
 ) -> CompressionForecast:
     """Predict times of allreduces of `count` float32 elements, plain and compressed, from measurements. Collective.
 
-    Two-shot; on a `crowded` communicator one rank of each node compresses the node's sum (`HierarchicalAllreduce`), and
-    the sums within nodes are measured and count as messages.
+    Assumes the two-shot algorithm. On a `crowded` communicator one rank of each node compresses the node's sum
+    (`HierarchicalAllreduce`), and the sums within nodes are measured and count as messages.
 
-    The codec's kernels are timed on noise, and slower where ranks share cores. `wire` is a result of `fitted`. With
-    `feedback` the kernels include error feedback: decoding the encoded vector, and a subtraction.
+    The codec's kernels are timed on noise, and assumed slower where ranks share cores. `wire` is a result of `fitted`.
+    With `feedback` the kernels include error feedback: decoding the encoded vector, and a subtraction.
     """
     wire = wire or fitted(comm)
     inside = _within_nodes(comm) if crowded(comm) else LinearCost(0.0, 0.0)

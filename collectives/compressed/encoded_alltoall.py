@@ -14,7 +14,7 @@ from quant.types import Array
 
 
 class EncodedAlltoall(BoundCollective):
-    """All-to-all in which blocks for other ranks are encoded once; a rank's block for itself is copied unencoded.
+    """All-to-all in which blocks for other ranks are encoded once. A rank's block for itself is copied unencoded.
 
     p-1 messages from and to each rank. Creation is collective.
 
@@ -22,7 +22,7 @@ class EncodedAlltoall(BoundCollective):
     ----------
     comm : Communicator
     sent, received : int or sequence of int
-        Elements for each rank, and from each; one number holds for all ranks. What r sends to s must be what s
+        Elements for each rank, and from each. One number holds for all ranks. What r sends to s must be what s
         receives from r. Stored as `VectorPartition`.
     codec : Codec
     like : module or array, optional
@@ -58,7 +58,7 @@ class EncodedAlltoall(BoundCollective):
         self._exchange = comm.Alltoallv_init(*messages)
 
     def alltoall(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
-        """Send block s of x to rank s, store blocks received in `out` in rank order; yield requests to wait for.
+        """Send block s of x to rank s, store blocks received in `out` in rank order. Yield requests to wait for.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class EncodedAlltoall(BoundCollective):
         out : float32 array of ``received.elements`` elements
             May be x if both are divided equally.
         lost : float32 array like x, optional
-            Receives the encoding error of x; may be x, unless `out` is.
+            Receives the encoding error of x. May be x, unless `out` is.
         """
         self.received.of_vector(out, self.rank)[...] = self.sent.of_vector(x, self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank]

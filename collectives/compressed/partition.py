@@ -30,7 +30,7 @@ class VectorPartition(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], nbytes: Callable[[int], int]) -> VectorPartition:
-        """Partition into parts of these lengths in elements; `nbytes` maps a length to its encoded bytes."""
+        """Partition into parts of these lengths in elements. `nbytes` maps a length to its encoded bytes."""
         sizes = [nbytes(length) for length in lengths]
         room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         starts, places = (tuple(accumulate(each[:-1], initial=0)) for each in (lengths, room))
@@ -64,7 +64,7 @@ class VectorPartition(NamedTuple):
 
 
 def checked(name: str, lengths: Sequence[int], ranks: int) -> Sequence[int]:
-    """Lengths of the ranks' parts as int; ValueError unless there is one for each rank, none negative.
+    """Lengths of the ranks' parts as int. ValueError unless there is one for each rank, none negative.
 
     TypeError for numbers that are no integers. NumPy's narrow integers would wrap around in sums.
     """

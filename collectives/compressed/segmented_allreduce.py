@@ -1,4 +1,4 @@
-"""Compressed allreduces by segments, which overlap encoding with messages, and between the leaders of nodes only."""
+"""Compressed allreduces: by segments (encoding overlaps messages), and between the leaders of nodes only."""
 
 from typing import Any
 
@@ -16,15 +16,16 @@ SEGMENT = 1 << 17
 """Bytes of a message from rank to rank: shorter ones cost more to start than they hide."""
 
 MOST = 8
-"""Most segments: with so many an eighth of the encoding is not hidden."""
+"""Maximum number of segments: with this number an eighth of the encoding is not hidden."""
 
 
 class SegmentedAllreduce(BoundCollective):
     """Two-shot allreduce by segments: one is encoded or decoded while another's messages are in flight.
 
-    Groups that share a scale are not cut: with codes rounded to the nearest the digits are those of one segment.
-    By default as many `segments` as give messages of at least `SEGMENT` bytes, at most `MOST`. With ``like=cupy``
-    vectors are on a GPU, as in `FlatAllreduce`, by default in one segment: kernels end before a message has started.
+    Groups that share a scale are not cut: with rounding to nearest, the result equals the result of one segment.
+    By default the number of `segments` gives messages of at least `SEGMENT` bytes, and is at most `MOST`. With
+    ``like=cupy`` vectors are on a GPU (see `FlatAllreduce`), by default in one segment: kernels end before a message
+    starts.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class SegmentedAllreduce(BoundCollective):
         ]
 
     def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
-        """Sum all ranks' x into `out`, which may be x; `lost` as in `FlatAllreduce`; yield requests to wait for."""
+        """Sum all ranks' x into `out` (may be x). Yield requests to wait for. `FlatAllreduce` describes `lost`."""
 
         def part(vector: Array, number: int) -> Array:
             return self._cuts.of_vector(vector, number)
@@ -76,7 +77,7 @@ class HierarchicalAllreduce(BoundCollective):
         self._sum = self._node.empty(count, np.float32, like)
 
     def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
-        """Sum all ranks' x into `out`, which may be x; yield requests to wait for.
+        """Sum all ranks' x into `out` (may be x). Yield requests to wait for.
 
         `lost` receives the encoding error of the node's sum on its leader, and 0 on other ranks.
         """

@@ -21,7 +21,7 @@ class SharedScale(BoundCollective):
     ----------
     comm : Communicator
     count, bits, group : int
-        Elements of the vectors; bits of a term, 2 to 16; elements that share a scale.
+        Elements of the vectors. Bits of a term, 2 to 16. Elements that share a scale.
     like : module or array, optional
         The module ``cupy``, or one of its arrays: for vectors on a GPU.
     """
@@ -45,7 +45,7 @@ class SharedScale(BoundCollective):
         self._xp = module_of(like)
 
     def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
-        """Sum all ranks' x into `out`, x's encoding error in `lost` (either may be x); yield requests to wait for."""
+        """Sum all ranks' x into `out`, x's encoding error in `lost` (either may be x). Yield requests to wait for."""
         xp, (whole, tail) = self._xp, divmod(self.count, self.group)
         if whole:
             abs(x[: whole * self.group].reshape(whole, self.group)).max(axis=1, out=self._peaks[:whole])

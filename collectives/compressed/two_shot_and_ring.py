@@ -15,7 +15,7 @@ from quant.types import Array
 
 
 class FlatAllreduce(BoundCollective):
-    """Base of the two-shot and the ring allreduce of encoded vectors; all ranks get the same bits.
+    """Base of the two-shot and the ring allreduce of encoded vectors. All ranks get the same bits.
 
     Bound to one length, with all memory allocated. Creation is collective.
 
@@ -26,7 +26,7 @@ class FlatAllreduce(BoundCollective):
         Elements of the vectors.
     codec : Codec
     lengths : sequence of int, optional
-        Elements of each rank's part, the same on all ranks; by default whole blocks, as equal as possible. Stored as
+        Elements of each rank's part, the same on all ranks. By default whole blocks, as equal as possible. Stored as
         `parts`, a `VectorPartition`.
     like : module or array, optional
         The module ``cupy``, or one of its arrays: for vectors on a GPU.
@@ -51,21 +51,21 @@ class FlatAllreduce(BoundCollective):
         self._scratch = xp.empty(max(self.parts.lengths), np.float32)
 
     def reduce_scatter(self, x: Array, total: Array, lost: Array | None = None) -> Motion:
-        """Sum this rank's part of all ranks' x into `total`; yield requests to wait for.
+        """Sum this rank's part of all ranks' x into `total`. Yield requests to wait for.
 
         Parameters
         ----------
         x : float32 array of `count` elements
         total : float32 array of ``parts.lengths[rank]`` elements
         lost : float32 array of `count` elements, optional
-            Receives this rank's encoding error; may be x itself. The sum over ranks is what is missing from the total:
-            added to the next x, nothing is lost for good (error feedback; Karimireddy et al., "Error Feedback Fixes
-            SignSGD", ICML 2019).
+            Receives this rank's encoding error. May be x itself. Its sum over ranks is missing from the total. Add it
+            to the next x, so that no error stays (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD",
+            ICML 2019).
         """
         raise NotImplementedError
 
     def allgather(self, part: Array, out: Array, lost: Array | None = None) -> Motion:
-        """Encode `part`, gather the decoded parts of all ranks in `out`, bitwise equal; yield requests to wait for.
+        """Encode `part`, gather the decoded parts of all ranks in `out`, bitwise equal. Yield requests to wait for.
 
         Parameters
         ----------
@@ -85,9 +85,9 @@ class FlatAllreduce(BoundCollective):
             lost -= self.parts.of_vector(out, self.rank)
 
     def allreduce(self, x: Array, out: Array, lost: Array | None = None) -> Motion:
-        """Sum all ranks' x into `out`, which may be x; yield requests to wait for.
+        """Sum all ranks' x into `out` (may be x). Yield requests to wait for.
 
-        This rank's part of `lost` includes the encoding error of the sum (error feedback at both ends, as in Tang et
+        This rank's part of `lost` includes the encoding error of the sum (error feedback at both ends: Tang et
         al., "DoubleSqueeze", ICML 2019).
         """
         yield from self.reduce_scatter(x, self._total, lost)
@@ -97,7 +97,7 @@ class FlatAllreduce(BoundCollective):
         self._gathering.Free()
 
     def _encode(self, rank: int, part: Array, wire: Array, lost: Array | None) -> None:
-        """Encode `part`, the part of `rank`, into the bytes `wire`; its encoding error goes to that part of `lost`."""
+        """Encode `part`, the part of `rank`, into the bytes `wire`. Its encoding error goes to that part of `lost`."""
         encode_part(self._codecs[rank], part, wire, self._part_of(lost, rank), self._scratch)
 
     def _part_of(self, vector: Array | None, rank: int) -> Array | None:
@@ -133,10 +133,10 @@ class TwoShotAllreduce(FlatAllreduce):
 
 
 class RingAllreduce(FlatAllreduce):
-    """Ring reduce-scatter, encoding the growing sum of part c anew at every hop from rank c+1 to c, then an allgather.
+    """Ring reduce-scatter, encoding the growing sum of part c again at every hop from rank c+1 to c, then an allgather.
 
-    Messages of a p-th of the encoded vector: p-1 in the reduce-scatter; those of the allgather depend on its algorithm.
-    A sum is encoded once at every rank on its path.
+    Messages of a p-th of the encoded vector: p-1 in the reduce-scatter. The number in the allgather depends on its
+    algorithm. A sum is encoded once at every rank on its path.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from collectives.schedule.steps import Chunks
 def even(elements: int, parts: int, grain: int = 1) -> tuple[int, ...]:
     """Lengths of `parts` nearly equal pieces of `elements` elements, all but the last in multiples of `grain`.
 
-    Longer pieces come first; the last takes the remainder of the grain as well. So large pieces start on cache lines.
+    Longer pieces come first. The last takes the remainder of the grain as well. So large pieces start on cache lines.
     With fewer than `parts * grain` elements the grain is ignored.
 
     >>> even(10, 4), even(2, 4)
@@ -39,7 +39,7 @@ class ChunkLayout(NamedTuple):
         return cls(tuple(lengths), tuple(accumulate(lengths[:-1], initial=0)) if lengths else ())
 
     def length(self, chunks: Chunks) -> int:
-        """Number of elements in `chunks`; scratch chunks count too."""
+        """Number of elements in `chunks`. Scratch chunks count too."""
         count = len(self.lengths)
         return sum(self.lengths[chunk % count] for part in chunks for chunk in part)
 
@@ -53,7 +53,7 @@ class MemorySpan(NamedTuple):
 
 
 def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
-    """Merge consecutive spans that are contiguous in memory; drop empty ones."""
+    """Merge consecutive spans that are contiguous in memory. Drop empty ones."""
     runs: list[MemorySpan] = []
     for place in places:
         if place.start == place.stop:

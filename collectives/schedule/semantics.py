@@ -1,12 +1,12 @@
 """Semantics of each collective as data: the chunks of every rank before, and the values it must hold after.
 
-A value is a tuple of terms in the order in which they were combined; a term ``(rank, chunk)`` is the
-input of `rank` in `chunk`. A broadcast value has one term, a sum over all ranks has p.
+A value is a tuple of terms in the order in which they were combined. A term ``(rank, chunk)`` is the input of `rank`
+in `chunk`. A broadcast value has one term, a sum over all ranks has p.
 
 A vector (broadcast, reduce, allreduce, scan) may be cut in any number of chunks. In collectives with a block per rank
-(scatter, gather, allgather, reduce-scatter) chunk r is the block of rank r; in alltoall, with a block per pair of
-ranks, chunk ``s * p + d`` travels from s to d. Cut in segments, a vector has chunks segment by segment, and a
-block ``b`` becomes the chunks from ``b * parts`` on.
+(scatter, gather, allgather, reduce-scatter) chunk r is the block of rank r. Alltoall has a block per pair of ranks:
+chunk ``s * p + d`` travels from s to d. Cut in segments, a vector has chunks segment by segment, and a block ``b``
+becomes the chunks from ``b * parts`` on.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,12 +27,12 @@ class Meaning(NamedTuple):
     after: Callable[[int, int, int, int], dict[int, Iterable[int]]]
     rooted: bool = False
     reduces: bool = False
-    synchronises: bool = False  # no rank may leave before all ranks have entered, as in a barrier
+    synchronises: bool = False  # a barrier: no rank may leave before all ranks have entered
     vector: bool = False  # one vector that may be cut anywhere, instead of blocks with owners
     pairs: bool = False  # a block per pair of ranks, instead of one per rank
 
     def blocks(self, size: int) -> int:
-        """Default number of blocks of the data on `size` ranks; an algorithm may cut a vector differently."""
+        """Default number of blocks of the data on `size` ranks. An algorithm may cut a vector differently."""
         return size * size if self.pairs else size
 
 
@@ -88,7 +88,7 @@ MEANINGS: dict[str, Meaning] = {
         vector=True,
     ),
 }
-"""Every collective by name; all packages use these names."""
+"""Every collective by name. All packages use these names."""
 
 
 def vector(collective: str, size: int, blocks: int) -> int:
@@ -103,7 +103,7 @@ def before(
 ) -> list[int]:
     """Numbers of the input chunks of `rank`, when every block is cut in `parts` chunks.
 
-    `blocks` is the number of blocks of a vector; for other collectives `Meaning.blocks` gives it.
+    `blocks` is the number of blocks of a vector. For other collectives `Meaning.blocks` gives it.
     """
     meaning = MEANINGS[collective]
     held = meaning.before(rank, size, root, blocks or meaning.blocks(size))
@@ -113,7 +113,10 @@ def before(
 def after(
     collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> dict[int, Value]:
-    """Required output of `rank`, chunk number -> terms to be combined, in rank order. Arguments as in `before`."""
+    """Required output of `rank`: chunk number -> terms to be combined, in rank order.
+
+    `before` describes the arguments.
+    """
     meaning = MEANINGS[collective]
     wanted = meaning.after(rank, size, root, blocks or meaning.blocks(size))
     return {

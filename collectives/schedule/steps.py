@@ -1,9 +1,9 @@
 """Schedule language: five kinds of steps on numbered chunks, grouped in rounds.
 
-An algorithm is a generator of rounds; a round is a list of steps. The messages of a round are concurrent: every
-`Send` reads and every receive completes before any local work; then `RecvReduce`, `Reduce` and `Copy` take effect in
-the order in which they are listed. A round ends for a rank when its own messages are complete; the ranks are not
-synchronised. Messages between two ranks match in the order in which they were sent, as in MPI.
+An algorithm is a generator of rounds. A round is a list of steps. The messages of a round are concurrent: every
+`Send` reads and every receive completes before any local work. Then `RecvReduce`, `Reduce` and `Copy` take effect in
+the order in which they are listed. A round ends for a rank when its own messages are complete. The ranks are not
+synchronised. Messages between two ranks match in the order in which they were sent (MPI's rule).
 
 A chunk is a number, never bytes: chunk ``c`` of ``C`` is the c-th part of the vector. Numbers from ``C`` on are
 scratch: chunk ``k * C + c`` lies in the k-th spare copy of the vector and is as long as chunk ``c``.
@@ -46,7 +46,7 @@ class RecvReduce(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Combine the chunks `source` into the chunks `target` of the same rank; `source` is the operand on `side`."""
+    """Combine the chunks `source` into the chunks `target` of the same rank. `source` is the operand on `side`."""
 
     source: Chunks
     target: Chunks
@@ -67,7 +67,7 @@ Schedule: TypeAlias = tuple[tuple[Step, ...], ...]
 """The rounds of one rank, as data."""
 
 NOTHING: Chunks = ()
-"""No chunks: an empty message, which synchronises only."""
+"""No chunks: an empty message, for synchronisation only."""
 
 
 def one(chunk: int) -> Chunks:
@@ -88,7 +88,7 @@ def cyclic(start: int, count: int, size: int) -> Chunks:
 
 
 def scattered(chunks: Iterable[int]) -> Chunks:
-    """Chunks with these numbers in this order; consecutive numbers are merged into ranges."""
+    """Chunks with these numbers in this order. Consecutive numbers are merged into ranges."""
     ranges: list[range] = []
     for chunk in chunks:
         if ranges and ranges[-1].stop == chunk:

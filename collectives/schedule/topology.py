@@ -4,11 +4,11 @@ from collections.abc import Hashable, Iterable
 from typing import TypeAlias
 
 Nodes: TypeAlias = tuple[int, ...]
-"""The node of every rank; rank 0 is on node 0. None stands for one shared node or an unknown placement."""
+"""The node of every rank. Rank 0 is on node 0. None: one shared node, or an unknown placement."""
 
 
 def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
-    """Node number of every rank from the ranks' node names; None if there is only one node.
+    """Node number of every rank from the ranks' node names. None if there is only one node.
 
     >>> numbered(["b", "a", "b"]), numbered([7, 7])
     ((0, 1, 0), None)

@@ -21,11 +21,12 @@ from collectives.schedule.steps import (
 def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
     """Reverse order and messages of a rank's rounds: scatter to gather or, when `reducing`, broadcast to reduce.
 
-    The result keeps rank order if every subtree is a range of ranks on one side of the sender, as in `mst`: an operand
-    from a higher rank is combined on the right. ValueError for steps other than `Send` and `Recv`.
+    The result keeps rank order if every subtree is a range of ranks on one side of the sender (`mst` is an example).
+    An operand from a higher rank is combined on the right. ValueError for steps other than `Send` and `Recv`.
     """
     for steps in reversed(list(rounds)):
         backwards: Round = []
+        # a round's messages are concurrent, but matching between two ranks follows their order
         for step in reversed(steps):
             match step:
                 case Recv(peer, chunks):
@@ -94,7 +95,7 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
 
 
 def _split_by_copy(chunks: range, count: int) -> Iterator[tuple[int, range]]:
-    """Split a range of chunk numbers by copies of the vector: (copy, range in it); copy 0 is the data itself."""
+    """Split a range of chunk numbers by copies of the vector: (copy, range in it). Copy 0 is the data itself."""
     for lap in range(chunks.start // count, -(-chunks.stop // count)):
         first = lap * count
         yield lap, range(max(chunks.start - first, 0), min(chunks.stop - first, count))

@@ -23,15 +23,16 @@ NETWORK_OVERHEAD = 0.25
 class Costs(NamedTuple):
     """Costs in seconds per message, byte and reduced byte, within a node (`shared`) and between nodes (`network`).
 
-    Reductions within a node are cheap on purpose: what a rank has just computed is slower to read for the others than
-    the data of the call, which the model does not know, so that sharing the computation gains less than its cost says.
+    Reductions within a node are cheap on purpose: a result that a rank has just computed is slower to read for other
+    ranks than the data of the call. The model does not represent this. So sharing the computation gains less than its
+    cost suggests.
     """
 
     shared: UniformNetwork = UniformNetwork(alpha=1.5e-6, beta=1 / 8.8e9, gamma=1 / 240e9, overhead=MESSAGE)
     network: UniformNetwork = UniformNetwork(2e-5, beta=1 / 1.25e9, gamma=1 / 20e9, overhead=2e-5 * NETWORK_OVERHEAD)
 
     def completed(self, others: Costs) -> Costs:
-        """These costs with `others` for wires that were not measured, which are as built in."""
+        """These costs, completed with `others` for interfaces that were not measured (built-in values)."""
         wires = zip(self, BUILT_IN, others, strict=True)
         return Costs(*(other if wire == built_in else wire for wire, built_in, other in wires))
 

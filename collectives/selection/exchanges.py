@@ -16,7 +16,7 @@ MOST_RANKS = 16
 """Most ranks for whose schedules exchanges are counted: counting takes longer than a formula."""
 
 LONG_CALL = 1 << 18
-"""Smallest call, in bytes, to which the surcharge applies."""
+"""Smallest call, in bytes, that the surcharge applies to."""
 
 
 def exchange_seconds(collective: str, name: str, size: int, nbytes: int, wire: UniformNetwork) -> float:

@@ -1,17 +1,17 @@
 """Expected time of a call at the speeds that were measured when its communicator was created.
 
-The choice of an algorithm compares rounded costs, so that most launches on one machine choose alike, and leaves out
-costs that all algorithms have in common. The time of a call needs all of them:
+The choice of an algorithm compares rounded costs, so that most launches on one machine make the same choice. It leaves
+out costs that all algorithms have in common. The time of a call needs all of them:
 
 - Within a node ranks copy the bytes of messages themselves. If neither rank has another message in the round, each
-  copies half of it; a rank that sends and receives copies all that it receives. Out of place, a rank copies the blocks
+  copies half of it. A rank that sends and receives copies all that it receives. Out of place, a rank copies the blocks
   that it keeps.
-- Messages up to `ONE_COPY` are combined directly from the cell; longer ones are received first and then combined, which
-  reads them again.
-- Calls of up to the bytes of a network's burst are sent at its rate; longer ones at the lower rate, as one call after
+- Messages up to `ONE_COPY` are combined directly from the bounce buffer. Longer ones are received first and then
+  combined, so they are read again.
+- Calls of up to the bytes of a network's burst are sent at its rate. Longer ones at the lower rate, as one call after
   another finds the burst used up (`NetworkSpeed`).
 - Between emulated nodes that share cores, bytes take their time on the network or on the cores, whichever is longer.
-  If rank 0 waits for others, every rank must have been scheduled once, which takes as long as a barrier.
+  If rank 0 waits for others, every rank must have been scheduled once. That takes as long as a barrier.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ CROSSING = 0.15e-6
 """Extra seconds of a message if one of its ranks also sends or receives the other way."""
 
 MOST_RANKS = 16
-"""Largest number of ranks simulated; larger simulations are slow."""
+"""Largest number of ranks simulated. Larger simulations are slow."""
 
 LONGEST = 1 << 40
-"""Bytes up to which costs of messages are defined; no call is longer."""
+"""Bytes up to which costs of messages are defined. No call is longer."""
 
 
 class MeasuredSpeed(NamedTuple):
@@ -58,7 +58,7 @@ class MeasuredSpeed(NamedTuple):
 
 
 class TimedCall(NamedTuple):
-    """Arguments of a prediction: algorithm and segments, ranks, bytes as in `CallTraits`, and whether in place."""
+    """Arguments of a prediction: algorithm and segments, ranks, bytes (see `CallTraits`), and whether in place."""
 
     collective: str
     algorithm: str
@@ -76,7 +76,7 @@ class TimedCall(NamedTuple):
 
 
 def expected_seconds(call: TimedCall, nodes: Nodes | None, cores: int | None, speed: MeasuredSpeed) -> float | None:
-    """Seconds of a call with root 0; `nodes` and `cores` as of `Selector`.
+    """Seconds of a call with root 0. `Selector` describes `nodes` and `cores`.
 
     None if speeds were not measured, nodes have several ranks each, or one node has more than `MOST_RANKS` ranks or
     fewer cores than ranks.
@@ -88,8 +88,8 @@ def expected_seconds(call: TimedCall, nodes: Nodes | None, cores: int | None, sp
 
 
 def within_node(call: TimedCall, speed: MessageSpeed) -> float | None:
-    """Seconds of a call within a node whose ranks have a core each; None if its speed is unknown."""
-    cell = speed.write + speed.read  # seconds of a byte through a cell
+    """Seconds of a call within a node whose ranks have a core each. None if its speed is unknown."""
+    cell = speed.write + speed.read  # seconds of a byte through a bounce buffer
     byte = min(cell, speed.by_address)
     if not (0 < byte < inf and 0 < speed.round_trip < inf):
         return None
@@ -118,7 +118,7 @@ def _one_way(schedule: Schedule) -> bool:
 
 
 def kept_bytes(call: TimedCall, schedules: list[Schedule]) -> list[int]:
-    """Bytes of every rank's input that its result contains unchanged, which a call out of place must copy."""
+    """Bytes of every rank's input that its result contains unchanged. A call that is not in place must copy them."""
     if call.collective == "broadcast" or call.in_place:
         return [0] * call.size
     layout, blocks = call.layout, catalog.blocks(call.collective, call.algorithm, call.size)
@@ -134,10 +134,11 @@ def kept_bytes(call: TimedCall, schedules: list[Schedule]) -> list[int]:
 
 
 def between_nodes(call: TimedCall, speed: NetworkSpeed, cores: int | None) -> float | None:
-    """Seconds of a call between nodes of one rank, which share `cores` if they are emulated; None if unknown."""
+    """Seconds of a call between nodes of one rank each. Emulated nodes share `cores`. None if unknown."""
     if not (speed.message > 0 and speed.byte > 0):
         return None
     alpha, overhead = speed.message, speed.message * NETWORK_OVERHEAD
+    # the part of alpha that is core time is counted below, on the shared cores
     if cores is not None:
         alpha, overhead = (1 - NETWORK_WORK) * alpha, 0.0
     entry, work = catalog.find(call.collective, call.algorithm), total_work(call.collective, call.algorithm, call.size)

@@ -1,4 +1,4 @@
-"""Selection of algorithm and segments of a call: measured times, else the cost model; equal on all ranks.
+"""Selection of algorithm and segments of a call: measured times, otherwise the cost model. Equal on all ranks.
 
 It uses only what is equal on all ranks: the traits of the call, the number of ranks, their placement, a table that all
 ranks received from rank 0, and costs that all ranks measured together.
@@ -25,13 +25,13 @@ from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice
 from collectives.transport.node.mailbox import RENDEZVOUS_BYTES
 
 MOST_SEGMENTS = 64
-"""Limit of segments; each has messages of its own, which must be bound."""
+"""Limit of segments. Each segment has its own messages to bind."""
 
 TYPICAL_BLOCK = 1024
 """Assumed bytes of a block where ranks know only their own block's length."""
 
 SIMULATED_RANKS = 64
-"""Most ranks to simulate for an algorithm that uses the topology; larger clusters are represented by a part."""
+"""Most ranks to simulate for an algorithm that uses the topology. Larger clusters are represented by a part."""
 
 NATIVE_BYTES = 1 << 31
 """Bytes from which counts are too large for some MPIs."""
@@ -57,22 +57,22 @@ class CallTraits(NamedTuple):
     """Properties of a call that decide its algorithm, equal on all ranks."""
 
     collective: str  #: name in the catalogue
-    nbytes: int  #: of the whole vector, or of all blocks that one rank holds; ignored with `local_counts`
+    nbytes: int  #: of the whole vector, or of all blocks that one rank holds (ignored with `local_counts`)
     ordered: bool = False  #: the operation needs rank order
     local_counts: bool = False  #: ranks know only their own block's length
     native: bool = False  #: the MPI's own collective may be taken, if it was measured to be the fastest
     form: str = BLOCKING
     v_form: bool = False  #: blocks may have any length
-    shared: bool = False  #: all buffers are in shared memory; tables measure ordinary memory
+    shared: bool = False  #: all buffers are in shared memory (tables measure ordinary memory)
     in_place: bool = False  #: the shared buffers are used in place on all ranks
 
 
 class Selector:
     """Selector of ``algorithm="auto"`` for one communicator, with a cache of choices.
 
-    `nodes` is None if all ranks are on one node. `table` is the same on all ranks; without one the model decides, at
-    `costs`, which are the same on all ranks too. `cores`: those that all ranks share, of one node or of emulated nodes
-    of one rank each, if there are fewer than ranks. `shares_link`: all messages are copied from and to one GPU.
+    `nodes` is None if all ranks are on one node. `table` is the same on all ranks. Without one the model decides, at
+    `costs` (also the same on all ranks). `cores`: number of cores that all ranks share (one node, or emulated nodes
+    of one rank each), if less than the number of ranks. `shares_link`: all messages are copied from and to one GPU.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Selector:
     ) -> None:
         self.size, self.nodes, self.table = size, nodes, table
         self._mixed = None if nodes is None or uniform_network(nodes, BUILT_IN) else sample(nodes, SIMULATED_RANKS)
-        """Placement that predictions assume where not all edges are alike, else None."""
+        """Placement that predictions assume if not all edges are equal. Otherwise None."""
 
         self.cores = cores if size <= SIMULATED_RANKS and self._mixed is None else None
         self.shares_link = shares_link and size <= SIMULATED_RANKS
@@ -103,7 +103,7 @@ class Selector:
         bits on all ranks.
         """
         nbytes = TYPICAL_BLOCK * self.size if traits.local_counts else size_class(traits.nbytes)
-        if nbytes != traits.nbytes:
+        if nbytes != traits.nbytes:  # calls of a size class share one choice
             traits = traits._replace(nbytes=nbytes)
         decided = self._decided.get(traits)
         if decided is None:
@@ -123,7 +123,7 @@ class Selector:
         return self._reproducible if reorders else self.costs
 
     def _from_table(self, traits: CallTraits) -> Selection | None:
-        """Fastest suitable algorithm in the best rows of the timing table that have one; None if none has."""
+        """Fastest suitable algorithm in the best rows of the timing table that have one. None if none has."""
         if self.table is None:
             return None
         series = self.table.rows(traits.collective, traits.form, traits.v_form, self.size, self.nodes)
@@ -139,21 +139,21 @@ class Selector:
         return None
 
     def _is_suitable(self, choice: AlgorithmChoice, traits: CallTraits, exact: bool) -> bool:
-        """True if a measured algorithm can do the call; the catalogue may have changed since the measurement.
+        """True if a measured algorithm can do the call. The catalogue may have changed since the measurement.
 
-        `exact`: measured for just this form of call. Others do not include the exchange of counts.
+        `exact`: measured for exactly this form of call. Others do not include the exchange of counts.
         """
         if choice.algorithm == NATIVE:
             return exact and traits.native and not traits.local_counts and traits.nbytes < NATIVE_BYTES
-        entry = catalog.CATALOG[traits.collective].get(choice.algorithm)
+        entry = catalog.CATALOG[traits.collective].get(choice.algorithm)  # tables may be older
         if entry is None or (traits.local_counts and not exact and not entry.private):
             return False
         return choice.segments <= MOST_SEGMENTS and entry.alike and _fits(entry, traits.ordered, self.nodes)
 
     def _from_model(self, traits: CallTraits, adapt: Callable[[Costs], Costs] | None) -> Selection:
-        """Fastest suitable algorithm and segment count by the cost model; with local counts, of least latency.
+        """Fastest suitable algorithm and segment count by the cost model. With local counts, the one of least latency.
 
-        `adapt`, if any, changes the costs for the buffers of the call. The expected time is that at all measured costs.
+        `adapt`, if any, changes the costs for the buffers of the call. The expected time is at all measured costs.
         """
         deciding, measured = self._deciding_costs(traits), self.costs
         if adapt is not None:
@@ -162,7 +162,7 @@ class Selector:
         able = {name: entry for name, entry in entries if entry.alike and _fits(entry, traits.ordered, self.nodes)}
         if traits.local_counts or self._mixed is None:
             able = {name: entry for name, entry in able.items() if not entry.placed}
-        if traits.local_counts:
+        if traits.local_counts:  # without all lengths ranks cannot agree on a choice by size
             best = AlgorithmChoice(_least_latency(traits.collective, able, self.size, self._wire(deciding)))
         else:
             found: dict[AlgorithmChoice, float] = {}
@@ -187,7 +187,7 @@ class Selector:
         call = traits.collective, name, size, traits.nbytes
         if catalog.find(traits.collective, name).placed:
             return predict(*call, segments, nodes=self._mixed, costs=costs)
-        if self.shares_link:
+        if self.shares_link:  # one GPU carries all messages, so the busiest rank is not the limit
             return predict_on_shared_link(*call)
         wire = self._wire(costs)
         if self.cores is None:
@@ -201,7 +201,7 @@ class Selector:
 
 
 def catalog_name(collective: str) -> str:
-    """Name of a collective in the catalogue, which has no v-forms: ``scatter`` for ``scatterv``."""
+    """Name of a collective in the catalogue. The catalogue has no v-forms: ``scatter`` for ``scatterv``."""
     return _V_FORMS.get(collective, collective)
 
 
@@ -239,7 +239,7 @@ def forwards_data(collective: str, size: int) -> bool:
 
 
 def size_class(nbytes: int) -> int:
-    """Number of bytes rounded down to one of four classes per octave; calls of a class share one choice.
+    """Number of bytes rounded down to one of four classes per octave. Calls of a class share one choice.
 
     >>> [size_class(nbytes) for nbytes in (0, 7, 1000, 1024, 1300)]
     [0, 7, 896, 1024, 1280]
@@ -265,7 +265,7 @@ def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
 
 
 def _least_latency(collective: str, able: Mapping[str, catalog.Algorithm], size: int, wire: UniformNetwork) -> str:
-    """Name of the algorithm of least latency among those of least volume; latency counts twice unless `private`."""
+    """Name of the algorithm of least latency among those that send least. Latency counts twice unless `private`."""
     volumes = {name: catalog.evaluate(entry.volume, size) for name, entry in able.items()}
     latencies = {
         name: formula(collective, name, size, 0, 1, wire) * (1 if entry.private else 2)
@@ -299,10 +299,10 @@ def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) ->
 def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
     """Predicted seconds by the catalogue's formulas, for an algorithm that does not use the topology.
 
-    `nbytes` are those of the whole vector, or of all blocks that one rank holds; `wire` is the cost of every edge.
-    Of the messages that a rank has under way at once, all but one cost the overhead only.
-    Formulas of an algorithm that cuts the data itself count segments. In all others segments follow one another through
-    the busiest rank: each after the first costs its messages once more, and only the first waits for the whole path.
+    `nbytes`: bytes of the whole vector, or of all blocks that one rank holds. `wire` is the cost of every edge. Of the
+    messages that a rank has under way at once, all but one cost the overhead only. Formulas of an algorithm that cuts
+    the data itself count segments. In all others segments follow one another through the busiest rank: each after the
+    first costs its messages once more, and only the first waits for the whole path.
     """
     if size == 1:
         return 0.0
@@ -312,7 +312,7 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
     values = catalog.evaluate_all(formulas, size, segments if entry.cuts else 1)
     waited, moved, added, volume, combined, depth = values
     overhead = wire.alpha if wire.overhead is None else min(wire.alpha, wire.overhead)
-    at_once = waited - depth
+    at_once = waited - depth  # messages under way together pay the overhead, not alpha
     if not entry.cuts:
         waited += (segments - 1) * (waited * volume / moved if moved else waited)
         moved = volume + (moved - volume) / segments
@@ -335,11 +335,11 @@ def predict(
     Parameters
     ----------
     collective, algorithm : str
-        Names as in `algorithms`, except ``"native"``, which raises ValueError.
+        Names from `algorithms`. ``"native"`` raises ValueError.
     size, nbytes, segments : int
-        Ranks; bytes of the whole vector, or of all blocks that one rank holds; segments that these are cut into, or 1.
+        Ranks. Bytes of the whole vector, or of all blocks that one rank holds. Number of segments.
     nodes : tuple of int, optional
-        Node of each rank; None if all ranks are on one.
+        Node of each rank. None if all ranks are on one.
     costs : Costs
     """
     collective, segments = catalog_name(collective), segments or 1

@@ -1,13 +1,13 @@
 """Cost of a collective among more ranks than cores: the work of all ranks, divided by the cores.
 
-Where ranks take turns on the cores, a rank that waits costs nothing, but one that goes on must first be scheduled. It
+Ranks take turns on the cores. A waiting rank costs nothing, but it must be scheduled before it continues. It
 waits once for all messages that may be under way at the same time. Messages and reductions of different ranks rarely
-overlap, so their total counts, and segments bring no gain; a part of the critical path is added, since cores are idle
+overlap, so their total counts, and segments bring no gain. A part of the critical path is added, since cores are idle
 where only one rank has work. If rank 0 waits for others, all of them must have had a turn before it goes on. Data that
 exceeds the caches takes longer. The constants fit measurements of four ranks on two cores.
 
-Between emulated nodes, whose ranks share cores, each message and byte takes core time at both ends, which is a part of
-alpha and beta; the rest is waited for on the critical path.
+The ranks of emulated nodes share cores. Each message and byte takes core time at both ends, a part of alpha and
+beta. The rest is waiting time on the critical path.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from collectives.schedule.semantics import vector
 from collectives.schedule.steps import Chunks, RecvReduce, Reduce, Schedule, Send
 
 TURN = 16e-6
-"""Seconds until all ranks have had a turn, as of four ranks on two cores."""
+"""Seconds until all ranks have had a turn, measured with four ranks on two cores."""
 
 RESUME = 1.4e-6
 """Seconds of core time for a rank to go on after it waited for messages."""
@@ -42,12 +42,12 @@ CRITICAL = 0.25
 
 
 NETWORK_WORK, NETWORK_COPY = 0.55, 0.8e-9
-"""Core time of a message between nodes, as a share of alpha, and seconds of core time to move a byte; fit measurements
+"""Core time of a message between nodes, as a share of alpha, and seconds of core time to move a byte. Fit measurements
 of four nodes on two cores, over TCP."""
 
 
 class TotalWork(NamedTuple):
-    """Work of all ranks of a schedule: waits, those of rank 0, messages, vectors that they move and combine.
+    """Work of all ranks of a schedule: waits, waits of rank 0, messages, vectors moved and combined.
 
     `exchanged`: vectors that go both ways between two ranks in one round.
     """
@@ -62,7 +62,7 @@ class TotalWork(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def total_work(collective: str, name: str, size: int) -> TotalWork:
-    """Work of all ranks of an algorithm that does not use the topology; bytes as parts of the whole vector.
+    """Work of all ranks of an algorithm that does not use the topology. Bytes as parts of the whole vector.
 
     >>> total_work("allreduce", "recursive_doubling", 4)
     TotalWork(waits=8, of_first=2, messages=8, moved=8.0, combined=8.0, exchanged=8.0)
@@ -95,13 +95,13 @@ def _count(chunks: Chunks) -> int:
 
 
 def without_core_time(wire: UniformNetwork) -> UniformNetwork:
-    """Costs of a message between emulated nodes without its core time, which a small beta does not contain."""
+    """Costs of a message between emulated nodes without its core time. A small beta does not contain core time."""
     alpha, beta = (1 - NETWORK_WORK) * wire.alpha, max(wire.beta - NETWORK_COPY, min(wire.beta, NETWORK_COPY))
     return wire._replace(alpha=alpha, beta=beta, overhead=0.0)
 
 
 def core_time(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
-    """Core time of all messages between emulated nodes; `wire` as of `without_core_time`."""
+    """Core time of all messages between emulated nodes. `without_core_time` describes `wire`."""
     work = total_work(collective, name, size)
     per_message = wire.alpha * NETWORK_WORK / (1 - NETWORK_WORK)
     return per_message * work.messages * segments + NETWORK_COPY * work.moved * nbytes

@@ -1,7 +1,7 @@
 """File of a timing table, and its broadcast to all ranks.
 
 Files are per machine type and MPI library, in the user's cache directory. A file that cannot be used is reported and
-left unchanged; nothing in it can make a program fail.
+left unchanged. Nothing in it can make a program fail.
 """
 
 import json
@@ -27,7 +27,7 @@ FORMAT, VERSION = "chorus tuning", 1
 
 
 class TableError(ValueError):
-    """Error for a file without a usable timing table; the message gives the reason and, from `read`, the file."""
+    """Error for a file without a usable timing table. The message gives the reason and, from `read`, the file."""
 
 
 class DamagedTable(TableError):
@@ -82,7 +82,7 @@ def to_json(table: TimingTable) -> dict[str, Any]:
 
 
 def from_json(content: Any) -> TimingTable:
-    """Table from a file's parsed JSON; TableError if it is of another format, version, machine or MPI, or damaged."""
+    """Table from a file's parsed JSON. TableError if it is of another format, version, machine or MPI, or damaged."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise TableError("is no table of Chorus")
     if content.get("version") != VERSION:
@@ -123,7 +123,7 @@ def _positive(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(path: str | os.PathLike[str]) -> TimingTable:
-    """Read the timing table in a file; raise OSError or TableError if there is none that can be used here."""
+    """Read the timing table in a file. Raise OSError or TableError if none is usable on this machine."""
     try:
         return from_json(json.loads(Path(path).read_bytes()))
     except TableError as error:
@@ -150,8 +150,8 @@ def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> tuple[TimingTable | Non
     """Return on all ranks the timing table that `tuning` selects on rank 0, or None and why there is none. Collective.
 
     `tuning` of rank 0, the only one used: True for the user's default table, None or False for none, a path, or a
-    table; all ranks raise InvalidType for anything else. The error is that of a file that cannot be used, or of a path
-    without a file: for `warn_without_table`.
+    table. All ranks raise InvalidType for anything else. The error, for `warn_without_table`, describes an unusable
+    file or a path without a file.
     """
     found: TimingTable | Exception | None = comm.bcast(_table_or_error(tuning) if comm.Get_rank() == 0 else None)
     if isinstance(found, InvalidType):
@@ -173,6 +173,7 @@ def _table_or_error(tuning: Any) -> TimingTable | Exception | None:
     try:
         return read(default_path() if tuning is True else tuning)
     except (OSError, RuntimeError, TableError) as error:
+        # the default table may be absent, a path that the user gave may not
         return None if tuning is True and isinstance(error, FileNotFoundError) else error
 
 

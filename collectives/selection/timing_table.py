@@ -37,7 +37,7 @@ class AlgorithmChoice(NamedTuple):
 
 
 def parse(label: str) -> AlgorithmChoice:
-    """Parse an algorithm and its number of segments, such as ``chain x16``; ValueError unless that is 1 or more.
+    """Parse an algorithm and its number of segments, such as ``chain x16``. ValueError unless that is 1 or more.
 
     >>> parse("chain x16"), str(AlgorithmChoice("ring"))
     (AlgorithmChoice(algorithm='chain', segments=16), 'ring')
@@ -57,7 +57,7 @@ Rows: TypeAlias = Mapping[int, Row]
 
 
 class TimingKey(NamedTuple):
-    """Key of a series of measured times; `placement` as returned by `shape`."""
+    """Key of a series of measured times. `placement` as returned by `shape`."""
 
     collective: str
     form: str
@@ -103,7 +103,7 @@ class TimingTable(NamedTuple):
         return near[closest] if closest <= MAX_RANKS_RATIO else None
 
     def merged(self, other: TimingTable) -> TimingTable:
-        """Union of both tables; rows of `other` replace those of the same key and size, its costs replace all."""
+        """Union of both tables. Rows of `other` replace rows of the same key and size. Its costs replace all costs."""
         entries = dict(self.entries)
         for key, rows in other.entries.items():
             entries[key] = dict(sorted({**entries.get(key, {}), **rows}.items()))
@@ -140,6 +140,7 @@ def interpolate(rows: Rows, nbytes: int) -> dict[AlgorithmChoice, float]:
     if at == 0:
         return dict(rows[sizes[0]]) if MAX_SIZE_RATIO * nbytes >= sizes[0] or nbytes == 0 else {}
     low, high = sizes[at - 1], sizes[at]
+    # times grow by powers of the size (1 + n keeps empty messages defined)
     share = math.log((1 + nbytes) / (1 + low)) / math.log((1 + high) / (1 + low))
     return {
         choice: seconds ** (1 - share) * rows[high][choice] ** share

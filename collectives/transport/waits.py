@@ -16,11 +16,13 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument, InvalidType, Timeout
 
 YIELDS, FEW_YIELDS = 100, 10
-"""Yields of the core in one wait before it looks at the clock, and sleeps between polls if ranks share cores. The
-second number holds where they do not: polls between two yields take longer there."""
+"""Yields of the core in one wait before it checks the clock, and sleeps between polls if ranks share cores.
+
+The second number holds if they do not: then polls between two yields take longer.
+"""
 
 NAP = 2e-5
-"""Seconds of such a sleep; the kernel's timer adds about 50 us."""
+"""Seconds of such a sleep. The kernel's timer adds about 50 us."""
 
 LONG = 1.0
 """Seconds without progress after which a wait leaves the core to others, by naps between its polls."""
@@ -32,7 +34,7 @@ STALL = 0.25
 """Seconds from one call of `Awaited.stall` to the next."""
 
 LONGEST_NAP = 4e-3
-"""Seconds of such a nap; the first one is short, each other one twice as long as the one before."""
+"""Seconds of such a nap. The first one is short, each other one twice as long as the one before."""
 
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
 _cores_are_shared = False
@@ -53,7 +55,7 @@ WATCHED_PAUSES = 200
 """Pauses from one call of the `watchers` to the next."""
 
 watchers: list[Callable[[], object]] = []
-"""Functions that waits for other ranks call now and then; one that raises an error ends the wait."""
+"""Functions that waits for other ranks call now and then. One that raises an error ends the wait."""
 
 _pauses = 0
 
@@ -65,7 +67,7 @@ def call_watchers() -> None:
 
 
 def pause() -> None:
-    """Yield the core after an unsuccessful poll; `watchers` are called now and then."""
+    """Yield the core after an unsuccessful poll. `watchers` are called now and then."""
     global _pauses
     _pauses += 1
     if not _pauses % WATCHED_PAUSES:
@@ -98,10 +100,10 @@ class Awaited(Protocol):
         """Number that changes with its progress."""
 
     def stall(self, idle: float) -> None:
-        """Look at the other ranks after `idle` seconds without progress; an error that it raises ends the wait."""
+        """Look at the other ranks after `idle` seconds without progress. An error that it raises ends the wait."""
 
     def describe(self, subject: str) -> str:
-        """Sentence on what is waited for, with a subject and verb such as "rank 0 waited 5 s"."""
+        """Sentence that describes the wait, with a subject and verb such as "rank 0 waited 5 s"."""
 
 
 class Others:
@@ -120,7 +122,7 @@ class Others:
 
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
-    """Seconds of a time limit that a user has given; raises InvalidType or InvalidArgument."""
+    """Seconds of a time limit that a user has given. Raises InvalidType or InvalidArgument."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise InvalidType(MPI.ERR_ARG, f"{name}: expected seconds, or None for no limit, found {timeout!r}")
     seconds = float(timeout)
@@ -203,7 +205,7 @@ class Pauses:
         self._moved, self._next_stall = time.monotonic(), 0.0
 
     def pause(self, count: int = 1) -> None:
-        """Pause after an unsuccessful poll that has taken as long as `count` yields; raise Timeout if time is up."""
+        """Pause after an unsuccessful poll that has taken as long as `count` yields. Raise Timeout if time is up."""
         global _pauses
         _pauses += 1
         if not _pauses % WATCHED_PAUSES:

@@ -19,7 +19,8 @@ class Iovec(NamedTuple):
 class Piece(NamedTuple):
     """A contiguous range of bytes in a memory of a program. A message is a sequence of them, concatenated.
 
-    `address` is where the range is in programs that run on the memory they were bound to, as those of device memory.
+    `address` is the range's address in programs that run on the memory they were bound to, such as programs of device
+    memory.
     """
 
     nbytes: int
@@ -37,8 +38,8 @@ class BoundMessage(NamedTuple):
     Attributes
     ----------
     starts : that start the message, or are all of it
-    ends : that wait for its end, in a stream of their own; none if the end of `starts` is the end of the message
-    key : peer and direction of messages that run in order in one stream; None if they start together with others
+    ends : that wait for its end, in a stream of their own. None if the end of `starts` is the end of the message
+    key : peer and direction of messages that run in order in one stream. None if they start together with others
     read : waits until the receiver has read a message that was sent by its address
     """
 
@@ -58,16 +59,16 @@ class Combining(NamedTuple):
 class Wire(Protocol):
     """Interface of a transport: binds messages between this rank and its peers.
 
-    Messages between two ranks match in the order in which they start. A message is bound once and started any number of
-    times; it must be complete before it starts again. Subclasses whose ranks share no memory inherit the last methods
-    but `free`.
+    Messages between two ranks match in the order in which they start. A message is bound once and started any number
+    of times. It must be complete before it starts again. Subclasses whose ranks share no memory inherit the last
+    methods but `free`.
     """
 
     node: Any = None
-    """Mailboxes of the ranks of the node; None if there are none."""
+    """Mailboxes of the ranks of the node. None if there are none."""
 
     in_mailboxes: bool = False
-    """Messages use a channel of the node's mailboxes, on which one call at a time may run."""
+    """Messages use a channel of the node's mailboxes. One call at a time may run on a channel."""
 
     def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
         """Bind a send to `peer`. `stable`: the pieces do not change before the message is complete."""
@@ -76,14 +77,14 @@ class Wire(Protocol):
         """Bind a receive from `peer` into the pieces."""
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
-        """Bytes per part of a message of `nbytes` to or from `peer`; 0 for a single part, None without shared memory.
+        """Bytes per part of a message of `nbytes` to or from `peer`. 0 for a single part, None without shared memory.
 
         Incoming parts are reduced by `combine`, directly from the sender's memory.
         """
         return None
 
     def segment_size(self, nbytes: int, usual: int) -> int:
-        """Bytes per part of a message of `nbytes` without shared memory, equal at both ends; 0 for a single part.
+        """Bytes per part of a message of `nbytes` without shared memory, equal at both ends. 0 for a single part.
 
         `usual`: the bytes per part of transports that do not decide by themselves.
         """

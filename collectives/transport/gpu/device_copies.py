@@ -1,4 +1,4 @@
-"""Copies between device memory and pinned host memory that run beside the user's streams; and pinning of mailboxes."""
+"""Copies between device memory and pinned host memory, beside the user's streams, and pinning of mailboxes."""
 
 import sys
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class DeviceCopies:
         self._idle: list[Any] = []
 
     def to_host(self, host: int, pieces: Sequence[Iovec]) -> Any:
-        """Start copies of device memory, concatenated, to the address `host`; return the event of their end."""
+        """Start copies of device memory, concatenated, to the address `host`. Return the event of their end."""
         with self._device:
             for address, nbytes in pieces:
                 if nbytes:
@@ -48,7 +48,7 @@ class DeviceCopies:
             return self._recorded(self._down)
 
     def to_device(self, pieces: Sequence[Iovec], host: int) -> Any:
-        """Start copies of memory at the address `host` to pieces of device memory; return the event of their end."""
+        """Start copies of memory at the address `host` to pieces of device memory. Return the event of their end."""
         with self._device:
             for address, nbytes in pieces:
                 if nbytes:
@@ -57,7 +57,7 @@ class DeviceCopies:
             return self._recorded(self._up)
 
     def launch(self, kernel: KernelLaunch, sends: bool) -> Any:
-        """Put a kernel that sends, or receives, on the stream of such copies; return the event of its end."""
+        """Put a kernel that sends, or receives, on the stream of such copies. Return the event of its end."""
         stream = self._down if sends else self._up
         with self._device:
             kernel.put(stream.ptr)
@@ -77,7 +77,7 @@ class DeviceCopies:
             self._idle.append(event)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin host memory for copies; RuntimeError if CUDA refuses."""
+        """Pin host memory for copies. RuntimeError if CUDA refuses."""
         with self._device:
             self._runtime.hostRegister(address, nbytes, PORTABLE)
 
@@ -92,7 +92,7 @@ class DeviceCopies:
 
 
 class PinnedMailboxes:
-    """Mailboxes of a node, pinned in this process so that the device copies from and to them; `copies` by device.
+    """Mailboxes of a node, pinned in this process so that the device copies from and to them. `copies` by device.
 
     Without `node` it only has `copies`.
     """
@@ -109,7 +109,7 @@ class PinnedMailboxes:
             raise
 
     def pin(self, memory: Sequence[np.ndarray]) -> None:
-        """Pin mailboxes of all ranks; RuntimeError if CUDA refuses."""
+        """Pin mailboxes of all ranks. RuntimeError if CUDA refuses."""
         for each in memory:
             self._runtime.hostRegister(MPI.Get_address(each), each.nbytes, PORTABLE)
             self._pinned.append(MPI.Get_address(each))
@@ -130,7 +130,7 @@ class PinnedMailboxes:
 
 
 class PinningResult(NamedTuple):
-    """The pinned mailboxes, or None and the reason why there are none; the same kind on all ranks.
+    """The pinned mailboxes, or None and the reason why there are none. The same kind on all ranks.
 
     `shares_gpu`: all ranks are on one node, and one GPU is current on all of them.
     """
@@ -141,10 +141,13 @@ class PinningResult(NamedTuple):
 
 
 def pin_mailboxes(comm: MPI.Intracomm, node: NodeMemory | None, nodes: Nodes | None, wanted: bool) -> PinningResult:
-    """Pin the mailboxes, and send a message from device to device through each rank's, and by MPI between nodes.
+    """Pin the mailboxes.
 
-    Collective over `comm`; `nodes` are those of its ranks, None for one. `wanted`: equal on all ranks, which then have
-    imported CuPy: nothing here imports it, or uses the GPU of a program that does not.
+    Test with a message from device to device through each rank's mailbox, and by MPI between nodes.
+
+    Collective over `comm`. `nodes` has the node of each rank, None for one node. `wanted` is equal on all ranks. If it
+    is True, all ranks have imported CuPy: this function does not import it, nor use the GPU of a program that does
+    not.
     """
     cupy = sys.modules.get("cupy")
     if not wanted or cupy is None:
@@ -198,7 +201,7 @@ def _token_arrives_by_mpi(comm: MPI.Intracomm, copies: DeviceCopies, cupy: Modul
 
 
 def _send_token(host: int, number: int, copies: DeviceCopies, cupy: ModuleType) -> bool:
-    """Copy a token of a number out of device memory to the address `host`; False if CUDA refuses."""
+    """Copy a token (a number) out of device memory to the address `host`. False if CUDA refuses."""
     with suppress(RuntimeError, MemoryError):
         sent = cupy.asarray(_token(number))
         cupy.cuda.get_current_stream().synchronize()

@@ -1,10 +1,10 @@
 """Transport of device memory within a node, through mailboxes whose pages are pinned.
 
-The cells of the mailboxes are the staging buffers of messages that fit them. A send copies from the device into the
-next cell, and sets its flag when the copy has ended; a receive copies out of the cell, and acknowledges it when that
-has ended. Longer messages are cut into parts, which go through larger `staging_chunks`, or without these through cells:
-one part leaves its device while parts before enter another. Flags and labels are those of the engine, so the peer's
-memory may be on the host.
+The bounce buffers of the mailboxes are the staging buffers of messages that fit them. A send copies from the device
+into the next bounce buffer, and sets its flag when the copy has ended. A receive copies out of it, and acknowledges it
+at the end of the copy. Longer messages are cut into parts for the larger `staging_chunks`, or for bounce buffers
+without these. One part leaves its device while earlier parts enter another. Flags and labels have the engine's format,
+so the peer's memory may be on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from collectives.transport.wire import Iovec
 
 
 class DeviceSend:
-    """Send of at most a cell of device memory; `begin` starts its copy to one of the `slots`, `end` sets the flag."""
+    """Send of device memory that fits a bounce buffer.
+
+    `begin` starts its copy to one of the `slots`, `end` sets the flag.
+    """
 
     done = True
 
@@ -40,12 +43,12 @@ class DeviceSend:
         self._label = label(mark, self._nbytes)
 
     def begin(self, ahead: int) -> DeviceCopy | None:
-        """Start to copy into the next slot; None if none is free. `ahead` sends have begun and not ended."""
+        """Start to copy into the next slot. None if none is free. `ahead` sends have begun and not ended."""
         number = self.next_number()
         return None if number is None else DeviceCopy(self, number, self.copy(number))
 
     def next_number(self) -> int | None:
-        """Number of the next message; None if its slot is not free."""
+        """Number of the next message. None if its slot is not free."""
         edge = self._edge
         if not edge.has_room(min(SLOTS, len(self._slots))):
             return None
@@ -57,11 +60,11 @@ class DeviceSend:
         return self._slots[number % len(self._slots)]
 
     def copy(self, number: int) -> Any:
-        """Start to copy the message; return the event of the end."""
+        """Start to copy the message. Return the event of the end."""
         return self._copies.to_host(self.slot(number), self._pieces)
 
     def end(self, number: int) -> Any:
-        """Set the flag; None, or an event to wait for before it ends."""
+        """Set the flag. None, or an event to wait for before it ends."""
         self.set_flag(number, self._label, *([self._nbytes] if self._nbytes > INLINE else []))
 
     def set_flag(self, number: int, label: int, *words: int) -> None:
@@ -98,7 +101,7 @@ class ChunkSend(DeviceSend):
 
 
 class DeviceReceive:
-    """Receive of at most a cell, or a chunk, into device memory; `begin` starts its copy, `end` acknowledges it."""
+    """Receive of one bounce buffer or chunk into device memory. `begin` starts its copy, `end` acknowledges it."""
 
     done = True
 
@@ -119,7 +122,7 @@ class DeviceReceive:
         self._host: np.ndarray | None = None
 
     def begin(self, ahead: int) -> DeviceCopy | None:
-        """Start to copy the next message; None if it has not arrived. `ahead` receives have begun and not ended."""
+        """Start to copy the next message. None if it has not arrived. `ahead` receives have begun and not ended."""
         edge, number = self._edge, self.next_number(ahead)
         found = self.found(number)
         if found < 0:
@@ -139,7 +142,7 @@ class DeviceReceive:
         return int(self._edge.counts[RECEIVED] + 1 + ahead)
 
     def found(self, number: int) -> int:
-        """Label in the mailbox of the message with a number; negative if that has not arrived."""
+        """Label in the mailbox of the message with a number. Negative if that has not arrived."""
         edge = self._edge
         at = edge.inbox + (number & MASK) * WORDS
         found = edge.theirs[at] - number * KIND
@@ -149,13 +152,13 @@ class DeviceReceive:
         return int(found)
 
     def is_expected(self, number: int) -> bool:
-        """True if the message in the mailbox is of this call and length, and beside its flag or in a cell."""
+        """True if the message in the mailbox has this call and length, and is beside its flag or in a bounce buffer."""
         at = self._edge.inbox + (number & MASK) * WORDS
         is_long = self._nbytes > INLINE
         return self.found(number) == self._label and (not is_long or self._edge.theirs[at + 1] == self._nbytes)
 
     def fetch(self, pieces: tuple[int, ...]) -> int:
-        """Address here of a message that is in a peer's memory: of its chunk, or of a copy read from that process."""
+        """Local address of a message in a peer's memory: of its chunk, or of a copy read from the peer's process."""
         if self._chunks is not None and len(pieces) == 2:
             chunk = self._chunks.find(self._edge.place, *pieces, self._copies)
             if chunk is not None:
@@ -166,7 +169,7 @@ class DeviceReceive:
         return MPI.Get_address(self._host)
 
     def end(self, number: int) -> Any:
-        """Acknowledge the message; None, or an event to wait for before it ends."""
+        """Acknowledge the message. None, or an event to wait for before it ends."""
         edge = self._edge
         edge.node.fence()
         edge.counts[RECEIVED] = number
@@ -225,8 +228,8 @@ class Lane:
 class DeviceNodeTransport(DeviceWire):
     """Transport between devices of a node: one channel of its pinned mailboxes.
 
-    `edges` and `mark` are as in `NodeAwareTransport`, which must cut messages as here: to cells, or with `chunks` by
-    `part_size`.
+    `edges` and `mark`: see `NodeAwareTransport`. Both ends must cut messages by the same rule: to bounce buffers, or
+    with `chunks` by `part_size`.
     """
 
     in_mailboxes = True
@@ -264,20 +267,23 @@ class DeviceNodeTransport(DeviceWire):
         return lane
 
     def bind_send(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceSend:
-        """Bind a send of at most a cell, or a chunk."""
+        """Bind a send of at most a bounce buffer or a chunk."""
         nbytes = sum(piece.nbytes for piece in pieces)
         if self._chunks is not None and nbytes > self._cell:
             return ChunkSend(self._chunks, edge, pieces, self._mark, self._copies, ())
         return DeviceSend(edge, pieces, self._mark, self._copies, edge.outgoing.addresses(nbytes))
 
     def bind_receive(self, edge: MailboxEdge, pieces: Sequence[Iovec]) -> DeviceReceive:
-        """Bind a receive of at most a cell, or a chunk."""
+        """Bind a receive of at most a bounce buffer or a chunk."""
         nbytes = sum(piece.nbytes for piece in pieces)
         slots = edge.incoming.addresses(nbytes) if nbytes <= self._cell else ()
         return DeviceReceive(edge, pieces, self._mark, self._copies, slots, self._device, self._chunks)
 
     def _cut(self, pieces: Sequence[Iovec]) -> list[list[Iovec]]:
-        """Cut a message into parts that fit a cell, or a chunk; programs bind no longer ones, see `split_size`."""
+        """Cut a message into parts that fit a bounce buffer or a chunk.
+
+        Programs bind no longer messages, see `split_size`.
+        """
         parts: list[list[Iovec]] = [[]]
         room = cell = self._cell if self._chunks is None else CHUNK
         for address, nbytes in pieces:
@@ -304,6 +310,6 @@ class DeviceNodeTransport(DeviceWire):
         self._memory.yielding(pauses)
 
     def free(self) -> None:
-        """Wait for the copies of a call that was aborted; the mailboxes belong to the node."""
+        """Wait for the copies of a call that was aborted. The mailboxes belong to the node."""
         if self.is_busy:
             self._copies.finish()

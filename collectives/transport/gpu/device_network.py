@@ -1,8 +1,8 @@
 """Transport of device memory between nodes: MPI messages from and to pinned host memory.
 
-Programs cut long messages into parts, which are MPI messages of the same lengths if an array is on the host. A part
-leaves its device for a buffer of this rank while those before it are on the network; at the receiver it enters the
-device while those after it arrive.
+Programs cut long messages into parts. If an array is on the host, its rank sends or receives MPI messages of the same
+lengths. A part leaves its device for a buffer of this rank while those before it are on the network. At the receiver
+it enters the device while those after it arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IN_FLIGHT = 3
 """Parts to, or from, one rank that have a buffer: one is copied while two are on the network."""
 
 BUDGET, LEAST = 1 << 27, 1 << 18
-"""Most bytes of the buffers of a call that exchanges with all ranks, from which the largest part follows; parts of
+"""Most bytes of the buffers of a call that exchanges with all ranks. The largest part follows from it. Parts of
 `LEAST` bytes are allowed beyond that, from 87 ranks on."""
 
 SMALLEST = 1 << 12
@@ -44,7 +44,7 @@ def largest_part(size: int) -> int:
 
 
 class PinnedBuffers:
-    """Pinned host memory for the parts of a communicator's messages; their lengths are powers of two."""
+    """Pinned host memory for the parts of a communicator's messages. Their lengths are powers of two."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
@@ -180,7 +180,7 @@ _abandoned: list[dict[tuple[type, int], Any]] = []
 
 
 class DeviceNetworkTransport(DeviceWire):
-    """Transport of device memory by MPI messages with a tag; `cut` gives the bytes per part of a message."""
+    """Transport of device memory by MPI messages with a tag. `cut` gives the bytes per part of a message."""
 
     def __init__(
         self,

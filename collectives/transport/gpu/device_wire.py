@@ -20,7 +20,7 @@ class MessageLane(Protocol):
     def is_busy(self) -> bool: ...
 
     def add(self, message: Any) -> None:
-        """Start a message; it is `done` when it has ended."""
+        """Start a message. It is `done` when it has ended."""
 
     def advance(self) -> None:
         """Begin and end messages as far as possible, in order."""
@@ -34,7 +34,7 @@ class MessageParts(NamedTuple):
 
 
 class DeviceWire(Wire):
-    """Transport whose messages are `MessageParts`; `lanes` by kind of messages and peer."""
+    """Transport whose messages are `MessageParts`. `lanes` by kind of messages and peer."""
 
     def __init__(self) -> None:
         self.lanes: dict[tuple[type, int], Any] = {}
@@ -67,7 +67,7 @@ class DeviceWire(Wire):
 
     def _message(self, message: MessageParts) -> BoundMessage:
         def start() -> None:
-            for part in message.parts:  # the first test begins the messages: together with others that start here
+            for part in message.parts:  # the first test begins the messages, together with others of the same round
                 message.lane.add(part)
 
         last_first = message.parts[::-1]  # the last one mostly ends last

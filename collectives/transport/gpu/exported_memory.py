@@ -1,7 +1,7 @@
 """Device memory and events that other processes open: CUDA's interprocess handles.
 
 CUDA has rules that nothing enforces. A handle names a whole allocation of cudaMalloc, so memory inside it is a handle
-and an offset. Memory of a pool is not exported here, as its library may free it at any time: an importer must close an
+and an offset. Memory of a pool is not exported: its library may free it at any time, but an importer must close an
 allocation before its owner frees it. An event that was never recorded does not delay the stream that waits for it.
 """
 
@@ -37,10 +37,10 @@ class ExportedBlock(NamedTuple):
 
 
 class ExportedMemory:
-    """Exported allocations of this process on one device, and those of other processes that are open here.
+    """Exported allocations of this process on one device, and allocations of other processes that it has opened.
 
-    An allocation is freed by `release` only, after all other processes have closed it. `changes` counts allocations and
-    releases: what `find` has returned holds until the next one.
+    An allocation is freed by `release` only, after all other processes have closed it. `changes` counts allocations
+    and releases: what `find` has returned holds until the next one.
     """
 
     def __init__(self, cupy: ModuleType, device: int) -> None:
@@ -50,10 +50,10 @@ class ExportedMemory:
         self.changes = 0
         self._opened: dict[bytes, int] = {}
         self._events: dict[bytes, int] = {}
-        self._unused: deque[ExportedBlock] = deque()  # of collected arrays; appended by finalizers at any moment
+        self._unused: deque[ExportedBlock] = deque()  # of collected arrays, appended by finalizers at any moment
 
     def allocate(self, nbytes: int) -> ExportedBlock:
-        """Allocate and export memory; RuntimeError or MemoryError if CUDA refuses."""
+        """Allocate and export memory. RuntimeError or MemoryError if CUDA refuses."""
         nbytes = -(-max(nbytes, 1) // GRAIN) * GRAIN
         with self._cupy.cuda.Device(self.device):
             memory = self._cupy.cuda.Memory(nbytes)
@@ -63,14 +63,14 @@ class ExportedMemory:
         return block
 
     def array(self, block: ExportedBlock, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Array at the start of a block, which is `unused` after the last array on it."""
+        """Array at the start of a block. The block is `unused` after its last array is collected."""
         lease = _Lease()
         weakref.finalize(lease, self._unused.append, block).atexit = False
         memory = self._cupy.cuda.UnownedMemory(block.address, block.nbytes, lease, self.device)
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
     def view(self, address: int, nbytes: int) -> Any:
-        """Array of bytes over device memory that is allocated, or open here."""
+        """Array of bytes over device memory that this process has allocated or opened."""
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, None, self.device)
         return self._cupy.ndarray((nbytes,), "u1", self._cupy.cuda.MemoryPointer(memory, 0))
 
@@ -82,25 +82,25 @@ class ExportedMemory:
         return None
 
     def unused(self) -> list[ExportedBlock]:
-        """Blocks without arrays since the last call; they stay allocated until they are released."""
+        """Blocks without arrays since the last call. They stay allocated until they are released."""
         return [self._unused.popleft() for _ in range(len(self._unused))]
 
     def release(self, blocks: list[ExportedBlock]) -> None:
-        """Free blocks, which no other process has open; the list is then empty."""
+        """Free blocks that no other process has open. Empties the list."""
         handles = {block.handle for block in blocks}
         blocks.clear()
         self.blocks = [block for block in self.blocks if block.handle not in handles]
         self.changes += 1
 
     def open(self, handle: bytes) -> int:
-        """Address here of another process's allocation; it stays open until `close`."""
+        """Local address of another process's allocation. It stays open until `close`."""
         if handle not in self._opened:
             with self._cupy.cuda.Device(self.device):
                 self._opened[handle] = self._runtime.ipcOpenMemHandle(handle)
         return self._opened[handle]
 
     def close(self, handles: Iterable[bytes] | None = None) -> None:
-        """Close allocations of other processes, by default all, after the work on them here."""
+        """Close allocations of other processes (all by default), after this process's work on them."""
         found = [handle for handle in (list(self._opened) if handles is None else handles) if handle in self._opened]
         if found:
             with self._cupy.cuda.Device(self.device):
@@ -115,14 +115,14 @@ class ExportedMemory:
             return event, self._runtime.ipcGetEventHandle(event.ptr)
 
     def open_event(self, handle: bytes) -> int:
-        """Event of another process, as CUDA's number; it must have been recorded before a stream waits for it."""
+        """Event of another process, as CUDA's number. It must have been recorded before a stream waits for it."""
         if handle not in self._events:
             with self._cupy.cuda.Device(self.device):
                 self._events[handle] = self._runtime.ipcOpenEventHandle(handle)
         return self._events[handle]
 
     def is_reached(self, event: int) -> bool:
-        """True if the latest record of another process's event was reached; nothing is put on the GPU."""
+        """True if the latest record of another process's event was reached. Nothing is put on the GPU."""
         return bool(self._runtime.eventQuery(event) == 0)
 
     def close_events(self) -> None:

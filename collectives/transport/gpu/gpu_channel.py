@@ -34,8 +34,11 @@ RECORD = np.dtype(
         ("received", BLOCK, MOST_RANKS),
     ]
 )
-"""What a rank posts of a call: its mark, or `ON_HOST`; parts in which it is to be run; handles of the rank's event
-and of the memory of its buffers; and their blocks: number (-1: none), offset in bytes, count of units."""
+"""Record that a rank posts of a call: its mark (or `ON_HOST`) and the places of its buffers.
+
+Then the number of parts to run the call in, and handles of the rank's event and of the memory of its buffers. Blocks of
+that memory: number (-1: none), offset in bytes, count of units.
+"""
 
 ENTRY = np.dtype(
     [("number", "i8"), ("launched", "i8"), ("posted", "i8", 2), ("version", "i8", 2), ("records", RECORD, 2)]
@@ -46,13 +49,13 @@ negative if the leader's stream is to wait for the rank's event, and the records
 the number before, and so have read the post that it replaces."""
 
 LAUNCHED, POSTED, VERSION = 1, 2, 4
-"""Places of these fields of an entry, in words of 8 bytes; the number is the first word."""
+"""Places of these fields of an entry, in words of 8 bytes. The number is the first word."""
 
 HEADER = 64
 """Bytes of a board before a rank's entries."""
 
 ON_HOST = -1
-"""Mark of a rank that has no arrays on the GPU, or no room there."""
+"""Mark of a rank whose arrays are not on the GPU, or that has no space on it."""
 
 
 class Post(NamedTuple):
@@ -66,7 +69,7 @@ class Post(NamedTuple):
 
 
 class GpuChannel:
-    """Meetings of one channel, on which one call at a time runs: numbers, this rank's event, and its workspace."""
+    """Meetings of one channel: numbers, this rank's event, and its workspace. One call at a time runs on a channel."""
 
     def __init__(self, gpu: SharedGpu, number: int) -> None:
         self.gpu, self.number, self._version = gpu, 0, 0
@@ -85,10 +88,10 @@ class GpuChannel:
         self._workspaces: dict[str, ExportedBlock] = {}
         with gpu.cupy.cuda.Device(gpu.device):
             self.unused = gpu.cupy.cuda.Event(disable_timing=True)
-        """End of the work on the workspaces: the next call, which may be on another stream, waits for it."""
+        """End of the work on the workspaces. The next call waits for it, since it may be on another stream."""
 
     def workspace(self, end: str, nbytes: int) -> ExportedBlock:
-        """Exported memory for the "source" or "target" of a call; RuntimeError or MemoryError if CUDA refuses."""
+        """Exported memory for the "source" or "target" of a call. RuntimeError or MemoryError if CUDA refuses."""
         if end not in self._workspaces or self._workspaces[end].nbytes < nbytes:
             self._workspaces[end] = self.gpu.exported.allocate(nbytes)  # the smaller one stays open elsewhere
         return self._workspaces[end]
@@ -110,7 +113,7 @@ class GpuChannel:
             fence()
 
     def _reached(self, number: int) -> Iterator[None]:
-        """Iterate until all ranks have posted or counted so many calls."""
+        """Iterate until all ranks have posted or counted `number` calls."""
         at, boards = self._at, self.gpu.words
         for words in boards:
             while words[at] < number:
@@ -128,7 +131,7 @@ class GpuChannel:
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the records of this meeting, by rank; 0 for a rank that has only counted.
+        """Versions of the records of this meeting, by rank. 0 for a rank that has only counted.
 
         Negative if the leader's stream is to wait for the rank's event.
         """
@@ -138,7 +141,7 @@ class GpuChannel:
 
     @property
     def records(self) -> list[np.ndarray]:
-        """Records of this meeting, by rank; one without buffers for a rank that has only counted."""
+        """Records of this meeting, by rank. One without buffers for a rank that has only counted."""
         turn = self.number % 2
         posts = zip(self.versions, self._records)
         return [records[turn] if version else self._counted for version, records in posts]
@@ -151,7 +154,7 @@ class GpuChannel:
         return self._events[rank]
 
     def show_launch(self) -> None:
-        """Tell the other ranks that the leader's event is recorded."""
+        """Show the other ranks that the leader's event is recorded."""
         self.gpu.node_memory.fence()
         self.gpu.words[self.gpu.rank][self._at + LAUNCHED] = self.number
 
@@ -160,7 +163,7 @@ class GpuChannel:
 
 
 def set_place(record: np.ndarray, end: str, handle: bytes, blocks: Sequence[tuple[int, int, int]]) -> None:
-    """Write to a record the handle of its "source" or "target", and the blocks there: (block, offset, count)."""
+    """Write to a record the handle of its "source" or "target", and the blocks in it: (block, offset, count)."""
     record[end] = np.void(handle.ljust(HANDLE, b"\0"))
     rows = record["sent" if end == "source" else "received"]
     rows[: len(blocks)] = blocks

@@ -1,9 +1,9 @@
 """CUDA kernels of collectives among ranks that share a GPU: one launch reads all inputs and writes all outputs.
 
-There are two: `copy_pieces` moves blocks of bytes, `reduce_vectors` combines the vectors of all ranks in rank order and
-writes totals, or prefixes, to any of them. Each element is loaded from all ranks before its results are stored, so that
-a result may replace an input. Accesses are of 16 bytes where the addresses allow it. Elements are rounded after every
-addition, as by NumPy. The tables of addresses are arguments of the kernels, in the GPU's constant memory.
+There are two: `copy_pieces` moves blocks of bytes, `reduce_vectors` combines the vectors of all ranks in rank order
+and writes totals, or prefixes, to any of them. Each element is loaded from all ranks before its results are stored, so
+that a result may replace an input. Accesses are of 16 bytes where the addresses allow it. Elements are rounded after
+every addition, like in NumPy. The tables of addresses are arguments of the kernels, in the GPU's constant memory.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ _NARROW = {"float16": ("half", HALF), "bfloat16": ("bfloat", BFLOAT)}
 
 
 class ReductionType(NamedTuple):
-    """Elements of a reduction in the kernel: C type, its bytes, expression, C code before it, numbers per element."""
+    """Element type of a reduction kernel: C type, bytes, expression of the sum, C code before it, numbers in one."""
 
     name: str
     nbytes: int
@@ -204,7 +204,7 @@ OPTIONS = ("--std=c++17",)
 class KernelLaunch:
     """A kernel on a device of CuPy, with its grid and arguments: numbers and structures of NumPy.
 
-    CuPy's own launch converts the arguments each time, which takes longer than CUDA's driver takes to launch.
+    CuPy's own launch converts the arguments each time. That takes longer than the launch in CUDA's driver.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class KernelLaunch:
         self._parameters = MPI.Get_address(self._addresses)
 
     def put(self, stream: int) -> None:
-        """Put the kernel on a stream of its device, given by CUDA's number; that device must be the current one."""
+        """Put the kernel on a stream (CUDA's number) of its device. That device must be the current one."""
         if not self._cuda.driver.ctxGetCurrent():
             self._cuda.runtime.memGetInfo()  # the first call of a thread makes the device's context current
         self._cuda.driver.launchKernel(*self._grid, 0, stream, self._parameters, 0)
 
 
 class GpuKernels:
-    """The kernels for one device; `cupy` is the array library, which builds them when they are first launched."""
+    """The kernels for one device. `cupy` is the array library. It builds each kernel at its first launch."""
 
     def __init__(self, cupy: ModuleType, device: int) -> None:
         self._cupy, self._device = cupy, cupy.cuda.Device(device)
@@ -252,7 +252,7 @@ class GpuKernels:
     def reduction(
         self, kind: ReductionType, inputs: Sequence[int], count: int, outputs: Sequence[Reduced], way: int = TOTAL
     ) -> list[KernelLaunch]:
-        """Launches that combine vectors of `count` elements, by rank; `outputs` by rank, `way` is e.g. `TOTAL`."""
+        """Launches that combine vectors of `count` elements, by rank. `outputs` by rank, `way` is e.g. `TOTAL`."""
         table, addresses, bounds = np.zeros((), VECTORS), [*inputs], [0]
         count *= kind.parts
         table["in"][: len(inputs)] = inputs

@@ -1,9 +1,9 @@
-"""CUDA kernels of short messages between GPUs: `put_message` writes one to another GPU, `take_message` reads it there.
+"""CUDA kernels of short messages: `put_message` writes one to another GPU, `take_message` reads it on the receiver.
 
 A message goes into a slot of the receiver's memory: a word that is its flag, and from `HEAD` its bytes. The sender's
 threads write the bytes, each thread makes its own visible to the system by a fence, and when all have done so the last
 thread writes the flag. The receiver's first thread waits for the flag for a limited number of clock cycles, because a
-kernel that waits may keep others from running, on which the sender depends. The flag that it has seen goes to the host.
+waiting kernel may block other kernels on which the sender depends. It reports the flag that it has read to the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CYCLES = 100_000
 """Clock cycles that a receiver waits for a flag on the GPU: some 60 us. After them the host waits."""
 
 LENGTH_BITS = 16
-"""Bits of a flag that are the length of the message; those above are its number."""
+"""Bits of a flag that are the length of the message. Those above are its number."""
 
 SOURCE = (
     f"#define PIECES {MOST_PIECES}\n#define HEAD {HEAD}\n#define LENGTH_BITS {LENGTH_BITS}\n#define THREADS {THREADS}\n"
@@ -75,7 +75,7 @@ def flag_of(number: int, nbytes: int) -> int:
 
 
 class PeerKernels:
-    """Launches of the kernels on a device, which are built when they are first launched."""
+    """Launches of the kernels on a device. Each kernel is built at its first launch."""
 
     def __init__(self, cupy: ModuleType, device: int) -> None:
         self._cupy, self._device = cupy, cupy.cuda.Device(device)

@@ -1,12 +1,12 @@
 """Transport between the GPUs of a node's ranks that can access each other's memory.
 
-Every rank exports a block of device memory, which all others open. Flags of messages are those of the mailboxes in host
-memory, as in `device_messages`; the data take one of three ways:
+Every rank exports a block of device memory that all others open. Flags of messages are in the mailboxes in host memory
+(see `device_messages`). The data take one of three ways:
 
-- up to `FLAGGED` bytes: a kernel writes them into a slot in the receiver's block, and sets a flag there. The receiver's
-  kernel waits for it for some time, then the host for the mailbox's flag, which follows;
-- memory of `comm.empty(like=cupy)`: the mailbox has its address, and the receiver copies from there;
-- all other: the sender copies into a cell of its block, the receiver out of it.
+- up to `FLAGGED` bytes: a kernel writes them into a slot in the receiver's block, and sets a flag beside them. The
+  receiver's kernel waits for it for some time, then the host waits for the mailbox's flag, set later.
+- memory of `comm.empty(like=cupy)`: the mailbox has its address, and the receiver copies from it.
+- all other: the sender copies into a bounce buffer of its block, the receiver out of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collectives.transport.node.mailbox_layout import CHANNELS
 from collectives.transport.wire import Iovec
 
 PEER_CELL, PEER_BUDGET = 1 << 20, 1 << 25
-"""Most bytes of a cell; bytes of a rank's cells for blocking calls, and as many for all other channels together."""
+"""Most bytes of a bounce buffer, and of a rank's for blocking calls (the same for all other channels together)."""
 
 CELLS = 4
 """Cells from one rank to another, taken in turn."""
@@ -46,11 +46,11 @@ TOKEN = 256
 """Bytes that every rank reads of every other one's memory."""
 
 PROBE = 1 << 40
-"""Number of a short message that tests the flags; messages do not get that far."""
+"""Number of a short message that tests the flags. Messages do not get that far."""
 
 
 class PeerBlock(NamedTuple):
-    """Memory of `comm.empty` on a rank: its address there, bytes, and handle."""
+    """Memory of `comm.empty` on a rank: its address in that rank's process, bytes, and handle."""
 
     address: int
     nbytes: int
@@ -58,10 +58,10 @@ class PeerBlock(NamedTuple):
 
 
 class PeerLinks:
-    """Blocks of device memory of all ranks of a node for messages between them, and what else they have exported.
+    """Blocks of device memory of all ranks of a node for messages between them, and their other exported arrays.
 
-    `bases` are the addresses here of every rank's block, `shared` the arrays of every rank that others may open.
-    `flags`: short messages are written by kernels, for which the ranks' GPUs must be different.
+    `bases` are the local addresses of every rank's block, `shared` the arrays of every rank that others may open.
+    `flags`: kernels write short messages. This needs a GPU per rank.
     """
 
     def __init__(self, node: NodeMemory, cupy: ModuleType, exported: ExportedMemory, flags: bool) -> None:
@@ -82,24 +82,24 @@ class PeerLinks:
         return block
 
     def open(self, own: ExportedBlock, handles: Sequence[bytes]) -> None:
-        """Open the blocks of the other ranks, given by their handles; RuntimeError if CUDA refuses."""
+        """Open the blocks of the other ranks, given by their handles. RuntimeError if CUDA refuses."""
         here = self.node.place
         self.bases = [
             own.address if place == here else self.exported.open(handle) for place, handle in enumerate(handles)
         ]
 
     def cells_of(self, channel: int, sender: int, receiver: int) -> list[int]:
-        """Addresses here of the cells between two ranks, in the sender's block."""
+        """Local addresses of the bounce buffers between two ranks, in the sender's block."""
         start = self.bases[sender] + self._offsets[channel] + receiver * CELLS * self.cells[channel]
         return [start + turn * self.cells[channel] for turn in range(CELLS)]
 
     def slots_of(self, channel: int, sender: int, receiver: int) -> list[int]:
-        """Addresses here of the slots between two ranks, in the receiver's block."""
+        """Local addresses of the slots between two ranks, in the receiver's block."""
         start = self.bases[receiver] + self._offsets[-1] + (channel * self.node.size + sender) * CELLS * SLOT
         return [start + turn * SLOT for turn in range(CELLS)]
 
     def copies(self, place: int) -> DeviceCopies:
-        """Streams of the messages from and to a rank: those of one rank do not wait for another's."""
+        """Streams of the messages from and to a rank. Streams of different ranks do not wait for each other."""
         if place not in self._copies:
             self._copies[place] = DeviceCopies(self._cupy, self.exported.device, between_devices=True)
         return self._copies[place]
@@ -109,7 +109,7 @@ class PeerLinks:
         return _find(self.shared[self.node.place], address, nbytes) is not None
 
     def translate(self, place: int, address: int, nbytes: int) -> int:
-        """Address here of another rank's memory."""
+        """Local address of another rank's memory."""
         block = _find(self.shared[place], address, nbytes)
         if block is None:
             raise RuntimeError(f"{nbytes} bytes at {address:#x} are not memory that the rank with place {place} shares")
@@ -142,7 +142,7 @@ def _find(blocks: Sequence[PeerBlock], address: int, nbytes: int) -> PeerBlock |
 
 
 def refused_access(cupy: ModuleType, device: int, bus: str, buses: Sequence[str]) -> str:
-    """Reason why a device, by number and PCI bus, has no access to that of a rank; "" if CUDA does not say so.
+    """Reason why a device, by number and PCI bus, has no access to the GPU of a rank. "" if CUDA reports none.
 
     Devices that are not visible to this process are left to `connect`.
     """
@@ -155,12 +155,12 @@ def refused_access(cupy: ModuleType, device: int, bus: str, buses: Sequence[str]
 
 
 def first_error(comm: MPI.Intracomm, error: str) -> str:
-    """First error of all ranks, with its rank; "" if none has any. Collective."""
+    """First error of all ranks, with its rank. "" if none has any. Collective."""
     return next((f"rank {rank}: {found}" for rank, found in enumerate(comm.allgather(error)) if found), "")
 
 
 def connect(comm: MPI.Intracomm, links: PeerLinks) -> str:
-    """Open the blocks of all ranks of the node, and send a token to and from each; the reason if that failed.
+    """Open the blocks of all ranks of the node, and send a token to and from each. The reason if that failed.
 
     Collective. Without `flags` afterwards if only the kernels failed.
     """
@@ -238,7 +238,7 @@ class _Shown:
 
 
 class PeerSend(DeviceSend):
-    """Send of at most a cell; `slots` are those of short messages, or None."""
+    """Send of at most a bounce buffer. `slots` are the slots of short messages, or None."""
 
     def __init__(self, links: PeerLinks, slots: Sequence[int] | None, *message: Any) -> None:
         super().__init__(*message)
@@ -269,7 +269,7 @@ class PeerSend(DeviceSend):
 
 
 class PeerReceive(DeviceReceive):
-    """Receive of at most a cell; `slots` are those of short messages, or None."""
+    """Receive of at most a bounce buffer. `slots` are the slots of short messages, or None."""
 
     def __init__(self, links: PeerLinks, slots: Sequence[int] | None, *message: Any) -> None:
         super().__init__(*message)
@@ -287,7 +287,7 @@ class PeerReceive(DeviceReceive):
         return DeviceCopy(self, number, self._take(number))
 
     def _take(self, number: int) -> Any:
-        """Launch the kernel that waits for a message; return the event of its end."""
+        """Launch the kernel that waits for a message. Return the event of its end."""
         assert self._short_slots is not None
         self._seen[0] = 0
         pieces = self._pieces if len(self._pieces) <= MOST_PIECES else []
@@ -315,7 +315,7 @@ class PeerReceive(DeviceReceive):
 
 
 class PeerTransport(DeviceNodeTransport):
-    """Transport between GPUs whose memory `links` connects: one channel of a node, on which all ranks are."""
+    """Transport between GPUs whose memory `links` connects: one channel of a node that holds all ranks."""
 
     def __init__(
         self, channel: int, edges: dict[int, MailboxEdge], mark: int, device: DeviceMemory, links: PeerLinks
@@ -337,7 +337,7 @@ class PeerTransport(DeviceNodeTransport):
         return PeerReceive(self._links, short, edge, pieces, self._mark, copies, cells, self._device)
 
     def _places(self, pieces: Sequence[Iovec], sender: int, receiver: int) -> tuple[list[int] | None, list[int]]:
-        """Slots of a message, None if it is too long for them, and its cells."""
+        """Slots of a message (None if it is too long for them) and its bounce buffers."""
         is_short = self._links.flags and 0 < sum(piece.nbytes for piece in pieces) <= FLAGGED
         channel, links = self._channel, self._links
         slots = links.slots_of(channel, sender, receiver) if is_short else None

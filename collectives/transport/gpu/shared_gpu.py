@@ -2,18 +2,18 @@
 
 Where all ranks share one GPU, the leader's kernel reads and writes the memory of all. A call is a meeting of all ranks
 on a board in shared host memory: every rank posts the places of its buffers, and waits until all have posted. Then the
-leader runs the kernels. No kernel waits for another one: without NVIDIA's MPS the kernels of two processes never run at
-the same time, and a GPU takes some 300 microseconds to go from one process to the other.
+leader runs the kernels. No kernel waits for another one: without NVIDIA's MPS the kernels of two processes never run
+at the same time, and a GPU takes about 300 microseconds to switch between processes.
 
-So a short call puts work on the GPU in the leader's process only: the hosts of the other ranks wait until their streams
-are idle before they post, and then until the leader's kernels have ended. In non-blocking calls, and after `PATIENCE`
-seconds, streams wait instead of hosts: a rank records an event on its stream before it posts, for which the leader's
-stream waits, and afterwards its stream waits for the leader's event.
+So a short call puts work on the GPU in the leader's process only: the hosts of the other ranks wait until their
+streams are idle before they post, and then until the leader's kernels have ended. In non-blocking calls, and after
+`PATIENCE` seconds, streams wait instead of hosts: a rank records an event on its stream before it posts. The leader's
+stream waits for it. Afterwards the rank's stream waits for the leader's event.
 
-Where the ranks use several GPUs, a meeting only finds out if the arrays of all are there; `peer_messages` has the
-messages.
+Where the ranks use several GPUs, a meeting only finds out if the arrays of all ranks are on GPUs.
+`peer_messages` has the messages.
 
-A rank whose arrays are on the host does not meet: it counts the call, and goes on. The others see that it has counted
+A rank whose arrays are on the host counts the call and continues without waiting. The others see that it has counted
 the call without a post.
 """
 
@@ -51,13 +51,13 @@ PROBED = 1 << 26
 """Bytes that a probe writes, a few times: some hundred microseconds of work."""
 
 _retired: list[tuple[list[memoryview], list[object]]] = []
-"""Memory of communicators that were closed here, by the boards of the ranks that may have it open."""
+"""Memory of closed communicators of this process, by the boards of the ranks that may have it open."""
 
 
 class SharedGpu:
     """GPU that all ranks of a communicator share, or several with access: exported memory, a board for every channel.
 
-    `links` are those between several GPUs; None for one.
+    `links` connect several GPUs. None for one GPU.
     """
 
     links: PeerLinks | None = None
@@ -79,7 +79,7 @@ class SharedGpu:
         return self._channels[number]
 
     def allocate(self, comm: MPI.Intracomm, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Allocate an array in exported memory; free that of arrays collected before. Collective.
+        """Allocate an array in exported memory. Free the memory of collected arrays. Collective.
 
         `OutOfMemory` on all ranks if one cannot allocate.
         """
@@ -89,7 +89,7 @@ class SharedGpu:
             self.exported.close(handles)
         except RuntimeError as refused:
             error = str(refused)
-        refusal = first_error(comm, error)  # also a barrier: all have closed what is freed
+        refusal = first_error(comm, error)  # also a barrier: all ranks have closed the memory to be freed
         if refusal:
             raise RuntimeError(f"cannot close the memory of other ranks: {refusal}")
         self.exported.release(unused)
@@ -129,7 +129,7 @@ def free_retired() -> None:
 
 
 class SharingResult(NamedTuple):
-    """The shared GPU, or GPUs, or None and the reason why there are none; the same kind on all ranks."""
+    """The shared GPU, or GPUs, or None and the reason why there are none. The same kind on all ranks."""
 
     gpu: SharedGpu | None
     reason: str
@@ -138,8 +138,9 @@ class SharingResult(NamedTuple):
 def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> SharingResult:
     """Export memory and an event of every rank, and read the memory of others. Collective over `comm`.
 
-    Where ranks share one GPU, each reads its neighbour's memory; otherwise all read that of all, and send each other a
-    message. `node` is that of all ranks, or None. `wanted`: equal on all ranks, which then have imported CuPy.
+    Where ranks share one GPU, each reads its neighbour's memory. Otherwise each reads the memory of all others, and
+    they send each other a message. `node` is the node of all ranks, or None. `wanted` is equal on all ranks. If True,
+    they have imported CuPy.
     """
     cupy = sys.modules.get("cupy")
     if not wanted or cupy is None:
@@ -152,6 +153,7 @@ def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> Sha
         bus = str(cupy.cuda.runtime.deviceGetPCIBusId(device))
         if not cupy.cuda.runtime.deviceGetAttribute(IPC_EVENTS, device):
             error = "the device has no events between processes"
+    # every rank must reach each collective below, so errors are exchanged before a return
     everyone = comm.allgather((bus, error))
     buses = [bus for bus, _ in everyone]
     if not all(buses):
@@ -178,7 +180,7 @@ def share_gpu(comm: MPI.Intracomm, node: NodeMemory | None, wanted: bool) -> Sha
 
 
 def _refusal(comm: MPI.Intracomm, gpu: SharedGpu) -> str:
-    """Reason why the token of the previous rank cannot be read here, or elsewhere; "" if all can. Collective."""
+    """Reason why some rank cannot read the token of the previous rank. "" if all can. Collective."""
     block, handle, error = None, b"", ""
     try:
         channel = gpu.channel(0)  # its event lives until all ranks have closed it

@@ -1,9 +1,9 @@
-"""Speed of messages between the ranks of a node: of flags, and of copies through shared memory or out of the sender.
+"""Speed of messages between the ranks of a node: of flags, and of copies through shared memory or cross-memory reads.
 
 Between cores that share a cache, a copy through shared memory is often faster: it needs no system call. Between other
-cores every store must first invalidate the cache line that the receiver has read; from a few KiB on, such a copy is no
-faster than a read of the sender's memory. A virtual machine may be moved between such cores. Stores past the caches,
-which compiled code makes on x86, do not wait. A measurement decides, when the ranks first share memory.
+cores every store must first invalidate the cache line that the receiver has read. From a few KiB on, such a copy is no
+faster than a read of the sender's memory. A virtual machine may be moved between such cores. Non-temporal stores
+(compiled code on x86) do not wait. A measurement decides when the ranks first share memory.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ NBYTES = SCRATCH = 1 << 18
 """Bytes of a copy: enough to hide the start of a system call. And bytes of shared memory that this takes."""
 
 REPEATS = 7
-"""Copies of each kind. Their median decides what is slow; the fastest counts as the speed of the machine."""
+"""Copies of each kind. Their median decides what is slow. The fastest counts as the speed of the machine."""
 
 SLOW_RATIO = 1.6
 """A copy into shared memory is slow if it takes this many times as long as the read of the sender's memory."""
 
 PARTS_RATIO = 1.15
-"""Time of two copies through cells over that of the copies alone, at least: each part has a flag to wait for."""
+"""Least ratio of two copies through bounce buffers to the copies alone: each part has a flag to wait for."""
 
 TURNS = 300
-"""Round trips of a flag, of which the fastest counts."""
+"""Round trips of a flag. The fastest counts."""
 
 FLAG_SECONDS = 5e-3
-"""Limit of the time for all round trips; it is reached only if the two ranks do not run at once."""
+"""Limit of the time for all round trips. It is reached only if the two ranks do not run at once."""
 
 
 class MessageSpeed(NamedTuple):
-    """Seconds of the parts of a message within a node; 0 if not measured, infinite if not possible."""
+    """Seconds of the parts of a message within a node. 0 if not measured, infinite if not possible."""
 
     round_trip: float = 0.0  #: of a flag between two ranks
-    write: float = 0.0  #: of a byte into a cell in shared memory
-    read: float = 0.0  #: of a byte out of a cell
+    write: float = 0.0  #: of a byte into a bounce buffer in shared memory
+    read: float = 0.0  #: of a byte out of a bounce buffer
     by_address: float = 0.0  #: of a byte out of the sender's process
-    late: float = 0.0  #: from rank 0's leaving of a barrier of MPI to that of the node's slowest rank (median)
+    late: float = 0.0  #: from rank 0's exit from an MPI barrier to the exit of the node's slowest rank (median)
 
     @property
     def one_copy_pays(self) -> bool:
-        """True if a copy out of the sender takes less time than two copies through cells, in parts."""
+        """True if a cross-memory read takes less time than two copies through bounce buffers, in parts."""
         return 0 < self.by_address <= PARTS_RATIO * (self.write + self.read)
 
     def slowest(self, comm: MPI.Intracomm) -> MessageSpeed:
@@ -75,8 +75,8 @@ def measure(
 ) -> tuple[bool, MessageSpeed]:
     """Return (True if copying into shared memory is slow, speed) of the ranks of a node. Collective.
 
-    All ranks copy at once, as in a collective. The speed is that of this rank. `memory`: `SCRATCH` bytes of each rank,
-    which all have mapped; `readers`: access to the memory of the ranks' processes, None if that is not permitted.
+    All ranks copy at once, like in a collective. The speed is this rank's. `memory`: `SCRATCH` bytes of each rank,
+    mapped by all. `readers`: access to the memory of the ranks' processes, None if that is not permitted.
     """
     place = comm.Get_rank()
     left = place - 1  # -1, the last rank, for rank 0
@@ -109,7 +109,10 @@ def measure(
 
 
 def _flag_round_trip(comm: MPI.Intracomm, flags: Sequence[memoryview]) -> float:
-    """Least seconds in which a rank's flag goes to a neighbour, and the neighbour's back; 0 without. Collective."""
+    """Least seconds in which a rank's flag goes to a neighbour, and the neighbour's back. 0 without one.
+
+    Collective.
+    """
     place, fence = comm.Get_rank(), memory_fence()
     peer, mine = place ^ 1, flags[place]
     mine[0] = 0

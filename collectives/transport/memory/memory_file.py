@@ -1,7 +1,7 @@
 """Memory files: anonymous files (Linux's memfd) that other processes map through the owner's entry in /proc.
 
-A file vanishes with the last process that maps it, however that ends. The maps here keep no descriptor open, unlike
-those of Python's `mmap`: a process may map parts of the files of many others.
+A file vanishes with the last process that maps it, however that ends. Unlike Python's `mmap`, these maps keep no
+descriptor open: a process may map parts of the files of many others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SEALS = 1 | 2 | 4
 """Linux's F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the length of a file."""
 
 REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EINVAL)
-"""Errors of kernels and sandboxes that allow no memory of this kind; others may be gone later."""
+"""Errors of kernels and sandboxes that allow no memory of this kind. Others may be gone later."""
 
 REMOVE = 9
-"""Linux's MADV_REMOVE: free the pages, which are zero when they are next used."""
+"""Linux's MADV_REMOVE: free the pages. They are zero at their next use."""
 
 UNIT = 1 << 16
 """Segments are multiples of this, and of every page size."""
@@ -36,10 +36,10 @@ AHEAD = 1 << 28
 
 
 def create_file(nbytes: int, name: str = "chorus") -> int:
-    """Create a memory file and return its descriptor. OSError if the system refuses; AttributeError without memfd."""
+    """Create a memory file and return its descriptor. OSError if the system refuses. AttributeError without memfd."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which checks the mode
+        os.fchmod(descriptor, 0o600)  # neighbours open it through /proc: the kernel checks the mode
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, F_ADD_SEALS, SEALS)  # a rank that reads a truncated range would be killed by SIGBUS
     except BaseException:
@@ -49,7 +49,7 @@ def create_file(nbytes: int, name: str = "chorus") -> int:
 
 
 def open_file(pid: int, number: int) -> int:
-    """Open the file behind descriptor `number` of process `pid`; OSError if that is not permitted."""
+    """Open the file behind descriptor `number` of process `pid`. OSError if that is not permitted."""
     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -65,7 +65,7 @@ def _system_calls() -> Any:
 
 
 class _Map:
-    """Owner of a map, which ends with the last array on it."""
+    """Owner of a map. The map ends with the last array on it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -74,7 +74,7 @@ class _Map:
 
 
 def map_file(descriptor: int, start: int, nbytes: int) -> np.ndarray:
-    """Map part of a file, which begins at a multiple of `UNIT`; OSError if the system refuses."""
+    """Map part of a file, beginning at a multiple of `UNIT`. OSError if the system refuses."""
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _system_calls().mmap(None, nbytes, access, mmap.MAP_SHARED, descriptor, start)
     if address in (None, ctypes.c_void_p(-1).value):
@@ -97,7 +97,7 @@ class FreeList:
         self._runs = [(0, nbytes)]
 
     def take(self, nbytes: int) -> int | None:
-        """Allocate a range and return its start; None if there is no room."""
+        """Allocate a range and return its start. None if there is no room."""
         for index, (start, stop) in enumerate(self._runs):
             if stop - start >= nbytes:
                 self._runs[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -116,7 +116,7 @@ class FreeList:
 
 
 class Segment(NamedTuple):
-    """Mapped part of a file: its place there, its bytes as mapped here, and what is free of it."""
+    """Mapped part of a file: its place in the file, its bytes in this process, and its free ranges."""
 
     start: int
     memory: np.ndarray
@@ -154,7 +154,7 @@ class MemoryFile:
         return next(segment for segment in self.segments if segment.holds(start))
 
     def take(self, nbytes: int, ahead: int = AHEAD) -> int:
-        """Allocate zeroed bytes, a multiple of the page size, and return their offset; OSError without room.
+        """Allocate zeroed bytes, a multiple of the page size, and return their offset. OSError without room.
 
         A new segment has at most `ahead` more bytes than that.
         """

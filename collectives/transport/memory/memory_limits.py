@@ -25,11 +25,14 @@ class ControlGroup(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Bytes; OSError if the file cannot be read, ValueError if there is no limit."""
+        """Bytes. OSError if the file cannot be read, ValueError if there is no limit."""
         return int((self.folder / self.limit_file).read_text())
 
     def available(self) -> int:
-        """Bytes below the limit, with those of the file cache, which the kernel can reclaim. Errors as of `limit`."""
+        """Bytes below the limit, including the file cache (the kernel can reclaim it).
+
+        Raises the same errors as `limit`.
+        """
         counts = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         cached = sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in ("active_file", "inactive_file"))
         return self.limit - int((self.folder / self.use_file).read_text()) + cached
@@ -52,7 +55,7 @@ def control_groups(groups: Path = GROUPS, mount: Path = MOUNT) -> Iterator[Contr
 
 
 def available_memory() -> int | None:
-    """Bytes available on this system, or in a control group of this process if less; None if unknown."""
+    """Bytes available on this system, or in a control group of this process if less. None if unknown."""
     found = []
     with suppress(OSError, ValueError), open("/proc/meminfo") as lines:
         found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
@@ -63,7 +66,7 @@ def available_memory() -> int | None:
 
 
 def available_addresses() -> int | None:
-    """Bytes of addresses that this process may still map (`ulimit -v`); None if unlimited or unknown."""
+    """Bytes of addresses that this process may still map (`ulimit -v`). None if unlimited or unknown."""
     limit = _limit("RLIMIT_AS")
     if limit is None:
         return None
@@ -75,7 +78,7 @@ def available_addresses() -> int | None:
 
 
 def longest_file() -> int | None:
-    """Most bytes of a file that this process may create (`ulimit -f`); None if unlimited or unknown."""
+    """Most bytes of a file that this process may create (`ulimit -f`). None if unlimited or unknown."""
     return _limit("RLIMIT_FSIZE")
 
 

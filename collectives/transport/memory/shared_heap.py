@@ -24,32 +24,32 @@ from collectives.transport.memory.memory_limits import available_memory
 from collectives.transport.mpi.reduced import gathered, reduced
 
 MOST = 1 << 48
-"""More bytes than any node has; sums over ranks fit in 64 bits."""
+"""More bytes than any node has. Sums over ranks fit in 64 bits."""
 
 PAGE, OWN_PAGE = 1 << 21, 1 << 16
-"""Segments are multiples of a huge page; longer ones that no other rank maps, of 64 KiB."""
+"""Segments are multiples of a huge page. Longer ones that no other rank maps are multiples of 64 KiB."""
 
 AHEAD = 1 << 28
-"""Most bytes of a new segment in advance: it doubles the heap up to this, so that there are few segments."""
+"""Most bytes of a new segment in advance: it doubles the heap up to this, to keep the number of segments small."""
 
 POPULATE = 23
 """Linux's MADV_POPULATE_WRITE: allocate all pages now, or fail."""
 
 
 class HeapSegment(NamedTuple):
-    """Mapped segment of a shared heap: its address in the owner's process, and its bytes as mapped here."""
+    """Mapped segment of a shared heap: its address in the owner's process, and its bytes in this process."""
 
     base: int
     memory: np.ndarray
 
     def view(self, address: int, nbytes: int) -> np.ndarray | None:
-        """Local view of `nbytes` bytes at the owner's `address`; None if they are not all in the segment."""
+        """Local view of `nbytes` bytes at the owner's `address`. None if they are not all in the segment."""
         start = address - self.base
         return self.memory[start : start + nbytes] if 0 <= start <= self.memory.size - nbytes else None
 
 
 def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
-    """Allocate all pages, so that no later access can fail; OSError if there are too few."""
+    """Allocate all pages, so that no later access can fail. OSError if there are too few."""
     try:
         memory.madvise(POPULATE)
     except OSError as error:
@@ -59,9 +59,9 @@ def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
 
 
 class SharedHeap:
-    """Heap of one rank in shared memory, and the heaps of the node's other ranks as mapped here.
+    """Heap of one rank in shared memory, and the heaps of the node's other ranks mapped in this process.
 
-    All ranks of `comm` allocate together; `neighbours` are the ranks of this node, none to share nothing.
+    All ranks of `comm` allocate together. `neighbours` are the ranks of this node, none to share nothing.
     """
 
     def __init__(self, comm: MPI.Intracomm, neighbours: Sequence[int] = ()) -> None:
@@ -74,7 +74,7 @@ class SharedHeap:
         self._returned: deque[tuple[int, int, int]] = deque()  # ranges of collected arrays, not yet in a free list
 
     def peer_view(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
-        """Local view of `nbytes` bytes at `address` of the peer with node rank `place`; None if not mapped here."""
+        """Local view of `nbytes` bytes at `address` of the peer with node rank `place`. None if not mapped."""
         for segment in self._mapped[place]:
             view = segment.view(address, nbytes)
             if view is not None:
@@ -82,11 +82,14 @@ class SharedHeap:
         return None
 
     def segments(self, place: int) -> list[HeapSegment]:
-        """Mapped segments of the peer with node rank `place`; for this rank, those that its peers have mapped."""
+        """Mapped segments of the peer with node rank `place`.
+
+        For this rank, the segments that its peers have mapped.
+        """
         return self._mapped[place]
 
     def add(self, place: int, segment: HeapSegment) -> None:
-        """Add memory of the rank with node rank `place` that was mapped here already; not for arrays."""
+        """Add memory of the rank with node rank `place` that is mapped already. Not for arrays."""
         self._mapped[place].append(segment)
 
     def is_shared(self, address: int, nbytes: int) -> bool:
@@ -129,11 +132,12 @@ class SharedHeap:
             self._returned.append((index, start, room))
 
     def _grow(self, room: int) -> None:
-        """Add a segment of at least `room` bytes (none if 0). Collective; `OutOfMemory` on all ranks if one cannot."""
+        """Add a segment of at least `room` bytes (none if 0). Collective. `OutOfMemory` on all ranks if one cannot."""
         unit = PAGE if len(self._mapped) > 1 or room < PAGE else OWN_PAGE
         lacking = -(-room // unit) * unit
         generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
         outcomes: list[tuple[int, str | None]] = []
+        # memory may suffice for the request but not for the segment in advance
         for nbytes in (generous, lacking):
             descriptor, memory, error = -1, None, self._over_limit(nbytes)
             if error is None and nbytes:
@@ -174,7 +178,7 @@ class SharedHeap:
             os.close(descriptor)
 
     def free(self) -> None:
-        """Free the memory; arrays in it remain valid. Not collective."""
+        """Free the memory. Arrays in it remain valid. Not collective."""
         self._gaps, self._mine = [], []
         self._mapped = [[] for _ in self._mapped]
         self._arrays.clear()
@@ -182,7 +186,7 @@ class SharedHeap:
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Create memory as `anonymous_memory` does, and allocate all its pages; OSError if there are too few."""
+    """Create memory as `anonymous_memory` does, and allocate all its pages. OSError if there are too few."""
     descriptor, memory = anonymous_memory(nbytes)
     try:
         if descriptor >= 0:
@@ -194,7 +198,7 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Create memory that other processes can map: (file descriptor, memory); (-1, private memory) if not supported."""
+    """Create memory that other processes can map: (file descriptor, memory). (-1, private memory) if not supported."""
     try:
         descriptor = create_file(nbytes)
     except AttributeError:
@@ -214,9 +218,9 @@ def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
 def map_segments(
     comm: MPI.Intracomm, ranks: Sequence[int], descriptor: int, mine: HeapSegment | None
 ) -> list[HeapSegment | None] | None:
-    """Map the segments of those of `ranks` that have one; None on all of them if one cannot map another's.
+    """Map the segments of all `ranks` that have one. None on all of them if one cannot map another's. `ranks`
 
-    `ranks` are those of a node in `comm`. Collective over `comm`. Overwrites the first 16 bytes of each segment with a
+    are the ranks of a node in `comm`. Collective over `comm`. Overwrites the first 16 bytes of each segment with a
     token that identifies it.
     """
     token = os.urandom(16)
@@ -232,10 +236,10 @@ def map_segments(
 
 
 def map_all(comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int) -> list[np.ndarray]:
-    """Create `nbytes` bytes on every rank of a node, and map those of all; empty list if one of `ranks` cannot.
+    """Create `nbytes` bytes on every rank of a node, and map the memory of all. Empty list if one of `ranks` cannot.
 
-    `ranks` are those of the node in `comm`. Collective over `comm`. Zero but for the first 16 bytes. Unlike shared
-    windows of MPI, these are freed by each rank on its own, in any order.
+    `ranks` are the ranks of the node in `comm`. Collective over `comm`. Zero except for the first 16 bytes. Unlike
+    shared windows of MPI, the memory is freed by each rank on its own, in any order.
     """
     mine, descriptor = None, -1
     if nbytes:
@@ -255,7 +259,7 @@ def _segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) ->
 
 
 def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:
-    """Map the memory behind file descriptor `number` of process `pid`; None if that fails."""
+    """Map the memory behind file descriptor `number` of process `pid`. None if that fails."""
     try:
         descriptor = open_file(pid, number)
     except OSError:

@@ -1,11 +1,11 @@
 """Memory that the ranks of a node share, made once and used by all communicators of them.
 
-Every rank has one memory file, which the others map. A communicator has a range in the file of each of its ranks. A
-rank allocates its own, and they exchange the offsets in one allgather. Ranks that have not mapped the segment of one
-then map it, and all agree whether that worked.
+Every rank has one memory file that the others map. A communicator has a range in the file of each of its ranks. A
+rank allocates its own, and they exchange the offsets in one allgather. Ranks then map the segments that they have not
+mapped, and all agree whether that worked.
 
 A rank writes into the ranges of others (offers of `mailbox.c`), and reads them after their owners have freed the
-communicator. So its last access to a range is to mark its departure there, and the owner allocates the range again when
+communicator. So its last access to a range is to mark its departure in it. The owner allocates the range again when
 all ranks of the communicator have departed.
 """
 
@@ -53,7 +53,7 @@ class NodeRange(NamedTuple):
     ----------
     views : bytes of the ranges, by rank on the node
     start, nbytes : place in this rank's file
-    halvings : how often bounce buffers were halved to make it so short; equal on all ranks of the communicator
+    halvings : how often bounce buffers were halved to make it so short. Equal on all ranks of the communicator
     """
 
     views: list[np.ndarray]
@@ -70,9 +70,9 @@ class _Retired(NamedTuple):
 
 
 class SharedNode:
-    """Memory files of the ranks of `comm`, all on one machine. Collective; OSError on all if one cannot map another's.
+    """Memory files of the ranks of `comm`, all on one machine. Collective. OSError on all if one cannot map another's.
 
-    Lists are indexed by rank in `comm`, which is not kept.
+    Lists are indexed by rank in `comm`. `comm` is not kept.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class SharedNode:
     place, size : rank in `comm`, and its size
     readers : access to the memory of the ranks' processes
     reads, writes : all ranks may read, and write, each other's memory
-    speed : of messages, as measured by this rank; zeros if `measures` is False
+    speed : of messages, as measured by this rank. Zeros if `measures` is False
     far, any_far : copies into shared memory take this rank, or any rank, long
     past_caches : all ranks copy by non-temporal stores
     """
@@ -106,7 +106,7 @@ class SharedNode:
     # -------------------------------------------------------------------------------- creation
 
     def _connect(self, comm: MPI.Intracomm) -> tuple[MemoryFile, list[np.ndarray]]:
-        """Create this rank's file, and map the first segment of all; return it, and bytes in each. Collective."""
+        """Create this rank's file, and map the first segment of all. Return it, and bytes in each. Collective."""
         file, descriptor, token = None, -1, os.urandom(TOKEN)
         try:
             longest = longest_file()
@@ -141,7 +141,7 @@ class SharedNode:
         return bool(both & 1), bool(both & 2 and intact)
 
     def _map(self, place: int, pid: int, number: int, start: int, nbytes: int) -> None:
-        """Map a segment of a rank's file, unless it is mapped; OSError if that fails."""
+        """Map a segment of a rank's file, unless it is mapped. OSError if that fails."""
         if start in self._mapped[place]:
             return
         descriptor = open_file(pid, number)
@@ -162,8 +162,8 @@ class SharedNode:
     ) -> tuple[NodeRange | None, list[int]]:
         """Allocate a zeroed range in the files of ranks of `comm`, and gather the bits of `traits` of all. Collective.
 
-        `places` are those of the ranks on this node in `comm`, by rank there. `length` gives the bytes of a range by
-        number of halvings, which is chosen by the addresses that are left if it is not given. The range is None on all
+        `places` has the places of the ranks on this node, by rank in `comm`. `length` gives the bytes of a range by
+        number of halvings. If `halvings` is not given, the free addresses decide. The range is None on all
         ranks of `comm`, of all nodes, if one of them cannot allocate or map.
         """
         row, mine = [-1, 0, 0, 0, 0, traits], comm.Get_rank()
@@ -177,6 +177,7 @@ class SharedNode:
                 row[:5] = start, chosen, segment.start, segment.memory.nbytes << 1 | is_known, self._file.descriptor
             except OSError:
                 pass
+        # exchanged even after an error: the other ranks wait in this call
         rows = gathered_rows(comm, row)
         common = max(rows[rank][1] for rank in places)
         nbytes, found = _pages(length(common)), all(one[0] >= 0 for one in rows)
@@ -202,7 +203,7 @@ class SharedNode:
         return next((number for number in range(SMALLEST) if length(number) <= room), SMALLEST)
 
     def _take(self, nbytes: int) -> int:
-        """Allocate a range in this rank's file; OSError without room."""
+        """Allocate a range in this rank's file. OSError without room."""
         left_by_all = [bool(one.departures.all()) for one in self._retired]
         for each in (each for one, is_free in zip(self._retired, left_by_all) if is_free for each in one.ranges):
             self._file.give(each.start, each.nbytes)
@@ -211,7 +212,7 @@ class SharedNode:
         return self._file.take(nbytes, FILE if left is None else left // self.size // (SHARE // 4))
 
     def _map_missing(self, places: Mapping[int, int], rows: Sequence[Sequence[int]]) -> bool:
-        """Map the segments of the ranges that were exchanged; False if that fails."""
+        """Map the segments of the ranges that were exchanged. False if that fails."""
         with self._lock:
             try:
                 for rank, place in places.items():

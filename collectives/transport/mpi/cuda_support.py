@@ -35,10 +35,10 @@ def loaded(maps: Path) -> list[str]:
 
 
 def query_support(path: str) -> list[bool]:
-    """CUDA support as reported by the query functions of a loaded MPI library; empty if it has none."""
+    """CUDA support as reported by the query functions of a loaded MPI library. Empty if it has none."""
     try:
         library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-    except (OSError, AttributeError):  # mapped but not loaded as a library; a system without RTLD_NOLOAD
+    except (OSError, AttributeError):  # mapped but not loaded as a library, or a system without RTLD_NOLOAD
         return []
     answers = []
     if hasattr(library, "MPIX_Query_cuda_support"):

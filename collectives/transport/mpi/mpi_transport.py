@@ -40,8 +40,8 @@ class MpiMessage:
 class MpiTransport(Wire):
     """Transport over MPI messages with a tag.
 
-    `cut` gives the bytes per part of messages that a device may send or receive. Messages of several pieces are packed,
-    or with `typed` described by an MPI datatype: device memory, which this process does not access.
+    `cut` gives the bytes per part of messages that a device may send or receive. Messages of several pieces are
+    packed, or with `typed` described by an MPI datatype: for device memory, not accessed by this process.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class MpiTransport(Wire):
             self._described.append(typed)
             return BoundMessage([calling(typed.start)], [calling(typed.test)])
         places = [piece.place for piece in pieces]
+        # MPI takes one buffer: pieces are packed before a send and unpacked after a receive
         if len(pieces) > 1:
             places = self._pack(pieces)
         first = places[0] if places else Place(ABSOLUTE, 0)
@@ -129,7 +130,7 @@ class _TypedMessage:
 
 
 class LengthCheck:
-    """Check of the length of a received message; MPI itself raises for longer messages only."""
+    """Check of the length of a received message. MPI itself raises for longer messages only."""
 
     __slots__ = ("_comm", "_nbytes", "_peer", "status")
 

@@ -18,7 +18,7 @@ ROUND_TRIPS = 9
 pause. The median counts, as a collective takes as long as its slowest messages."""
 
 LONG_ROUND_TRIPS = 5
-"""Round trips of a long message in a row. The first two use up the burst; the median of the others counts."""
+"""Round trips of a long message in a row. The first two use up the burst. The median of the others counts."""
 
 BARRIERS = 5
 """Barriers in a row, whose median counts."""
@@ -28,7 +28,7 @@ BURST_RATIO = 2
 
 
 class NetworkSpeed(NamedTuple):
-    """Seconds of messages between two nodes; 0 if not measured.
+    """Seconds of messages between two nodes. 0 if not measured.
 
     Networks with limited rates (cloud machines, emulated ones) send up to `burst` bytes faster after a pause.
     """
@@ -36,7 +36,7 @@ class NetworkSpeed(NamedTuple):
     message: float = 0.0  #: of a short message
     byte: float = 0.0  #: per byte of long messages
     burst_byte: float = 0.0  #: per byte within a burst
-    burst: float = 0.0  #: bytes of a burst; 0 if all bytes take equally long
+    burst: float = 0.0  #: bytes of a burst, or 0 if all bytes take equally long
     barrier: float = 0.0  #: of MPI's barrier of all ranks
 
 
@@ -84,7 +84,10 @@ def _burst(longs: list[float], byte: float, burst_byte: float) -> float:
 
 
 def _round_trip(comm: MPI.Intracomm, peer: int | None, there: np.ndarray, back: np.ndarray) -> float:
-    """Seconds of a message `there` of the lower rank of a pair, answered by one `back`; 0 without a peer."""
+    """Seconds of the message `there` from the lower rank of a pair, answered by the message `back`.
+
+    0 without a peer.
+    """
     if peer is None:
         return 0.0
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The machine that a rank runs on, and the cores that it may use there."""
+"""The machine that a rank runs on, and the cores that it may use on it."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 KERNEL = Path("/proc/sys/kernel/random/boot_id")
-"""File with a name of the running kernel, by which nodes that are emulated on one machine are recognised."""
+"""File with an identifier of the running kernel. It shows that nodes are emulated on one machine."""
 
 
 def machine_name() -> str:

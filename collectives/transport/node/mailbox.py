@@ -2,15 +2,15 @@
 
 Every ordered pair of ranks has a mailbox of a few slots. To send, a rank fills the next slot and then sets the slot's
 flag to the number of the message. The receiver polls the flag, reads the slot, and writes the number to its
-acknowledgement, which frees the slot.
+acknowledgement. This frees the slot.
 
-A flag also carries a label: the length of the message and a mark of the call that sent it. A message with another label
-than expected belongs to another call, and the receiver raises `Mismatch`. Both ends compute the label when the message
-is bound, so the check costs only the comparison of the flag.
+A flag also carries a label: the length of the message and a mark of the call that sent it. A message with another
+label than expected belongs to another call, and the receiver raises `Mismatch`. Both ends compute the label when the
+message is bound, so the check costs only the comparison of the flag.
 
 Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
-in order, so the flag needs no fence there. On others a fence (`MPI.Win.Sync`) runs before a flag is set, after it was
-found set, and before it is acknowledged.
+in order, so the flag needs no fence. On other processors a fence (`MPI.Win.Sync`) runs before a flag is set, after it
+was found set, and before it is acknowledged.
 """
 
 from __future__ import annotations
@@ -60,48 +60,55 @@ from collectives.transport.waits import Others, Pauses, cores_are_shared, share_
 MASK = SLOTS - 1
 
 IN_CELL = INLINE + 1
-"""A label is a mark times `LABELS`, plus the bytes of a message beside the flag, `IN_CELL` for a message in the cell,
-whose length is the word after the flag, or `IN_CELL` plus the number of addresses; see `label`, `address_label`."""
+"""A label is a mark times `LABELS`, plus a code.
+
+The code is the number of bytes of a message beside the flag, `IN_CELL` for a message in the bounce buffer (the word
+after the flag has its length), or `IN_CELL` plus the number of addresses. See `label`, `address_label`.
+"""
 
 MARKS = KIND // LABELS
 """Marks are below this number."""
 
 STREAMED, STREAMED_NEAR, STREAMED_BOTH_WAYS, STREAMED_REDUCED = 1 << 22, 1 << 20, 1 << 21, 1 << 23
-"""Bytes of the longest messages that go through the cells in parts: one part is read while the next is written. Longer
-ones are copied at once between the processes, if permitted (`joint_copy`): by system calls, but one copy instead of
-two. The second number holds between cores that share a cache, the third where ranks send and receive at once, so that
-each makes both copies; the fourth for messages that are reduced: by address the receiver alone would copy them, since
-the sender cannot reduce."""
+"""Bytes of the longest messages that go through the bounce buffers in parts: one part is read while the next is
+written. Longer ones are copied at once between the processes, if permitted (`joint_copy`): by system calls, but one
+copy instead of two. The second number holds between cores that share a cache, the third where ranks send and receive
+at once, so that each makes both copies. The fourth for messages that are reduced: with cross-memory reads the receiver
+alone would copy them, since the sender cannot reduce."""
 
 COPIED_WHOLE = 4
-"""All limits, in cells, if copies cannot go past the caches; and the first one if ranks share cores. The others are one
-cell then: the work of all copies counts, and by address there is one."""
+"""All limits, in bounce buffers, if copies cannot be non-temporal, and the first limit if ranks share cores.
+
+The other limits are then one bounce buffer: the work of all copies counts, and a cross-memory read is one copy.
+"""
 
 ONE_COPY, ONE_COPY_REDUCED = 1 << 16, 1 << 20
-"""Bytes of the longest messages that go through a cell, and of those that do in parts as they are reduced, where one
-copy between the processes takes less time than two through a cell (`MessageSpeed.one_copy_pays`). Longer ones go by
-address there."""
+"""Bytes of the longest messages that go through a bounce buffer, whole and in parts as they are reduced.
+
+They hold where one copy between the processes takes less time than two (`MessageSpeed.one_copy_pays`). Longer messages
+use cross-memory reads.
+"""
 
 FAR_COPIED = 1 << 13
-"""Bytes up to which messages are copied through cells between cores for which that is slow; see `copy_speed`."""
+"""Bytes up to which messages are copied through bounce buffers between cores where that is slow. See `copy_speed`."""
 
 RENDEZVOUS_BYTES = 1 << 13
 """Bytes from which a message in shared memory is sent by its address, without a copy into the mailbox."""
 
 PROBE_EVERY = 64
-"""Messages after which compiled code measures again which copies into cells are faster."""
+"""Messages after which compiled code measures again which copies into bounce buffers are faster."""
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
 
 
 def mark_of(call: int, nbytes: int) -> int:
-    """Mark of a call of this many bytes; `call` is the mark of all else that must be equal on all ranks."""
+    """Mark of a call of this many bytes. `call` is the mark of everything else that must be equal on all ranks."""
     return (call + ((nbytes * 2654435761 & 0xFFFFFFFF) >> 20)) % MARKS  # Knuth's multiplicative hash
 
 
 def label(mark: int, nbytes: int) -> int:
-    """Return the label of a message of `nbytes` bytes beside its flag or in a cell; `mark` is that of the call."""
+    """Return the label of a message of `nbytes` bytes beside its flag or in a bounce buffer. `mark` is the call's."""
     return mark * LABELS + min(nbytes, IN_CELL)
 
 
@@ -113,22 +120,22 @@ def address_label(mark: int, addresses: int = 0) -> int:
 class NodeMemory:
     """Mailboxes of a communicator's ranks of one node, in ranges of their `SharedNode`. Made by `open_mailboxes`.
 
-    Lists are indexed by rank on the node; `places` maps ranks in `comm`, of all nodes, to it.
+    Lists are indexed by rank on the node. `places` maps ranks in `comm` to ranks on the node.
 
     Attributes
     ----------
     channels : memory of every channel that has been used
     fence : orders loads and stores before it and after it
     reads, writes : all ranks may read, and write, each other's memory
-    streamed, streamed_both_ways, streamed_reduced : bytes up to which messages are cut to go through cells, equal on
-        all ranks
-    far : True if copies into cells take this rank long
+    streamed, streamed_both_ways, streamed_reduced : bytes up to which messages are cut to go through bounce buffers,
+        equal on all ranks
+    far : True if this rank's copies into bounce buffers are slow
     part : most bytes of a part of such a message, equal on all ranks
-    speed : of messages on the slowest node, equal on all ranks; zeros where ranks share cores
-    copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that may go by address
-    on_one_machine : all ranks of all nodes are on this machine
-    cores, crowded, shares_cores : cores that the ranks of the machine may use; if there are fewer than ranks of this
-        communicator; or of one that any of them has made before
+    speed : of messages on the slowest node, equal on all ranks. Zeros where ranks share cores
+    copied, copied_compiled : bytes up to which Python, or compiled, code copies a message that a cross-memory read
+    could transfer on_one_machine : all ranks of all nodes are on this machine cores, crowded, shares_cores : cores
+    that the ranks of the machine may use, if less than the ranks of this
+        communicator, or of an earlier one of any rank
     """
 
     def __init__(
@@ -157,7 +164,7 @@ class NodeMemory:
         self.heap = SharedHeap(comm, list(places))
 
     def _streamed_limits(self, one_copy: bool) -> tuple[int, int, int]:
-        """Return `streamed`, `streamed_both_ways` and `streamed_reduced`, from what all ranks know alike."""
+        """Return `streamed`, `streamed_both_ways` and `streamed_reduced`, equal on all ranks."""
         if self.shares_cores:
             return self.cells[0] * COPIED_WHOLE, self.cells[0], self.cells[0]
         if one_copy:
@@ -173,7 +180,7 @@ class NodeMemory:
             self.channels[channel] = ChannelMemory(memory.views, words, flags, cells)
 
     def add_channel(self, channel: int) -> bool:
-        """Allocate the memory of a channel; False on all ranks if one of them cannot. Collective over `comm`."""
+        """Allocate the memory of a channel. False on all ranks if one of them cannot. Collective over `comm`."""
         halvings = self._ranges[0].halvings
         _, nbytes = self._layout.starts([channel], 0)
         memory, _ = self._shared.allocate(self.comm, self._shared_places, lambda _: nbytes, halvings)
@@ -191,13 +198,14 @@ class NodeMemory:
         return (self.channels[0].flags + place * self.box) // 8 + SLOTS * WORDS + 1
 
     def leave(self, edges: dict[int, dict[int, MailboxEdge]]) -> Mismatch | None:
-        """Mark this rank as one that makes no more calls; return the error of an unread message, if there is one.
+        """Mark this rank as one that makes no more calls. Return the error of an unread message, if there is one.
 
         Of two ranks that have left, the second one finds every message that either has not read: no rank waits.
         """
         peers = {rank: place for rank, place in self.places.items() if place != self.place}
         for place in peers.values():
             self.channels[0].words[self.place][self.gone_at(place)] = 1
+        # marks are visible before messages are looked at: of two leaving ranks one sees the other's
         self.fence()
         for channel, (rank, place) in product(self.channels, peers.items()):
             edge = edges.get(channel, {}).get(rank)
@@ -221,7 +229,7 @@ class NodeMemory:
         return int(next(rank for rank, other in self.places.items() if other == place))
 
     def yielding(self, pauses: Pauses) -> None:
-        """Pause in a wait; first drive MPI progress, since peers may wait for our sends."""
+        """Pause in a wait. First drive MPI progress, since peers may wait for our sends."""
         self.comm.Iprobe()
         pauses.pause()
 
@@ -253,7 +261,7 @@ class NodeMemory:
 
 
 class Opened(NamedTuple):
-    """Result of `open_mailboxes`: the memory, if `trait` holds on all ranks, and the `number` of rank 0."""
+    """Result of `open_mailboxes`: the memory, True if all ranks gave `trait`, and the number that rank 0 gave."""
 
     node: NodeMemory | None
     all_have_trait: bool
@@ -261,7 +269,7 @@ class Opened(NamedTuple):
 
 
 def open_mailboxes(comm: MPI.Intracomm, placement: NodePlacement, trait: bool, number: int) -> Opened:
-    """Allocate the mailboxes of a communicator; None on all ranks without memory of nodes. Collective over `comm`."""
+    """Allocate the mailboxes of a communicator. None on all ranks without memory of nodes. Collective over `comm`."""
     shared, places = placement.shared, placement.neighbours
     if shared is None:
         traits = gathered(comm, trait | number << 2)
@@ -300,7 +308,7 @@ class MailboxEdge:
         self.incoming = SlotMemory(memory.memory[peer], self.inbox * 8 + 8, short_in, short, cells_in, cell)
         self.place = peer
         self.link = np.zeros(1, LINK)
-        self.counts = self.link.view(np.int64).data  # the same memory, which Python reads faster
+        self.counts = self.link.view(np.int64).data  # the same memory. Python reads it faster
         here, there = (MPI.Get_address(memory.memory[rank]) for rank in (place, peer))
         chooses = copies_past_caches() and not node.shares_cores
         values = {
@@ -377,7 +385,7 @@ class MailboxEdge:
             start += nbytes
 
     def has_room(self, slots: int) -> bool:
-        """True if the next outgoing message, which may use that many slots in turn, finds its slot free."""
+        """True if the next outgoing message finds its slot free. It uses one of `slots` slots in turn."""
         counts = self.counts
         counts[ACKNOWLEDGED] = self.theirs[self.their_ack]
         return counts[SENT] - counts[ACKNOWLEDGED] < slots

@@ -11,32 +11,36 @@ from mpi4py import MPI
 from collectives.engine.instructions import INLINE, LINE, SHORT_SPACING, SLOTS, SPREAD
 
 SHORT, SHORT_PARTS = 1 << 10, 64
-"""A short message, which has the buffer of its slot, is at most this long, and at most a cell divided by the second
-number. Longer ones take less time in a cell, into which compiled code copies past the caches."""
+"""Bytes of the longest short message, in the buffer of its slot, and the parts of a bounce buffer that it may use.
+
+Longer messages take less time in a bounce buffer: compiled code copies into it with non-temporal stores.
+"""
 
 CELL = 1 << 17
-"""Most bytes of a cell, the eager buffer of a medium message."""
+"""Most bytes of a bounce buffer (cell), the eager buffer of a medium message."""
 
 CHANNELS = 32
 """Independent sets of mailboxes: the first for blocking calls, the next `NONBLOCKING` for non-blocking ones, the others
 for persistent requests."""
 
 NONBLOCKING = 4
-"""Channels of non-blocking calls, which take them in turn."""
+"""Channels of non-blocking calls. The calls take them in turn."""
 
 BUDGET, OTHER_BUDGET = 1 << 24, 1 << 26
-"""Most bytes of cells per rank: for blocking calls, and for all other channels together. Memory of a cell is allocated
-when it is first used."""
+"""Most bytes of bounce buffers per rank: for blocking calls, and for all other channels together.
+
+Memory of one is allocated at its first use.
+"""
 
 LEAST = 256
-"""Least bytes of a cell, unless addresses are short: they are halved then."""
+"""Least bytes of a bounce buffer. Halved if addresses are short."""
 
 
 class SlotMemory(NamedTuple):
     """Memory for the data of eager messages in one direction: a rank's mailboxes, and byte offsets in them.
 
-    `inline` is that of the data beside the first flag, `short` that of the first buffer of `short_bytes`, and `cell`
-    that of the first one of `cell_bytes`. Messages of a length use places 0, 1, 2 ... up to `period` in turn.
+    `inline` is the offset of the data beside the first flag, `short` of the first buffer of `short_bytes`, `cell` of
+    the first bounce buffer of `cell_bytes`. Messages of a length use places 0, 1, 2 ... up to `period` in turn.
     """
 
     memory: np.ndarray
@@ -47,7 +51,7 @@ class SlotMemory(NamedTuple):
     cell_bytes: int
 
     def period(self, nbytes: int) -> int:
-        """Number of places of messages of this length: the memory of one is used again so many messages later."""
+        """Number of places of messages of this length: number of messages after which a place is reused."""
         fit = nbytes and self.cell_bytes // (-(-nbytes // LINE) * LINE)
         return SLOTS * fit if nbytes >= SPREAD and fit else SLOTS
 
@@ -72,7 +76,7 @@ class ChannelMemory(NamedTuple):
     memory: list[np.ndarray]  #: the ranges, by rank on the node
     words: list[memoryview]  #: the same as 8-byte words
     flags: int  #: offset in bytes of the flags to the first rank
-    cells: int  #: offset in bytes of the cells for the first rank
+    cells: int  #: offset in bytes of the bounce buffers for the first rank
 
 
 class Layout:
@@ -93,7 +97,7 @@ class Layout:
         self.short = [first, *[others] * (CHANNELS - 1)]
 
     def starts(self, channels: Sequence[int], head: int) -> tuple[list[tuple[int, int]], int]:
-        """Offsets of the flags and of the cells of channels behind `head` bytes; and the bytes of all."""
+        """Offsets of the flags and of the bounce buffers of channels behind `head` bytes, and the bytes of all."""
         flags = self.size * self.box
         end, found = head + len(channels) * flags, []
         for number, channel in enumerate(channels):
@@ -103,7 +107,10 @@ class Layout:
 
 
 FIRST_CHANNELS = range(1 + NONBLOCKING)
-"""Channels whose memory a communicator has from its creation; that of persistent requests follows with the requests."""
+"""Channels whose memory exists from a communicator's creation.
+
+Memory of persistent requests follows with the requests.
+"""
 
 
 def head_bytes(size: int) -> int:

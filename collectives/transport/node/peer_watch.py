@@ -33,7 +33,7 @@ class PeerWatch:
 
     @property
     def is_due(self) -> bool:
-        """True if the last check was `PERIOD` seconds ago; the next one is then due again after as many."""
+        """True if the last check was `PERIOD` seconds ago. The next one is then due again after as many."""
         now = time.monotonic()
         if now < self._next:
             return False

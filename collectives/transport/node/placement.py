@@ -23,16 +23,16 @@ from collectives.transport.waits import cores_are_shared
 
 
 class NodePlacement(NamedTuple):
-    """Places of the ranks of a communicator; ranks are those in it.
+    """Places of the ranks of a communicator.
 
     Attributes
     ----------
     rank, size : of this process, and of the communicator
-    nodes : node of every rank; None if all are on one
-    usable : cores of each rank of this machine, which may have several emulated nodes
-    shared : memory of this machine's ranks; None on all ranks if they share none
+    nodes : node of every rank. None if all are on one
+    usable : cores of each rank of this machine (it may have several emulated nodes)
+    shared : memory of this machine's ranks. None on all ranks if they share none
     places : rank in `shared` of each rank of this machine
-    speed : of messages on the slowest node; zeros if no node has two ranks, or memory is not shared
+    speed : of messages on the slowest node. Zeros if no node has two ranks, or memory is not shared
     network : speed of messages between nodes
     """
 
@@ -102,6 +102,7 @@ def place_ranks(comm: MPI.Intracomm, shares: bool, given: Nodes | None) -> NodeP
     usable = {other: one.cores for other, one in here.items()}
     names = _common_names(everyone)
     shared: SharedNode | None
+    # a node that all have open is shared again: no new files, and no split communicator
     if None not in names.values():
         name, machines = names[mine.machine], [one.machine for one in everyone]
         assert name is not None, "all machines have a common name"
@@ -125,7 +126,7 @@ def place_ranks(comm: MPI.Intracomm, shares: bool, given: Nodes | None) -> NodeP
 
 
 def _common_names(everyone: Sequence[_Surroundings]) -> dict[str, bytes | None]:
-    """Name of a node that all ranks of a machine have open, by machine; None if there is none."""
+    """Name of a node that all ranks of a machine have open, by machine. None if there is none."""
     names: dict[str, set[bytes]] = {}
     for one in everyone:
         names.setdefault(one.machine, set(one.places)).intersection_update(one.places)
@@ -133,7 +134,7 @@ def _common_names(everyone: Sequence[_Surroundings]) -> dict[str, bytes | None]:
 
 
 def _share_memory(comm: MPI.Intracomm, sharing: MPI.Intracomm, measures: bool) -> SharedNode | None:
-    """Let the ranks of `sharing` share memory; None on all ranks of `comm` if some may not. Collective over `comm`."""
+    """Let the ranks of `sharing` share memory. None on all ranks of `comm` if some may not. Collective over `comm`."""
     shared = None
     with suppress(OSError):
         shared = SharedNode(sharing, measures)

@@ -1,12 +1,12 @@
 """Shared-memory transport: no system call for short messages, one copy for long ones.
 
-Messages pass through mailboxes (`mailbox`). The sender chooses how, from local knowledge only, and the flag of the slot
-is labelled accordingly:
+Messages pass through mailboxes (`mailbox`). The sender chooses how, from local knowledge only, and labels the flag of
+the slot accordingly:
 
-- a short message is beside the flag, in the same cache line;
-- a medium one is in the slot's cell: the sender copies in, the receiver copies or reduces directly out of it;
-- of a long one, and of a medium one in memory that the receiver has mapped (`shared_heap`), the slot holds only the
-  address: the receiver reads it there, or from the sender's process, and the sender may overwrite it after the
+- a short message is beside the flag, in the same cache line.
+- a medium one is in the slot's bounce buffer: the sender copies in, the receiver copies or reduces directly out of it.
+- for a long one, and a medium one in memory that the receiver has mapped (`shared_heap`), the slot holds only the
+  address: the receiver reads the mapped memory, or the sender's process. The sender may overwrite it after the
   acknowledgement.
 
 Messages are rows of the engine, in one stream for each peer and direction.
@@ -32,18 +32,18 @@ BYTE = np.dtype(np.uint8)
 
 
 class NodeAwareTransport(Wire):
-    """Transport: one channel of the mailboxes in shared memory within a node; MPI (`network`) between nodes.
+    """Transport: one channel of the mailboxes in shared memory within a node. MPI (`network`) between nodes.
 
-    `edges` are those of the channel, by rank of the node. `streamed`: bytes up to which messages are cut to go
-    through cells; equal at both ends of every edge. `mark` is a number below `MARKS` that both ends of every edge
-    compute from the call: a message with another mark raises. With `chunks`, where a device may be at the
-    other end, messages longer than a cell are cut for these, whatever `streamed` is.
+    `edges` are the channel's, by rank of the node. `streamed`: bytes up to which messages are cut to go through bounce
+    buffers. Equal at both ends of every edge. `mark` is a number below `MARKS` that both ends of every edge compute
+    from the call: a message with another mark raises. With `chunks` (a device may be at the other end), messages
+    longer than a bounce buffer are cut for them, independent of `streamed`.
     """
 
     in_mailboxes = True
 
     lengths_vary = all_short = False
-    """Messages are bound for a program for any length, in chunks; and all fit a bounce buffer."""
+    """Messages are bound for a program for any length, in chunks, and all fit a bounce buffer."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class NodeAwareTransport(Wire):
             whole = OnMemories(send.bind, [(piece.place, piece.nbytes) for piece in pieces], BYTE)
             return BoundMessage([calling(whole)], [], key)
         starts, part = [], self.part(nbytes)
+        # the flag has room for few addresses, so many pieces are copied together first
         if is_long and not part and len(pieces) > ADDRESSES:
             packed = np.empty(nbytes, BYTE)
             self._packed.append(packed)
@@ -110,9 +111,9 @@ class NodeAwareTransport(Wire):
         return BoundMessage([receive], [], ("in", edge.place))
 
     def guard_root(self) -> list[list[Instruction]]:
-        """Streams that let the first round of a root find messages of earlier calls: no peer can send before it does.
+        """Streams that let the first round of a root find messages of earlier calls: no peer can send before the root
 
-        A rank that takes another rank for the root sends to that one, which does not receive.
+        does. A rank with another root sends to that rank, where nothing receives the message.
         """
         edges = (edge for edge in self._edges.values() if edge.place != self.node.place)
         return [[Instruction(Kind.EXPECT_NONE, link=edge)] for edge in edges]
@@ -126,7 +127,7 @@ class NodeAwareTransport(Wire):
         return cell if self._chunks is None else part_size(nbytes)
 
     def part(self, nbytes: int) -> int:
-        """Bytes of the parts in which a message travels through bounce buffers; 0: in one. Equal at both ends."""
+        """Bytes of the parts in which a message travels through bounce buffers. 0: in one. Equal at both ends."""
         if self.meets_devices or nbytes <= self.part_bytes or (nbytes > self.streamed and self.node.reads):
             return 0
         return self.part_bytes
@@ -160,5 +161,5 @@ class NodeAwareTransport(Wire):
         self._network.use_tag(tag)
 
     def free(self) -> None:
-        """Free the network's requests; the mailboxes belong to the node."""
+        """Free the network's requests. The mailboxes belong to the node."""
         self._network.free()

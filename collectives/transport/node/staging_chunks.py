@@ -1,16 +1,16 @@
 """Chunks of pinned memory that the ranks of a node share: staging buffers of long messages between devices.
 
-Copies of a mailbox's cell are short: starting, ending and polling them takes longer than moving the data. 128 KiB move
-at a third of the link's speed, 4 MiB at nine tenths. Longer cells would take much memory: there are sixteen each way
-for every peer and channel, and compiled code writes all in turn. So every rank has an area of chunks beside its
-mailboxes, in a memory file that the others map. Calls on all channels share these chunks. The mailbox of a message has
-the address of its chunk, like that of an array in shared memory, so that ranks with arrays on the host read both alike.
-Ranks with arrays on the host send long messages by address, or through chunks if ranks may not read each other's
-memory.
+Copies of a mailbox's bounce buffer are short: starting, ending and polling them takes longer than moving the data. 128
+KiB move at a third of the link's speed, 4 MiB at nine tenths. Longer bounce buffers would need too much memory: there
+are sixteen each way for every peer and channel, and compiled code writes all in turn. So every rank has an area of
+chunks beside its mailboxes, in a memory file that the others map. Calls on all channels share these chunks. The
+mailbox of a message has the address of its chunk, like the address of an array in shared memory, so ranks with arrays
+on the host read both in the same way. Ranks with arrays on the host send long messages by cross-memory reads, or
+through chunks if ranks may not read each other's memory.
 
-A chunk is in use until its message is acknowledged, which may be late: its receiver may wait for another message first.
+A chunk is in use until its message is acknowledged. This may be late: its receiver may wait for another message first.
 So `SHARED` chunks are for all receivers, at most `IN_FLIGHT` for one receiver on one channel. If these are in use, a
-receiver without a chunk gets one that is reserved for it. Therefore no message waits for those to other receivers.
+receiver without a chunk gets one that is reserved for it. Therefore no message waits for messages to other receivers.
 
 Pages are allocated, and pinned by sender and receiver, when the first message takes the chunk: a rank that sends long
 messages by one call at a time uses at most 64 MiB, with two ranks 16 MiB. Each further call at the same time may add
@@ -34,20 +34,20 @@ from collectives.transport.node.mailbox import MASK, MailboxEdge, NodeMemory, ad
 from collectives.transport.node.mailbox_layout import CHANNELS
 
 CHUNK, SHORTEST = 1 << 22, 1 << 20
-"""Bytes of a chunk; and of the shortest parts that a message is cut to."""
+"""Bytes of a chunk, and of the shortest parts that a message is cut to."""
 
 PARTS = 16
 """Parts that a message is cut to, if these are no chunks: the first one is not copied while another is."""
 
 IN_FLIGHT, SHARED = 4, (8, 16)
-"""Chunks in use by messages to one receiver; least and most chunks for all."""
+"""Chunks in use by messages to one receiver. Least and most chunks for all."""
 
 MOST_RANKS = 16
-"""Ranks of a node up to which there are such chunks; each maps the areas of all, 33 GiB of addresses at most."""
+"""Ranks of a node up to which such chunks exist. Each rank maps the areas of all, 33 GiB of addresses at most."""
 
 
 def part_size(nbytes: int, most: int = CHUNK) -> int:
-    """Bytes of the parts of a message that is longer than a cell, equal at both ends; `most` are those of the largest.
+    """Bytes of the parts of a message longer than a bounce buffer, equal at both ends. `most`: bytes of the largest.
 
     >>> [part_size(mib << 20) >> 20 for mib in (1, 16, 32, 256)]
     [1, 1, 2, 4]
@@ -59,14 +59,17 @@ class MemoryPinner(Protocol):
     """Pins host memory for copies from and to a device, as `DeviceCopies` does."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin host memory; RuntimeError if CUDA refuses."""
+        """Pin host memory. RuntimeError if CUDA refuses."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
 
 
 class StagingChunks:
-    """Areas of chunks of all ranks of a node, as mapped here; `bases` are their addresses in the ranks' processes."""
+    """Areas of chunks of all ranks of a node, mapped in this process.
+
+    `bases` are their addresses in the ranks' processes.
+    """
 
     def __init__(self, node: NodeMemory, areas: list[np.ndarray], bases: list[int]) -> None:
         self._place, self._areas, self._bases = node.place, areas, bases
@@ -77,10 +80,10 @@ class StagingChunks:
         self._free = list(range(self._shared))[::-1]  # the last one used is used next
         self._own: dict[MailboxEdge, int] = {}  # chunks of receivers that found no other one
         self._taken: dict[MailboxEdge, deque[tuple[int, int]]] = {}  # (number of the message, chunk)
-        self._pinned: dict[int, MemoryPinner | None] = {}  # by address; None if CUDA refused
+        self._pinned: dict[int, MemoryPinner | None] = {}  # by address, None if CUDA refused
 
     def take(self, edge: MailboxEdge, copies: MemoryPinner | None) -> int | None:
-        """Address of a chunk for the next message on an edge; None if messages before must be acknowledged first.
+        """Address of a chunk for the next message on an edge. None if messages before must be acknowledged first.
 
         It is pinned for `copies`, if any.
         """
@@ -108,13 +111,13 @@ class StagingChunks:
                 self._free.append(chunk)
 
     def find(self, place: int, address: int, nbytes: int, copies: MemoryPinner) -> int | None:
-        """Address here of data in a chunk of the rank with a place on the node; None if it is not in a chunk."""
+        """Local address of data in a chunk of the rank with a place on the node. None if it is not in a chunk."""
         start = address - self._bases[place]
         inside = start >= 0 and start + nbytes <= self._areas[place].size
         return self._pin(place, start, copies) if inside else None
 
     def _pin(self, place: int, start: int, copies: MemoryPinner | None) -> int:
-        """Pin the chunk at an offset in an area; return the offset's address.
+        """Pin the chunk at an offset in an area. Return the offset's address.
 
         If CUDA refuses, it copies from and to the chunk all the same, but takes more time.
         """
@@ -128,7 +131,7 @@ class StagingChunks:
         return address
 
     def free(self) -> None:
-        """Unpin all chunks, and drop the areas; all copies must have ended."""
+        """Unpin all chunks, and drop the areas. All copies must have ended."""
         for address, copies in self._pinned.items():
             if copies is not None:
                 copies.unpin(address)
@@ -165,7 +168,7 @@ class HostChunkSend:
 
 
 def share_chunks(node: NodeMemory) -> StagingChunks | None:
-    """Map the areas of all ranks of a node; None on all of them if that fails, or if they are too many.
+    """Map the areas of all ranks of a node. None on all of them if that fails, or if they are too many.
 
     Collective over all nodes.
     """
