@@ -21,12 +21,12 @@ from parallel.data.shards import OPEN_SHARDS, ShardIndex
 from parallel.runtime.validation import exact_integers
 
 HELD_OUT = 10
-"""One in so many samples of .npz files, documents of pydoc, or bytes of text files is for the test."""
+"""One in this number of samples of .npz files, documents of pydoc, or bytes of text files is for the test."""
 
 
 @dataclass(frozen=True)
 class ArrayDataset:
-    """Data set in two arrays, samples along axis 0; `y` has integer classes (negative: none) or float targets."""
+    """Data set in two arrays, samples along axis 0. `y` has integer classes (negative: none) or float targets."""
 
     x: np.ndarray
     y: np.ndarray
@@ -53,9 +53,9 @@ class ArrayDataset:
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Data set of windows of `length` bytes (or tokens) of a text, `stride` apart; targets are inputs shifted by one.
+    """Data set of windows of `length` bytes (or tokens) of a text, `stride` apart. Targets are inputs shifted by one.
 
-    Stride 0 stands for `length`: each byte is a target once per epoch, but the first and a rest below `length`.
+    Stride 0 means `length`: each byte is a target once per epoch, except the first and a rest below `length`.
     """
 
     text: np.ndarray
@@ -110,7 +110,7 @@ class LearningTask:
 
 
 def digits(seed: int = 0, length: int = 0) -> LearningTask:
-    """Scikit-learn's handwritten digits: 1797 images, 8 x 8 values in [0, 1], ten classes; a fifth is for the test."""
+    """Scikit-learn's handwritten digits: 1797 images, 8 x 8 values in [0, 1], ten classes. A fifth is for the test."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -121,7 +121,7 @@ def digits(seed: int = 0, length: int = 0) -> LearningTask:
 
 
 def teacher(seed: int = 0, length: int = 0) -> LearningTask:
-    """Regression on a random two-layer network: 32 inputs, 4 outputs; 4096 training and 512 test samples."""
+    """Regression on a random two-layer network: 32 inputs, 4 outputs. 4096 training and 512 test samples."""
     x, values = _teach(seed, 4)
     whole = ArrayDataset(x, values.astype(np.float32))
     return LearningTask("teacher", *_cut(whole, 4096), "values", (32,), 4)
@@ -141,7 +141,7 @@ def _teach(seed: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 LONGEST = 1 << 12
-"""Largest length of generated sequences, which are all in memory."""
+"""Largest length of generated sequences. All of them are in memory."""
 
 
 def copy(seed: int = 0, length: int = 64) -> LearningTask:
@@ -161,7 +161,7 @@ def copy(seed: int = 0, length: int = 64) -> LearningTask:
 
 
 def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
-    """Bytes of the Python standard library's documentation; about a tenth of modules and topics is the test set.
+    """Bytes of the Python standard library's documentation. About a tenth of modules and topics is the test set.
 
     Repeated paragraphs are kept once, so only short phrases occur in both texts.
     """
@@ -188,6 +188,7 @@ def library() -> tuple[tuple[str, str], ...]:
     for name, pieces in found:
         paragraphs = []
         for paragraph in re.split(r"\n\s*\n", "\n\n".join(pieces).strip()):
+            # repeated paragraphs (licences, idioms) would put test text into the training text
             if paragraph not in seen:
                 paragraphs.append(paragraph)
             if len(paragraph) > PHRASE:
@@ -224,6 +225,7 @@ def documentation(source: str) -> Iterator[str]:
     for match in LITERAL.finditer(source):
         before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
         text = match["long"] or match["other"] or match["comment"]
+        # a literal behind code is data, not documentation
         if text and PREFIX.fullmatch(before):
             strip = r"\n[ \t]*#* ?" if match["comment"] else r"\n" + before[: len(before) - len(before.lstrip())]
             text = re.sub(strip, "\n", text.lstrip("# ") if match["comment"] else text).strip()
@@ -232,7 +234,7 @@ def documentation(source: str) -> Iterator[str]:
 
 
 def from_npz(path: Path, seed: int = 0, length: int = 0) -> LearningTask:
-    """Data set from a .npz file with arrays `x` and `y`; the test set is `x_test` and `y_test`, else a random tenth.
+    """Data set from a .npz file with arrays `x` and `y`. The test set is `x_test` and `y_test`, or a random tenth.
 
     Floats become float32, integers int64: in x for embeddings, in y classes, one per sample.
     """
@@ -247,6 +249,7 @@ def from_npz(path: Path, seed: int = 0, length: int = 0) -> LearningTask:
     for name, array in (("x", whole.x), ("y", whole.y)):
         if not array.size:
             raise ValueError(f"{path}: samples of {name} have no values, but shape {array.shape[1:]}")
+    # losses do not count classes below 0, so nothing could be learned
     if whole.y.dtype == np.int64 and whole.y.max() < 0:
         raise ValueError(f"{path}: y: no sample has a class, all numbers are below 0")
     if "x_test" not in names:
@@ -287,6 +290,7 @@ def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> ArrayDataset:
         raise ValueError(f"{path}: x{end} has {len(x)} samples, y{end} has {len(y)}")
     if y.dtype.kind != "f" and y.ndim != 1:
         raise ValueError(f"{path}: y{end}: expected one class for each sample, found integers of shape {y.shape}")
+    # overflow is found below, with a message that names the array
     with np.errstate(over="ignore"):
         pair = [array.astype(np.float32 if array.dtype.kind == "f" else np.int64) for array in (x, y)]
     for name, array in (("x", pair[0]), ("y", pair[1])):
@@ -296,7 +300,7 @@ def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> ArrayDataset:
 
 
 def from_text(path: Path, seed: int = 0, length: int = 128) -> LearningTask:
-    """Data set of windows of the bytes of a user's file; the last tenth of the file is the test set."""
+    """Data set of windows of the bytes of a user's file. The last tenth of the file is the test set."""
     text = np.frombuffer(path.read_bytes(), np.uint8)
     cut = len(text) - len(text) // HELD_OUT
     return _text(path.name, text[:cut], text[cut:], length)
@@ -305,7 +309,7 @@ def from_text(path: Path, seed: int = 0, length: int = 128) -> LearningTask:
 def from_shards(folder: Path, seed: int = 0, length: int = 128) -> LearningTask:
     """Data set in a folder of memory-mapped shards, read as needed (`parallel.data.shards`).
 
-    Samples are shuffled among those of neighbouring shards, of which half as many are open as can be.
+    Samples are shuffled among the samples of neighbouring shards: half as many shards as can be open.
     """
     index = ShardIndex(folder)
     if index.kind == "tokens":
@@ -330,9 +334,9 @@ TASKS: dict[str, Callable[[int, int], LearningTask]] = {
 
 
 def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
-    """Load a data set by name (a key of `TASKS`) or path: a folder of shards, arrays if it ends in .npz, else text.
+    """Load a data set by name (a key of `TASKS`) or path: a folder of shards, an .npz file of arrays, or text.
 
-    `seed` is that of the split and of generated data, `length` that of sequences in tasks that have them.
+    `seed` is for the split and generated data, `length` for sequences in tasks that have them.
     """
     if source in TASKS:
         return TASKS[source](seed, length)
@@ -345,7 +349,7 @@ def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
 
 
 def _split(whole: ArrayDataset, seed: int, share: int) -> tuple[ArrayDataset, ArrayDataset]:
-    """Random split into training and test samples; 1 / `share` of them, rounded down, are for the test."""
+    """Random split into training and test samples. 1 / `share` of them, rounded down, are for the test."""
     order = np.random.default_rng(seed).permutation(len(whole))
     cut = len(whole) - len(whole) // share
     return ArrayDataset(*whole.take(order[:cut])), ArrayDataset(*whole.take(order[cut:]))

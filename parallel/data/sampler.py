@@ -43,9 +43,9 @@ class Batch(NamedTuple):
 
 
 def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
-    """Convert (number, x, y, samples) to a `Batch`, x and y as arrays of `xp`; `at` is its index for error messages.
+    """Convert (number, x, y, samples) to a `Batch`, x and y as arrays of `xp`. `at` is its index for error messages.
 
-    Integers become int64 here, so that no operator or loss computes with narrow ones.
+    Integers become int64, so that no operator or loss computes with narrow ones.
     """
     parts = tuple(some) if isinstance(some, tuple | list) else ()
     if len(parts) != len(Batch._fields):
@@ -58,6 +58,7 @@ def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
         raise ValueError(f"micro-batch at {at}: expected an integer as its number, found {number!r}") from None
     for what, array in zip(("inputs", "targets", "sample numbers"), arrays):
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        # an array of objects would fail only inside an operator
         if shape == () or not (shape or hasattr(array, "__len__")) or getattr(dtype, "kind", "") == "O":
             kind = type(array).__name__ if shape is None else f"{dtype} of shape {shape}"
             raise ValueError(f"micro-batch {number}: expected {what} as an array with an axis of samples, found {kind}")
@@ -73,7 +74,7 @@ def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
 
 
 class StepBatches(NamedTuple):
-    """Sample indices (int64) of each micro-batch of step `number` of an epoch; the last one may be smaller."""
+    """Sample indices (int64) of each micro-batch of step `number` of an epoch. The last one may be smaller."""
 
     epoch: int
     number: int
@@ -108,9 +109,9 @@ class OnDemandSampler(Sequence[Batch]):
 class Sampler:
     """Sampler without replacement: order of samples by seed and epoch, with a position for checkpoints.
 
-    Equal on all ranks without communication. The order is that of NumPy's `default_rng([seed, epoch])`; one epoch's is
-    kept, 8 bytes per sample. With `window` it is that of the windows of so many neighbouring samples (a shorter last
-    one stays last), each shuffled in itself when its turn comes: data are then read from a few places at a time.
+    Equal on all ranks without communication. NumPy's `default_rng([seed, epoch])` determines the order. One epoch's
+    order is kept, 8 bytes per sample. With `window` it orders windows of `window` neighbouring samples (a shorter last
+    one stays last). Each is shuffled in itself when its turn comes: data are then read from a few places at a time.
 
     Parameters
     ----------
@@ -119,12 +120,12 @@ class Sampler:
     global_batch : int
         Samples of a step, over all ranks.
     micro_batch : int, optional
-        Samples per pass through the model; default: all of the step's.
+        Samples per pass through the model. Default: all of the step's.
     seed : int
     shuffle : bool
         False keeps the data set's order.
     window : int, optional
-        Neighbouring samples that are shuffled among themselves; default: all samples.
+        Neighbouring samples that are shuffled among themselves. Default: all samples.
 
     Attributes
     ----------
@@ -195,7 +196,7 @@ class Sampler:
         return samples
 
     def at(self, epoch: int, step: int) -> StepBatches:
-        """Micro-batches of a given step of a given epoch; the sampler's position is unchanged."""
+        """Micro-batches of a given step of a given epoch. The sampler's position is unchanged."""
         if not 0 <= step < self.steps_in(epoch):
             raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_in(epoch)} steps")
         return StepBatches(epoch, step, tuple(self._cut(self._chosen(epoch, *self._bounds(epoch, step)))))
@@ -226,19 +227,19 @@ class Sampler:
         return [tuple(min(micro, batch - at) for at in range(0, batch, micro)) for batch in dict.fromkeys(batches)]
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[StepBatches]:
-        """Iterate over the steps of an epoch from step `start` on; the sampler's position is unchanged."""
+        """Iterate over the steps of an epoch from step `start` on. The sampler's position is unchanged."""
         for step in range(start, self.steps_in(epoch)):
             yield self.at(epoch, step)
 
     def ahead(self) -> Iterator[StepBatches]:
-        """Iterate without end over steps from the position on (none without samples); `done` moves the position."""
+        """Iterate without end over steps from the position on (none without samples). `done` moves the position."""
         epoch, start = self.epoch, self.step
         while self.count:
             yield from self.steps(epoch, start)
             epoch, start = epoch + 1, 0
 
     def done(self, step: StepBatches) -> None:
-        """Set the sampler's position to the step after `step`, which is finished."""
+        """Set the sampler's position to the step after `step`. `step` is finished."""
         self.epoch, self.step = step.epoch, step.number + 1
         if self.step >= self.steps_in(step.epoch):
             self.epoch, self.step = step.epoch + 1, 0
@@ -248,9 +249,9 @@ class Sampler:
         return {"epoch": self.epoch, "step": self.step} | self._fixed()
 
     def load(self, position: dict[str, int]) -> None:
-        """Restore a position from a checkpoint; the micro-batch size may be another, as it does not affect the order.
+        """Restore a position from a checkpoint. The micro-batch size may be another, as it does not affect the order.
 
-        ValueError if count, global batch, seed or shuffle is another, or it is no position; the sampler is unchanged.
+        ValueError if count, global batch, seed or shuffle is another, or it is no position. The sampler is unchanged.
         """
         try:
             known = {"window": 0} | dict(expect_mapping(position, "position"))
@@ -272,7 +273,7 @@ class Sampler:
 
 
 def contiguous(count: int, rank: int, size: int) -> range:
-    """Contiguous share of the micro-batches 0 .. count-1 for a rank; shares differ in size by at most one.
+    """Contiguous share of the micro-batches 0 .. count-1 for a rank. Shares differ in size by at most one.
 
     >>> [list(contiguous(5, rank, 3)) for rank in range(3)]
     [[0], [1, 2], [3, 4]]
@@ -292,7 +293,7 @@ def interleaved(count: int, rank: int, size: int) -> range:
 def overlapping(count: int, rank: int, size: int, fraction: float) -> list[int]:
     """Contiguous share of 0 .. count-1 for a rank, extended into the next ranks' shares by `fraction` of its length.
 
-    The extension is rounded up and goes on at 0 after the last; no number occurs twice.
+    The extension is rounded up and continues at 0 after the last number. No number occurs twice.
 
     >>> [overlapping(6, rank, 3, 0.5) for rank in range(3)]
     [[0, 1, 2], [2, 3, 4], [4, 5, 0]]
@@ -305,9 +306,9 @@ def overlapping(count: int, rank: int, size: int, fraction: float) -> list[int]:
 def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
     """Iterate over `source` with up to `depth` items computed ahead in a background thread (0: no thread).
 
-    Exceptions of the source are raised here, in place of the item. The thread starts with the first item and ends with
+    Exceptions of the source are raised in place of the item. The thread starts with the first item and ends with
     the iteration: after the last item, an exception, Ctrl-C, or `close` (which Python calls when the iterator is
-    collected). A generator is then closed; an error of that is raised. The source must not call MPI.
+    collected). A generator is then closed. Its error is raised. The source must not call MPI.
     """
     depth = whole_number("depth", depth)
     return _ahead(source, depth) if depth else iter(source)

@@ -1,7 +1,7 @@
 """Sequences of differing lengths, and steps with a number of tokens in place of a number of samples.
 
-Targets of padding are -1, which losses do not count: the mean over a step's targets is that over its tokens, whatever
-micro-batches and ranks they are on.
+Targets of padding are -1. Losses do not count them: the mean over a step's targets is the mean over its tokens, for
+any division into micro-batches and ranks.
 """
 
 from bisect import bisect_left
@@ -16,11 +16,11 @@ from parallel.runtime.validation import exact_integers
 
 
 class PaddedSequences:
-    """Data set of token sequences: targets are the inputs shifted by one; samples taken together are padded.
+    """Data set of token sequences: targets are the inputs shifted by one. Samples taken together are padded.
 
     Parameters
     ----------
-    sequences : of 2 or more integers each; they may be views of one (memory-mapped) vector
+    sequences : of 2 or more integers each. They may be views of one (memory-mapped) vector
 
     Attributes
     ----------
@@ -54,15 +54,16 @@ class TokenSampler(Sampler):
     """Sampler of steps of at most `global_tokens` tokens, cut into micro-batches of at most `micro_tokens`.
 
     A step has as many samples, in the order of the epoch, as fit. It is sorted by length, longest first, so that
-    micro-batches need little padding, which counts in theirs: samples times the longest one. A sample that is longer
-    than a limit is alone. A step of more than `most` micro-batches is cut by the smallest larger limit that suffices.
+    micro-batches need little padding. Padding counts in a micro-batch's tokens: samples times the longest one. A
+    sample that is longer than a limit is alone. A step of more than `most` micro-batches is cut by the smallest larger
+    limit that suffices.
 
     Parameters
     ----------
     lengths : tokens of each sample
-    global_tokens, micro_tokens : of a step over all ranks, and of a pass through the model; default: the step's
-    most : number of micro-batches of a step, at least 1, as pipelines plan it; default: any number
-    seed, shuffle, window : as of `Sampler`
+    global_tokens, micro_tokens : of a step over all ranks, and of a pass through the model. Default: the step's
+    most : number of micro-batches of a step, at least 1, planned by pipelines. Default: any number
+    seed, shuffle, window : see `Sampler`
 
     Examples
     --------

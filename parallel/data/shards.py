@@ -7,10 +7,10 @@ A folder has a file ``index.json``, made by `ShardWriter` or by hand, and any nu
     {"kind": "tokens", "outputs": 50257,
      "train": [{"x": "train-00000.bin", "dtype": "<u2"}, ...], "test": [...]}
 
-Samples lie along the first axis of x and y; the kind is "classes" or "values", with which y are float32. Tokens are one
-long vector a shard, cut into windows when read; a window lies in one shard. Files end in ``.npy``, or in ``.bin`` for
-raw elements of the named dtype. x times `scale`, if there is one, is float32; else floats become float32 and integers
-int64.
+Samples lie along the first axis of x and y. The kind is "classes" or "values" (y are float32). Tokens are one
+long vector a shard, cut into windows when read. A window lies in one shard. Files end in ``.npy``, or in ``.bin`` for
+raw elements of the named dtype. x times `scale`, if there is one, is float32. Otherwise floats become float32 and
+integers int64.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPEN_SHARDS = 8
 """Most shards of a data set that are mapped at a time."""
 
 MAPPED_BYTES = 32 << 20
-"""Bytes of a mapped shard whose pages are resident at most; with `OPEN_SHARDS`, they bound the resident memory."""
+"""Bytes of a mapped shard whose pages are resident at most. With `OPEN_SHARDS`, it bounds the resident memory."""
 
 FAULT_AROUND = 1 << 16
 """Bytes that Linux makes resident where one page is read first, if they are cached (``fault_around_bytes``)."""
@@ -44,13 +44,13 @@ KINDS = ("classes", "values", "tokens")
 
 
 class ConcatDataset:
-    """Data set of several parts, one after another, each opened when needed; `OPEN_SHARDS` stay open.
+    """Data set of several parts, one after another, each opened when needed. `OPEN_SHARDS` stay open.
 
     Parameters
     ----------
     sizes : samples of each part
     load : function from the number of a part to the part
-    change : function applied to the inputs of what is taken
+    change : function applied to the inputs of taken samples
     most : samples taken from a part at a time, if bounded
     """
 
@@ -101,7 +101,7 @@ class MappedSamples:
     Attributes
     ----------
     most : int or None
-        Samples that may be taken at a time; None if all of them are small enough.
+        Samples that may be taken at a time. None if all of them are small enough.
     """
 
     def __init__(self, samples: Dataset, maps: Sequence[np.ndarray]):
@@ -123,7 +123,7 @@ class MappedSamples:
 
 
 def _unmap_pages(array: np.ndarray) -> None:
-    """Drop the resident pages of a memory map, where the system can; they are read again from its cache or the file."""
+    """Drop the resident pages of a memory map, where the system can. They are read again from its cache or the file."""
     pages = getattr(array, "_mmap", None)
     if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
         pages.madvise(mmap.MADV_DONTNEED)
@@ -175,7 +175,7 @@ class ShardIndex:
         }
 
     def arrays(self, part: str) -> ConcatDataset:
-        """Samples of the part "train" or "test"; all shards must have samples of one shape and kind of number."""
+        """Samples of the part "train" or "test". All shards must have samples of one shape and kind of number."""
         first = None
         for number in range(len(self._shards[part])):
             x, y = self._map(part, number, "x"), self._map(part, number, "y")
@@ -183,6 +183,7 @@ class ShardIndex:
                 raise ValueError(f"{self._name(part, number)}: x has {len(x)} samples, y has {len(y)}")
             if (y.dtype.kind == "f") != (self.kind == "values") or (self.kind == "classes" and y.ndim != 1):
                 raise ValueError(f"{self._name(part, number)}: y: expected {self.kind}, found {y.dtype} of {y.shape}")
+            # another shape would fail in the middle of an epoch, when the shard is read
             form = x.shape[1:], x.dtype.kind == "f", y.shape[1:]
             first = first or form
             if form != first:
@@ -244,8 +245,8 @@ class ShardIndex:
 class ShardWriter:
     """Writer of a sharded data set: a file or two for each `add`, and the index at the end of the ``with`` block.
 
-    `folder` is created. `kind` and `scale` are as in the index; `outputs` is by default the largest class or token plus
-    one, or the number of values. Data of any size can be written, a shard at a time.
+    `folder` is created. `kind` and `scale` are written to the index. `outputs` is by default the largest class or
+    token plus one, or the number of values. Data of any size can be written, a shard at a time.
     """
 
     def __init__(self, folder: Path, kind: str, outputs: int | None = None, scale: float | None = None):
@@ -266,6 +267,7 @@ class ShardWriter:
                 raise ValueError(f"x: expected tokens that are integers, found {x.dtype}")
             x.tofile(self._folder / f"{stem}.bin")
             self._shards[part].append({"x": f"{stem}.bin", "dtype": x.dtype.str})
+            # a model needs an output for the largest token
             self._most = max(self._most, int(x.max(initial=0)) + 1)
             return
         y = np.asarray(y)

@@ -1,7 +1,7 @@
 """Work queue over one-sided MPI: ranks of unequal speed draw numbers from a shared counter.
 
-A draw is one `Fetch_and_op` on a window of rank 0. Between nodes it may complete only when rank 0 next enters MPI,
-which it does with each draw of its own: place rank 0 on a fast node.
+A draw is one `Fetch_and_op` on a window of rank 0. Between nodes it may complete only when rank 0 next enters MPI, at
+its next draw: place rank 0 on a fast node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WorkQueue:
                 self._add(0, counter, MPI.REPLACE)
 
     def draw(self, count: int) -> Iterator[int]:
-        """Iterate over the numbers in 0 .. count-1 that this rank draws, ascending; each goes to one rank. Collective.
+        """Iterate over the numbers in 0 .. count-1 that this rank draws, ascending. Each goes to one rank. Collective.
 
         Collective: ranks wait for each other at the beginning, not at the end. A rank may stop early, and the others
         then draw the rest. RuntimeError from an iterator of an earlier round, or after `close`.
@@ -67,7 +67,7 @@ class WorkQueue:
             yield number
 
     def _add(self, value: int, counter: int, op: MPI.Op) -> int:
-        """Apply `op` (sum or replace) with `value` to a shared counter atomically; returns its old value."""
+        """Apply `op` (sum or replace) with `value` to a shared counter atomically. Returns its old value."""
         given, was = np.array([value], np.int64), np.empty(1, np.int64)
         window = self._shared.window
         assert window is not None
@@ -84,7 +84,7 @@ class WorkQueue:
         self._shared.free()
 
     def leave(self) -> None:
-        """End the use of the queue on this rank, which does not wait for the others: they free the counters later."""
+        """End the use of the queue on this rank, without waiting for the others: they free the counters later."""
         self._shared.leave()
 
     def __enter__(self) -> WorkQueue:

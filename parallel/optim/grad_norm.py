@@ -1,6 +1,6 @@
 """Gradient norm: sums of squares per block of the flat vector, and clipping (Pascanu et al., ICML 2013).
 
-The sums of all ranks, in the order of the vector, are added alike however it is divided.
+The sums of all ranks are added in the order of the vector, so the result does not depend on its division.
 """
 
 import math
@@ -17,7 +17,7 @@ from quant.types import Array
 def block_squares(vector: Array) -> np.ndarray:
     """Sums of squares of each block of 256 elements: a NumPy array, float64, of shape (len(vector) / 256,).
 
-    `vector` has whole blocks of float32 or float64. Each block is added by the same tree, wherever it lies; inf or NaN
+    `vector` has whole blocks of float32 or float64. Each block is added by the same tree, at any position. Inf or NaN
     where the block has one (or, in float64, where squares exceed 1e308).
     """
     if vector.ndim != 1 or len(vector) % BLOCK:
@@ -44,7 +44,7 @@ def _squares(x: np.ndarray, block: int, spare: np.ndarray, out: np.ndarray) -> N
 def reference_squares(x: np.ndarray, block: int, spare: np.ndarray, out: np.ndarray) -> None:
     """Write the sum of squares of each block of x to `out`, in float64, added in a fixed order (pairwise tree).
 
-    `x` has whole blocks of `block` elements, a power of two; `spare` is float64, of at least len(x) elements, `out`
+    `x` has whole blocks of `block` elements, a power of two. `spare` is float64, of at least len(x) elements, `out`
     float64 of shape (len(x) / block,).
     """
     terms = spare[: len(x)]
@@ -75,8 +75,8 @@ class GradClip(NamedTuple):
 def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
     """Compute the global gradient norm and the factor that clips it to `limit`.
 
-    `squares` are the `block_squares` of all ranks, of the gradient before it is multiplied by `scale`, which is
-    1 / (global count x loss scale); without a `limit` nothing is clipped.
+    `squares` are the `block_squares` of all ranks, of the gradient before its multiplication by `scale` = 1 /
+    (global count x loss scale). Without a `limit` nothing is clipped.
 
     >>> clip_factor(np.array([9.0, 16.0]), 1.0, 2.5)
     GradClip(norm=5.0, factor=0.5)

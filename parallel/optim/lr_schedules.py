@@ -75,6 +75,7 @@ class LRSchedule:
             raise ValueError(f"schedule {name}: {error}") from None
         for key, value in settings.items():
             whole, value = key in ("warm_up", "steps"), _real(key, value)
+            # `not 0 <= value` also refuses NaN
             if not 0 <= value < math.inf or (whole and int(value) != value):
                 raise ValueError(f"{key}: expected {'a whole' if whole else 'a'} number from 0 on, found {value}")
         if settings.get("warm_up", 0) > settings.get("steps", math.inf):
@@ -88,7 +89,7 @@ class LRSchedule:
         return hash((self.name, *sorted(self.settings.items())))
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings, as keyword arguments that make an equal `LRSchedule`; for a checkpoint."""
+        """Name and settings, as keyword arguments that make an equal `LRSchedule`. For a checkpoint."""
         return {"name": self.name, **self.settings}
 
 
@@ -97,7 +98,7 @@ Rate = float | Callable[[int], float]
 
 
 def rate_at(rate: Rate, step: int) -> float:
-    """Learning rate (`rate`, or ``rate(step)``) after `step` updates; ValueError if negative or not finite."""
+    """Learning rate (`rate`, or ``rate(step)``) after `step` updates. ValueError if negative or not finite."""
     if step < 0:
         raise ValueError(f"step: expected the number of updates made before, found {step}")
     found = rate(step) if callable(rate) else rate

@@ -1,13 +1,13 @@
-"""Base class of optimizers, which update the spans of the flat vector that a rank owns. Imports no MPI.
+"""Base class of optimizers. They update the spans of the flat vector that a rank owns. Imports no MPI.
 
 A class of `optimizers` declares hyperparameters (`number`), names of state vectors (`moments`), and an update formula.
 
 Constructors take PyTorch's names as well: `lr`, `weight_decay`, `betas`. Frozen parameters (`requires_grad` is False)
 and their state are not updated.
 
-Spans are updated in portions that fit the cache. No element's update depends on where spans or portions begin, so every
-division of the vector gives the same bits; norms are float64 sums of squares per block, gathered from all ranks and
-added in the order of the vector. Parameters with ``decay=False`` (biases and gains) have no weight decay.
+Spans are updated in portions that fit the cache. No element's update depends on where spans or portions begin, so
+every division of the vector gives the same bits. Norms are float64 sums of squares per block, gathered from all ranks
+and added in the order of the vector. Parameters with ``decay=False`` (biases and gains) have no weight decay.
 
 >>> import numpy as np
 >>> from parallel.nn.flat_params import BLOCK, ParamSpan, Span
@@ -42,13 +42,13 @@ from parallel.optim.param_groups import GroupTable, ParamGroup, RateClock, Torch
 from quant.types import Array
 
 Gather = Callable[[np.ndarray], np.ndarray]
-"""Block sums of all ranks, in the order of the vector, from those of this rank's spans; the same on all ranks."""
+"""Block sums of all ranks, in the order of the vector, from the sums of this rank's spans. The same on all ranks."""
 
 EMA = "ema"
 """State vector: moving average of the weights."""
 
 PORTION = {"host": 1 << (14 if formulas.host is None else 16), "device": 1 << 24, "NumPy": 1 << 14}
-"""Elements per call. Formulas in NumPy make several passes, in the cache; on a GPU a small call costs most."""
+"""Elements per call. Formulas in NumPy make several passes, in the cache. On a GPU a small call costs most."""
 
 TEMPORARIES = 8
 """Arrays of the size of a portion that a formula in CuPy may need at a time."""
@@ -70,20 +70,21 @@ def _is_rate(value: object) -> bool:
 class Optimizer(metaclass=TorchNames):
     """Base class of optimizers: hyperparameters, and the loop over spans. ValueError for values out of range.
 
-    Hyperparameters may be assigned between steps, on all ranks alike.
+    Hyperparameters may be assigned between steps, equally on all ranks.
 
-    Bias corrections count the updates of each parameter, without those in which it was frozen (`OptimizerSpan.missed`).
+    Bias corrections count the updates of each parameter, without those in which it was frozen
+    (`OptimizerSpan.missed`).
 
     Parameters
     ----------
     rate, lr : float, or function of the number of earlier updates
     decay, weight_decay : float
         Applies to parameters that have ``decay=True``.
-    groups : sequence of ParamGroup, or of dicts as in PyTorch
-        Parameters with other values; the first group that has a parameter counts.
+    groups : sequence of ParamGroup, or of dicts with PyTorch's keys
+        Parameters with other values. The first group that has a parameter counts.
     ema : float
-        Decay of a moving average of the weights, from 0 (none) to below 1: the state vector "ema", equal to the weights
-        after the first update, then ema = decay ema + (1 - decay) w after each (Polyak and Juditsky 1992).
+        Decay of a moving average of the weights, from 0 (none) to below 1: the state vector "ema", equal to the
+        weights after the first update, then ema = decay ema + (1 - decay) w after each (Polyak and Juditsky 1992).
     """
 
     spare_rows: ClassVar[int] = 0
@@ -104,7 +105,7 @@ class Optimizer(metaclass=TorchNames):
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
     _reserved: Array = field(default=None, init=False, repr=False)
-    """From `reserve` to `update`, an array of the size of the largest table of scalars; then its memory is free."""
+    """From `reserve` to `update`, an array of the size of the largest table of scalars. Then its memory is free."""
 
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
@@ -122,15 +123,16 @@ class Optimizer(metaclass=TorchNames):
     if not TYPE_CHECKING:  # which knows the fields without it
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set a hyperparameter, which counts from the next step on.
+            """Set a hyperparameter. It takes effect in the next step.
 
-            ValueError, with nothing changed, for values that the constructor refuses, or that need other state vectors;
-            TypeError for what is no hyperparameter; classes derived elsewhere may have attributes of their own.
+            ValueError, with nothing changed, for values that the constructor refuses, or that need other state
+            vectors. TypeError for other names. Classes derived elsewhere may have attributes of their own.
             """
             names = [one.name for one in fields(self) if one.init]
             is_made, is_derived = "_table" in vars(self), not type(self).__module__.startswith(f"{__package__}.")
             if is_made and not is_derived and not hasattr(self, name):
                 raise TypeError(f"{name}: expected one of {', '.join(names)}, an option of {type(self).__name__}")
+            # a copy is checked first, so that a refused value changes nothing
             if is_made and name in names:
                 made = copy(self)
                 del made._table
@@ -179,7 +181,7 @@ class Optimizer(metaclass=TorchNames):
         return {name: np.zeros_like(weights) for name in self.states()}
 
     def rates(self, clock: RateClock) -> list[float]:
-        """Learning rates at `clock`: the optimizer's own, then those of the groups."""
+        """Learning rates at `clock`: the optimizer's own, then the groups'."""
         return self._table.rates(self.rate, clock)
 
     def describe(self) -> dict[str, Any]:
@@ -189,7 +191,7 @@ class Optimizer(metaclass=TorchNames):
         return {"name": type(self).__name__.lower(), **settings, **own}
 
     def clock_at(self, step: int) -> RateClock:
-        """Time of an update for `update`, with its learning rates: errors of schedules are raised here."""
+        """Time of an update for `update`, with its learning rates. Raises errors of schedules."""
         clock = RateClock(step)
         return clock._replace(known=tuple(self._table.rates(self.rate, clock)))
 
@@ -210,16 +212,16 @@ class Optimizer(metaclass=TorchNames):
         step : int
             Number of earlier updates.
         scale : float
-            Factor of the gradients: 1 / (global count x loss scale) x clip factor. Must be finite: do not call this for
-            a step whose gradient is not. ValueError otherwise; nothing is changed.
+            Factor of the gradients: 1 / (global count x loss scale) x clip factor. Must be finite: do not call this
+            for a step whose gradient is not. ValueError otherwise. Nothing is changed.
         gather : callable
-            Collective; only LAMB needs it.
+            Collective. Only LAMB needs it.
         clock : RateClock
             Time for the learning rates, by default `step`.
         """
         rates = self.rates(clock or RateClock(step))
         expect("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
-        self._reserved = None  # back to the memory pool, which has room for the tables of scalars then
+        self._reserved = None  # back to the memory pool: it then has room for the tables of scalars
         with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find
             self._update(pieces, step, float(scale), rates, gather)
 
@@ -261,7 +263,7 @@ class Optimizer(metaclass=TorchNames):
             yield part, together.of_blocks(part), True
 
     def _runs(self, piece: OptimizerSpan) -> Runs:
-        """Runs of neighbouring tensors of a span with the same hyperparameters, in order; cached while these hold."""
+        """Runs of neighbouring tensors of a span with the same hyperparameters, in order. Cached while these hold."""
         logical = [run.place.parameter.logical for run in piece.tensors]
         key = self.decay, *[one.requires_grad and (one.decay, piece.missed.get(one, 0)) for one in logical]
         if self._known_runs.get(piece, (None, ()))[0] != key:
@@ -307,14 +309,14 @@ class Optimizer(metaclass=TorchNames):
         raise NotImplementedError
 
     def scalars(self, step: int, scale: float, rate: float, decay: float) -> Scalars:
-        """Scalars of the formula; `step` is the number of earlier updates of the parameters."""
+        """Scalars of the formula. `step` is the number of earlier updates of the parameters."""
         return Scalars(scale, rate, decay)
 
     def _scalars(self, step: int, scale: float, rate: float, tuning: Tuning) -> Scalars:
         return Scalars(*map(float, self.scalars(step - tuning.missed, scale, rate, tuning.decay)))
 
     def reserve(self, pieces: Sequence[OptimizerSpan]) -> None:
-        """Allocate what `update` of these spans needs; MemoryError if there is no room."""
+        """Allocate what `update` of these spans needs. MemoryError if there is no room."""
         for piece in pieces:
             self._workspace(piece.weights)
             if not isinstance(piece.weights, np.ndarray):

@@ -12,7 +12,7 @@ from quant.types import Array
 
 
 class ElementRun(NamedTuple):
-    """Elements `start` to `stop`, relative to a span, of one or several tensors; `place` is the first one."""
+    """Elements `start` to `stop`, relative to a span, of one or several tensors. `place` is the first one."""
 
     start: int
     stop: int
@@ -29,15 +29,15 @@ class OptimizerSpan:
     weights : array, shape (span.size,), float32 or float64
         The weights, or the master that half-precision weights are rounded from.
     gradient : array like weights
-        Sum over samples, times the loss scale, not divided; only read. Zero in the padding between tensors.
+        Sum over samples, times the loss scale, not divided. Only read. Zero in the padding between tensors.
     state : dict of arrays like weights
         From `Optimizer.fresh`.
     places : iterable of ParamSpan
-        At least those that the span touches.
+        At least all that the span touches.
     stored : array, shape (span.size,), of a half type, optional
-        The weights as operators use them; written along with the master.
+        The weights as operators use them. Written along with the master.
     missed : MissedUpdates
-        Earlier updates of the span that were none of a logical parameter, as it was frozen.
+        Earlier updates of the span in which a logical parameter was frozen.
     """
 
     span: Span
@@ -61,6 +61,7 @@ class OptimizerSpan:
                 raise ValueError(f"{name}: expected {expected}, found {vector.dtype} of shape {vector.shape}")
         if self.stored is not None and self.stored.shape != (self.span.size,):
             raise ValueError(f"stored: expected shape ({self.span.size},), found {self.stored.shape}")
+        # only tensors in the span are updated, in the order of the vector
         shares = [(place, place.span.intersection(self.span)) for place in self.places]
         tensors = (ElementRun(share.start - start, share.stop - start, place) for place, share in shares if share.size)
         self.tensors = tuple(sorted(tensors, key=lambda run: run.start))

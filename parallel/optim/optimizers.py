@@ -36,7 +36,7 @@ def momentum(w: Array, gradient: Array, velocity: Array, s: Scalars) -> None:
 
 @compiled
 def nesterov(w: Array, gradient: Array, velocity: Array, s: Scalars) -> None:
-    """Update by SGD with Nesterov momentum: velocity as in `momentum`, w -= rate (g + decay w + beta velocity)."""
+    """Update by SGD with Nesterov momentum: velocity of `momentum`, w -= rate (g + decay w + beta velocity)."""
     g = decayed(s.scale * gradient, w, s)
     velocity[...] = s.beta * velocity + g
     w -= s.rate * (g + s.beta * velocity)
@@ -91,7 +91,10 @@ def _normalized(m: Array, v: Array, s: Scalars) -> Array:
 
 @compiled
 def adam(w: Array, gradient: Array, m: Array, v: Array, s: Scalars) -> None:
-    """Update by Adam: w -= rate m^ / (sqrt(v^) + eps), bias-corrected; `keep` is 1 - rate decay in AdamW, else 1."""
+    """Update by Adam: w -= rate m^ / (sqrt(v^) + eps), bias-corrected.
+
+    `keep`: 1 - rate decay in AdamW, otherwise 1.
+    """
     _moments(decayed(s.scale * gradient, w, s), m, v, s)
     w[...] = s.keep * w - s.pace * _normalized(m, v, s)
 
@@ -107,9 +110,9 @@ class AdamArguments(OptimizerArguments, total=False):
 
 @dataclass(kw_only=True, eq=False)
 class Adam(Optimizer):
-    """Adam optimizer (Kingma and Ba, ICLR 2015, algorithm 1); weight decay is added to the gradient (L2).
+    """Adam optimizer (Kingma and Ba, ICLR 2015, algorithm 1). Weight decay is added to the gradient (L2).
 
-    `beta1` and `beta2`, or the pair `betas`, are the decay of the moments; `eps` is added to the root of the second.
+    `beta1` and `beta2`, or the pair `betas`, are the decay of the moments. `eps` is added to the root of the second.
     """
 
     is_decoupled: ClassVar[bool] = False
@@ -125,7 +128,7 @@ class Adam(Optimizer):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """`beta1` and `beta2`, as in PyTorch."""
+        """`beta1` and `beta2`, by PyTorch's name."""
         return self.beta1, self.beta2
 
     @betas.setter
@@ -181,7 +184,7 @@ def lamb_direction(w: Array, m: Array, v: Array, direction: Array, s: Scalars) -
 
 @compiled
 def lamb(w: Array, m: Array, v: Array, s: Scalars) -> None:
-    """Update weights by LAMB, after `lamb_moments`: w -= rate `lamb_direction`; the rate includes the trust ratio."""
+    """Update weights by LAMB, after `lamb_moments`: w -= rate `lamb_direction`. The rate includes the trust ratio."""
     w -= s.rate * decayed(s.heal * _normalized(m, v, s), w, s)
 
 

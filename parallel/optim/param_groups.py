@@ -1,4 +1,4 @@
-"""Parameter groups: a learning rate or weight decay for some of the parameters; hyperparameters by PyTorch's names."""
+"""Parameter groups: a learning rate or weight decay for some of the parameters. Hyperparameters by PyTorch's names."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,11 @@ from parallel.nn.operator import Parameter
 from parallel.optim.lr_schedules import Rate, describe, rate_at
 
 TORCH_NAMES = {"lr": ("rate",), "weight_decay": ("decay",), "betas": ("beta1", "beta2")}
-"""PyTorch's names of hyperparameters, and those of the same values here."""
+"""PyTorch's names of hyperparameters, and this package's names of the same values."""
 
 
 def from_torch(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with PyTorch's names replaced; TypeError if a value is given twice, or `betas` are no pair.
+    """Keyword arguments with PyTorch's names replaced. TypeError if a value is given twice, or `betas` are no pair.
 
     >>> from_torch({"lr": 0.1, "betas": (0.9, 0.99)})
     {'rate': 0.1, 'beta1': 0.9, 'beta2': 0.99}
@@ -26,6 +26,7 @@ def from_torch(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value = values.pop(name)
         parts = tuple(value) if len(names) > 1 and isinstance(value, Iterable) else (value,)
+        # both names at once would be ambiguous, even with equal values
         if len(parts) != len(names) or not given.keys().isdisjoint(names):
             found = "both" if len(parts) == len(names) else repr(value)
             raise TypeError(f"{name}: expected {name} or {' and '.join(names)}, found {found}")
@@ -43,7 +44,7 @@ class GroupArguments(TypedDict, total=False):
 
 
 class OptimizerArguments(TypedDict, total=False):
-    """Types of the keyword arguments of every optimizer, by either name; `rate` or `lr` is required."""
+    """Types of the keyword arguments of every optimizer, by either name. `rate` or `lr` is required."""
 
     rate: Rate
     lr: Rate
@@ -77,7 +78,7 @@ class ParamGroup(metaclass=TorchNames):
     rate, lr : float or schedule, optional
         None for the optimizer's own.
     decay, weight_decay : float, optional
-        For all parameters of the group, biases too. None for the optimizer's own, which leaves out biases and gains.
+        For all parameters of the group, biases too. None for the optimizer's own, without biases and gains.
     """
 
     params: Iterable[Parameter | str]
@@ -99,14 +100,14 @@ class ParamGroup(metaclass=TorchNames):
 
     @classmethod
     def of(cls, group: Any) -> "ParamGroup":
-        """Group of a dict as in PyTorch; TypeError for anything else."""
+        """Group of a dict with PyTorch's keys. TypeError for anything else."""
         if not isinstance(group, ParamGroup | Mapping):
             found = type(group).__name__
             raise TypeError(f'groups: expected a list of dicts, as {{"params": "0.*", "lr": 1e-3}}; found a {found}')
         return group if isinstance(group, ParamGroup) else cls(**group)
 
     def has(self, parameter: Parameter) -> bool:
-        """True if the parameter belongs to the group; it must have its name."""
+        """True if the parameter belongs to the group. It must have its name."""
         return any(
             fnmatchcase(parameter.name, one) if isinstance(one, str) else one is parameter.logical
             for one in self.params
@@ -159,9 +160,9 @@ def frozen_of(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 class MissedUpdates(dict[Parameter, int]):
-    """Number of an engine's updates that each parameter has missed, as it was frozen; others have missed none.
+    """Number of an engine's updates that each parameter has missed while frozen. Others have missed none.
 
-    By logical parameter. The engine's updates less these are the parameter's own, which bias corrections count.
+    By logical parameter. Bias corrections count the parameter's own updates: the engine's minus these.
     """
 
     def count(self, frozen: Iterable[Parameter], updates: int) -> None:
@@ -180,7 +181,7 @@ class MissedUpdates(dict[Parameter, int]):
 
 
 def merged_missed(states: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """State of `MissedUpdates` from those of parts of the parameter vector, which may share parameters."""
+    """State of `MissedUpdates`, merged from states of parts of the parameter vector. Parts may share parameters."""
     merged: dict[str, int] = {}
     for state in states:
         merged |= {name: max(missed, merged.get(name, 0)) for name, missed in state.items()}
@@ -188,7 +189,7 @@ def merged_missed(states: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def checked_missed(state: Any, parameters: Iterable[Parameter], updates: int) -> Mapping[str, int]:
-    """A state of `MissedUpdates` after some updates; ValueError if it is none, or of other parameters."""
+    """A state of `MissedUpdates` after some updates. ValueError if it is none, or of other parameters."""
     names = {parameter.name for parameter in parameters}
     if not isinstance(state, Mapping) or not names.issuperset(state):
         raise ValueError(f"missed: expected numbers by name of a parameter, found {state!r}")
@@ -206,9 +207,10 @@ class GroupTable:
         self._numbers: dict[Parameter, int] = {}
 
     def tuning(self, parameter: Parameter, decay: float, missed: Mapping[Parameter, int]) -> Tuning:
-        """Hyperparameters of a parameter, where `decay` is the optimizer's; rate 0 is the optimizer's own."""
+        """Hyperparameters of a parameter, where `decay` is the optimizer's. Rate 0 is the optimizer's own."""
         number, logical = 0, parameter.logical
         if self.groups:
+            # patterns are matched once per parameter
             if logical not in self._numbers:
                 has = (number for number, group in enumerate(self.groups, 1) if group.has(logical))
                 self._numbers[logical] = next(has, 0)
@@ -218,7 +220,7 @@ class GroupTable:
         return Tuning(number, decay, logical.requires_grad, missed.get(logical, 0) if logical.requires_grad else 0)
 
     def rates(self, rate: Rate, clock: RateClock) -> list[float]:
-        """Learning rates at `clock`, by the number in `Tuning`: the optimizer's `rate`, then those of the groups."""
+        """Learning rates at `clock`, by the number in `Tuning`: the optimizer's `rate`, then the groups'."""
         if clock.known:
             return list(clock.known)
         own = (rate if group.rate is None else group.rate for group in self.groups)

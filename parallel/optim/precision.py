@@ -1,4 +1,4 @@
-"""Mixed precision: dtypes of weights, gradients and optimizer state, their bytes per parameter; dynamic loss scaling.
+"""Mixed precision: dtypes of weights, gradients and optimizer state, their bytes per parameter. Dynamic loss scaling.
 
 Losses multiply by the scale, `parallel.engine.data_parallel.sharded_optimizer` divides.
 
@@ -45,8 +45,8 @@ class LossScale:
     patience : int
         Steps in a row that may be skipped with the factor at its floor, before that is an error.
     good, skipped, stuck : int
-        State of a restored run: finite gradients in a row since the last change, skipped steps in a row, and those of
-        them at the floor.
+        State of a restored run: finite gradients in a row since the last change, skipped steps in a row, and skipped
+        steps at the floor.
     """
 
     value: float = 65536.0
@@ -79,7 +79,7 @@ class LossScale:
                 raise ValueError(f"{name}: expected {expected}, found {getattr(self, name)}")
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a step; `finite`: the gradient was finite and applied, else the step was skipped.
+        """Adapt the scale after a step. `finite`: the gradient was finite and applied, otherwise the step was skipped.
 
         FloatingPointError after more than `patience` skipped steps in a row at the floor.
         """
@@ -102,9 +102,9 @@ class LossScale:
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore fields that `state` returned; ValueError, with nothing changed, if they are invalid.
+        """Restore fields that `state` returned. ValueError, with nothing changed, if they are invalid.
 
-        Nothing changes either if only one of the two scales is fixed at 1, as in precisions without loss scaling: a
+        Nothing changes either if only one of the two scales is fixed at 1, which precisions without loss scaling do: a
         checkpoint of such a training may be loaded in fp16, and one of fp16 in another precision.
         """
         kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
@@ -121,7 +121,7 @@ class LossScale:
 class Precision(NamedTuple):
     """Mixed-precision recipe: storage dtype, wide dtype, loss scaling (Micikevicius et al., ICLR 2018).
 
-    `storage` is the dtype of weights and activations, `wide` that of summed gradients, optimizer state and master
+    `storage` is the dtype of weights and activations, `wide` the dtype of summed gradients, optimizer state and master
     weights (if `storage` is narrower). `scaled` means dynamic loss scaling: small gradients underflow in float16, not
     in bfloat16.
     """

@@ -44,7 +44,7 @@ class InputMoments:
             self._range.observe(rows)
 
     def allreduce(self, comm: Any) -> InputMoments:
-        """New statistics of the rows of all ranks, the same on all. Collective; `comm` has mpi4py's interface."""
+        """New statistics of the rows of all ranks, the same on all. Collective. `comm` has mpi4py's interface."""
         total = InputMoments(len(self._total))
         total._range = self._range.allreduce(comm)
         comm.Allreduce(self.moments, total.moments)
@@ -64,7 +64,7 @@ class InputMoments:
 
     @property
     def largest(self) -> np.ndarray:
-        """Largest |x| of each input feature; 0 without rows."""
+        """Largest |x| of each input feature. 0 without rows."""
         if not self.rows:
             return np.zeros(len(self._total), np.float32)
         low, high = self._range.range()
@@ -75,7 +75,7 @@ class InputMoments:
 def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) -> list[Batch]:
     """This rank's share of up to `samples` samples spaced evenly over a data set, in micro-batches of `micro_batch`.
 
-    The micro-batches are the same for any number of ranks, which take them in turns.
+    The micro-batches are the same for any number of ranks. Ranks take them in turns.
     """
     count = min(samples, len(data))
     numbers = np.arange(count, dtype=np.int64) * len(data) // max(count, 1)
@@ -102,7 +102,7 @@ def watch(model: Operator, names: set[str], callback: OperatorCallback) -> Opera
 
 
 def run_batches(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
-    """Run this rank's batches forward, for `watch`; no outputs. Collective; ValueError on all ranks if one fails."""
+    """Run this rank's batches forward, for `watch`. No outputs. Collective. ValueError on all ranks if one fails."""
     collective_call(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
 
 
@@ -139,8 +139,8 @@ def observed(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Scale and zero point (arguments of `quantize`) of the inputs of every product with a packed weight. Collective.
 
-    By operator name, from the batches of all ranks. `spec` is that of the inputs: linear codes, one scale for all. A
-    batch's `number` is its index among those of all ranks. ValueError as in `calibrate`.
+    By operator name, from the batches of all ranks. `spec` is the inputs' spec: linear codes, one scale for all. A
+    batch's `number` is its index among the batches of all ranks. Raises ValueError like `calibrate`.
     """
     observers = {
         value.name: OBSERVERS[observer](spec)

@@ -26,9 +26,9 @@ def evaluate(
 ) -> Evaluation:
     """Loss and `measure` per target over all ranks' batches, independent of their distribution. Collective.
 
-    `batches` are this rank's, which may be none. `measure` maps scores and targets to a number that is summed over all
-    batches, for example that of correct predictions. ValueError on all ranks if samples do not fit the model, or a loss
-    is not finite.
+    `batches` are this rank's (may be empty). `measure` maps scores and targets to a number that is summed over all
+    batches, for example the number of correct predictions. ValueError on all ranks if samples do not fit the model, or
+    a loss is not finite.
     """
 
     def scored() -> list[tuple[float, int, float]]:
@@ -50,12 +50,12 @@ def evaluate(
 
 
 class LayerErrorRow(NamedTuple):
-    """Errors and size of a quantised layer; errors are relative to the norms of the exact values.
+    """Errors and size of a quantised layer. Errors are relative to the norms of the exact values.
 
-    `weights` is the error of its matrix, `outputs` that of its output with only this layer quantised, and `arriving`
-    with all; NaN without a product or samples. `arriving` is also NaN in operators that choose tokens, as the
-    quantised model may choose others. `nbytes` and `bits` per weight count scales and divisors; `before`
-    are the bytes as float32.
+    `weights` is the error of its matrix, `outputs` the error of its output with only this layer quantised, `arriving`
+    with all layers quantised. NaN without a product or samples. `arriving` is also NaN in operators that choose
+    tokens, as the quantised model may choose others. `nbytes` and `bits` per weight count scales and divisors.
+    `before` counts the bytes as float32.
     """
 
     name: str

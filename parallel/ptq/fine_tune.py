@@ -17,7 +17,7 @@ from parallel.trainer.engine_checkpoint import state_dict
 from parallel.trainer.task_setup import loss_of
 
 RATE = 1e-3
-"""Learning rate of Adam in the first step; it falls to 0 as half a cosine."""
+"""Learning rate of Adam in the first step. It falls to 0 as half a cosine."""
 
 
 class FineTuning(NamedTuple):
@@ -29,7 +29,7 @@ class FineTuning(NamedTuple):
 
 
 def fine_tune(model: Operator, task: LearningTask, comm: Communicator, tuning: FineTuning) -> dict[str, np.ndarray]:
-    """Train a model with Adam; return its values by parameter name. Collective; StepFailed as in training.
+    """Train a model with Adam. Return its values by parameter name. Collective. Raises StepFailed like training.
 
     The training samples of the task are divided among the ranks. Parameters start at their initial values
     (`starting_at`), the learning rate at `RATE`.

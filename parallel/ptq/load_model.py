@@ -1,4 +1,4 @@
-"""Trained models from checkpoints of any layout; writing and reading files of quantised models."""
+"""Trained models from checkpoints of any layout. Writing and reading files of quantised models."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -50,7 +50,7 @@ class TrainedModel:
 def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
     """Load the model of a checkpoint, or of the newest one in a folder, on every rank. Collective.
 
-    CheckpointError on all ranks if there is none or it is damaged; ValueError if a value is not finite.
+    CheckpointError on all ranks if there is none or it is damaged. ValueError if a value is not finite.
     """
     newest = path if NAME.fullmatch(path.name) else latest(comm, path)
     if newest is None:
@@ -87,7 +87,7 @@ def _single_rank_settings(before: dict[str, Any]) -> Settings:
 
 
 def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
-    """Task with data set `data` for a trained model. Collective; ValueError on all ranks if the data do not fit."""
+    """Task with data set `data` for a trained model. Collective. ValueError on all ranks if the data do not fit."""
     if data == trained.settings.data:
         return trained.task
     task, _, _ = collective_call(comm, lambda: prepare(replace(trained.settings, data=data), 1), "calibrate")
@@ -122,7 +122,7 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
 
 
 def load(path: Path) -> TrainedModel:
-    """Read a model written by `save`; FileNotFoundError if there is none.
+    """Read a model written by `save`. FileNotFoundError if there is none.
 
     ValueError if it is another file, lacks an array, or has one of another shape, or quantised where it must not be,
     or lacks selection biases.
@@ -133,6 +133,7 @@ def load(path: Path) -> TrainedModel:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError("it holds no model in few bits")
     arrays = safetensors_file.load(path)
+    # the model is rebuilt from its settings: the file has values only
     settings = complete({}, expect_mapping(about.get("settings"), "settings"))
     task, model, _ = prepare(settings, 1)
     parameters = name_all(model)
@@ -157,7 +158,7 @@ def load(path: Path) -> TrainedModel:
 
 
 def _plain(arrays: Mapping[str, QuantizedArray | np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of this name, which is not quantised and has this shape; else ValueError."""
+    """The array of this name. ValueError if it is quantised or has another shape."""
     if name not in arrays:
         raise ValueError(f"it has no {name}")
     values = arrays[name]

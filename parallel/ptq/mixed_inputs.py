@@ -23,7 +23,7 @@ Ranges = dict[str, dict[str, np.ndarray]]
 class InputMixture:
     """Options for the inputs of all layers of a quantised model: specs, ranges by spec, table of bytes and losses.
 
-    Bytes are those of the rows of a sample that a layer multiplies. Losses are measured with the inputs of one layer
+    Bytes count the rows of a sample that a layer multiplies. Losses are measured with the inputs of one layer
     rounded.
     """
 
@@ -34,14 +34,14 @@ class InputMixture:
     table: SearchTable
 
     def budget(self, bits: float) -> float:
-        """Bytes of all inputs with so many bits on the average; ValueError if no mixture of the widths has them."""
+        """Bytes of all inputs with `bits` bits on average. ValueError if no mixture of the widths has this average."""
         widths = [spec.bits for spec in self.specs]
         if not min(widths) <= bits <= max(widths):
             raise ValueError(f"mixed-inputs: expected {min(widths)} to {max(widths)} bits, found {bits:g}")
         return float(self.table.costs[:, 0].sum()) / widths[0] * bits
 
     def choose(self, search: str, bits: float, comm: Any) -> Choice:
-        """Find an option per layer: least loss with so many bits on the average. Collective."""
+        """Find an option per layer: least loss with `bits` bits on average. Collective."""
         return collective_call(comm, lambda: SEARCHES[search](self.table, self.budget(bits)), search, root=0)
 
     def chosen(self, choice: Choice) -> Operator:
@@ -63,8 +63,8 @@ def input_mixture(
 ) -> InputMixture:
     """Ranges and losses of each of the `widths` of the inputs of a model with quantised weights. Collective.
 
-    `spec` is the inputs' but for its width, `observer` as of `quantise`. A forward pass of all samples for each layer
-    and width.
+    `spec` is the inputs' spec except for its width. `quantise` describes `observer`. Runs a forward pass of all
+    samples for each layer and width.
     """
     specs = [spec.replace(bits=bits) for bits in widths]
     ranges = [observed(model, one, observer, batches, comm) for one in specs]

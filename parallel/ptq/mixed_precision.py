@@ -73,7 +73,7 @@ class PrecisionMixture:
         return float(np.interp(bits, widths, costs))
 
     def choose(self, search: str, budget: float, comm: Any) -> Choice:
-        """Find an option per layer: least loss within `budget` bytes; `search` is a key of `SEARCHES`. Collective."""
+        """Find an option per layer: least loss within `budget` bytes. `search` is a key of `SEARCHES`. Collective."""
         return collective_call(comm, lambda: SEARCHES[search](self.table, budget), search, root=0)
 
     def chosen(self, choice: Choice) -> Operator:
@@ -96,7 +96,7 @@ def mixture(
 ) -> PrecisionMixture:
     """Quantise each of `layers` by each of `specs`, and estimate the losses. Collective.
 
-    A layer whose weights do not fit a spec does not have that option; ValueError on all ranks if it has none.
+    A layer whose weights do not fit a spec does not have that option. ValueError on all ranks if it has none.
 
     `layers` are `layers_of(model)`, `moments` is the result of `calibrate`, `method` a key of `METHODS`, `estimate` a
     result of one of `SENSITIVITIES`.

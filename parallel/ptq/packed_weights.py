@@ -51,9 +51,9 @@ class PackedWeight:
 
 
 class RoundedInput(WrappedOperator):
-    """Operator with a packed weight and quantised inputs; multiplies codes where both are integers.
+    """Operator with a packed weight and quantised inputs. Multiplies codes where both are integers.
 
-    `parameters` are the inputs' scale and zero point, from an observer; inputs beyond that range are clipped.
+    `parameters` are the inputs' scale and zero point, from an observer. Inputs beyond that range are clipped.
     """
 
     def __init__(self, inner: Operator, spec: QuantSpec, parameters: dict[str, Any]):
@@ -62,7 +62,7 @@ class RoundedInput(WrappedOperator):
         self._product = product_of(inner)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Product of quantised inputs and weights; saves nothing for a backward (inference only)."""
+        """Product of quantised inputs and weights. Saves nothing for a backward (inference only)."""
         codes, bias = self.inner.weight.quantized.codes, getattr(self.inner, "bias", None)  # type: ignore[attr-defined]
         q = quantize(inputs_of(self.inner, x), self.spec, **self.given)
         y = product(q, codes) if exact(self.spec, codes.spec) else q.dequantize() @ codes.dequantize().T
@@ -86,7 +86,7 @@ def inputs_of(operator: Operator, x: Array) -> Array:
 
 
 def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
-    """Copy of the model with layer weights replaced by `weights`, by parameter name; other parameters are shared."""
+    """Copy of the model with layer weights replaced by `weights`, by parameter name. Other parameters are shared."""
     replaced: dict[str, PackedWeight] = {}
 
     def change(operator: Operator) -> Operator:

@@ -54,7 +54,7 @@ METHODS = {
         lambda w, inputs, spec: FewBitWeight(hqq(w, _floating_zeros(spec))), blind=True, spec=_floating_zeros
     ),
 }
-"""Rounding methods by name: nearest, and those of `quant.ptq`."""
+"""Rounding methods by name: nearest, and the methods of `quant.ptq`."""
 
 
 def quantise(
@@ -67,21 +67,21 @@ def quantise(
     activations: QuantSpec | None = None,
     observer: str = "minmax",
 ) -> Operator:
-    """Quantised copy of a model. Collective; ValueError on all ranks, if spec, method, model and samples do not match.
+    """Quantised copy of a model. Collective. ValueError on all ranks, if spec, method, model and samples do not match.
 
     Parameters
     ----------
     model : Operator
-        Model with names and values; not modified.
+        Model with names and values. Not modified.
     spec : QuantSpec
         Spec of the weights of all `layers_of(model)`.
     batches : sequence of Batch
-        This rank's samples to calibrate on, which may be none; those of all ranks count.
+        This rank's samples to calibrate on (may be empty). The samples of all ranks count.
     comm : Communicator
     method : str
         A key of `METHODS`.
     activations : QuantSpec, optional
-        Spec of the inputs of all multiplying layers; by default they are not quantised.
+        Spec of the inputs of all multiplying layers. By default they are not quantised.
     observer : str
         A key of `OBSERVERS`: method that finds the range of inputs.
     """
@@ -119,6 +119,7 @@ def check(
         return
     if observer not in OBSERVERS:
         raise ValueError(f"observer: expected one of {', '.join(OBSERVERS)}, found {observer!r}")
+    # calibration gives one range per input array, and inference must be deterministic
     plain = activations.linear and activations.q_range != "peak" and activations.scales.parent is None
     if not plain or activations.granularity != PerTensor() or activations.rounding == "stochastic":
         raise ValueError(f"activations: expected linear codes with one scale for all, as int8, found {activations}")
@@ -132,9 +133,9 @@ def method_for(layer: QuantizableLayer, method: str) -> RoundingMethod:
 def rounded(
     jobs: Iterable[tuple[QuantizableLayer, QuantSpec]], moments: dict[str, InputMoments], method: str, comm: Any
 ) -> list[FewBitWeight]:
-    """Quantise each job's layer by its spec: one rank rounds it and broadcasts; returns all weights. Collective.
+    """Quantise each job's layer by its spec: one rank rounds it and broadcasts. Returns all weights. Collective.
 
-    `moments` is the result of `calibrate`. ValueError on all ranks, if one of them fails; it names the layer.
+    `moments` is the result of `calibrate`. ValueError on all ranks, if one of them fails. It names the layer.
     """
     weights, problems = attempted(jobs, moments, method, comm)
     if problems:
@@ -147,7 +148,7 @@ def attempted(
 ) -> tuple[list[FewBitWeight], dict[int, str]]:
     """(weights, error messages by job): `rounded`, but weights that do not fit their spec have undefined values.
 
-    The same on all ranks. Collective; ValueError on all ranks if the memory of one does not suffice.
+    The same on all ranks. Collective. ValueError on all ranks if the memory of one does not suffice.
     """
     weights, own, memory = [], {}, None
     for at, (layer, spec) in enumerate(jobs):
@@ -160,6 +161,7 @@ def attempted(
                 own[at] = f"{layer.name}: {error}"
             except MemoryError as error:
                 memory = f"{layer.name}: {error}"
+        # ranks that receive the weight need buffers of its size
         divisor = np.empty(layer.shape[1], np.float32) if entry.divides else None
         weights.append(FewBitWeight(QuantizedArray(entry.spec(spec), layer.shape), divisor))
     everyones = comm.allgather((own, memory))

@@ -1,10 +1,10 @@
 """Training after quantisation: of rounded weights, or of the levels of k-means weights with the codes fixed.
 
-Weights that are rounded to codes in every pass (quantisation-aware fine-tuning) learn with the error of their rounding.
-(B. Jacob et al., "Quantization and training of neural networks for efficient integer-arithmetic-only inference", CVPR
-2018; from trained weights: R. Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference", 2018,
-section 3.2.) The gradient of a level is the sum of the gradients of the weights that have its code (S. Han, H. Mao, W.
-Dally, "Deep compression", ICLR 2016, section 3).
+Weights that are rounded to codes in every pass (quantisation-aware fine-tuning) learn with the error of their
+rounding. (B. Jacob et al., "Quantization and training of neural networks for efficient integer-arithmetic-only
+inference", CVPR 2018. From trained weights: R. Krishnamoorthi, "Quantizing deep convolutional networks for efficient
+inference", 2018, section 3.2.) The gradient of a level is the sum of the gradients of the weights that have its code
+(S. Han, H. Mao, W. Dally, "Deep compression", ICLR 2016, section 3).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ def tune_weights(
 ) -> Operator:
     """Quantised copy of a model, after training with the weights of layer i rounded to nearest by ``specs[i]``.
 
-    Layers are those of `layers_of`. All parameters are trained; weights that are 0 at the start, as in a pruned model,
-    stay 0. Collective; StepFailed as in training.
+    Layers come from `layers_of`. All parameters are trained. Weights that are 0 at the start (in a pruned model) stay
+    0. Collective. Raises StepFailed like training.
     """
     made = deepcopy(model)
     for parameter in made.parameters():
@@ -67,9 +67,9 @@ def masked_by(mask: np.ndarray) -> WeightFunction:
 
 
 class CodebookWeight(WrappedOperator):
-    """Operator whose weight is looked up: element i is ``levels[index[i]]``; trains the levels.
+    """Operator whose weight is looked up: element i is ``levels[index[i]]``. Trains the levels.
 
-    `inner.weight` is a `PackedWeight`; `index` has its shape. Operators with a tied weight share `levels`.
+    `inner.weight` is a `PackedWeight`. `index` has its shape. Operators with a tied weight share `levels`.
     """
 
     def __init__(self, inner: Any, levels: Parameter, index: np.ndarray):
@@ -98,7 +98,7 @@ class CodebookWeight(WrappedOperator):
         return self._decoded().backward(dy, saved, sink)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline of the inner operator; the decoded weight, its gradient and their sums are temporaries."""
+        """Outline of the inner operator. The decoded weight, its gradient and their sums are temporaries."""
         inner = self._with(None).outline(x)
         return inner._replace(work=inner.work + 16 * self._index.size)
 
@@ -113,7 +113,7 @@ class CodebookWeight(WrappedOperator):
 
 
 def with_levels(model: Operator) -> Operator:
-    """Copy of a quantised model that trains the levels of its k-means weights; its other parameters are frozen.
+    """Copy of a quantised model that trains the levels of its k-means weights. Its other parameters are frozen.
 
     Shares nothing with `model`. ValueError if a weight has other codes, or divisors.
     """
@@ -141,7 +141,7 @@ def tune_levels(
 ) -> Operator:
     """Copy of `model` with the codes of the `quantised` model and levels trained by `tuning`. Collective.
 
-    ValueError if a weight is not coded by k-means; StepFailed as in training.
+    ValueError if a weight is not coded by k-means. Raises StepFailed like training.
     """
     trainable, weights = with_levels(quantised), weights_of(quantised)
     state = fine_tune(trainable, task, comm, tuning)

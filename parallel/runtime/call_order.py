@@ -1,6 +1,6 @@
-"""Order of the calls of all open engines, which all ranks begin in the same order.
+"""Order of the calls of all open engines. All ranks must begin them in the same order.
 
-Each rank counts the calls that it has begun of each engine. A rank whose call takes long sends its counts to the other
+Each rank counts the calls that it has begun on each engine. A rank whose call takes long sends its counts to the other
 ranks of this engine. One that waits in another engine, or in another method of the same, finds from them that the two
 have begun calls in different orders. No later message changes that: the two would wait for each other for ever.
 """
@@ -22,10 +22,10 @@ COUNTS = 2
 """Tag of messages with counts."""
 
 PATIENCE = 1.0
-"""Seconds of a call after which its rank compares its counts with those of others."""
+"""Seconds of a call after which its rank compares its counts with the counts of other ranks."""
 
 MOST_CALLS = 64
-"""Calls that a rank remembers, to compare them with those of ranks that are behind."""
+"""Number of calls that a rank remembers, to compare them with calls of ranks that are behind."""
 
 _open: list[CallOrder] = []
 
@@ -40,9 +40,9 @@ class Counts(NamedTuple):
 
 
 class CallOrder:
-    """Calls of one engine that this rank has begun, in an order with those of other open engines.
+    """Calls of one engine that this rank has begun, ordered with the calls of other open engines.
 
-    Construction and `end` are collective. `comm` is of the engine alone; None, of threads as ranks, compares nothing.
+    Construction and `end` are collective. `comm` is of the engine alone. None, of threads as ranks, compares nothing.
     Engines that a thread calls are compared with each other.
     """
 
@@ -52,7 +52,7 @@ class CallOrder:
         self._key: int = key
         self._number: int = number  # of the engine, as rank 0 counts them
         self.begun: float = 0
-        """Number of calls; inf after `ignore`."""
+        """Number of calls. Inf after `ignore`."""
 
         self._calls = deque(["construction"], maxlen=MOST_CALLS)  # the last ones, up to the present one
         self._due, self._is_posted, self._thread = math.inf, False, threading.get_ident()
@@ -74,7 +74,7 @@ class CallOrder:
         self._due, self._is_posted, self._thread = time.monotonic() + PATIENCE, False, threading.get_ident()
 
     def ignore(self) -> None:
-        """Compare the calls of this engine no longer: after a failure that ranks find in different calls."""
+        """Stop comparing the calls of this engine: after a failure, ranks leave it in different calls."""
         self.begun = math.inf
 
     def difference(self, compares_calls: bool) -> str | None:
@@ -85,6 +85,7 @@ class CallOrder:
         """
         if time.monotonic() < self._due or self._comm is None:
             return None
+        # only calls of one thread have an order
         orders = [order for order in tuple(_open) if order._thread == self._thread]
         if not self._is_posted:
             self._is_posted, self._posts = True, self._posts + 1
@@ -125,7 +126,7 @@ class CallOrder:
 
 
 def messages(comm: MPI.Intracomm | None, tag: int) -> Iterator[tuple[int, Any]]:
-    """Receive the messages that have arrived; yields (rank, message). Not collective."""
+    """Receive the messages that have arrived. Yields (rank, message). Not collective."""
     status = MPI.Status()
     while comm is not None and comm.Iprobe(MPI.ANY_SOURCE, tag, status):
         yield status.source, comm.recv(None, status.source, tag)

@@ -8,7 +8,7 @@ from mpi4py import MPI
 Result = TypeVar("Result")
 
 PLAIN = (OSError, ValueError, TypeError, ImportError, MemoryError, RuntimeError)
-"""Errors whose message is enough; others are reported with the name of their class."""
+"""Errors whose message is enough. Others are reported with the name of their class."""
 
 
 def describe(problem: BaseException) -> str:
@@ -23,7 +23,7 @@ def _message(problem: BaseException) -> str:
 
 
 def raise_shared(error: Exception, problem: BaseException | None) -> NoReturn:
-    """Raise `error`, which all ranks raise in this call, from this rank's `problem`, if it has one.
+    """Raise `error`, equal on all ranks of this call, from this rank's `problem`, if any.
 
     A problem that ends programs, such as SystemExit or KeyboardInterrupt, is raised itself on its rank.
     """
@@ -49,7 +49,7 @@ def raise_on_all(
 ) -> None:
     """Raise `kind` with the text ``"{trouble}: {problem} (rank 3)"`` on all ranks if any has a problem. Collective.
 
-    As `raise_shared`, which raises SystemExit itself on its rank.
+    Like `raise_shared`, raises SystemExit itself on its rank.
     """
     messages = comm.allgather(None if problem is None else _message(problem))
     ranks_of: dict[str, list[int]] = {}
@@ -71,7 +71,7 @@ def collective_call(
     kind: type[Exception] = ValueError,
     root: int | None = None,
 ) -> Result:
-    """Call non-MPI `function` on all ranks, or on `root` and broadcast the result; errors become `kind` on all ranks.
+    """Call non-MPI `function` on all ranks, or on `root` and broadcast the result. Errors become `kind` on all ranks.
 
     Collective. SystemExit and KeyboardInterrupt are raised themselves on their own rank.
 
@@ -93,10 +93,10 @@ def collective_call(
 
 
 def written(comm: MPI.Intracomm, write: Callable[..., Result], *arguments: Any) -> Result:
-    """Result of the collective function ``write(comm, *arguments)``; an error on some ranks is raised on all.
+    """Result of the collective function ``write(comm, *arguments)``. An error on some ranks is raised on all.
 
-    On the others it is a RuntimeError. They must not wait for the failed ranks within `write`, and do so after an
-    interrupt, which is not exchanged: `MeetingPoint.taking_part` ends their waits. Collective.
+    On the others it is a RuntimeError. They must not wait for the failed ranks within `write`. After an interrupt (not
+    exchanged) they do wait: `MeetingPoint.taking_part` ends their waits. Collective.
     """
     result: Any = None
     problem: BaseException | None = None

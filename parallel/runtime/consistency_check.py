@@ -26,7 +26,7 @@ class ParameterMismatch(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Raised on all ranks if a step or evaluation failed on any; if sure of it, its text has "nothing was updated"."""
+    """Raised on all ranks if a step or evaluation failed on any. If certain, its text has "nothing was updated"."""
 
     on_all_ranks = True
     elsewhere = False
@@ -73,7 +73,7 @@ def raise_difference(
 
 
 def raise_together(comm: MPI.Intracomm, problem: BaseException | None) -> None:
-    """Raise `problem` on the ranks that have one, and RankMismatch, which names it, on the others. Collective."""
+    """Raise `problem` on the ranks that have one, and on the others a RankMismatch that names it. Collective."""
     texts = comm.allgather(None if problem is None else f"{type(problem).__name__}: {describe(problem)}")
     if problem is not None:
         mark_shared(problem)
@@ -85,7 +85,7 @@ def raise_together(comm: MPI.Intracomm, problem: BaseException | None) -> None:
 
 
 def call_together(comm: MPI.Intracomm, function: Callable[[], Result]) -> Result:
-    """Result of non-MPI `function` on every rank; errors are raised as by `raise_together`. Collective."""
+    """Result of non-MPI `function` on every rank. Errors are raised by `raise_together`. Collective."""
     try:
         result = function()
     except BaseException as error:
@@ -96,7 +96,7 @@ def call_together(comm: MPI.Intracomm, function: Callable[[], Result]) -> Result
 
 
 MOST_NAMED = 8
-"""Ranks that an error lists; it has the number of the others."""
+"""Number of ranks that an error lists. It has the number of the others."""
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -112,9 +112,9 @@ NOTHING = "nothing was updated"
 
 
 def raise_step_failed(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
-    """Raise StepFailed on all ranks if any has a `problem`; its message is `left` and the problems. Collective.
+    """Raise StepFailed on all ranks if any has a `problem`. Its message is `left` and the problems. Collective.
 
-    As `raise_shared`, which raises SystemExit itself on its rank.
+    Like `raise_shared`, raises SystemExit itself on its rank.
     """
     text = None if problem is None else f"{type(problem).__name__}: {describe(problem)}"
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
@@ -128,7 +128,7 @@ _MODULUS = 1 << 48
 
 @lru_cache
 def index_hash(numbers: Sequence[int]) -> int:
-    """Hash of a set of numbers (sum of fifth powers); `combine_hashes` of disjoint sets gives that of their union.
+    """Hash of a set of numbers (sum of fifth powers). `combine_hashes` of disjoint sets gives the hash of their union.
 
     Ranks find missing or repeated numbers without exchanging them.
 
@@ -145,9 +145,9 @@ def combine_hashes(hashes: Iterable[int]) -> int:
 def compare_parameters(
     comm: MPI.Intracomm, places: Sequence[ParamSpan], step: int, whole: MPI.Intracomm | None = None
 ) -> None:
-    """Raise ParameterMismatch on all ranks if a parameter is not bitwise equal on all that have it. Collective.
+    """Raise ParameterMismatch on all ranks if a parameter is not bitwise equal on all ranks that have it. Collective.
 
-    The message names the first. Ranks are numbered as in `whole`, by default as in `comm` itself.
+    The message names the first. Ranks have their numbers in `whole`, by default in `comm` itself.
     """
     digests = {one.parameter.label: array_digest(one.parameter.data) for one in places}
     if len(set(comm.allgather(digest(repr([*digests.values()]).encode())))) == 1:
@@ -170,7 +170,7 @@ def compare_parameters(
 def compare_copies(
     copies: Iterable[tuple[MPI.Intracomm, Sequence[ParamSpan]]], step: int, whole: MPI.Intracomm
 ) -> None:
-    """Make `compare_parameters` for each pair (ranks, parameters); errors are raised on all ranks of `whole`."""
+    """Make `compare_parameters` for each pair (ranks, parameters). Errors are raised on all ranks of `whole`."""
     problem: ParameterMismatch | None = None
     for comm, places in copies:
         try:

@@ -1,8 +1,8 @@
 """Two computations of a rank in turns: while messages of one travel, the other computes.
 
-Each has a thread, and only one of them runs at a time: until it calls `give_way`, between start and end of an exchange,
-or returns. So the order of all calls follows from the program alone and is that of every rank which makes the same
-ones and gives way as often: collectives need no further care, and operators need not know of each other.
+Each has a thread, and only one of them runs at a time: until it calls `give_way`, between start and end of an
+exchange, or returns. So the order of all calls follows from the program alone. It is equal on all ranks that make the
+same calls and give way equally often: collectives need no further care, and operators need not know of each other.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ _current: ContextVar[_Computation | None] = ContextVar("interleaved computation"
 
 
 def give_way() -> None:
-    """Let the other computation of `interleave` go on until it gives way too, or returns; elsewhere a no-op."""
+    """Let the other computation of `interleave` run until it gives way too, or returns. Elsewhere a no-op."""
     if (computation := _current.get()) is not None:
         computation.give_way()
 
 
 def own_time() -> float:
-    """Seconds as of `time.perf_counter`, without those in which this computation has given way."""
+    """Seconds of `time.perf_counter`, without the time in which this computation has given way."""
     computation = _current.get()
     return time.perf_counter() - (0.0 if computation is None else computation.away)
 
 
 def interleave(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-    """Call two functions in turns, beginning with the first; return both results.
+    """Call two functions in turns, beginning with the first. Return both results.
 
     The second is called in another thread, with a copy of the context variables. If one raises an exception, the other
-    ends where it gives way; `interleave` raises the exception when both have ended.
+    ends where it gives way. `interleave` raises the exception when both have ended.
 
     >>> def count(name):
     ...     for number in range(2):

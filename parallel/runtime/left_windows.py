@@ -1,7 +1,7 @@
 """Windows of MPI that ranks have left after an exception: all ranks of a window can free it only together.
 
-A rank that fails cannot wait for the others. It leaves its windows, which are freed at the next occasion on which all
-of their ranks meet and have left them: when an engine is made or closed.
+A rank that fails cannot wait for the others. It leaves its windows. They are freed when all of their ranks have left
+them and meet again: when an engine is made or closed.
 """
 
 from mpi4py import MPI
@@ -27,13 +27,13 @@ class SharedWindow:
         return self.window is not None
 
     def free(self) -> None:
-        """Free the window; no-op if it was freed or left. Collective."""
+        """Free the window. No-op if it was freed or left. Collective."""
         window, self.window = self.window, None
         if window is not None:
             _free(window)
 
     def leave(self) -> None:
-        """Let `free_left` free the window; not collective."""
+        """Let `free_left` free the window. Not collective."""
         window, self.window = self.window, None
         if window is not None:
             _left.setdefault(self._ranks, {})[self._number] = window

@@ -1,10 +1,10 @@
-"""Meeting point of the ranks of an engine: where a call of all of them begins, or is refused on all of them.
+"""Meeting point of the ranks of an engine: a call of all ranks begins, or is refused on all of them.
 
-A rank may leave an engine alone: by an exception in the program between two calls, or by its end. It sends a notice to
-all other ranks then. These wait for it at the beginning of their next call, with polls for such notices, and raise
-`RankLeft`. Once all ranks are in a call, each finishes its part of it, and errors are exchanged within the call. A rank
-that an error keeps from finishing its part sends a notice too, which ends the waits of the others (`taking_part`). A
-notice has the counts of meetings and calls that its rank has ended: in these the others do not wait for it in vain.
+A rank may leave an engine alone: by an exception in the program between two calls, or by its end. It then sends a
+notice to all other ranks. At the beginning of their next call they wait for it, poll for such notices, and raise
+`RankLeft`. Once all ranks are in a call, each finishes its part of it, and errors are exchanged within the call. A
+rank that cannot finish its part because of an error sends a notice too. It ends the waits of the others
+(`taking_part`). A notice has the counts of meetings and calls that its rank has ended: for these the others may wait.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ ROW = np.dtype(
 _open_points: set[MeetingPoint] = set()
 
 _unfinished: list[Any] = []
-"""Requests that may never complete, and their buffers, which MPI may still access."""
+"""Requests that may never complete, and their buffers: MPI may still access them."""
 
 
 class Notice(NamedTuple):
     """Message of a rank that leaves. Meetings and calls that have ended for it end for the others, too."""
 
     met: int  # meetings that have ended for it
-    finished: int  # those of them whose call it has finished
+    finished: int  # number of meetings whose call it has finished
     begun: float  # calls that it has begun
     why: str
 
@@ -96,7 +96,7 @@ class MeetingPoint:
         _open_points.add(self)
 
     def meet(self, call: str, **numbers: Any) -> np.ndarray:
-        """Begin this call and wait for all ranks to make it; return their numbers, a `ROW` of each. Collective.
+        """Begin this call and wait for all ranks to make it. Return their numbers, a `ROW` of each. Collective.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class MeetingPoint:
             raise
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until ``done()``, as the test of a request; RankLeft if a rank has left meanwhile or before."""
+        """Wait until ``done()``, such as the test of a request. RankLeft if a rank has left meanwhile or before."""
         self._wait(done, lambda: bool(self.notices()))
 
     def _wait(self, done: Callable[[], bool], is_vain: Callable[[], bool]) -> None:
@@ -153,7 +153,7 @@ class MeetingPoint:
             self.expect_all()
 
     def _has_left(self, stage: str, count: float) -> bool:
-        """True if a rank has left before it had `count` meetings, finished their calls, or begun so many calls."""
+        """True if a rank has left before it had `count` meetings, finished their calls, or begun `count` calls."""
         return any(getattr(notice, stage) < count for notice in self.notices().values())
 
     def _expect_parts(self) -> None:
@@ -170,14 +170,15 @@ class MeetingPoint:
     def taking_part(self, reports_errors: bool = True, meets: bool = True) -> Iterator[None]:
         """Context of a call of all ranks. Its waits raise RankLeft if a rank leaves it by an error of its own.
 
-        Of waits those that Chorus polls in, which are all but those of the MPI's own collectives. Without
-        `reports_errors` only by an interrupt, or another exception that ends programs. Without `meets` the ranks need
-        not have met in the call, and one that leaves right after it counts, too. May be nested.
+        This applies to waits in which Chorus polls: all except waits in the MPI's own collectives. Without
+        `reports_errors` only an interrupt, or another exception that ends programs, counts. Without `meets` the ranks
+        need not have met in the call, and a rank that leaves right after it counts, too. May be nested.
         """
         if self._may_leave:
             yield
             return
         expect = self._expect_parts if meets else self._expect_present
+        # nested contexts watch once, and only the outer one ends the call
         is_outer = expect not in watchers
         if is_outer:
             watchers.append(expect)
@@ -209,7 +210,7 @@ class MeetingPoint:
     def watch(self) -> None:
         """Raise RankLeft if another rank is in another engine, or has left, unless ranks may leave, or die.
 
-        For waits of another kind, in which ranks may be in different calls of this engine. Not collective.
+        For waits in which ranks may be in different calls of this engine. Not collective.
         """
         with suppress(MPI.Exception) if self._may_leave else nullcontext():  # of messages to dead ranks
             self._expect_order(compares_calls=False)
@@ -227,14 +228,14 @@ class MeetingPoint:
             raise RankLeft(f"{NOTHING}; {text}")
 
     def notices(self) -> dict[int, Notice]:
-        """Receive the notices that have arrived; returns `left`. Not collective."""
+        """Receive the notices that have arrived. Returns `left`. Not collective."""
         self.left.update((rank, Notice(*notice)) for rank, notice in messages(self._mail, NOTICE))
         return self.left
 
     def leave(self, why: str) -> None:
-        """Send a notice to all other ranks that this one makes no more calls. Not collective; it does not wait.
+        """Send a notice to all other ranks that this one makes no more calls. Not collective. It does not wait.
 
-        None after the notice of another rank, which the others have, too.
+        Sends none after another rank's notice, since the others have that notice too.
         """
         if not self.is_open:
             return

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ProfilerEvent(NamedTuple):
-    """Timed event, in seconds of `time.perf_counter`; kinds: "compute", "communication", "flight" (in background)."""
+    """Timed event, in seconds of `time.perf_counter`. Kinds: "compute", "communication", "flight" (in background)."""
 
     name: str
     kind: str
@@ -19,7 +19,7 @@ class ProfilerEvent(NamedTuple):
 
 
 class Profiler:
-    """Profiler: total seconds by kind of work in `seconds`; with `trace`, also the single events in `events`.
+    """Profiler: total seconds by kind of work in `seconds`. With `trace`, also the single events in `events`.
 
     Examples
     --------

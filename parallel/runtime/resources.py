@@ -32,7 +32,10 @@ def _cores(node: MPI.Comm) -> tuple[int, int]:
 
 
 def cores_per_rank(comm: MPI.Intracomm) -> int:
-    """Cores that `comm`'s ranks on this node may use together, per rank; from 1 to those of this rank. Collective."""
+    """Cores that `comm`'s ranks on this node may use together, per rank. At least 1, at most this rank's.
+
+    Collective.
+    """
     with _node(comm) as node:
         mine, cores = _cores(node)
         return max(1, min(mine, cores // node.Get_size()))
@@ -51,7 +54,7 @@ def crowd(comm: MPI.Intracomm, threads: int) -> str | None:
 
 
 def limit_threads(threads: int) -> None:
-    """Set the number of BLAS threads of this process; ImportError without threadpoolctl."""
+    """Set the number of BLAS threads of this process. ImportError without threadpoolctl."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError as error:
@@ -60,7 +63,7 @@ def limit_threads(threads: int) -> None:
 
 
 def node_memory() -> int:
-    """Bytes of physical memory of this node, not the limit of a container or job; 0 if unknown."""
+    """Bytes of physical memory of this node, not the limit of a container or job. 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -68,7 +71,7 @@ def node_memory() -> int:
 
 
 def container_limits(groups: Iterable[ControlGroup]) -> dict[Hashable, int]:
-    """Memory limits of control groups in bytes; the keys are the same in all processes of a group."""
+    """Memory limits of control groups in bytes. The keys are the same in all processes of a group."""
     limits: dict[Hashable, int] = {}
     for group in groups:
         with suppress(OSError, ValueError):
@@ -120,7 +123,7 @@ def format_bytes(count: float) -> str:
 
 MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 WINDOWS = 4
-"""Measurements of the peak, of which the highest counts."""
+"""Measurements of the peak. The highest counts."""
 
 
 def peak_flops(

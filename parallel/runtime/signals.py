@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Requests to stop; launchers pass SIGUSR1 on to all ranks, and batch systems can send it before they kill."""
+"""Requests to stop. Launchers pass SIGUSR1 on to all ranks, and batch systems can send it before they kill."""
 
 GRACE = 1.0
 """Seconds in which further signals count as the first one: a terminal and a launcher may both send it."""
@@ -18,11 +18,11 @@ GRACE = 1.0
 class InterruptFlag:
     """Context manager that catches signals, by default SIGINT, SIGTERM, SIGUSR1: `seen` is then True.
 
-    `number` is that of the first one, 0 before. A signal more than `GRACE` seconds after it has its previous effect.
+    `number` is the first signal's, 0 before. A signal more than `GRACE` seconds after it has its previous effect.
 
     >>> with InterruptFlag() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
-    ...     interrupt.seen  # for engine.step(..., stop=interrupt.seen), which combines the flags of all ranks
+    ...     interrupt.seen  # for engine.step(..., stop=interrupt.seen): it combines the flags of all ranks
     True
     """
 

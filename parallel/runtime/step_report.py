@@ -17,16 +17,16 @@ class StepReport:
     Attributes
     ----------
     step : index of the step, from 0
-    loss : mean over `count` targets of all ranks; NaN without targets
+    loss : mean over `count` targets of all ranks. NaN without targets
     count : sum of the loss' counts, an int if it is whole
-    norm : norm of the mean loss's gradient before clipping; inf after an overflow, None without targets
-    skipped : True if nothing was updated: no targets, or an overflow, which lowers the loss scale
+    norm : norm of the mean loss's gradient before clipping. Inf after an overflow, None without targets
+    skipped : True if nothing was updated: no targets, or an overflow (it lowers the loss scale)
     scale, rate : loss scale and learning rate of this step
     stop : True if this step is the last one, as some rank requested to stop
     seconds, communication : time of the step, and this rank's part of it in communication, waiting included
-    terms : loss terms of operators beside `loss`, as ``"2.1.inner.1 balance"``: sums divided by `count`
+    terms : loss terms of operators beside `loss`, such as ``"2.1.inner.1 balance"``: sums divided by `count`
     counts : what operators counted in the step, such as choices by expert
-    traffic : what operators exchanged, summed over ranks, such as ``"2.1.inner.1.experts copies"`` of tokens; in
+    traffic : what operators exchanged, summed over ranks, such as ``"2.1.inner.1.experts copies"`` of tokens. In
         "seconds" the mean over ranks
     """
 
@@ -47,7 +47,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation: mean loss and metric (or None) over the `count` targets of all ranks; NaN if none."""
+    """Result of an evaluation: mean loss and metric (or None) over the `count` targets of all ranks. NaN if none."""
 
     loss: float
     measure: float | None

@@ -20,10 +20,10 @@ class Throughput:
 
 
 class ThroughputMeter:
-    """Meter of training throughput; `add` takes a step's samples (of all ranks), seconds and communication seconds.
+    """Meter of training throughput. `add` takes a step's samples (of all ranks), seconds and communication seconds.
 
-    The overall throughput leaves out the first step of a process, which allocates and compiles, if there are others.
-    `flops` are those of a sample, without and with recomputation; `peak` is the FLOPs per second of all ranks.
+    The overall throughput leaves out the first step of a process (it allocates and compiles), if there are others.
+    `flops`: FLOPs of a sample, without and with recomputation. `peak` is the FLOPs per second of all ranks.
     """
 
     def __init__(self, flops: tuple[float, float], peak: float | None = None):

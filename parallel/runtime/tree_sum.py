@@ -1,9 +1,10 @@
 """Reproducible gradient sum: a fixed order of additions, a binary tree over a step's micro-batches, for any layout.
 
 Micro-batches are numbered 0 to M-1. Node (k, i) is the sum over numbers from 2^k i up to 2^k (i+1), its left half plus
-its right half; numbers beyond M-1 are left out. A rank that has both halves of a node adds them, like a carry in binary
-addition, before other terms arrive. The result does not depend on the order of arrival or the distribution over ranks.
-(Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci. Comput. 14, 1993.) Imports no MPI.
+its right half. Numbers beyond M-1 are left out. A rank that has both halves of a node adds them, like a carry in
+binary addition, before other terms arrive. The result does not depend on the order of arrival or the distribution over
+ranks. (Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci. Comput. 14, 1993.) Imports
+no MPI.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ class TreeNode(NamedTuple):
 
 
 class VectorPool:
-    """Pool of reusable vectors, with arbitrary contents; `make` allocates one more if none is idle."""
+    """Pool of reusable vectors, with arbitrary contents. `make` allocates one more if none is idle."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._idle = make, []  # type: ignore[var-annotated]
@@ -32,14 +33,17 @@ class VectorPool:
 
 
 class TreeSum:
-    """Incremental tree sum: keeps the sums of nodes pushed so far, and adds siblings as soon as both are there."""
+    """Incremental tree sum: keeps the sums of nodes pushed so far, and adds siblings as soon as it has both."""
 
     def __init__(self, pool: VectorPool):
         self.pool = pool
         self.sums: dict[TreeNode, Any] = {}
 
     def push(self, node: TreeNode, vector: Any, ours: bool) -> None:
-        """Add a node's sum `vector` and combine siblings; take the vector over if `ours` (the pool's), else read it."""
+        """Add a node's sum `vector` and combine siblings.
+
+        Keep the vector if `ours` (the pool's), otherwise read it.
+        """
         while (other := self.sums.pop(sibling := TreeNode(node.level, node.place ^ 1), None)) is not None:
             other += vector  # left + right and right + left have the same bits
             if ours:

@@ -10,7 +10,7 @@ from quant.types import Array
 
 
 def real_number(value: Any) -> float:
-    """Float of a real number, also of an array of one element; TypeError for others, such as complex numbers.
+    """Float of a real number, also of an array of one element. TypeError for others, such as complex numbers.
 
     >>> real_number(np.float32(0.5)), real_number(3)
     (0.5, 3.0)
@@ -27,7 +27,7 @@ def is_real(array: Array) -> bool:
 
 
 def widened(array: Array, what: str) -> Array:
-    """The array, of int64 if its elements are integers of any other type; ValueError for numbers beyond int64.
+    """The array, of int64 if its elements are integers of any other type. ValueError for numbers beyond int64.
 
     Sums and differences of narrow integers wrap around.
 
@@ -42,7 +42,7 @@ def widened(array: Array, what: str) -> Array:
 
 
 def exact_integers(array: Any, what: str) -> np.ndarray:
-    """Array of int64 of integers in any form; ValueError for elements that are no integers.
+    """Array of int64 of integers in any form. ValueError for elements that are no integers.
 
     >>> exact_integers([3, 1], "samples")
     array([3, 1])
@@ -55,14 +55,14 @@ def exact_integers(array: Any, what: str) -> np.ndarray:
 
 
 def expect_mapping(facts: Any, what: str) -> Mapping[str, Any]:
-    """Return `facts`; ValueError, beginning with the name `what`, if it is not a mapping."""
+    """Return `facts`. ValueError, beginning with the name `what`, if it is not a mapping."""
     if not isinstance(facts, Mapping):
         raise ValueError(f"{what}: expected values by name, found {facts!r}")
     return facts
 
 
 def expect_integer(facts: Mapping[str, Any], name: str) -> int:
-    """Return ``facts[name]``; ValueError, with the name, if it is missing or not an integer from 0 on.
+    """Return ``facts[name]``. ValueError, with the name, if it is missing or not an integer from 0 on.
 
     >>> expect_integer({"steps": 3}, "steps")
     3

@@ -1,4 +1,4 @@
-"""Allocator of vectors (private, shared or on a GPU) that counts bytes by kind; settings of malloc and CuPy's pool."""
+"""Allocator of vectors (private, shared or on a GPU) that counts bytes by kind. Settings of malloc and CuPy's pool."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ SHARE = 0.95
 
 
 class PoolLimit:
-    """Limit of this rank's pool: what it has, and an equal part of what is free. Creation is collective.
+    """Limit of this rank's pool: the memory that it holds, and an equal part of the free memory.
 
-    For ranks that share a GPU, from the creation until `remove`; none on the host, or if the pool has a limit already.
+    Creation is collective.
+
+    For ranks that share a GPU, from the creation until `remove`. None on the host, or if the pool has a limit already.
     """
 
     def __init__(self, comm: MPI.Intracomm, xp: ModuleType) -> None:
@@ -44,7 +46,7 @@ class PoolLimit:
             self._is_set = True
 
     def free_unused(self) -> None:
-        """Return the pool's unused memory to the GPU, after an error that another rank's need may have caused."""
+        """Return the pool's unused memory to the GPU: other ranks that share it may have run out of memory."""
         if self._pool is not None:
             self._pool.free_all_blocks()
 
@@ -68,14 +70,14 @@ def namespace(device: str) -> ModuleType:
 
 
 class VectorAllocator:
-    """Allocator of zero-filled vectors on a device ("cpu" or "cuda"); `allocated` has bytes by kind, freed or not."""
+    """Allocator of zero-filled vectors on a device ("cpu" or "cuda"). `allocated` has bytes by kind, freed or not."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
 
     def with_comm(self, comm: Communicator) -> VectorAllocator:
-        """Copy of this allocator whose `shared` uses `comm`; both add to the same byte counts."""
+        """Copy of this allocator whose `shared` uses `comm`. Both add to the same byte counts."""
         other = copy(self)
         other.comm = comm
         return other
@@ -84,7 +86,7 @@ class VectorAllocator:
         return self._count(kind, self.xp.zeros(size, dtype))
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
-        """Allocate a vector of this rank, in memory that the node's ranks, or those of the GPU, can read. Collective.
+        """Allocate a vector of this rank, in memory that the ranks of the node, or of the GPU, can read. Collective.
 
         `OutOfMemory` on all ranks if one cannot allocate.
         """
@@ -95,13 +97,13 @@ class VectorAllocator:
         return self._count(kind, self.comm.zeros(size, dtype))
 
     def reserve(self, sizes: Sequence[int], dtypes: Sequence[Any]) -> None:
-        """Grow the shared heap once for several later `shared` vectors, which avoids gaps. Collective."""
+        """Grow the shared heap once for several later `shared` vectors, to avoid gaps. Collective."""
         if self.xp is np:
             nbytes = (size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True))
             self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # freed at once
 
     def leave(self) -> None:
-        """Leave windows of MPI that a failed rank cannot free alone; no-op without any. Not collective."""
+        """Leave windows of MPI that a failed rank cannot free alone. No-op without any. Not collective."""
 
     def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
         vector: np.ndarray = self._count(kind, np.zeros(size, dtype))
@@ -124,11 +126,11 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc keep freed memory for reuse in this process; return True if supported (glibc's mallopt(3)).
+    """Make malloc keep freed memory for reuse in this process. Return True if supported (glibc's mallopt(3)).
 
-    Otherwise large arrays are mapped anew each time, at the cost of a fault per page: a product of 1024 x 256 and 256 x
-    1024 elements takes a quarter longer. A training step allocates the same arrays repeatedly, so the peak of a step is
-    kept. For programs, once before training.
+    Otherwise large arrays are mapped again each time, at the cost of a fault per page: a product of 1024 x 256 and 256
+    x 1024 elements takes a quarter longer. A training step allocates the same arrays repeatedly, so the peak of a step
+    is kept. For programs, once before training.
     """
     if not sys.platform.startswith("linux"):
         return False

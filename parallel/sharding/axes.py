@@ -1,4 +1,4 @@
-"""Table of mesh axes. Another axis is a row, in a folder of its own if it has operators, and a line here."""
+"""Table of mesh axes. Another axis is a row in a module (or a folder, if it has operators) and a line in `AXES`."""
 
 from parallel.sharding.axis import REPLICAS, STAGES, Axis
 from parallel.sharding.context.context_axis import CONTEXT
@@ -16,9 +16,9 @@ AXES: dict[str, Axis] = {
         EXPERT_TENSOR,
     )
 }
-"""All axes by name, from the least to the most traffic; the folded ones come last."""
+"""All axes by name, from the least to the most traffic. The folded ones come last."""
 
 
 def axis_of(name: str) -> Axis:
-    """Row of an axis; other names are replicas', named after the layout of their gradients, such as ``zero1``."""
+    """Row of an axis. Other names are replicas', named after the layout of their gradients, such as ``zero1``."""
     return AXES.get(name, REPLICAS)

@@ -21,13 +21,13 @@ class Axis:
         ``Shard(0)``     of each rank      equal                 summed                ranks share the vector's blocks
         ``Shard(1)``     parts of each     equal                 summed                ranks share the vector's blocks
         ``Replicate()``  whole             shards of operators   of each rank's shard  shards are put together
-        None             of other units    those of its units    of each rank's units  of each rank's units
+        None             of other units    for its units only   of each rank's units  of each rank's units
         ===============  ================  ====================  ====================  ===============================
     """
 
     name: str
     holds: str  # what its ranks have, for readers
-    input: Placement | None = None  # of a model's input along the axis; None: ranks have other parts of the model
+    input: Placement | None = None  # a model input's placement along the axis, None: ranks have other parts of it
     folded: bool = False  # no factor of the number of ranks: laid over other axes
     options: tuple[str, ...] = ()  # settings on which the computation of a unit depends
     check: Callable[[Any, Any], object] = lambda settings, mesh: None  # ValueError if they do not go together
@@ -53,7 +53,7 @@ UNCUT = ("pool", "products", "fake_quant", "fake_quant_inputs", "prune")
 
 
 def changed(settings: Any, *names: str) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of those of these settings that are not at their defaults."""
+    """Yield name and value of the named settings that are not at their defaults."""
     for name in names:
         if (found := getattr(settings, name)) != getattr(type(settings), name):
             yield name, found

@@ -42,7 +42,7 @@ class MeshPlace:
         self.coordinates = mesh.coordinates(rank)
 
     def axis(self, *names: str) -> MeshAxis:
-        """Ranks that differ from this one only on these axes, in ascending order; one rank for axes that it lacks."""
+        """Ranks that differ from this one only on these axes, in ascending order. One rank for axes that it lacks."""
         key = tuple(name for name in (*self.mesh.sizes, *OF_EXPERTS) if name in names)
         groups = self.mesh.groups(key)
         number = next(number for number, group in enumerate(groups) if self.rank in group)
@@ -50,15 +50,15 @@ class MeshPlace:
         return MeshAxis(",".join(key or names), group.index(self.rank), len(group), self._comm(key, number))
 
     def on_node(self, *names: str) -> MeshAxis | None:
-        """Ranks of an axis on this rank's node, in the same order; None if that are all. Collective as `axis`."""
+        """Ranks of an axis on this rank's node, in the same order. None if that are all. Collective as `axis`."""
         return None
 
     def _comm(self, key: tuple[str, ...], number: int) -> Any:
-        """Communicator of this rank's group along axes; None without communicators."""
+        """Communicator of this rank's group along axes. None without communicators."""
 
 
 class DeviceMesh(MeshPlace):
-    """Mesh over the ranks of a communicator. Construction is collective; the communicator remains the caller's.
+    """Mesh over the ranks of a communicator. Construction is collective. The communicator remains the caller's.
 
     `axis` is collective the first time: its communicators are made once, and freed by `close`.
 
@@ -74,7 +74,7 @@ class DeviceMesh(MeshPlace):
     Raises
     ------
     ValueError
-        If the mesh has an unknown axis or another number of ranks; the message has meshes that would fit.
+        If the mesh has an unknown axis or another number of ranks. The message has meshes that would fit.
     """
 
     def __init__(self, comm: Communicator, mesh: Mesh, known: Collection[str] = AXES):

@@ -6,13 +6,13 @@
 >>> mesh.lines("dp")
 [[0, 1, 2], [3, 4, 5]]
 
-The last axis varies fastest, as in an array: its ranks are neighbours, and share a node where nodes have enough ranks.
-The axis with most traffic comes last. In the usual order (Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM", SC 2021, section 3) these are ``pp,dp,cp,tp``.
+The last axis varies fastest, like in an array. Its ranks are neighbours, and share a node where nodes have enough
+ranks. The axis with most traffic comes last. In the usual order (Narayanan et al., "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM", SC 2021, section 3) these are ``pp,dp,cp,tp``.
 
-The axis ``ep`` is no factor of the number of ranks: `ep` ranks share the experts of a mixture, and hold the rest of the
-model as the other axes say. It is folded over ``tp``, and then over the replicas and the ranks along ``cp``, which have
-different tokens. With ``etp``, so many ranks along ``tp`` have parts of the same experts.
+The axis ``ep`` is no factor of the number of ranks: `ep` ranks share the experts of a mixture, and hold the rest of
+the model by the other axes. It is folded over ``tp``, and then over the replicas and the ranks along ``cp`` (they have
+different tokens). ``etp`` is the number of ranks along ``tp`` with parts of the same experts.
 
 >>> mesh = Mesh.parse("dp=4,tp=2,ep=4")
 >>> mesh.size, mesh.expert_shards, mesh.expert_replicas
@@ -37,12 +37,12 @@ EXPERT_REPLICAS = "edp"
 """Ranks with different tokens and the same experts."""
 
 OF_EXPERTS = EXPERTS.name, EXPERT_REPLICAS
-"""Names of `Mesh.expert_groups`, which are no factors of the number of ranks."""
+"""Names of `Mesh.expert_groups`. They are no factors of the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Mesh of ranks: the number of ranks along each named axis; the last axis varies fastest, as in an array.
+    """Mesh of ranks: the number of ranks along each named axis. The last axis varies fastest.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Parse a mesh from text such as ``"dp=2,pp=4"``; ValueError if it is malformed."""
+        """Parse a mesh from text such as ``"dp=2,pp=4"``. ValueError if it is malformed."""
         sizes: dict[str, int] = {}
         for word in text.split(","):
             name, _, size = (part.strip() for part in word.partition("="))
@@ -123,7 +123,7 @@ class Mesh:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks along ``tp`` with different experts; 1 also if every rank along ``tp`` has all of its replica's."""
+        """Ranks along ``tp`` with different experts. 1 also if every rank along ``tp`` has all of its replica's."""
         return self.sizes.get(TENSOR.name, 1) // self.etp if self._folded else 1
 
     @property
@@ -148,13 +148,13 @@ class Mesh:
         return found
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank by axis name; ValueError if the mesh has no such rank."""
+        """Coordinates of a rank by axis name. ValueError if the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank: expected 0 to {self.size - 1}, found {rank}")
         return dict(zip(self.sizes, map(int, np.unravel_index(rank, tuple(self.sizes.values())))))
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
-        """Groups of ranks that differ only in their coordinates on `axes`, each ascending; axes it lacks have size 1.
+        """Groups of ranks that differ only in their coordinates on `axes`, each ascending. Axes it lacks have size 1.
 
         One of `OF_EXPERTS` stands alone: its groups are `expert_groups`.
 
@@ -172,15 +172,18 @@ class Mesh:
         return groups
 
     def lines(self, name: str) -> list[list[int]]:
-        """Groups of ranks that differ only in their coordinate on axis `name`; each group is ordered by that."""
+        """Groups of ranks that differ only in their coordinate on axis `name`.
+
+        Each group is ordered by that coordinate.
+        """
         return self.groups([name])
 
     def nodes_of(self, axis: str, nodes: Sequence[int]) -> int:
-        """Most nodes that one group of an axis is spread over; `nodes` has the node of every rank."""
+        """Most nodes that one group of an axis is spread over. `nodes` has the node of every rank."""
         return max(len({nodes[rank] for rank in line}) for line in self.lines(axis))
 
     def spread(self, nodes: Sequence[int]) -> str:
-        """Sentence on the nodes of each axis, with advice if the innermost one, which exchanges most, leaves a node.
+        """Sentence on the nodes of each axis, with advice if the innermost one (the busiest) leaves a node.
 
         >>> Mesh.parse("dp=2,tp=2").spread([0, 0, 1, 1])
         'mesh dp=2,tp=2: dp over 2 nodes, tp within a node'
@@ -217,6 +220,7 @@ class Mesh:
             raise ValueError(f"mesh: expected {EXPERT_TENSOR.name} to be {expected}, found {self}")
         if self.ep in fits:
             return
+        # the message names axes that the user wrote, and numbers that would fit
         over = [name for name in (*self.summed.sizes, tensor) if self.sizes.get(name, 1) > 1] or [self.replicas]
         expected = f"a divisor of the {max(fits)} ranks along {' and '.join(over)}"
         if self.expert_shards > 1:

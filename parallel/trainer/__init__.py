@@ -1,1 +1,1 @@
-"""Training program: data, model and engine from settings; training loop, evaluation, checkpoints."""
+"""Training program: data, model and engine from settings. Training loop, evaluation, checkpoints."""

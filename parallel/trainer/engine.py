@@ -42,7 +42,7 @@ from quant.types import Array
 class Engine:
     """Engine that trains a model on all ranks of a communicator, by the strategy of its settings.
 
-    `step` and `evaluate` take whole batches, the same on all ranks; each rank computes its share. Everything but
+    `step` and `evaluate` take whole batches, the same on all ranks. Each rank computes its share. Everything but
     `batches` and the attributes is collective. Methods of a closed engine raise RuntimeError.
 
     Parameters
@@ -55,10 +55,10 @@ class Engine:
     optimizer : Optimizer
     settings : Settings
     example : (inputs, targets), optional
-        Samples by which a pipeline is cut into stages of equal time; without them, stages have equally many units.
+        Samples by which a pipeline is cut into stages of equal time. Without them, stages have equally many units.
     **options
-        Settings by name (`parallel.trainer.engine_arguments.OWN`) that replace those of `settings`, such as
-        ``layout="zero2"``. With ``prune``, `steps` are those of the whole training.
+        Settings by name (`parallel.trainer.engine_arguments.OWN`) that replace fields of `settings`, such as
+        ``layout="zero2"``. With ``prune``, `steps` counts the whole training.
 
     Attributes
     ----------
@@ -148,9 +148,9 @@ class Engine:
         x, y : arrays with an axis of samples first, of equal lengths
             Inputs and targets of the whole step, the same on all ranks. They are cut into micro-batches of equal size,
             but for the last, by their number and the settings (`micro_batch`, `accumulate`, `microbatches`). Without
-            `y`: this rank's micro-batches, as from `batches`; federated: micro-batch k has the samples of client k.
+            `y`: this rank's micro-batches (from `batches`). Federated: micro-batch k has the samples of client k.
         samples : array of int, optional
-            Numbers of the samples in the data set, for dropout; by default 0, 1, ...
+            Numbers of the samples in the data set, for dropout. By default 0, 1, ...
         stop : bool
             True to end the training: the reports of all ranks have it after this or a later step.
 
@@ -158,10 +158,10 @@ class Engine:
         ------
         RankMismatch
             On all ranks, with nothing updated, if they have other batches in the first step, or in any step along axes
-            that share them (tp, cp, pp); or if a property was changed on some ranks only, such as ``optimizer.lr``.
+            that share them (tp, cp, pp). Also if a property was changed on some ranks only, such as ``optimizer.lr``.
             Asynchronous layouts compare properties when they evaluate, and before checkpoints.
         StepFailed, ParameterMismatch
-            As `parallel.engine.base.TrainEngine.step`.
+            See `parallel.engine.base.TrainEngine.step`.
         """
         self._expect_open("step")
         if y is None:
@@ -187,8 +187,8 @@ class Engine:
 
         Parameters
         ----------
-        x, y : as of `step`
-            Cut as a step of so many samples.
+        x, y : see `step` Cut
+            like a step with this number of samples.
         measure : function of (scores, targets), optional
             Summed over micro-batches, such as ``loss.correct``.
         ema : bool
@@ -206,9 +206,9 @@ class Engine:
         """Iterate over an epoch of a data set: this rank's micro-batches of each step, for `step`. Not collective.
 
         Only this rank's share is loaded, ahead of its use. `batch` is the number of samples of a step over all ranks,
-        by default that of the settings; the order depends on the settings' seed and `epoch`. With `batch_tokens`, data
-        with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch. ValueError for
-        a `batch` beside `batch_tokens`, or that does not divide into the `microbatches` of a pipeline.
+        by default the settings' `batch`. The order depends on the settings' seed and `epoch`. With `batch_tokens`,
+        data with `lengths` (`parallel.data.sequences`) are cut by tokens. Federated: the rounds of an epoch.
+        ValueError for a `batch` beside `batch_tokens`, or that does not divide into the `microbatches` of a pipeline.
         """
         self._expect_open("batches")
         expect_data(data)
@@ -225,7 +225,7 @@ class Engine:
         return prefetch(batches_of(self._strategy, self.inner, step, data) for step in sampler.steps(epoch))
 
     def _cut(self, x: Any, y: Any, samples: Array, training: bool) -> Iterable[Batch]:
-        """Micro-batches of this rank; errors come in the iteration, where the step shares them with all ranks."""
+        """Micro-batches of this rank. Errors come in the iteration, where the step shares them with all ranks."""
         micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
         starts = range(0, len(x), micro)
         share = self.inner.train_share if training else self.inner.share
@@ -235,6 +235,7 @@ class Engine:
         elif training and self._strategy.pulls_work:
             numbers = range(len(starts))
 
+        # a generator: errors in the user's arrays are raised in the step, where all ranks exchange them
         def made() -> Iterator[Batch]:
             all_samples = np.arange(len(x)) if samples is None else np.asarray(samples)
             if not len(x) == len(y) == len(all_samples):
@@ -273,7 +274,7 @@ class Engine:
 
     @property
     def events(self) -> list[ProfilerEvent]:
-        """Profiler events since the list was last cleared; empty unless `settings.trace`."""
+        """Profiler events since the list was last cleared. Empty unless `settings.trace`."""
         return self.inner.events
 
     @property
@@ -284,29 +285,30 @@ class Engine:
     def state_dict(self, *, ema: bool = False) -> dict[str, np.ndarray]:
         """Weights, or with `ema` their moving average, as whole tensors by parameter name, on all ranks.
 
-        New arrays of float32 or float64, as updated by the optimizer; they do not depend on layout and ranks. Selection
-        biases of routers (`SelectionBias`), as ``"1.1.inner.1.router.bias"``, are the last.
+        New arrays of float32 or float64, as updated by the optimizer. They do not depend on layout and ranks.
+        Selection biases of routers (`SelectionBias`), such as ``"1.1.inner.1.router.bias"``, are the last.
         """
         with self._call("state_dict"), self._average(ema):
             return engine_checkpoint.state_dict(self.inner)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Set the weights to whole tensors by parameter name, the same on all ranks; optimizer state is unchanged.
+        """Set the weights to whole tensors by parameter name, the same on all ranks. Optimizer state is unchanged.
 
-        With `strict`, ValueError unless these are all names of `state_dict`; else some may be missing, or unknown.
-        Arrays of another shape are always a ValueError, others on some ranks a RankMismatch. Nothing is changed then.
+        With `strict`, ValueError unless these are all names of `state_dict`. Otherwise some may be missing, or
+        unknown. Arrays of another shape are always a ValueError, others on some ranks a RankMismatch. Nothing is
+        changed then.
         """
         with self._call("load_state_dict"):
             engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
 
     def save(self, directory: str | Path, *, keep: int = 3, overwrite: bool = False, **facts: Any) -> Path:
-        """Write a checkpoint into a directory that all ranks see, keep the newest `keep`; returns its folder.
+        """Write a checkpoint into a directory that all ranks see, keep the newest `keep`. Returns its folder.
 
-        A directory belongs to one run, which goes on with the engines that `load` its checkpoints. CheckpointError if
+        A directory belongs to one run. Engines that `load` its checkpoints continue the run. CheckpointError if
         it has checkpoints of another run, unless `overwrite`: these are removed after the new one is written. A
         checkpoint of the same step is replaced. After `load` of an earlier step the new checkpoints are the newest.
 
-        `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns; ValueError for
+        `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns. ValueError for
         others. CheckpointError if the checkpoint cannot be written.
         """
         with self._call("save"):
@@ -320,10 +322,10 @@ class Engine:
             )
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Load a checkpoint, or the newest in a directory, written in any layout; returns the facts given to `save`.
+        """Load a checkpoint, or the newest in a directory, written in any layout. Returns the facts given to `save`.
 
         CheckpointError, with nothing changed, if there is none, it is damaged, or of another model or state vectors. A
-        remark if these are of another optimizer.
+        remark if the state vectors are of another optimizer.
         """
         with self._call("load"):
             folder: Path | None = Path(path)
@@ -348,12 +350,12 @@ class Engine:
         return engine_checkpoint.exchanged_average(self.inner)
 
     def close(self) -> None:
-        """Free memory and MPI requests; the engine cannot be used afterwards. No-op if it is closed.
+        """Free memory and MPI requests. The engine cannot be used afterwards. No-op if it is closed.
 
         The model keeps the trained values, in their storage precision, if the layout has them whole on every rank: in
         dp, zero1, zero2, and decentralised layouts, whose ranks keep the mean. Another engine continues from them.
 
-        An exception in a ``with`` block frees what this rank can free alone; `close` on all ranks frees the rest.
+        An exception in a ``with`` block frees what this rank can free alone. `close` on all ranks frees the rest.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -408,7 +410,7 @@ class Engine:
 
 
 def _checked(model: Any, loss: Any, optimizer: Any, settings: Settings, options: Mapping[str, Any]) -> Settings:
-    """Settings of an engine, with its options; TypeError or ValueError if an argument is invalid."""
+    """Settings of an engine, with its options. TypeError or ValueError if an argument is invalid."""
     expect_parts(model, loss, optimizer)
     return with_options(settings, options, optimizer)
 

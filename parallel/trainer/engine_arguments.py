@@ -39,7 +39,7 @@ def expect_data(data: Any) -> None:
 
 
 def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:
-    """Shape of an array, or of nested lists, and True if it has numbers; () of lists of unequal lengths."""
+    """Shape of an array, or of nested lists, and True if it has numbers. () of lists of unequal lengths."""
     try:
         return np.shape(array), str(getattr(array, "dtype", None) or np.asarray(array).dtype) != "object"
     except ValueError:
@@ -54,11 +54,11 @@ def _text_of(array: Any, shape: tuple[int, ...], is_numbers: bool) -> str:
 
 
 OWN = tuple(one.name for one in OPTIONS.values() if not one.owner)
-"""Options that an engine uses; the others describe data, model, optimizer and length of a training."""
+"""Options that an engine uses. The others describe data, model, optimizer and length of a training."""
 
 OWNERS = {one.name: one.owner for one in OPTIONS.values() if one.owner}
 OWNERS |= dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas", "ema"), OPTIMIZER)
-"""Argument of `Engine` that has a value, by name; those of no argument are the training program's."""
+"""Owner of a value, by the value's name: argument of `Engine`, or the training program."""
 
 
 def expect_parts(model: Any, loss: Any, optimizer: Any) -> None:
@@ -87,6 +87,7 @@ def with_options(settings: Settings, options: Mapping[str, Any], optimizer: Opti
             near = get_close_matches(name, OWN, n=1)
             perhaps = f"perhaps {near[0]}" if near else f"they are {', '.join(OWN)}"
             raise ValueError(f"{name}: expected an option of engines; {perhaps}")
+    # settings of the data or the optimizer would be ignored silently
     changed = [one for one in OWNERS if one != "optimizer" and getattr(settings, one, 0) != getattr(DEFAULTS, one, 0)]
     for name in (*(name for name in options if name in OWNERS), *changed):
         raise ValueError(f"{name}: expected an option of engines; {OWNERS[name]} has it")

@@ -31,7 +31,7 @@ WEIGHTS, AVERAGE = "model/", f"optimizer/{EMA}/"
 def save_engine(
     engine: TrainableEngine, directory: Path, facts: Mapping[str, Any], keep: int, owner: checkpoint_files.Owner
 ) -> Path:
-    """Write a checkpoint of an engine with `facts`, as `checkpoint_files.save`; returns its folder. Collective."""
+    """Write a checkpoint of an engine with `facts` (see `checkpoint_files.save`). Returns its folder. Collective."""
     step, facts = engine.steps, {"engine": engine.state()} | dict(facts)
 
     def write(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> None:
@@ -52,7 +52,7 @@ def expect_json(facts: Mapping[str, Any]) -> None:
 
 
 def fit_engine(found: Checkpoint, engine: TrainableEngine, optimizer: Optimizer) -> None:
-    """Raise CheckpointError on all ranks if a checkpoint's tensors are not those of the engine. Collective."""
+    """Raise CheckpointError on all ranks if a checkpoint's tensors do not match the engine's. Collective."""
     there = {name.split("/")[1] for name in found.entries if name.startswith("optimizer/")}
     here = set(optimizer.states())
     if there != here and engine.flat.places:
@@ -75,7 +75,7 @@ def other_optimizer(found: Checkpoint, optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def restore_engine(found: Checkpoint, engine: TrainableEngine, sampler: Callable[[], None] = lambda: None) -> None:
-    """Load a checkpoint that fits into an engine; `sampler` is called before the engine's refresh. Collective.
+    """Load a checkpoint that fits into an engine. `sampler` is called before the engine's refresh. Collective.
 
     CheckpointError on all ranks, with nothing changed, if its engine state is invalid.
     """
@@ -103,7 +103,7 @@ def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.n
 
 
 def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping[str, Any], strict: bool) -> None:
-    """Set weights and selection biases; ValueError, with nothing changed, if they do not fit, or differ between ranks.
+    """Set weights and selection biases. ValueError, with nothing changed, if they do not fit, or differ between ranks.
 
     Collective.
     """
@@ -132,9 +132,10 @@ def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:
 
 
 def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], strict: bool) -> dict[str, np.ndarray]:
-    """Arrays in `state` with the names of `shapes`; ValueError for other shapes, and if `strict` for other names."""
+    """Arrays in `state` with the names of `shapes`. ValueError for other shapes, and if `strict` for other names."""
     if not isinstance(state, Mapping):
         raise ValueError(f"expected a mapping from names to arrays, found a {type(state).__name__}")
+    # all arrays are checked before any is written: a refused state changes nothing
     found = {name: np.asarray(values) for name, values in state.items() if name in shapes}
     for name, values in found.items():
         if not is_real(values):
@@ -149,7 +150,7 @@ def _fitting(shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], st
 
 @contextmanager
 def exchanged_average(engine: TrainableEngine) -> Iterator[None]:
-    """Context in which the moving average stands in for the weights; nothing changes before the first update."""
+    """Context in which the moving average replaces the weights. Nothing changes before the first update."""
     engine.quiesce()
     if isinstance(engine, ReplicaEngine):
         with engine.moving_average():

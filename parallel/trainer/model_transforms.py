@@ -16,18 +16,18 @@ from quant import QuantSpec, parse
 
 
 def with_transforms(model: Operator, settings: Settings) -> Operator:
-    """Model with the transforms of an engine's settings; ValueError names a setting."""
+    """Model with the transforms of an engine's settings. ValueError names a setting."""
     if settings.prune and settings.steps is None:
         raise ValueError(f"steps: pruning reaches {settings.prune:g} after half of them; expected a number, found None")
     return transformed(model, settings, settings.steps or 0)  # type: ignore[arg-type]
 
 
 def transformed(model: Sequential, settings: Settings, steps: int) -> Sequential:
-    """Model with the transforms of `settings`; shares the parameters, which keep their names. ValueError names a field.
+    """Model with the transforms of `settings`. Shares the parameters and their names. ValueError names a field.
 
-    `steps` are those of the whole training: pruning reaches its fraction after half of them. Pruned are weights that
-    are used in matrix products only; with the pattern `rows` not those of the last one, whose rows are the results.
-    Without transforms the model itself is returned.
+    `steps` counts the whole training: pruning reaches its fraction after half of them. It prunes weights that
+    are used in matrix products only. With the pattern `rows` not the last product's weights, whose rows are the
+    results. Without transforms the model itself is returned.
     """
     weights = _weight_functions(model, settings, steps)
     inputs = _field("fake_quant_inputs", parse, settings.fake_quant_inputs) if settings.fake_quant_inputs else None
@@ -48,7 +48,7 @@ def transformed(model: Sequential, settings: Settings, steps: int) -> Sequential
 
 
 def pruning_of(settings: Settings, steps: int) -> Pruning | None:
-    """Pruning that `settings` describe for a training of so many steps, or None. ValueError names a field."""
+    """Pruning that `settings` describe for a training of `steps` steps, or None. ValueError names a field."""
     pattern, sparsity = settings.prune_pattern, settings.prune
     if pattern not in PATTERNS:
         keep, size = _field("prune_pattern", of_neighbours, pattern)
@@ -98,7 +98,7 @@ def _with_input(operator: Operator, spec: QuantSpec) -> Operator:
 
 
 def _field(name: str, make: Callable[[Any], Any], value: Any) -> Any:
-    """``make(value)``; its ValueError gets the name of the field."""
+    """``make(value)``. Its ValueError gets the name of the field."""
     try:
         return make(value)
     except ValueError as error:

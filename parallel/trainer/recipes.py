@@ -1,4 +1,4 @@
-"""Complete settings: given values, those of a checkpoint, and recipes for data and model."""
+"""Complete settings: given values, values of a checkpoint, and recipes for data and model."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -41,6 +41,7 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
     values = ({"layout": "pp"} if "pp" in axes else {}) | values
     dropped = _not_taken(values, previous)
     values = _over(values, {name: value for name, value in previous.items() if name not in dropped})
+    # each default depends on those before it: the model on the data, the recipe on both
     values = _over(values, {"data": Settings.data})
     values = _over(values, {"model": "gpt" if _is_text(values["data"]) else Settings.model})
     family, _, size = values["model"].partition(":")
@@ -56,7 +57,7 @@ def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None
 
 
 def _not_taken(values: Mapping[str, Any], previous: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of fields that given `values` drop from a checkpoint; `expert_shards` stay if bits depend on them."""
+    """Names of fields that given `values` drop from a checkpoint. `expert_shards` stay if bits depend on them."""
     now = {**previous, **values}
     if now.get("layout") != previous.get("layout"):
         return (*RUN_FIELDS, *LAYOUT_FIELDS)
@@ -83,7 +84,7 @@ def _refuse_unused(settings: Settings, given: set[str]) -> None:
 
 
 def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings: `values`, and those of `below` that they neither set nor exclude (`steps` excludes `epochs`)."""
+    """Merge settings: `values`, then those in `below` that they neither set nor exclude (`steps` excludes `epochs`)."""
     dropped = {name for some in ALTERNATIVES for name in some if any(one in values for one in some)}
     return {name: value for name, value in below.items() if name not in dropped} | dict(values)
 

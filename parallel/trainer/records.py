@@ -21,7 +21,7 @@ class StepRecord:
     seconds: float
 
     def line(self) -> dict[str, Any]:
-        """Values by name for a line of the metrics file; `step` counts from 1, and times differ from run to run."""
+        """Values by name for a line of the metrics file. `step` counts from 1, and times differ from run to run."""
         report = self.report
         noted = {"terms": report.terms, "counts": report.counts, "traffic": report.traffic}
         return {name: value for name, value in noted.items() if value} | {

@@ -13,7 +13,7 @@ from parallel.engine.settings import Settings
 def batch_sampler(
     settings: Settings, data: Dataset, workers: int, shuffle: bool = True, window: int | None = None
 ) -> Sampler:
-    """Sampler of steps of `batch` samples or `batch_tokens` tokens; data with `lengths` are cut by tokens exactly."""
+    """Sampler of steps of `batch` samples or `batch_tokens` tokens. Data with `lengths` are cut by tokens exactly."""
     options: dict[str, Any] = {"seed": settings.seed, "shuffle": shuffle, "window": settings.window or window}
     if settings.batch_tokens is None or not hasattr(data, "lengths"):
         settings = sized(settings, data)
@@ -25,7 +25,7 @@ def batch_sampler(
 
 
 def _most_parts(settings: Settings, workers: int) -> int | None:
-    """Most micro-batches of a step, as pipelines plan them; in reproducible training the same in all layouts."""
+    """Most micro-batches that pipelines plan for a step. In reproducible training the same in all layouts."""
     if not (settings.reproducible or settings.layout.startswith("pp")):
         return None
     if settings.microbatches is not None:

@@ -50,11 +50,10 @@ class Resolved(NamedTuple):
 class Strategy(NamedTuple):
     """Row of `STRATEGIES`: engine class, settings check, number of workers and properties of a kind of layout.
 
-    `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks;
-    `check_batch` does if it cannot use their `batch`.
-    `workers` is the number of ranks, or pipelines, that share the samples of a step, `trains` is True for a rank that
-    computes gradients. `resolve` decides open fields
-    (collective); if it `measures` the model, ``take(n)`` returns n samples for its trials.
+    `check` raises ValueError, with the field's name, for settings that the engine cannot use on this number of
+    ranks, and `check_batch` for a `batch` that it cannot use. `workers` is the number of ranks, or pipelines, that
+    share the samples of a step, `trains` is True for a rank that computes gradients. `resolve` decides open fields
+    (collective). If it `measures` the model, ``take(n)`` returns n samples for its trials.
     """
 
     engine_class: Callable[[Settings], Any]
@@ -77,7 +76,7 @@ def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolv
 
 
 def _engine(path: str) -> Any:
-    """Class of another engine, as in ``module:Class``, imported when a training needs it."""
+    """Class of another engine, from ``module:Class``, imported when a training needs it."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -143,7 +142,7 @@ def batches_of(strategy: Strategy, engine: TrainableEngine, step: StepBatches, d
 
 
 def loaded(step: StepBatches, data: Dataset, numbers: Iterable[int]) -> Sequence[Batch]:
-    """Micro-batches of a step or evaluation by number; an error of the loading is raised where they are used."""
+    """Micro-batches of a step or evaluation by number. An error of the loading is raised where they are used."""
     try:
         return list(step.batches(data, numbers))
     except BaseException as error:
@@ -168,7 +167,7 @@ class FailedBatches(Sequence[Batch]):
 
 
 def strategy_of(settings: Settings) -> Strategy:
-    """Strategy for `settings.layout`; ValueError if unknown, or if an option of other layouts is not at its default.
+    """Strategy for `settings.layout`. ValueError if unknown, or if an option of other layouts is not at its default.
 
     >>> strategy_of(Settings(layout="zero3")).workers(Settings(), 4)
     4

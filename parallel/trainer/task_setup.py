@@ -28,7 +28,7 @@ FINAL_RATE = 0.1
 
 
 def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, Optimizer]:
-    """Load data, build model and optimizer; ValueError names a setting that is invalid or does not fit the others."""
+    """Load data, build model and optimizer. ValueError names a setting that is invalid or does not fit the others."""
     strategy = strategy_of(settings)
     strategy.check(settings, ranks)
     if settings.batch_tokens is None:

@@ -3,7 +3,7 @@
     for record in training.run():
         ...
 
-The caller may save, print or stop between two steps; nothing is printed here.
+The caller may save, print or stop between two steps. The loop prints nothing.
 """
 
 import time
@@ -65,12 +65,12 @@ class TrainingPlan:
     ----------
     task, model, sampler
     flops_per_sample, executed_flops_per_sample : without and with recomputation
-    settings, resolved : as given (but for `fault_tolerant`, and `batch` of `batch_tokens`), and with the fields that a
-        layout leaves open decided
-    trains : True if this rank computes gradients; servers do not
+    settings, resolved : as given (except `fault_tolerant`, and `batch` of `batch_tokens`), and with all open fields
+        decided
+    trains : True if this rank computes gradients. Servers do not
     fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
         collective may be called on all ranks, and nothing may wait for `MPI_Finalize`.
-    steps : number of steps, those before a restart included
+    steps : number of steps, including steps before a restart
     parameters : number of parameters of the model
     forecast : predicted peak memory of this rank, from the settings alone
     remarks : decisions that a user should see
@@ -117,7 +117,7 @@ class Training(TrainingPlan):
     """Training run with its engine: `run`, `score`, `save`, `resume`. Construction is collective.
 
     It raises ValueError as `TrainingPlan` does, and if the node or container has too little memory (on the CPU).
-    `engine` is that of the strategy that `Settings.layout` names. `run_id` identifies the run in its checkpoints.
+    `engine` belongs to the strategy that `Settings.layout` names. `run_id` identifies the run in its checkpoints.
     """
 
     def __init__(self, settings: Settings, comm: Communicator):
@@ -139,9 +139,9 @@ class Training(TrainingPlan):
         return self.engine.steps
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[StepRecord]:
-        """Train to the last step or a true `stop()`, yielding each step's record. Collective; raises as `Engine.step`.
+        """Train to the last step or a true `stop()`, yielding each step's record. Collective. Raises as `Engine.step`.
 
-        Every rank calls `stop` in each step; after a true result anywhere that step, or with parameter servers and
+        Every rank calls `stop` in each step. After a true result anywhere that step, or with parameter servers and
         decentralised styles a later one, is the last on all ranks.
         """
         pool = self._pool
@@ -249,7 +249,7 @@ class Training(TrainingPlan):
 
 
 def settings_in(found: Checkpoint) -> dict[str, Any]:
-    """Settings, as a dict, of the run that wrote a checkpoint; CheckpointError if they are invalid."""
+    """Settings, as a dict, of the run that wrote a checkpoint. CheckpointError if they are invalid."""
     try:
         there = dict(expect_mapping(found.facts.get("settings"), "settings"))
         Settings(**{name: value for name, value in there.items() if name in OPTIONS})
@@ -259,7 +259,7 @@ def settings_in(found: Checkpoint) -> dict[str, Any]:
 
 
 def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
-    """Settings, except `RUN_FIELDS`, that differ from a checkpoint's, as {name: (checkpoint's value, value here)}."""
+    """Settings, except `RUN_FIELDS`, that differ from a checkpoint's: {name: (checkpoint's value, new value)}."""
     there, here = settings_in(found), asdict(settings)
     names = [name for name in here if name not in RUN_FIELDS and there.get(name) != here[name]]
     return {name: (there.get(name), here[name]) for name in names}

@@ -19,12 +19,12 @@ class ReplicaSums(NamedTuple):
 
 
 class AveragingStyle:
-    """Decentralised averaging algorithm (base class); changes this rank's weights `vector`. Construction is collective.
+    """Decentralised averaging algorithm (base class). Changes this rank's weights `vector`. Construction is collective.
 
     The number of the `last` step, requested by a rank that wants to end or has failed, is sent with the exchanged
     replicas. It is set far enough ahead to be known to all ranks in time (`reach`), and inf before. `part` is the
-    contribution of the rank to the sum that is the number of ranks times the mean. Waits for other ranks are those of
-    `point`, which end if one of them has left.
+    rank's contribution to a sum: the number of ranks times the mean. `point` waits for other ranks. A wait ends if one
+    of them has left.
     """
 
     def __init__(self, context: RunContext, vector: Array):
@@ -42,28 +42,28 @@ class AveragingStyle:
         self.last = min(self.last, step + self.reach(step))
 
     def begin_step(self) -> None:
-        """Begin a step of all ranks; RankLeft if one of them has left before it."""
+        """Begin a step of all ranks. RankLeft if one of them has left before it."""
         self.point.order.begin("step")
         self.point.expect_begun()
 
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
-        """Exchange weights, if due, after an update; returns `sums`, or with an allreduce the total of its ranks."""
+        """Exchange weights, if due, after an update. Returns `sums`, or with an allreduce the total of its ranks."""
         raise NotImplementedError
 
     def take_changes(self) -> None:
-        """Take changes of the weights that a user has made since the last `mix` into what is exchanged."""
+        """Apply changes of the weights that a user has made since the last `mix` to the exchanged state."""
 
     def drain(self) -> None:
         """Complete all messages in flight. Collective, as are `mean`, `begin`, `finish` and `average_all`."""
 
     def mean(self, out: Array) -> None:
-        """Write the mean of all replicas to `out`; the replicas are unchanged. Requires `drain`."""
+        """Write the mean of all replicas to `out`. The replicas are unchanged. Requires `drain`."""
         out[...] = self.part
         self.comm.Allreduce(MPI.IN_PLACE, out)
         out /= self.size
 
     def show_mean(self, of: Array) -> None:
-        """Write the mean over ranks of the vectors `of` to the weights, once all ranks that share these are here."""
+        """Write the mean over ranks of the vectors `of` to the weights. Waits for all ranks that share the weights."""
         mean = of.copy()
         self.comm.Allreduce(MPI.IN_PLACE, mean)
         self.vector[...] = mean / self.size
@@ -76,7 +76,7 @@ class AveragingStyle:
         self.last = math.inf
 
     def close(self) -> None:
-        """Free MPI resources; memory is freed by its allocator."""
+        """Free MPI resources. Memory is freed by its allocator."""
 
     def abandon(self) -> None:
         """Cancel receives after a failure, instead of `close`. Not collective."""
@@ -89,7 +89,7 @@ class AveragingStyle:
         return sums
 
     def exchange_status(self, comm: MPI.Intracomm, sums: ReplicaSums, weight: float = 1.0) -> tuple[float, ReplicaSums]:
-        """All-gather over `comm`; returns the totals of `weight` and `sums`, and sets `last` to the ranks' minimum."""
+        """All-gather over `comm`. Returns the totals of `weight` and `sums`, and sets `last` to the ranks' minimum."""
         if comm is self.comm:
             rows = self.point.gather(weight=weight, last=self.last, loss=sums.loss, targets=sums.targets)
             gathered = np.stack([rows[name] for name in ("weight", "last", "loss", "targets")], axis=1)
@@ -105,7 +105,7 @@ class LocalSGD(AveragingStyle):
     """Local SGD: the weights are averaged over all ranks by an allreduce every `tau` steps.
 
     For n bytes of weights on p ranks, 2 (p-1)/p n / tau bytes per step and rank. (Stich, "Local SGD Converges Fast and
-    Communicates Little", ICLR 2019; McMahan et al., AISTATS 2017.)
+    Communicates Little", ICLR 2019. McMahan et al., AISTATS 2017.)
     """
 
     def __init__(self, context: RunContext, vector: Array, tau: int):

@@ -14,7 +14,7 @@ CHUNK = 4096  # samples that are taken at a time to read their labels
 def divide(labels: np.ndarray, clients: int, shards: int, seed: int) -> list[np.ndarray]:
     """Divide samples among clients: sample indices (int64, ascending) of each, disjoint and together all.
 
-    Samples are sorted by label and cut into ``clients * shards`` equal runs; each client gets `shards` of them at
+    Samples are sorted by label and cut into ``clients * shards`` equal runs. Each client gets `shards` of them at
     random, so with 2 it has few labels (McMahan et al., AISTATS 2017, section 3). With `shards` 0 samples are dealt at
     random. With more runs than samples some are empty.
 
@@ -34,7 +34,7 @@ def divide(labels: np.ndarray, clients: int, shards: int, seed: int) -> list[np.
 
 
 def labels_of(data: Dataset) -> np.ndarray:
-    """Class of each sample, or its index where targets are no classes, so that runs are of neighbouring samples."""
+    """Class of each sample. Without classes its index, so that clients get neighbouring samples."""
     starts = range(0, len(data), CHUNK)
     parts = [data.take(np.arange(start, min(start + CHUNK, len(data))))[1] for start in starts[:1]]
     if not parts or parts[0].ndim != 1 or parts[0].dtype.kind not in "iu":
@@ -46,14 +46,14 @@ def labels_of(data: Dataset) -> np.ndarray:
 class ClientSampler(Sampler):
     """Sampler whose steps are rounds: micro-batch k holds all samples of client k, or none if it does not take part.
 
-    An epoch is as many rounds as there are groups of `sampled` clients; in each epoch every client takes part once, in
+    An epoch is as many rounds as there are groups of `sampled` clients. In each epoch every client takes part once, in
     an order that depends on the seed and the epoch. The last round of an epoch may have fewer clients.
 
     Parameters
     ----------
-    parts : indices of each client's samples, as from `divide`
+    parts : indices of each client's samples, for example from `divide`
     sampled : clients of a round
-    micro_batch : samples per pass through the model, as for a test
+    micro_batch : samples per pass through the model, also in a test
     passes : of a client over its samples in a round
     seed, shuffle : of the order of clients
 
@@ -97,7 +97,7 @@ class ClientSampler(Sampler):
 def client_sampler(
     settings: Settings, data: Dataset, workers: int, shuffle: bool = True, window: int | None = None
 ) -> Sampler:
-    """Sampler of federated rounds; data with classes are divided among the clients by class, others by position."""
+    """Sampler of federated rounds. Data with classes are divided among the clients by class, others by position."""
     clients, sampled = clients_of(settings)
     parts = divide(labels_of(data), clients, label_shards_of(settings), settings.seed)
     passes = local_epochs_of(settings)

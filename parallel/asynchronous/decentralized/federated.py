@@ -1,4 +1,4 @@
-"""Federated averaging: clients train from the common weights on their own data; the mean of their weights follows.
+"""Federated averaging: clients train from the common weights on their own data. The mean of their weights follows.
 
 H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Aguera y Arcas, "Communication-efficient learning of deep networks
 from decentralized data", AISTATS 2017, algorithm 1.
@@ -18,8 +18,8 @@ from quant.types import Array
 class FederatedAverage(AveragingStyle):
     """Mean of the clients' weights after each round, each counted as often as it has samples.
 
-    All ranks have the same weights between rounds. `start` begins a client's training, `collect` ends it. A round sends
-    weights only: one allreduce of n bytes, whatever the number of clients.
+    All ranks have the same weights between rounds. `start` begins a client's training, `collect` ends it. A round
+    sends weights only: one allreduce of n bytes, for any number of clients.
     """
 
     def __init__(self, context: RunContext, vector: Array):
@@ -36,7 +36,7 @@ class FederatedAverage(AveragingStyle):
         self.vector[...] = self._common
 
     def collect(self, samples: int) -> None:
-        """Add the present weights, which a client with so many samples has trained, to the sum."""
+        """Add the present weights to the sum. A client with `samples` samples has trained them."""
         self._sum += samples * self.vector
         self._samples += samples
 
@@ -77,12 +77,12 @@ def local_epochs_of(settings: Settings) -> int:
 
 
 def label_shards_of(settings: Settings) -> int:
-    """Runs of samples with one label of each client, 2 by default."""
+    """Number of single-label runs of samples that each client gets, 2 by default."""
     return 2 if settings.label_shards is None else settings.label_shards
 
 
 def refusal(settings: Settings, ranks: int) -> str | None:
-    """Message that names a setting which federated averaging on so many ranks cannot use, or None."""
+    """Message about a setting that federated averaging on `ranks` ranks cannot use, or None."""
     clients, _ = clients_of(settings)
     if clients < ranks:
         return f"clients: expected {ranks} or more, one for each rank, found {clients}"
@@ -93,7 +93,7 @@ def refusal(settings: Settings, ranks: int) -> str | None:
 
 
 def local_batches(settings: Settings, step: int, client: int, samples: int) -> Iterator[np.ndarray]:
-    """Indices of each local batch of a client with so many samples: `batch` each, in new order in each pass."""
+    """Indices of each local batch of a client with `samples` samples: `batch` each, in new order in each pass."""
     random = np.random.default_rng([settings.seed, step, client])
     for _ in range(local_epochs_of(settings)):
         order = random.permutation(samples)

@@ -1,4 +1,4 @@
-"""Engine of federated averaging: a step is a round, in which this rank trains its clients one after another."""
+"""Engine of federated averaging: a step is a round. In it this rank trains its clients one after another."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from parallel.runtime.step_report import StepReport
 
 
 class ClientEngine(DataParallelEngine):
-    """Single-rank engine of the clients' local steps: learning rate, dropout and pruning are those of the round."""
+    """Single-rank engine of the clients' local steps. Learning rate, dropout and pruning follow the round."""
 
     round = 0
 
@@ -44,12 +44,12 @@ class ClientEngine(DataParallelEngine):
 
 
 class FederatedEngine(ReplicaEngine):
-    """Engine of federated averaging; a step is a round, and micro-batch k of it holds all samples of client k.
+    """Engine of federated averaging. A step is a round, and micro-batch k of it holds all samples of client k.
 
-    A micro-batch without samples is a client that does not take part. Client k lives on rank k mod p, and its samples
-    are needed there alone. It makes `settings.local_epochs` passes over them, in new order each time, in steps of
-    `settings.batch` samples, with an optimizer of its own that begins anew in each round; the learning rate is that of
-    the round. Other arguments as of `ReplicaEngine`.
+    A micro-batch without samples is a client that does not take part. Client k belongs to rank k mod p. Only this rank
+    needs its samples. It makes `settings.local_epochs` passes over them, in new order each time, in steps of
+    `settings.batch` samples, with its own optimizer that starts new in each round. The learning rate is the round's.
+    `ReplicaEngine` describes the other arguments.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class FederatedEngine(ReplicaEngine):
         return interleaved(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def _own(self, batches: Sequence[Batch]) -> StepReport:
-        """Train this rank's clients of a round; the report has the mean loss and largest norm of their steps."""
+        """Train this rank's clients of a round. The report has the mean loss and largest norm of their steps."""
         reports, rate = list[StepReport](), math.nan
         self.style.begin()  # from weights that a user may have changed
         try:

@@ -1,9 +1,9 @@
 """Stochastic gradient push: each step, every rank sends half of its push-sum mass to rank + 2^i, i = 0, 1, ... in turn.
 
-After its own update a rank sends half of x and w to rank + 2^i and adds the message of rank - 2^i; operators then use
+After its own update a rank sends half of x and w to rank + 2^i and adds the message of rank - 2^i. Operators then use
 z = x / w (`push_sum`). The exponents i take turns, so information reaches all ranks in ceil(log2 p) steps, and so does
 the mean if p is a power of two. (Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep
-Learning", ICML 2019: algorithm 1 with one peer; with `tau` algorithm 2, in which messages may be late.)
+Learning", ICML 2019: algorithm 1 with one peer. With `tau` algorithm 2: messages may be late.)
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
 HEAD = 128  # bytes before the vector in a message: weight and last step, padded so that the vector is aligned
-WEIGHTS = 0  # tag, among those of the meeting point
+WEIGHTS = 0  # tag, distinct from the tags of the meeting point
 
 
 def turns(size: int) -> int:
@@ -31,7 +31,7 @@ def turns(size: int) -> int:
 
 
 def peers(rank: int, size: int, step: int) -> tuple[int, int]:
-    """(destination, source) of a rank's gossip messages in a step; the rank itself if it is the only one.
+    """(destination, source) of a rank's gossip messages in a step. The rank itself if it is the only one.
 
     >>> [peers(1, 6, step) for step in range(4)]
     [(2, 0), (3, 5), (5, 3), (2, 0)]
@@ -41,9 +41,9 @@ def peers(rank: int, size: int, step: int) -> tuple[int, int]:
 
 
 def reach(size: int, tau: int) -> int:
-    """Maximum number of steps from the first send of a value until all ranks have it; messages are up to `tau` late.
+    """Maximum number of steps from the first send of a value until all ranks have it. Messages are up to `tau` late.
 
-    On time every distance follows at once; late messages take up to one round and `tau` steps per distance.
+    On time every distance follows at once. Late messages take up to one round and `tau` steps per distance.
 
     >>> reach(8, tau=0), reach(8, tau=1)
     (2, 12)
@@ -64,7 +64,7 @@ class _GossipMessage:
 class Gossip(AveragingStyle):
     """Stochastic gradient push: each step, a rank sends and receives one message of n bytes, the size of the weights.
 
-    Messages may be `tau` steps late; with 0 a rank waits for the message of the same step. The masses of all ranks and
+    Messages may be `tau` steps late. With 0 a rank waits for the message of the same step. The masses of all ranks and
     of the messages in flight add up to the number of ranks.
     """
 

@@ -1,9 +1,9 @@
 """Group averaging: replicas average in small groups that change with every step.
 
 The ranks lie on a grid of up to S places per axis, and step t averages along axis t mod k, so k steps without updates
-yield the global mean. Every `tau` steps all ranks average. This is the mixing of Li et al., "Breaking (Global) Barriers
-in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging", TPDS 2021: a late rank delays its group only.
-(In the paper an old copy of its weights replaces a late rank; here its group waits.)
+yield the global mean. Every `tau` steps all ranks average. This is the mixing of Li et al., "Breaking (Global)
+Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging", TPDS 2021: a late rank delays its
+group only. (In the paper an old copy of its weights replaces a late rank. In this implementation its group waits.)
 
 A grid of S^k or d S^k places holds as many ranks. For other numbers some places are shared by two ranks (*twins*) of
 the same groups. Then push-sum masses (`push_sum`) give every rank's step equal weight: places have equal shares of
@@ -21,7 +21,7 @@ from quant.types import Array
 
 
 def default_size(size: int) -> int:
-    """Default group size for `size` ranks: their square root, as in the paper, but at least 2.
+    """Default group size for `size` ranks: their square root (the paper's choice), but at least 2.
 
     >>> [default_size(size) for size in (1, 4, 7, 16, 64)]
     [2, 2, 3, 4, 8]
@@ -30,7 +30,7 @@ def default_size(size: int) -> int:
 
 
 def grid(size: int, most: int) -> tuple[int, ...]:
-    """Shape of the grid of ranks: axes of `most` places, the last perhaps shorter; more than size / 2 places in all.
+    """Shape of the grid of ranks: axes of `most` places, the last perhaps shorter. More than size / 2 places in all.
 
     >>> grid(8, 2), grid(12, 4), grid(7, 2)
     ((2, 2, 2), (4, 3), (2, 2))

@@ -1,6 +1,6 @@
 """Hogwild!: all ranks of a node update the same weights in one shared window, without locks.
 
-A rank reads the weights while others write, and adds its own updates; of two concurrent writes of an element one is
+A rank reads the weights while others write, and adds its own updates. Of two concurrent writes of an element one is
 lost. (Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS
 2011.) Ranks synchronise only to evaluate, to save and to end.
 """
@@ -18,11 +18,11 @@ from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
 LINE = 128  # bytes before the weights in the window: one counter, in separate cache lines
-ENDS = 1 << 48  # added to the counter by a request to end; larger than any number of steps
+ENDS = 1 << 48  # added to the counter by a request to end: larger than any number of steps
 
 
 class WindowAllocator(VectorAllocator):
-    """Allocator that places parameters in a window shared by all ranks; ValueError if they are not all on one node."""
+    """Allocator that places parameters in a window shared by all ranks. ValueError if they are not all on one node."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         super().__init__(comm, device)
@@ -53,10 +53,10 @@ class WindowAllocator(VectorAllocator):
 
 
 class Hogwild(AveragingStyle):
-    """Hogwild: all ranks update the same shared weights without locks; no exchange of replicas is needed.
+    """Hogwild: all ranks update the same shared weights without locks. No exchange of replicas is needed.
 
     Ranks may be in different steps. The counter in the window holds the largest number of steps of any rank. The first
-    request to end adds `ENDS`, which freezes it: all ranks end with the following step.
+    request to end adds `ENDS`. This freezes it: all ranks end with the following step.
     """
 
     def __init__(self, context: RunContext, vector: Array):
@@ -70,7 +70,7 @@ class Hogwild(AveragingStyle):
         self._publish(step)
 
     def begin_step(self) -> None:
-        """As in the base class; ranks do not wait in steps, and may make different numbers of them."""
+        """Like in the base class. Ranks do not wait in steps, and may make different numbers of them."""
         self.point.expect_all()
 
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
@@ -85,7 +85,7 @@ class Hogwild(AveragingStyle):
 
     def begin(self) -> None:
         self.point.gather()
-        if self.rank == 0 and self._count(MPI.MAX, 0) < ENDS:  # steps may be fewer now; a request to end stays
+        if self.rank == 0 and self._count(MPI.MAX, 0) < ENDS:  # steps may be fewer now, but a request to end stays
             self._count(MPI.REPLACE, 0)
         self.point.gather()
 
@@ -106,7 +106,7 @@ class Hogwild(AveragingStyle):
             self.last = count % ENDS
 
     def _count(self, op: MPI.Op, value: int) -> int:
-        """Apply `op` with `value` to the shared counter atomically; returns its previous value."""
+        """Apply `op` with `value` to the shared counter atomically. Returns its previous value."""
         operand, previous = np.array([value], np.int64), np.empty(1, np.int64)
         window = self._shared.window
         assert window is not None

@@ -1,9 +1,9 @@
 """Push-sum: replicas with weights, passed on in shares in any communication pattern without changing the total.
 
-A rank holds a vector x and a weight w; operators use the estimate z = x / w. A share of x is passed on together with
+A rank holds a vector x and a weight w. Operators use the estimate z = x / w. A share of x is passed on together with
 the same share of w. So the sum of all x changes by optimizer steps only, the sum of all w remains the number of ranks,
 and every z is a weighted mean of replicas. (Kempe, Dobra, Gehrke, "Gossip-based Computation of Aggregate Information",
-FOCS 2003; with gradients: Nedic and Olshevsky, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying
+FOCS 2003. With gradients: Nedic and Olshevsky, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying
 Directed Graphs", TAC 2016.)
 """
 
@@ -16,7 +16,7 @@ COMPARED = 1 << 16
 
 
 class PushSumMass:
-    """Push-sum state of a rank: vector x, weight w, and the model's weights z = x / w, which the optimizer updates."""
+    """Push-sum state of a rank: vector x, weight w, and the model's weights z = x / w. The optimizer updates z."""
 
     def __init__(self, z: Array, x: Array):
         self.z, self.x = z, x
@@ -28,7 +28,7 @@ class PushSumMass:
         self.w = 1.0
 
     def take_changes(self) -> None:
-        """Set x to w z where z was written since `update_estimate`; the other elements keep their bits."""
+        """Set x to w z where z was written since `update_estimate`. The other elements keep their bits."""
         if self.w == 1:
             self.x[...] = self.z
             return
@@ -43,7 +43,7 @@ class PushSumMass:
         self.x += self.z
 
     def keep(self, share: float) -> None:
-        """Multiply x and w by `share`, the part that this rank keeps; the caller sends the rest."""
+        """Multiply x and w by `share`, the part that this rank keeps. The caller sends the rest."""
         self.x *= share
         self.w *= share
 

@@ -40,7 +40,7 @@ OWN = "dp-naive"  # layout of the single-rank engine
 class LocalEngine(DataParallelEngine):
     """Single-rank engine of a replica.
 
-    The learning rate is that of the step, a number that all replicas share: one without samples makes fewer updates.
+    The learning rate follows the step, equal on all replicas, not the updates: a replica without samples makes fewer.
     """
 
     @property
@@ -57,7 +57,7 @@ class ReplicaEngine(BaseEngine):
 
     Parameters
     ----------
-    model, loss, comm, optimizer : as of `DataParallelEngine`
+    model, loss, comm, optimizer : see `DataParallelEngine`
     settings : `layout` is a key of `parallel.asynchronous.decentralized.styles.STYLES`. `clip` limits the norm of the
     rank's own
         gradient. `reproducible` and `check_every` are refused.
@@ -65,7 +65,7 @@ class ReplicaEngine(BaseEngine):
     Attributes
     ----------
     steps, updates : steps of this rank, and updates of its replica
-    flat, ledger : as of `DataParallelEngine`
+    flat, ledger : see `DataParallelEngine`
 
     Raises
     ------
@@ -147,16 +147,16 @@ class ReplicaEngine(BaseEngine):
         return overlapping(micro_batches, self._comm.Get_rank(), self._comm.Get_size(), overlap)
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
-        """Update the replica with this rank's micro-batches, if any, and exchange weights; returns the step's report.
+        """Update the replica with this rank's micro-batches, if any, and exchange weights. Returns the step's report.
 
-        Loss, count and norm of the report are this rank's own; after an average, loss and count cover the ranks that
+        Loss, count and norm of the report are this rank's own. After an average, loss and count cover the ranks that
         averaged. A request to stop is reported on all ranks after the same step, some steps later.
 
         Raises
         ------
         StepFailed
             On all ranks after the same step, if one of them raised an exception some steps ago, or had a loss or
-            gradient that is not finite; from then on that rank makes no updates.
+            gradient that is not finite. From then on that rank makes no updates.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         self.style.begin_step()
@@ -186,9 +186,10 @@ class ReplicaEngine(BaseEngine):
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Evaluate the mean of all replicas on all ranks' batches, as `TrainEngine.evaluate`; replicas are unchanged.
+        """Evaluate the mean of all replicas on all ranks' batches, see `TrainEngine.evaluate`. Replicas are unchanged.
 
-        But messages in flight (sgp with `tau`) are received first, so the training differs from one without evaluation.
+        But messages in flight (sgp with `tau`) are received first, so the training differs from one without
+        evaluation.
         """
         self._raise_failures()
         found = Evaluation(0.0, 0.0, 0)
@@ -216,7 +217,10 @@ class ReplicaEngine(BaseEngine):
             return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices for a checkpoint; first averages replicas and optimizer states, from which all ranks continue."""
+        """Slices for a checkpoint. First averages replicas and optimizer states.
+
+        All ranks continue from the average.
+        """
         pieces = self.weight_slices()
         for piece in self._engine.pieces:
             for vector in piece.state.values():
@@ -225,7 +229,7 @@ class ReplicaEngine(BaseEngine):
         return pieces
 
     def weight_slices(self) -> Iterator[TensorSlice]:
-        """Slices to write weights into, and optimizer states of this rank; first averages replicas."""
+        """Slices to write weights into, and optimizer states of this rank. First averages replicas."""
         self._raise_failures()
         self._take_changes()
         self.style.average_all(ReplicaSums(0.0, 0))
@@ -233,7 +237,7 @@ class ReplicaEngine(BaseEngine):
         return self._slices()
 
     def read(self, take: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
-        """Call `take` with slices of the mean of all replicas, as `save`; the replicas are unchanged."""
+        """Call `take` with slices of the mean of all replicas, like `save`. The replicas are unchanged."""
         self._raise_failures()
         with self._averaged():
             taken = written(self._comm, take, self._slices())
@@ -241,7 +245,7 @@ class ReplicaEngine(BaseEngine):
         return taken
 
     def _slices(self) -> Iterator[TensorSlice]:
-        """This rank's part of the slices of weights and optimizer state, of which all ranks have the same."""
+        """This rank's part of the slices of weights and optimizer state. All ranks have the same state."""
         mine = shards(Span(0, self.flat.length), self._comm.Get_size())[self._comm.Get_rank()]
         return tensor_slices(self._engine.pieces, [mine])
 
@@ -255,7 +259,7 @@ class ReplicaEngine(BaseEngine):
         self.style.begin()
 
     def state(self) -> dict[str, Any]:
-        """Engine state for a checkpoint: that of the rank with the most updates, from which all ranks continue."""
+        """Engine state for a checkpoint, from the rank with the most updates. All ranks continue from it."""
         self._engine.load(max(self._comm.allgather(self._engine.state()), key=lambda state: state["updates"]))
         return self._engine.state()
 
@@ -268,7 +272,7 @@ class ReplicaEngine(BaseEngine):
         return self._engine.updates
 
     def close(self) -> None:
-        """Free all resources; the model keeps the mean of the replicas. After an exception free those of this rank."""
+        """Free all resources. The model keeps the mean of the replicas, or after an exception this rank's weights."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -291,7 +295,7 @@ class ReplicaEngine(BaseEngine):
         self.close()
 
     def _own(self, batches: Sequence[Batch]) -> StepReport:
-        """Train this rank's replica for a step; nothing after a failure, so that exchanges continue."""
+        """Train this rank's replica for a step. Nothing after a failure, so that exchanges continue."""
         if self._problem is None:
             try:
                 return self._engine.step(_numbered(batches))
@@ -309,7 +313,7 @@ class ReplicaEngine(BaseEngine):
 
     @contextlib.contextmanager
     def moving_average(self) -> Iterator[None]:
-        """Context in which the mean of all replicas is that of their moving averages."""
+        """Context in which the mean of all replicas is the mean of their moving averages."""
         self._shows_average = True
         try:
             yield
@@ -318,7 +322,7 @@ class ReplicaEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
-        """Context in which the mean of all replicas replaces this rank's; yields (replica, mean). Collective."""
+        """Context in which the mean of all replicas replaces this rank's. Yields (replica, mean). Collective."""
         self._take_changes()
         self.style.drain()
         vector, self._stash[...] = self.style.vector, self.style.vector
@@ -342,9 +346,11 @@ def _numbered(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _cause(problem: BaseException | None) -> BaseException | None:
-    """RuntimeError that names an exception's type and text, or of a `StepFailed` those of its cause; None for None.
+    """RuntimeError that names an exception's type and text, or, for a `StepFailed`, its cause's type and text.
 
-    SystemExit and the like remain as they are.
+    None for None.
+
+    SystemExit and similar exceptions are returned unchanged.
     """
     if not isinstance(problem, Exception):
         return problem

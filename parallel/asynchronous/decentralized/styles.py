@@ -21,8 +21,8 @@ class StyleEntry(NamedTuple):
     """Decentralised averaging style: constructor, buffer bytes, and supported precisions and devices.
 
     `tau` is the number of steps between averages (local), between global averages (group), or that a message may be
-    late (sgp); `group` the most places (one or two ranks) in a group. `refusal` returns a message about settings that
-    cannot be used on so many ranks, or None.
+    late (sgp). `group` the most places (one or two ranks) in a group. `refusal` returns a message about settings that
+    cannot be used on this number of ranks, or None.
     """
 
     make: Callable[[RunContext, Array, Settings], AveragingStyle]
@@ -33,7 +33,7 @@ class StyleEntry(NamedTuple):
     devices: tuple[str, ...] = ("cpu", "cuda")
     refusal: Callable[[Settings, int], str | None] = lambda settings, ranks: None
     shares_weights: bool = False  # all ranks have the same array
-    engine: str = f"{__package__}.replica_engine:ReplicaEngine"  # module and class, which imports this table
+    engine: str = f"{__package__}.replica_engine:ReplicaEngine"  # by name, because the module imports this table
     sampler: Callable[..., Sampler] | None = None  # of rounds, whose micro-batches have the samples of a client
 
 
@@ -69,7 +69,7 @@ STYLES = {
 
 
 def refuse(settings: Settings, ranks: int) -> None:
-    """Raise ValueError if the averaging style does not support the settings; the message names the setting."""
+    """Raise ValueError if the averaging style does not support the settings. The message names the setting."""
     name, tau, group, most = settings.layout, settings.tau, settings.group, max(2, ranks)
     if name not in STYLES:
         raise ValueError(f"layout: expected one of {', '.join(STYLES)}, found {name!r}")

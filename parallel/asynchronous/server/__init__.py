@@ -1,4 +1,4 @@
-"""Parameter server: weights sharded over servers; workers pull weights and push gradients.
+"""Parameter server: weights sharded over servers. Workers pull weights and push gradients.
 
 Servers and workers communicate by messages only (`messages`, sent by `message_bus`). The consistency rule limits the
 distance between workers (`consistency`). `naive_bsp` is the reference with collectives only. (Li et al., "Scaling

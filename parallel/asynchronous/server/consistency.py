@@ -32,7 +32,7 @@ class ConsistencyRule(NamedTuple):
 
 
 def rule_of(text: str) -> ConsistencyRule:
-    """Parse ``bsp``, ``async`` or ``ssp:S`` with staleness S; ValueError for other texts."""
+    """Parse ``bsp``, ``async`` or ``ssp:S`` with staleness S. ValueError for other texts."""
     if text in STALENESS:
         return ConsistencyRule(STALENESS[text])
     if not (found := re.fullmatch("ssp:([0-9]+)", text)):

@@ -14,7 +14,7 @@ from parallel.asynchronous.server.messages import Envelope, MessageKind
 from parallel.asynchronous.server.server_settings import ServerContext
 
 ORDERED = frozenset({MessageKind.DRAW, MessageKind.PULL, MessageKind.PUSH, MessageKind.TICK, MessageKind.REST})
-"""Kinds whose order influences the result; the others are handled at once."""
+"""Kinds whose order influences the result. The others are handled at once."""
 
 FORMAT = "chorus order 1"  # in the first line of a record file
 
@@ -23,7 +23,7 @@ RECORDED = ("seed", "precision", "reproducible", "clip", "servers", "consistency
 
 
 class EventEntry(NamedTuple):
-    """Recorded message: kind, sender, key; `number` is the micro-batch given to a DRAW, -1 for none and other kinds."""
+    """Recorded message: kind, sender, key. `number` is the micro-batch given to a DRAW, -1 for none and other kinds."""
 
     kind: int
     source: int
@@ -36,7 +36,10 @@ class ReplayMismatch(RuntimeError):
 
 
 class EventOrder:
-    """Queue of a server's received messages, handled as they arrive or as in `script`; the order goes to `record`."""
+    """Queue of a server's received messages, handled in order of arrival or of `script`.
+
+    The order goes to `record`.
+    """
 
     def __init__(self, script: Sequence[EventEntry] | None = None, record: TextIO | None = None):
         self._script, self._record, self._waiting = script, record, list[Envelope]()
@@ -46,9 +49,9 @@ class EventOrder:
             self._rests[entry.source].append(entry.kind == MessageKind.REST)
 
     def put(self, envelope: Envelope) -> None:
-        """Add a received message; `ReplayMismatch` if its sender's messages outnumber the record or differ in RESTs.
+        """Add a received message. `ReplayMismatch` if its sender's messages outnumber the record or differ in RESTs.
 
-        Without RESTs between the same messages as in the record some ranks would wait forever. The rest is not checked.
+        Without RESTs between the same messages as recorded, some ranks would wait forever. The rest is not checked.
         """
         kind, source = envelope.message.kind, envelope.source
         if self._script is not None and kind in ORDERED:
@@ -59,7 +62,9 @@ class EventOrder:
         self._waiting.append(envelope)
 
     def take(self, allowed: Callable[[Envelope], bool]) -> Envelope | None:
-        """Remove and return the first waiting message that is allowed and, in a replay, next in the script; else None.
+        """Remove and return the first waiting message that is allowed and, in a replay, next in the script.
+
+        Otherwise None.
 
         Kinds outside `ORDERED` are returned regardless of both.
         """
@@ -90,7 +95,7 @@ class EventOrder:
             self._record.flush()
 
     def close(self) -> None:
-        """Close the record file; no message may be handled afterwards."""
+        """Close the record file. No message may be handled afterwards."""
         if self._record is not None:
             self._record.close()
 
@@ -107,7 +112,7 @@ def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
 
 
 def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:
-    """Read the entries of a record file; ValueError if it is no record or was written with other `facts`."""
+    """Read the entries of a record file. ValueError if it is no record or was written with other `facts`."""
     head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     try:
         found = json.loads(head)
@@ -122,7 +127,7 @@ def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:
 
 
 def open_order(context: ServerContext) -> EventOrder:
-    """New event order of this rank; on servers with opened files to record to and to replay, if set."""
+    """New event order of this rank. On servers with opened files to record to and to replay, if set."""
     settings, rank = context.settings, context.plan.rank
     if rank in context.workers:
         return EventOrder()

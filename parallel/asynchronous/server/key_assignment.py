@@ -18,13 +18,13 @@ from quant.types import Array
 
 
 class EmbeddingTable(NamedTuple):
-    """Embedding weight transferred by rows of `width` elements; it starts at `start` in the parameter vector."""
+    """Embedding weight transferred by rows of `width` elements. It starts at `start` in the parameter vector."""
 
     start: int
     width: int
 
     def places(self, rows: Array, span: Span) -> Array:
-        """Indices of the elements of `rows` in a span, relative to its start; elements outside are left out.
+        """Indices of the elements of `rows` in a span, relative to its start. Elements outside are left out.
 
         >>> EmbeddingTable(0, 100).places(np.array([2, 5]), Span(256, 512)).tolist()[:3]  # of row 2 the last 44
         [0, 1, 2]
@@ -64,7 +64,7 @@ def tables(plan: PartitionSpec) -> dict[int, EmbeddingTable]:
 
 
 def buckets_of(plan: PartitionSpec) -> list[GradBucket]:
-    """Gradient buckets in the order in which a backward completes them; an embedding table has its own."""
+    """Gradient buckets in the order in which a backward completes them. An embedding table has its own."""
     by_rows, itemsize = tables(plan), plan.precision.wide.itemsize
     cut: list[tuple[ParamSpan, ...]] = []
     for alone, run in groupby(reversed(plan.flat.places), lambda place: id(place.parameter) in by_rows):

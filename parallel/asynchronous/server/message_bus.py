@@ -1,6 +1,6 @@
 """Message bus between servers and workers: non-blocking sends and receives of headers and vectors.
 
-A message is a header of fixed length and the vectors that it announces. Receives for headers are always posted; the
+A message is a header of fixed length and the vectors that it announces. Receives for headers are always posted. The
 receiver provides the buffers of the vectors. `send` and `poll` never block.
 
 Under an MPI that survives failures the death of a peer arrives as a LOST message, the last one from that peer.
@@ -50,7 +50,7 @@ def finished(requests: Sequence[MPI.Request]) -> bool:
 
 
 class SentMessage(MessageHandle):
-    """Handle of a message that is being sent; its vectors must not change until `done` returns True."""
+    """Handle of a message that is being sent. Its vectors must not change until `done` returns True."""
 
     def __init__(self, bus: MessageBus, peer: int, requests: list[MPI.Request], kept: Any):
         self._bus, self._peer, self._requests, self._kept = bus, peer, requests, kept
@@ -87,7 +87,7 @@ class MessageBus(Mail):
         MPI.Prequest.Startall(self._requests)
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> SentMessage:
-        """Start sending a header and contiguous vectors of the lengths given in it; no-op if `peer` is dead."""
+        """Start sending a header and contiguous vectors of the lengths given in it. No-op if `peer` is dead."""
         header, vectors = self._wire.pack(message), tuple(vector for vector in vectors if len(vector))
         parts = [(header, HEADER), *((vector.view(np.uint8), VECTOR) for vector in vectors)]
         requests: list[MPI.Request] = []
@@ -101,7 +101,7 @@ class MessageBus(Mail):
         return sent
 
     def poll(self) -> Envelope | None:
-        """Next completely received message, or None; messages of one sender arrive in order."""
+        """Next completely received message, or None. Messages of one sender arrive in order."""
         if not self._arrived:
             self._progress()
         if self._arrived:
@@ -117,20 +117,20 @@ class MessageBus(Mail):
             time.sleep(0 if self._arriving or self._sending else SLEEP_SECONDS)
 
     def flush(self) -> None:
-        """Wait until all sends have completed; the peers must poll meanwhile."""
+        """Wait until all sends have completed. The peers must poll meanwhile."""
         while not all(sent.done() for sent in self._sending):
             self._progress()
             self.idle()
         self._sending = []
 
     def close(self) -> None:
-        """Free requests and communicator. Collective; no message may be in flight."""
+        """Free requests and communicator. Collective. No message may be in flight."""
         self.flush()
         self.withdraw()
         self._comm.Free()
 
     def withdraw(self) -> None:
-        """Cancel this rank's receives; no-op after `close` or `leave`. Not collective: the communicator is not freed.
+        """Cancel this rank's receives. No-op after `close` or `leave`. Not collective: the communicator is not freed.
 
         MPI keeps the memory of messages that are being sent or received.
         """

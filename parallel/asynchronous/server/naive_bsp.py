@@ -17,7 +17,7 @@ def train(
     gradient: Callable[[Array, int, int], Array],
     update: Callable[[Array, int, Array], None],
 ) -> None:
-    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches. `weights` change on the server; workers copy them.
+    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches. `weights` change on the server. Workers copy them.
 
     A step without micro-batches is no update.
 

@@ -5,18 +5,18 @@ van Renesse and Schneider, OSDI 2004, for a server whose state is a function of 
     worker ---> head --at--> member --at--> tail ---> worker      the head numbers every message (`at`)
                 head <-HELD- member <-HELD- tail                  a member keeps what the tail does not have yet
 
-Every member runs a server on the same messages in the same order; only the tail's answers are sent. So an answer
+Every member runs a server on the same messages in the same order. Only the tail's answers are sent. So an answer
 implies that the whole chain has the request. When a member dies,
 
-* the next member becomes head. Requests that the dead head had not passed on were not answered and are sent again; a
-  duplicate is answered but not applied, since a push is identified by its part;
-* its predecessor resends what the tail does not have; the successor recognises duplicates by their number;
-* the predecessor of a dead tail becomes tail. Messages that may be unanswered it submits to the head again, in the
+* the next member becomes head. Requests that the dead head had not passed on were not answered and are sent again. A
+  duplicate is answered but not applied, since a push is identified by its part.
+* its predecessor resends what the tail does not have. The successor recognises duplicates by their number.
+* the predecessor of a dead tail becomes tail. It submits messages that may be unanswered to the head again, in the
   name of their sender.
 
 The head inserts the death of a worker as a numbered message, so all members handle it at the same position.
 
-Assumptions: messages between two ranks keep their order; a rank reported as lost is dead, never returns, and nothing
+Assumptions: messages between two ranks keep their order. A rank reported as lost is dead, never returns, and nothing
 arrives from it after the report.
 """
 
@@ -53,7 +53,7 @@ class ReplicationChains(list[tuple[int, ...]]):
         return sorted(mine, key=lambda shard: self[shard].index(rank))
 
     def lose(self, rank: int) -> list[int]:
-        """Remove a dead server from its chains; returns their shards. `ReplicationChainLost` if one becomes empty."""
+        """Remove a dead server from its chains. Returns their shards. `ReplicationChainLost` if one becomes empty."""
         concerned = self.of(rank)
         for shard in concerned:
             self[shard] = tuple(member for member in self[shard] if member != rank)
@@ -67,8 +67,8 @@ class ReplicationChains(list[tuple[int, ...]]):
 class ChainMember:
     """One server's membership in a chain: numbers messages if head, queues them in this order, and forwards them.
 
-    The caller keeps `chains` up to date, and removes the messages for the member's server from `ordered`, which has
-    them in the chain's order. ``send(rank, message, *vectors)`` drops messages to dead ranks.
+    The caller keeps `chains` up to date, and removes the messages for the member's server from `ordered`, in the
+    chain's order. ``send(rank, message, *vectors)`` drops messages to dead ranks.
     """
 
     def __init__(self, me: int, shard: int, chains: ReplicationChains, send: Callable[..., Any]):
@@ -108,10 +108,11 @@ class ChainMember:
             self._handle_death([rank])
 
     def lost_server(self) -> None:
-        """Adapt to the death of a server, perhaps as new head or tail; `chains` must be up to date."""
+        """Adapt to the death of a server, perhaps as new head or tail. `chains` must be up to date."""
         predecessor, successor = self._neighbours()
         self._chain = self._chains[self._shard]
         new_predecessor, new_successor = self._neighbours()
+        # the new successor may lack what the dead one had not forwarded
         if new_successor != successor:
             for envelope in self._log:
                 if new_successor is not None:
@@ -132,7 +133,7 @@ class ChainMember:
         return row[place - 1], row[place + 1]
 
     def _number(self) -> None:
-        """If this is the head, number and accept waiting requests, except those of dead ranks.
+        """If this is the head, number and accept waiting requests, except from dead ranks.
 
         They wait if their sender knows before this member that it is the head.
         """
@@ -162,7 +163,7 @@ class ChainMember:
             self._mark_replicated(self._count)
 
     def _mark_replicated(self, count: int) -> None:
-        """Drop kept messages up to number `count`, which the tail has, and report it to the predecessor."""
+        """Drop kept messages up to number `count`, since the tail has them, and report it to the predecessor."""
         while self._log and self._log[0].message.at <= count:
             self._log.popleft()
         if count > self._held:

@@ -40,7 +40,7 @@ class RetryQueue(Mail):
         return self._bus.send(chain[0], message, *vectors) if chain else MessageHandle()
 
     def poll(self) -> Envelope | None:
-        """Next received message, or None; answers to requests that are no longer open are dropped."""
+        """Next received message, or None. Answers to requests that are no longer open are dropped."""
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem

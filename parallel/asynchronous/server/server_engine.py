@@ -53,22 +53,22 @@ class ParameterServer(BaseEngine):
 
     Parts of a step are its micro-batches. Every worker takes part in every step with as many parts as it can draw, and
     `step` returns when this rank has no more to do. So ranks may be in different steps, within the limit of the
-    consistency rule; `quiesce` synchronises them. All methods are collective, except `share`, `tensor_slices`, `load`
+    consistency rule. `quiesce` synchronises them. All methods are collective, except `share`, `tensor_slices`, `load`
     and `refresh`.
 
     Parameters
     ----------
-    model, loss, comm, optimizer : as of `DataParallelEngine`
-    settings : specific ones are `ServerOptions` and `fault_tolerant`, with which ranks wait for each other in messages
+    model, loss, comm, optimizer : see `DataParallelEngine`
+    settings : specific ones are `ServerOptions` and `fault_tolerant`. With it ranks wait for each other in messages
         only, every worker evaluates on its own, and the first living worker reports. `clip` limits the norm of a step
-        with synchronous updates, else of every part.
+        with synchronous updates, otherwise of every part.
 
     Attributes
     ----------
-    steps, updates : steps of this rank; updates of every weight, valid after `quiesce`
-    server : None on workers; on rank 0 ``server.work.outcome(step)`` has all parts' results until the next `quiesce`
+    steps, updates : steps of this rank. Updates of every weight, valid after `quiesce`
+    server : None on workers. On rank 0 ``server.work.outcome(step)`` has all parts' results until the next `quiesce`
     worker : None on servers
-    keys, flat, ledger : keys of all servers; the others as of `DataParallelEngine`
+    keys, flat, ledger : keys of all servers. See `DataParallelEngine` for the others
     traffic : bytes of vectors by ``("sent" or "received", kind of message, other rank)``
 
     Raises
@@ -99,7 +99,7 @@ class ParameterServer(BaseEngine):
         memory, self._recorder = VectorAllocator(comm), Profiler(settings.trace)
         self._context = context = ServerContext(plan, comm, memory, self._recorder, settings, optimizer, self.keys)
         self.ledger = MemoryLedger(memory.allocated)
-        self.steps = self._skipped = 0  # `_skipped` were no updates, as of the last quiescent point
+        self.steps = self._skipped = 0  # `_skipped` steps were no updates, at the last quiescent point
         self._failed = self._is_closed = False
         self._is_quiescent = True
         self._frozen = frozen_of(self.parameters)
@@ -126,7 +126,7 @@ class ParameterServer(BaseEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings = SERVER_DEFAULTS
     ) -> MemoryLedger:
-        """Forecast of a rank's memory; it counts the most gradients that a server may hold."""
+        """Forecast of a rank's memory. It counts the most gradients that a server may hold."""
         rank, servers, ledger = workload.rank, settings.servers, MemoryLedger()
         plan = plan_of(model, workload.ranks, rank, settings)
         if rank >= servers:
@@ -156,16 +156,16 @@ class ParameterServer(BaseEngine):
         return contiguous(micro_batches, self._context.plan.rank - len(servers), len(workers))
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
-        """Take part in the next step; the report is of the whole step on rank 0, of own micro-batches on workers.
+        """Take part in the next step. The report is of the whole step on rank 0, of own micro-batches on workers.
 
-        `batches` are all micro-batches of the step, by number, equal on all workers; not used on servers. `stop`
-        requests the end; all ranks end after the same step, whose report has `stop` set.
+        `batches` are all micro-batches of the step, by number, equal on all workers. Not used on servers. `stop`
+        requests the end. All ranks end after the same step, whose report has `stop` set.
 
         Raises
         ------
         StepFailed
-            On all ranks, if one of them raised an exception or found a loss or gradient that is not finite; on ranks
-            that had finished the step, in the next step or in `quiesce`. The engine is unusable afterwards.
+            On all ranks, if one of them raised an exception or found a loss or gradient that is not finite. Ranks that
+            had finished the step raise it in the next step or in `quiesce`. The engine is unusable afterwards.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         self._is_quiescent = False
@@ -198,7 +198,7 @@ class ParameterServer(BaseEngine):
         self._order.flush()
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss and `measure` over all workers' batches, as `TrainEngine.evaluate`; calls `quiesce`.
+        """Mean loss and `measure` over all workers' batches (see `TrainEngine.evaluate`). Calls `quiesce`.
 
         Servers have no batches. If fault-tolerant, each worker uses its own batches only, and servers return NaN.
         """
@@ -208,7 +208,7 @@ class ParameterServer(BaseEngine):
         with self._shared_errors():
             if isinstance(self._role, WorkerTrainer):
                 sums, problem = self._role.evaluate(batches, measure, self.steps)
-            if self.settings.fault_tolerant and problem is not None:
+            if self.settings.fault_tolerant and problem is not None:  # dead ranks cannot share the error
                 raise problem
         self._is_quiescent = False
         self.quiesce()
@@ -223,7 +223,7 @@ class ParameterServer(BaseEngine):
         return Evaluation(math.fsum(losses) / divisor, mean, in_units(total))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of this server's weights and optimizer state, replicas included, for checkpoints; none on workers."""
+        """Slices of this server's weights and optimizer state, replicas included, for checkpoints. None on workers."""
         if isinstance(self._role, ServerHost):
             own = [state.key.span for state in self._role.loop.store.key_states.values()]
             yield from tensor_slices([state.piece for state in self._role.key_states()], own)
@@ -244,7 +244,7 @@ class ParameterServer(BaseEngine):
     def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Result]) -> Result | None:
         """Write a checkpoint after `quiesce`: calls ``write(comm, this rank's slices)`` and returns its result.
 
-        If fault-tolerant, the reporting rank writes everything while the others wait; they return None, and a
+        If fault-tolerant, the reporting rank writes everything while the others wait. They return None, and a
         `CheckpointError` is raised on that rank only.
         """
         self.quiesce()
@@ -286,7 +286,7 @@ class ParameterServer(BaseEngine):
         self._role.load(state["steps"], state["updates"], missed)
 
     def close(self) -> None:
-        """Free all resources, parameter values too; the bus not if messages may be in flight, nor if fault-tolerant.
+        """Free all resources, parameter values too. The bus stays if messages may be in flight, or if fault-tolerant.
 
         With replicas, or fault-tolerant, a server first serves until no rank needs it, unless the engine has failed.
         """
@@ -304,7 +304,7 @@ class ParameterServer(BaseEngine):
         self.resources.close()
 
     def meet(self, call: str) -> None:
-        """As `BaseEngine.meet`, once all ranks have finished the same step; fault-tolerant ranks do not wait."""
+        """Like `BaseEngine.meet`, once all ranks have finished the same step. Fault-tolerant ranks do not wait."""
         self.quiesce(call)
         if not self.settings.fault_tolerant:
             super().meet(call)

@@ -41,7 +41,7 @@ class ServerHost:
             flat.initialise(weights, context.settings.seed, key.span)
             state = {name: memory.private("optimizer", key.span.size, wide) for name in context.optimizer.states()}
             stored = memory.private("parameters", key.span.size, context.storage) if master else None
-            # The weights stand in for the gradient, which `ShardState.prepare` sets before every update.
+            # The weights are a placeholder for the gradient: `ShardState.prepare` sets it before every update.
             piece = OptimizerSpan(key.span, weights, weights, state, flat.places, stored)
             key_states.append(ShardState(key, piece))
             key_states[-1].refresh()
@@ -70,7 +70,7 @@ class ServerHost:
             self._replicas.until(lambda: all(loop.rests >= count for loop in self.loops.values()))
 
     def key_states(self) -> Iterator[ShardState]:
-        """States of all keys that this rank stores, those of its own shard first."""
+        """States of all keys that this rank stores. Keys of its own shard come first."""
         for loop in self.loops.values():
             yield from loop.store.key_states.values()
 
@@ -90,7 +90,7 @@ class ServerHost:
             key_state.refresh()
 
     def leave(self, failed: bool) -> None:
-        """Serve until no rank needs this one; no-op without replication chains or after a failure."""
+        """Serve until no rank needs this one. No-op without replication chains or after a failure."""
         if self._replicas is not None and not failed:
             self._replicas.until_left()
 

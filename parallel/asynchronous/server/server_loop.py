@@ -1,4 +1,4 @@
-"""Server of one shard: handles messages as they arrive; pulls wait until the consistency rule allows them. No MPI."""
+"""Server of one shard: handles messages as they arrive. Pulls wait until the consistency rule allows them. No MPI."""
 
 import math
 from collections import Counter
@@ -16,11 +16,11 @@ from parallel.runtime.consistency_check import StepFailed
 
 
 class TrainingFailed(RuntimeError):
-    """The training has failed on all ranks; the text is the reason, or empty if another rank failed."""
+    """The training has failed on all ranks. The text is the reason, or empty if another rank failed."""
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """Cause that this rank reports of the end of the training; None if only another rank knows it."""
+    """This rank's cause of the end of the training. None if only another rank knows it."""
     if not isinstance(error, TrainingFailed):
         return error
     if not isinstance(error.__cause__, Exception | None):
@@ -29,7 +29,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 class ServerLoop:
-    """Server of shard `here`, or its replica: handles requests on a `store`; worker i is the rank ``workers[i]``."""
+    """Server of shard `here`, or its replica: handles requests on a `store`. Worker i is the rank ``workers[i]``."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class ServerLoop:
         self.applied: Counter[int] = Counter()  # applied pushes by key
         self.parts = 0  # most parts of a step so far
         self.rests = self._awaited_rests = 0  # quiescent points
-        self.waits_for_rank = False  # quiescent points wait for `until_quiescent`; replicas do not know of the call
+        self.waits_for_rank = False  # quiescent points wait for `until_quiescent` (replicas do not know of the call)
         self._awaited_steps = 0
         self.stop_requested = False
-        self.problem: str | None = None  # reason of this rank's failure; empty if another rank failed
+        self.problem: str | None = None  # reason of this rank's failure, empty if another rank failed
         self._over: set[int] = set()  # ranks that have sent their last message
         self._latest: dict[int, int] = {}  # ticket of the last DRAW or REST by worker
         self._drawn: dict[int, ServerMessage] = {}  # last answer to a DRAW by worker
@@ -61,7 +61,7 @@ class ServerLoop:
         bus.accept = self._receive_buffers
 
     def begin(self, steps: int) -> None:
-        """Reset clocks and work assignment as if all workers had made `steps` steps; weights and statistics stay."""
+        """Reset clocks and work assignment as if all workers had made `steps` steps. Weights and statistics stay."""
         self.clocks = [GONE if worker in self._gone else steps for worker in self._workers]
         self.work = WorkAssignment(len(self._workers), steps)  # used on the first server only
         self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
@@ -72,9 +72,9 @@ class ServerLoop:
         self._squared = steps  # steps whose sums of squares this server has sent
 
     def until_made(self, steps: int) -> bool:
-        """Serve until all living workers' first `steps` steps are in the weights; True if the training ends there.
+        """Serve until all living workers' first `steps` steps are in the weights.
 
-        Raises `TrainingFailed` if any rank fails or all workers are dead.
+        True if the training ends at that step. Raises `TrainingFailed` if any rank fails or all workers are dead.
         """
         self._awaited_steps = steps
         self._serve(lambda: self._expect_steps() and self._reach >= steps)
@@ -83,14 +83,14 @@ class ServerLoop:
         return self._last == steps
 
     def until_quiescent(self) -> None:
-        """Serve until all living workers wait in `quiesce` and updates are made; `TrainingFailed` if any rank fails."""
+        """Serve until all living workers wait in `quiesce` and updates are made. `TrainingFailed` if any rank fails."""
         self._awaited_rests += 1
         self._awaited_steps = 0
         self._release()
         self._serve(lambda: self.rests >= self._awaited_rests)
 
     def _expect_steps(self) -> bool:
-        """Return True; StepFailed if a worker that waits in `quiesce` has made fewer steps than this rank awaits."""
+        """Return True. StepFailed if a worker that waits in `quiesce` has made fewer steps than this rank awaits."""
         for worker, clock in zip(self._workers, self.clocks):
             if worker in self._resting and clock < self._awaited_steps:
                 here = f"rank {worker} waits for all ranks after {clock} steps"
@@ -98,12 +98,12 @@ class ServerLoop:
         return True
 
     def catch_up(self) -> None:
-        """Handle all received messages that are allowed, without waiting for more; called by `ServerReplicas`."""
+        """Handle all received messages that are allowed, without waiting for more. Called by `ServerReplicas`."""
         while self._handle_next():
             pass
 
     def _handle_next(self) -> bool:
-        """Handle the next message that is allowed, or receive one; returns False if there is none."""
+        """Handle the next message that is allowed, or receive one. Returns False if there is none."""
         if (envelope := self.order.take(self._allowed)) is not None:
             HANDLERS[envelope.message.kind](self, envelope)
         elif (envelope := self._bus.poll()) is not None:
@@ -111,7 +111,7 @@ class ServerLoop:
         return envelope is not None
 
     def _serve(self, enough: Callable[[], bool]) -> None:
-        """Handle messages until ``enough()``; raises `TrainingFailed` if any rank fails or all workers are dead."""
+        """Handle messages until ``enough()``. Raises `TrainingFailed` if any rank fails or all workers are dead."""
         try:
             while not enough():
                 if self._handle_next():
@@ -129,7 +129,7 @@ class ServerLoop:
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """Report this rank's failure; raises `TrainingFailed` once all other ranks have reported it or are dead."""
+        """Report this rank's failure. Raises `TrainingFailed` once all other ranks have reported it or are dead."""
         self._announce_failure(f"{type(error).__name__}: {error}")
         try:
             self._serve(lambda: False)
@@ -182,6 +182,7 @@ class ServerLoop:
         message, worker = envelope.message, self._workers.index(envelope.source)
         if self._is_stale(envelope):
             return
+        # a repeated request must get the same part
         if worker in self._drawn and message.ticket and self._drawn[worker].ticket == message.ticket:
             self._bus.send(envelope.source, self._drawn[worker])
             return
@@ -201,7 +202,7 @@ class ServerLoop:
         self._bus.send(envelope.source, answer)
 
     def _is_stale(self, envelope: Envelope) -> bool:
-        """True if a later request (DRAW or REST) of the same worker has been handled; records the latest."""
+        """True if a later request (DRAW or REST) of the same worker has been handled. Records the latest."""
         latest = max(envelope.message.ticket, self._latest.get(envelope.source, 0))
         self._latest[envelope.source] = latest
         return envelope.message.ticket < latest
@@ -272,6 +273,7 @@ class ServerLoop:
         living = len(self._workers) - len(self._gone)
         if self.waits_for_rank and self.rests == self._awaited_rests:
             return
+        # the weights must contain all steps that the workers have made
         if not self._resting or len(self._resting) < living or self.work.returned or self._reach < min(self.clocks):
             return
         if isinstance(self.store, AsyncStore):
@@ -309,7 +311,7 @@ class ServerLoop:
             self._advance()
 
     def _advance(self) -> None:
-        """Count applied steps; if synchronous, send squares once a step is complete, and update once all are here."""
+        """Count applied steps. If synchronous, send squares of complete steps, and update once all have arrived."""
         store = self.store
         if not isinstance(store, SyncStore):
             store.applied = min(self.clocks)
@@ -326,6 +328,7 @@ class ServerLoop:
                     self._bus.send(server, ServerMessage(MessageKind.SQUARES, clock=clock, elements=len(mine)), mine)
         if self._squared == clock + 1 and len(self._squares.get(clock, ())) == len(self._servers):
             sums = self._squares.pop(clock)
+            # in the servers' order, so that the norm has the same bits on all of them
             squares = np.concatenate([np.zeros(0), *(vector for at in range(len(sums)) for vector in sums[at])])
             self.norms[clock] = norm = store.finish(squares)
             self._parts = {at: parts for at, parts in self._parts.items() if at > clock}

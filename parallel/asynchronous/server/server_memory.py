@@ -1,6 +1,6 @@
-"""Memory forecast of servers and workers, from settings and shapes; messages in flight are not included.
+"""Memory forecast of servers and workers, from settings and shapes. Messages in flight are not included.
 
-The arrival order of gradients is unknown, so the forecast counts the worst case; with one worker it is exact.
+The arrival order of gradients is unknown, so the forecast counts the worst case. With one worker it is exact.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from parallel.engine.settings import Settings
 
 
 def of_worker(plan: PartitionSpec, synchronous: bool) -> Counter[str]:
-    """Bytes of a worker by purpose, except activations; asynchronous workers have two weight vectors, to prefetch."""
+    """Bytes of a worker by purpose, except activations. Asynchronous workers have two weight vectors, to prefetch."""
     storage, wide = plan.precision.storage.itemsize, plan.precision.wide.itemsize
     parameters = (1 if synchronous else 2) * plan.flat.length * storage
     return Counter(parameters=parameters, gradients=plan.flat.length * wide, buffers=plan.scratch(adds=False) * wide)
@@ -57,7 +57,7 @@ def vectors(parts: int, landing: int, workers: int, synchronous: bool, reproduci
 
 @lru_cache(maxsize=1 << 16)
 def nodes(leaves: int, missing: int) -> int:
-    """Maximum number of partial sums in a binary tree over `leaves` leaves, of which any `missing` have not arrived.
+    """Maximum number of partial sums in a binary tree over `leaves` leaves, if any `missing` leaves have not arrived.
 
     >>> nodes(8, 0), nodes(8, 1), nodes(8, 2)
     (1, 3, 4)

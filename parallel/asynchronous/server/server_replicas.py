@@ -13,7 +13,7 @@ MakeServer = Callable[[Mail, int], ServerLoop]
 
 
 class ServerReplicas:
-    """Servers of all shards that a rank stores, its own first, then replicas; each is made by ``make(mail, shard)``.
+    """Servers of all shards that a rank stores, its own first, then replicas. ``make(mail, shard)`` makes each.
 
     A mail's `poll` raises `ReplicationChainLost` if the last server of some parameters is dead.
     """
@@ -32,7 +32,7 @@ class ServerReplicas:
         bus.accept = self._receive_buffers
 
     def send(self, rank: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
-        """Send a message to a rank, possibly this one; after a PROBLEM (failure) other messages are dropped."""
+        """Send a message to a rank, possibly this one. After a PROBLEM (failure) other messages are dropped."""
         self._failed |= message.kind is MessageKind.PROBLEM
         if self._failed and message.kind is not MessageKind.PROBLEM:
             return MessageHandle()
@@ -54,6 +54,7 @@ class ServerReplicas:
             self.own.member.ordered.append(envelope)
         else:
             self.mails[envelope.message.shard].member.receive(envelope)
+        # replicas have no loop of their own: they apply messages as these arrive
         for shard, mail in self.mails.items():
             if mail.member.ordered and mail is not self.own:
                 self.servers[shard].catch_up()
@@ -64,7 +65,7 @@ class ServerReplicas:
         self._serve(lambda: enough() or self._left >= self._workers)
 
     def until_left(self) -> None:
-        """Serve all shards until no rank needs this one any more; chains lost meanwhile are ignored."""
+        """Serve all shards until no rank needs this one any more. Chains lost meanwhile are ignored."""
         others = set(self.ranks) - {self.me}
         self._serve_until_left(self._workers)
         for rank in others:
@@ -100,7 +101,7 @@ class ServerReplicas:
 
 
 class ShardMail(Mail):
-    """Message bus of one shard's server: messages arrive in the chain's order; only the tail sends, PROBLEM apart."""
+    """Message bus of one shard's server: messages arrive in the chain's order. Only the tail sends, PROBLEM apart."""
 
     def __init__(self, replicas: ServerReplicas, shard: int):
         self._replicas, self.shard = replicas, shard
@@ -108,7 +109,10 @@ class ShardMail(Mail):
         self._last_sent: dict[int, tuple[ServerMessage, tuple[Any, ...]]] = {}
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
-        """As the chain's tail send to a worker or the head of another shard's chain; else only PROBLEM is sent."""
+        """As the chain's tail, send to a worker or the head of another shard's chain.
+
+        Otherwise only PROBLEM is sent.
+        """
         ranks, is_problem = self._replicas.ranks, message.kind is MessageKind.PROBLEM
         if peer in ranks and not is_problem:
             shard = ranks.index(peer)

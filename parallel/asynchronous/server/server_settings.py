@@ -55,6 +55,7 @@ def refuse_servers(settings: Settings, ranks: int, optimizer: type[Optimizer]) -
     """Raise ValueError if settings are invalid with parameter servers, or with the optimizer."""
     servers, replicas, rule = settings.servers, settings.replicas, rule_of(settings.consistency)
     precision, checked, recorded = settings.precision, settings.check_every, settings.record or settings.replay
+    # pairs of condition and text: the first that holds is raised
     for is_wrong, text in (
         (settings.device != "cpu", f"device: servers and workers are on the host, found {settings.device}"),
         (servers >= ranks, f"servers: {servers} of {ranks} rank{'s' * (ranks > 1)} leave no workers"),

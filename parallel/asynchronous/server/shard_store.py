@@ -1,7 +1,7 @@
 """State of a server: weights, optimizer state and pushed gradients of every key. No MPI.
 
-`SyncStore` adds the gradients of a step and makes one update of them, as in data parallelism; `AsyncStore` makes an
-update of every gradient. Weights are sent from where they lie; an update during a send writes to a copy.
+`SyncStore` adds the gradients of a step and makes one update of them, like data parallelism. `AsyncStore` makes an
+update of every gradient. Weights are sent without a copy. An update during a send writes to a copy.
 """
 
 import math
@@ -24,7 +24,7 @@ from quant.types import Array
 
 
 class ShardState:
-    """Weights and optimizer state (`piece`) of one key, and sends that read them; `prepare` sets the gradient."""
+    """Weights and optimizer state (`piece`) of one key, and sends that read them. `prepare` sets the gradient."""
 
     def __init__(self, key: ServerKey, piece: OptimizerSpan):
         self.key, self.piece = key, piece
@@ -39,7 +39,7 @@ class ShardState:
         self._readers = [other for other in (*self._readers, reader) if not other.done()]
 
     def prepare(self, gradient: Array) -> OptimizerSpan:
-        """Set the gradient and return the piece for an update; weights that a message still reads are copied first."""
+        """Set the gradient and return the piece for an update. Weights that a message still reads are copied first."""
         piece = self.piece
         if not all(reader.done() for reader in self._readers):
             if piece.stored is None:
@@ -60,11 +60,11 @@ class ShardState:
 
 
 class ShardStore:
-    """Base class of `AsyncStore` and `SyncStore`: all keys of a server; ``make(size, dtype)`` allocates gradients.
+    """Base class of `AsyncStore` and `SyncStore`: all keys of a server. ``make(size, dtype)`` allocates gradients.
 
-    `applied` is the number of steps whose gradients are all in the weights, `updates` that of updates of every key,
-    after quiescence. ``push(message, gradient)`` takes over a gradient in a `gradient_buffer`, and returns False for a
-    duplicate.
+    `applied` is the number of steps whose gradients are all in the weights, `updates` the number of updates of every
+    key, after quiescence. ``push(message, gradient)`` takes over a gradient in a `gradient_buffer`, and returns False
+    for a duplicate.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ShardStore:
         }
 
     def begin(self, steps: int) -> None:
-        """Continue as after `steps` steps, at a quiescent point; weights, optimizer state and `updates` stay."""
+        """Continue after `steps` steps, at a quiescent point. Weights, optimizer state and `updates` stay."""
         self.applied = steps
 
     def gradient_buffer(self, key: int) -> Array:
@@ -119,7 +119,7 @@ class AsyncStore(ShardStore):
         return new
 
     def quiesce(self) -> None:
-        """Add the updates since the last call to `updates`; later pushes for the steps so far are duplicates."""
+        """Add the updates since the last call to `updates`. Later pushes for the steps so far are duplicates."""
         counts = {len(parts) for parts in self._applied_parts.values()}
         assert len(counts) <= 1, f"numbers of updates differ: {counts}"
         self.updates += sum(counts)
@@ -139,7 +139,7 @@ class SyncStore(ShardStore):
         self._totals: dict[int, Array] = {}
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
-        """Add a gradient to the step's sum, in canonical order if reproducible; returns False for a duplicate."""
+        """Add a gradient to the step's sum, in canonical order if reproducible. Returns False for a duplicate."""
         key, clock, number = message.key, message.clock, message.number
         assert clock <= self.applied, f"step {clock} was worked on with weights of {self.applied} steps"
         if clock != self.applied or number in self._numbers[key]:
@@ -155,7 +155,7 @@ class SyncStore(ShardStore):
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
     def squares(self) -> Array:
-        """Complete this server's gradient sums; returns their block sums of squares, float64, in order of spans.
+        """Complete this server's gradient sums. Returns their block sums of squares, float64, in order of spans.
 
         Empty without micro-batches. To be called once per step, before `finish`.
         """
@@ -165,7 +165,7 @@ class SyncStore(ShardStore):
         return np.concatenate([np.zeros(0), *(block_squares(self._totals[number]) for number in ordered)])
 
     def finish(self, squares: Array) -> float | None:
-        """Update the weights, given all servers' block sums of squares; returns the gradient norm or None.
+        """Update the weights, given all servers' block sums of squares. Returns the gradient norm or None.
 
         The norm is of the gradient per target, None without targets. Then, or if it is not finite, nothing is updated.
         """

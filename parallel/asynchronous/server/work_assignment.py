@@ -1,6 +1,6 @@
 """Assignment of a step's parts (micro-batches) to workers, on request. No MPI.
 
-Workers draw parts one by one, so slow workers get fewer; the part of a dead worker is drawn again by another.
+Workers draw parts one by one, so slow workers get fewer. The part of a dead worker is drawn again by another.
 """
 
 import math
@@ -35,8 +35,8 @@ class RankStep(NamedTuple):
 
     `last` is True if the training ends with it.
 
-    On rank 0 of all workers, on a worker of its own micro-batches, on other servers of none. If asynchronous, the norm
-    is a mean over micro-batches, else that of the step, None on workers.
+    Rank 0 has the result of all workers, a worker of its own micro-batches, other servers of none. If asynchronous,
+    the norm is a mean over micro-batches. Otherwise it is the step's, and None on workers.
     """
 
     loss: float
@@ -47,7 +47,7 @@ class RankStep(NamedTuple):
 
 
 class WorkAssignment:
-    """Assignment of the micro-batches of all steps in progress; `last` is the training's last step, -1 if not set."""
+    """Assignment of the micro-batches of all steps in progress. `last` is the training's last step, -1 if not set."""
 
     def __init__(self, workers: int, start: int = 0):
         self.last = -1
@@ -59,9 +59,9 @@ class WorkAssignment:
         self._at = [start] * workers
 
     def draw(self, worker: int, clock: int, parts: int) -> WorkPart | None:
-        """Assign a worker the earliest micro-batch to be redone, or the next of step `clock`; None if none is left.
+        """Assign a worker the earliest micro-batch to be redone, or the next of step `clock`. None if none is left.
 
-        A part that the worker has not finished is one to be redone.
+        A part that the worker has not finished must be redone.
         """
         self.gone(worker)
         if clock < self._start:
@@ -88,12 +88,15 @@ class WorkAssignment:
             self._done.setdefault(part.clock, {}).setdefault(part.number, outcome)
 
     def gone(self, worker: int) -> None:
-        """Put back a worker's unfinished micro-batch, if any; the earliest one put back is assigned first."""
+        """Put back a worker's unfinished micro-batch, if any. The earliest one put back is assigned first."""
         if (part := self._held.pop(worker, None)) is not None:
             insort(self.returned, part)
 
     def forget(self, clock: int) -> None:
-        """Drop all results except those of step ``clock - 1``; a `draw` for a step before `clock` then returns None."""
+        """Drop all results except the results of step ``clock - 1``.
+
+        A `draw` for a step before `clock` then returns None.
+        """
         self._next, self._done = {}, {clock - 1: self._done.get(clock - 1, {})}
         self._start = clock
 
@@ -106,7 +109,10 @@ class WorkAssignment:
 
 
 def joined(outcomes: list[PartResult], last: bool) -> RankStep:
-    """Result of a step from those of its micro-batches, with their mean gradient norm; no norm without targets."""
+    """Result of a step from the results of its micro-batches, with their mean gradient norm.
+
+    No norm without targets.
+    """
     count = math.fsum(outcome.targets for outcome in outcomes)
     records = step_records([PartRecords.unpacked(outcome.records) for outcome in outcomes], count)
     if not count:

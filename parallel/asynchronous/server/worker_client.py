@@ -35,11 +35,11 @@ class WorkerClient:
     ):
         self._bus, self._rule, self._keys, self._servers = bus, rule, keys, list(servers)
         self.vector, *self._others = vectors  # weights in use, and the vector for prefetches, if any
-        self.stop_requested = False  # True if some rank has requested to end, as known here
-        self.last = -1  # step after which the training ends; -1 if it is not set
-        self.updates = 0  # of the servers, as of the last quiescent point
+        self.stop_requested = False  # True if this rank knows that some rank has requested to end
+        self.last = -1  # step after which the training ends, -1 if it is not set
+        self.updates = 0  # of the servers, at the last quiescent point
         self.clocks: tuple[int, ...] = ()  # last known clocks of all workers
-        self.gaps: Counter[int] = Counter()  # reads by gap between this worker's clock and that of the weights
+        self.gaps: Counter[int] = Counter()  # number of reads by gap between the worker's and the weights' clock
         self._clock = 0
         self._known: dict[int, int] = {}  # clock of the weights by key
         self._pulling: dict[int, Array] = {}
@@ -54,7 +54,7 @@ class WorkerClient:
         bus.accept = self._receive_buffers
 
     def draw(self, clock: int, parts: int, done: tuple[WorkPart, PartResult] | None, stop: bool) -> WorkPart | None:
-        """Request and await a micro-batch of step `clock`, or an earlier one to be redone; None if none is left.
+        """Request and await a micro-batch of step `clock`, or an earlier one to be redone. None if none is left.
 
         Reports the micro-batch `done` before, with its result, and sets `last`.
         """
@@ -73,7 +73,7 @@ class WorkerClient:
         return WorkPart(answer.clock, answer.number) if answer.number >= 0 else None
 
     def read(self, clock: int, order: Iterable[int], rows: Array | None) -> Array:
-        """Start pulling keys too old for step `clock`, tables' `rows` always; returns the receiving vector."""
+        """Start pulling keys too old for step `clock`, tables' `rows` always. Returns the receiving vector."""
         self._clock = clock
         self._others.append(self.vector)
         self.vector = self._others.pop(0)
@@ -94,9 +94,9 @@ class WorkerClient:
     def push(
         self, number: int, part: WorkPart, parts: int, targets: float, factor: float, gradient: Array, rows: Any
     ) -> None:
-        """Start sending a key's gradient, unchanged until `acknowledged`; if asynchronous, prefetch the key's weights.
+        """Start sending a key's gradient, unchanged until `acknowledged`. If asynchronous, prefetch the key's weights.
 
-        Of a table, `rows` are those with a non-zero gradient.
+        Of a table, `rows` are the rows with a non-zero gradient.
         """
         key, vectors = self._keys[number], [gradient]
         fields: dict[str, Any] = {"number": part.number, "parts": parts, "targets": targets, "factor": factor}
@@ -114,14 +114,14 @@ class WorkerClient:
         self._until(lambda: not self._unacknowledged)
 
     def tick(self, steps: int, parts: int, last: bool) -> None:
-        """Report `steps` finished steps to all servers, the last of `parts` micro-batches; `last` ends the training."""
+        """Report `steps` finished steps to all servers, the last of `parts` micro-batches. `last` ends the training."""
         for server in self._servers:
             self._bus.send(server, ServerMessage(MessageKind.TICK, clock=steps, parts=parts, stop=last))
 
     def quiesce(self) -> None:
-        """Wait until all living workers call this and all updates are made; `Requeued` if a micro-batch must be redone.
+        """Wait until all living workers call this and all updates are made. `Requeued` if a micro-batch must be redone.
 
-        The first server decides; the workers pass its decision on to the others.
+        The first server decides. The workers pass its decision on to the others.
         """
         self._until(lambda: not self._pulling or self._requeued)
         self._rest_on(self._servers[:1], lambda: self._requeued)
@@ -177,7 +177,7 @@ class WorkerClient:
                 self._over.add(envelope.source)
 
     def poll(self) -> bool:
-        """Handle one message; returns False if there is none. Raises `TrainingFailed` if another rank has failed."""
+        """Handle one message. Returns False if there is none. Raises `TrainingFailed` if another rank has failed."""
         envelope = self._bus.poll()
         if envelope is None:
             return False
@@ -198,6 +198,7 @@ class WorkerClient:
                 self._requeued = True
             case MessageKind.LOST:
                 self._over.add(source)
+            # the failed rank reports the reason, this one only ends its waits
             case MessageKind.PROBLEM:
                 self._over.add(source)
                 self.give_up()
@@ -212,7 +213,7 @@ class WorkerClient:
                 self._bus.idle()
 
     def _arrives_fresh(self, number: int) -> bool:
-        """Wait for a key's pull, if any; True if the key is as fresh as the rule requires. May raise `Requeued`."""
+        """Wait for a key's pull, if any. True if the key is as fresh as the rule requires. May raise `Requeued`."""
         self._until(lambda: number not in self._pulling or self._requeued)
         self._check_requeued()
         return self._fresh(number)

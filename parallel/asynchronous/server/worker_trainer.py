@@ -33,9 +33,11 @@ from quant.types import Array
 
 
 class ServerGradients:
-    """Gradient sink that pushes a bucket to servers once the backward has left its units; at the end if clipped here.
+    """Gradient sink that pushes a bucket to servers once the backward has left its units.
 
-    If `separate`, every part is an update of its own, whose norm is limited to `clip` here; else servers clip.
+    At the end if clipped on the worker.
+
+    If `separate`, every part is an update of its own, whose norm the worker limits to `clip`. Otherwise servers clip.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class ServerGradients:
         self._worker.poll()
 
     def end_backward(self) -> float:
-        """Push the remaining buckets; returns the gradient norm per target before clipping (0 unless `separate`)."""
+        """Push the remaining buckets. Returns the gradient norm per target before clipping (0 unless `separate`)."""
         late = [bucket for bucket in self._buckets if bucket.number not in self._squares]
         for bucket in late:
             self._complete(bucket)
@@ -110,7 +112,7 @@ class ServerGradients:
 
 
 class WorkerTrainer:
-    """Training steps, evaluation and checkpoint state of one worker; `client` communicates with the servers."""
+    """Training steps, evaluation and checkpoint state of one worker. `client` communicates with the servers."""
 
     def __init__(
         self, context: ServerContext, bus: MessageBus, loss: Any, buckets: Sequence[GradBucket], ledger: MemoryLedger
@@ -146,7 +148,7 @@ class WorkerTrainer:
         return found._replace(norm=None) if self._context.rule.synchronous else found  # else servers know it
 
     def quiesce(self, steps: int) -> None:
-        """Wait until all living workers call this, after `steps` steps; redoes micro-batches of dead ones meanwhile."""
+        """Wait until all living workers call this, after `steps` steps. Redoes micro-batches of dead ones meanwhile."""
         while True:
             try:
                 self.client.quiesce()
@@ -159,7 +161,7 @@ class WorkerTrainer:
     def evaluate(
         self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None, step: int
     ) -> tuple[list[tuple[float, float, float]], BaseException | None]:
-        """Sum of losses, targets and measure of each micro-batch, without training; and the first error, if any."""
+        """Sum of losses, targets and measure of each micro-batch, without training. And the first error, if any."""
         found, problem = [], None
         self._context.flat.bind(self.client.copy())
         try:
@@ -202,7 +204,10 @@ class WorkerTrainer:
             self._mail.leave()
 
     def _work(self, clock: int, stop: bool) -> list[PartResult]:
-        """Train on micro-batches of step `clock` and on those that dead workers left; returns their results."""
+        """Train on micro-batches of step `clock`, and on micro-batches that dead workers left.
+
+        Returns their results.
+        """
         outcomes: list[PartResult] = []
         done = None
         while True:
@@ -231,6 +236,7 @@ class WorkerTrainer:
                 passing.forward(units, number)
             client.poll()
         passing.score()
+        # checked before gradients are sent: servers cannot take back an update
         if (problem := changed_arrays([run])) is not None:
             raise problem
         if passing.problem is None and not math.isfinite(passing.total):

@@ -1,1 +1,1 @@
-"""Optimizer updates of vectors, compiled: `updates.c` for NumPy arrays, `device_updates` for those of CuPy."""
+"""Optimizer updates of vectors, compiled: `updates.c` for NumPy arrays, `device_updates` for CuPy arrays."""

@@ -1,7 +1,6 @@
 """Formulas of `updates.h`, each one CuPy kernel for all tensors: one pass over memory.
 
-The bits are those of the host, as nothing is fused. The scalars of a call are those of several runs of elements:
-`RunScalars`.
+The bits equal the host's, as nothing is fused. A call has scalars for several runs of elements: `RunScalars`.
 """
 
 import re
@@ -34,13 +33,13 @@ SIGNATURE = re.compile(r"INLINE void NAME\((\w+)\)\((.*), NAME\(Scalars\) s\)")
 
 
 def run_numbers(lengths: Sequence[int]) -> Array:
-    """`RunScalars.numbers` for runs of so many elements."""
+    """Number of the run of each block (`RunScalars.numbers`), for runs of these lengths."""
     blocks = np.array(lengths, np.int64) // BLOCK
     return sys.modules["cupy"].asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), blocks))
 
 
 def empty_table(runs: int, dtype: np.dtype[Any]) -> Array:
-    """Uninitialised array of the size of a table of scalars of so many runs."""
+    """Uninitialised array of the size of a table of scalars of `runs` runs."""
     return sys.modules["cupy"].empty(runs * COLUMNS, dtype)
 
 
@@ -78,7 +77,7 @@ def _kernel(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
 def run(name: str, scalars: RunScalars, *arrays: Array) -> None:
     """Run a kernel with the scalars of each run, rounded to the arrays' type as NumPy does.
 
-    The kernel reads them from a table, which is copied to the device in stream order.
+    The kernel reads them from a table, copied to the device in stream order.
     """
     dtype = arrays[0].dtype
     rows = [(0.0,) * COLUMNS if one is None else (1.0, *one) for one in scalars.runs]
@@ -106,7 +105,7 @@ def squares(x: Array, block: int, spare: Array, out: Array) -> None:
 
 @cache
 def _fold(dtype: np.dtype[Any], count: int, squared: bool) -> Callable[..., Any]:
-    """Kernel that adds `count` terms (squares of them) by a tree: those of the first half to those of the second."""
+    """Kernel that adds `count` terms (or their squares) by a tree: the first half of the terms to the second half."""
     terms = range(count)
     lines = [f"double t{term} = x{term};" for term in terms]
     lines += [f"t{term} *= t{term};" for term in terms] if squared else []

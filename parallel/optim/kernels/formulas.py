@@ -15,13 +15,13 @@ from parallel.optim.kernels.scalars import RunScalars, Scalars
 from quant.types import Array
 
 host: ModuleType | None = None
-"""Extension module of the formulas for NumPy arrays; None where it was not built."""
+"""Extension module of the formulas for NumPy arrays. None where it was not built."""
 
 with suppress(ImportError):
     from parallel.optim.kernels import _updates as host  # type: ignore[attr-defined,no-redef]
 
 Formula = Callable[..., None]
-"""Function of vectors of equal length, of which some are updated in place, and of `Scalars`, the last argument."""
+"""Function of vectors of equal length (it updates some in place) and of `Scalars`, the last argument."""
 
 COMPILED: set[Formula] = set()
 """Formulas that `updates.h` has as well."""
@@ -39,7 +39,7 @@ def runs_compiled(formula: Formula, vector: Array) -> bool:
 
 
 def run(formula: Formula, scalars: Any, *arrays: Array) -> None:
-    """Run a formula with `Scalars` or, compiled on a device, with those of several runs of elements (`RunScalars`)."""
+    """Run a formula with `Scalars`, or on a device with scalars of several runs of elements (`RunScalars`)."""
     if isinstance(scalars, RunScalars):
         device_updates.run(formula.__name__, scalars, *arrays)
     elif isinstance(arrays[0], np.ndarray) and runs_compiled(formula, arrays[0]):

@@ -8,7 +8,7 @@ from quant.types import Array
 
 
 class Scalars(NamedTuple):
-    """Scalars of a formula, in the order of `updates.h`, combined in double precision; 0 if it does not use them."""
+    """Scalars of a formula, in the order of `updates.h`, combined in double precision. 0 if it does not use them."""
 
     scale: float = 0.0  # of the gradient
     rate: float = 0.0
@@ -24,7 +24,7 @@ class Scalars(NamedTuple):
 
 
 class RunScalars(NamedTuple):
-    """Scalars of several runs of elements: those of each run, or None where it is not updated.
+    """Scalars of several runs of elements: one `Scalars` per run, or None where it is not updated.
 
     `numbers`, an int32 array on the device, has the number of the run of each block of `BLOCK` elements.
     """
@@ -33,5 +33,5 @@ class RunScalars(NamedTuple):
     numbers: Array
 
     def of_blocks(self, part: slice) -> "RunScalars":
-        """Scalars of the elements `part`, which are whole blocks."""
+        """Scalars of the elements `part` (whole blocks)."""
         return self._replace(numbers=self.numbers[part.start // BLOCK : part.stop // BLOCK])

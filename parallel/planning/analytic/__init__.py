@@ -1,1 +1,1 @@
-"""Planner: memory, FLOPs and layouts of large models on clusters, from numbers alone; no MPI, no arrays."""
+"""Planner: memory, FLOPs and layouts of large models on clusters, from numbers alone. No MPI, no arrays."""

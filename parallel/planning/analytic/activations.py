@@ -47,7 +47,7 @@ def saved_arrays(model: Transformer, layer: int) -> Iterator[SavedArray]:
         if each.part in ("ffn", "experts"):
             if each.part == "experts" and each.name == "in":
                 yield SavedArray("experts' input", each.active * width, False)
-            # The input of the activation function; its result, which the second product saves.
+            # The input of the activation function, and its result (the second product saves it).
             elements = each.inputs if each.by_rows else each.outputs
             yield SavedArray(f"{each.part} {each.name}", HALF * each.active * elements, True)
     yield from masks
@@ -64,7 +64,7 @@ def _attention_arrays(model: Transformer) -> Iterator[SavedArray]:
     yield SavedArray("queries", HALF * queries, True)
     yield SavedArray("keys", HALF * keys, True)
     yield SavedArray("values", HALF * values, True)
-    # The softmax; with dropout also its mask and its result.
+    # The softmax. With dropout also its mask and its result.
     yield SavedArray("scores", heads * model.context * (5 if model.dropout else HALF), True)
     yield SavedArray("output's input", HALF * output, True)
 

@@ -24,16 +24,16 @@ def expect_above_zero(value: Any, *names: str) -> None:
 
 
 def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """Value of a name in a table; ValueError with the names that are alike, or all, if there is none."""
+    """Value of a name in a table. If there is none, ValueError with the most similar names, or all."""
     if name not in known:
         raise ValueError(f"{kind}: expected one of {', '.join(known)}; found {name!r}{suggestion(name, known)}")
     return known[name]
 
 
 def from_table(cls: type[T], table: Any, where: str) -> T:
-    """Dataclass `cls` from a table of a TOML file; ValueError, which begins with `where`, for a wrong key or value.
+    """Dataclass `cls` from a table of a TOML file. ValueError, beginning with `where`, for a wrong key or value.
 
-    Whole numbers are accepted for floats; a field of a dataclass type takes a table.
+    Whole numbers are accepted for floats. A field of a dataclass type takes a table.
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: expected a table, found {table!r}")
@@ -50,6 +50,7 @@ def from_table(cls: type[T], table: Any, where: str) -> T:
     if missing:
         raise ValueError(f"{where}: expected the keys {', '.join(missing)} as well")
     hints = get_type_hints(cls)
+    # errors name the path of the key, so nested tables are converted first
     values = {key: _converted(hints[key], value, f"{where}.{key}") for key, value in table.items()}
     try:
         return cls(**values)
@@ -58,7 +59,7 @@ def from_table(cls: type[T], table: Any, where: str) -> T:
 
 
 def _converted(hint: Any, value: Any, where: str) -> Any:
-    """Value of a key as the type of its field; ValueError if it is of another type."""
+    """Value of a key as the type of its field. ValueError if it is of another type."""
     if isinstance(hint, UnionType):  # X | None
         hint = next(one for one in get_args(hint) if one is not type(None))
     if is_dataclass(hint) and isinstance(hint, type):
@@ -92,6 +93,6 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Text that names the known name most like a wrong one; empty if none is like it."""
+    """Text that suggests the known name most similar to a wrong one. Empty if none is similar."""
     alike = get_close_matches(name, known, n=1)
     return f" (perhaps {alike[0]})" if alike else ""

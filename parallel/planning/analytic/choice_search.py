@@ -1,6 +1,6 @@
 """Choice of one option per node of a graph, with costs on nodes and edges and a bound on memory.
 
-Integer programming as in Alpa's intra-operator pass (Zheng et al., OSDI 2022, section 4.2). `exhaustive` is the
+Integer programming like Alpa's intra-operator pass (Zheng et al., OSDI 2022, section 4.2). `exhaustive` is the
 reference.
 """
 
@@ -14,10 +14,10 @@ Costs = NDArray[np.float64]
 
 
 class ChoiceProblem(NamedTuple):
-    """Costs and memory of each node's options, and of pairs of options on edges; infinite where impossible.
+    """Costs and memory of each node's options, and of pairs of options on edges. Infinite where impossible.
 
-    `edges` are (node, node, array of shape (options, options)); one pair of nodes may have several, and a node one with
-    itself.
+    `edges` are (node, node, array of shape (options, options)). One pair of nodes may have several, and a node one
+    with itself.
     """
 
     costs: list[Costs]
@@ -26,7 +26,7 @@ class ChoiceProblem(NamedTuple):
     limit: float = np.inf
 
     def cost(self, choice: tuple[int, ...]) -> float:
-        """Cost of an option per node; infinite above the limit."""
+        """Cost of an option per node. Infinite above the limit."""
         if sum(float(memory[at]) for memory, at in zip(self.memory, choice)) > self.limit:
             return np.inf
         nodes = sum(float(costs[at]) for costs, at in zip(self.costs, choice))
@@ -34,16 +34,16 @@ class ChoiceProblem(NamedTuple):
 
 
 def exhaustive(problem: ChoiceProblem) -> tuple[int, ...] | None:
-    """Cheapest choice, by trying all; None if all are impossible. For small graphs."""
+    """Cheapest choice, by trying all. None if all are impossible. For small graphs."""
     best = min(product(*(range(len(costs)) for costs in problem.costs)), key=problem.cost, default=None)
     return best if best is not None and np.isfinite(problem.cost(best)) else None
 
 
 def by_milp(problem: ChoiceProblem) -> tuple[int, ...] | None:
-    """Cheapest choice, by integer programming with HiGHS (scipy); None if all are impossible.
+    """Cheapest choice, by integer programming with HiGHS (scipy). None if all are impossible.
 
-    Binary x[node, option] have sum 1 for each node. Each edge has y[option, option] >= 0, whose row and column sums are
-    the x of its ends, so that it is the product of both. ImportError without scipy.
+    Binary x[node, option] have sum 1 for each node. Each edge has y[option, option] >= 0, whose row and column sums
+    are the x of its ends, so that it is the product of both. ImportError without scipy.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp

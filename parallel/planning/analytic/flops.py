@@ -3,7 +3,7 @@
 Published figures count differently. `CONVENTIONS` has them by name:
 
     exact       matrix products of the model: attention of every query with every key; experts that a token uses
-    causal      as exact, with half of the scores: those that a causal mask leaves
+    causal      as exact, with the half of the scores that a causal mask leaves
     6n          6 FLOPs per active parameter and token (Kaplan et al. 2020), the embedding's table included
     palm        6n, and 12 layers x heads x head width x length for attention (Chowdhery et al. 2022, appendix B)
 
@@ -147,7 +147,7 @@ class TrainingCost(NamedTuple):
 
 
 def training_cost(flops: float, peak: float, devices: int, share: float, price: float | None = None) -> TrainingCost:
-    """Time and cost of `flops` on devices of `peak` FLOP/s each that reach a `share` of it; `price` per device-hour.
+    """Time and cost of `flops` on devices of `peak` FLOP/s each that reach a `share` of it. `price` per device-hour.
 
     >>> round(training_cost(2e25, 2250e12, devices=1, share=1.0).years)  # GPT-4, by estimate, on one B200
     282

@@ -59,7 +59,7 @@ class GraphPlan(NamedTuple):
 
 
 class GraphCosts:
-    """Options of a graph's operators on a mesh, for steps of so many micro-batches.
+    """Options of a graph's operators on a mesh, for steps of a number of micro-batches.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class GraphCosts:
     mesh : PlacementMesh
     setup : Setup
     microbatches, alive : int
-        Micro-batches of a step, and those whose activations are kept.
+        Micro-batches of a step, and micro-batches whose activations are kept at the same time.
     fixed : mapping of str to tuple of str, optional
         Rules along every axis of operators that have no choice. ValueError if an operator lacks them.
     """
@@ -98,7 +98,7 @@ class GraphCosts:
                 yield option
 
     def _option(self, name: str, names: tuple[str, ...], rules: list[PlacementRule]) -> GraphOption | None:
-        """Option with these rules; None if a dimension is not divisible."""
+        """Option with these rules. None if a dimension is not divisible."""
         operator = self.graph.operators[name]
         takes, gives = tuple(rule.takes for rule in rules), tuple(rule.gives for rule in rules)
         taken = self.graph.shapes[operator.inputs[0]] if operator.inputs else self.graph.shapes[name]
@@ -143,7 +143,7 @@ class GraphCosts:
         return seconds / self.microbatches
 
     def changes(self, edge: tuple[str, str], one: GraphOption, other: GraphOption) -> tuple[Resharding, Resharding]:
-        """Changes of the value of an edge, and of its gradient, between options of its ends."""
+        """Placement changes of the value on an edge, and of its gradient, if its ends take these options."""
         shape = self.graph.shapes[edge[0]]
         dims = tuple(dim for dim in (0, 1, -1) if shape[dim] % self.mesh.devices == 0)
         return edge_reshardings(one.gives, other.takes, float(HALF * prod(shape)), self.mesh, dims)
@@ -168,6 +168,6 @@ class GraphCosts:
         )
 
     def best(self, limit: float = inf) -> GraphPlan | None:
-        """Fastest plan within `limit` bytes of a device; None if there is none."""
+        """Fastest plan within `limit` bytes of a device. None if there is none."""
         choice = by_milp(self.problem(limit))
         return None if choice is None else self.plan(choice)

@@ -38,12 +38,12 @@ class StagedPlan(NamedTuple):
 
 
 def mesh_of(sizes: tuple[int, ...], cluster: Cluster) -> PlacementMesh:
-    """Mesh with axes of these sizes; consecutive devices are along the last one."""
+    """Mesh with axes of these sizes. Consecutive devices are along the last one."""
     return PlacementMesh(sizes, tuple(cluster.link(size, prod(sizes[at + 1 :])) for at, size in enumerate(sizes)))
 
 
 def meshes(devices: int, cluster: Cluster) -> list[PlacementMesh]:
-    """Meshes of one or two axes of so many devices."""
+    """Meshes of one or two axes with this number of devices."""
     shapes = [(devices,), *((devices // inner, inner) for inner in range(2, devices) if devices % inner == 0)]
     return [mesh_of(sizes, cluster) for sizes in shapes]
 
@@ -73,16 +73,16 @@ def values_out(graph: OperatorGraph, names: tuple[str, ...]) -> list[str]:
 
 
 class StagePlanner:
-    """Division of a graph's operators into stages on so many devices of a cluster.
+    """Division of a graph's operators into stages on devices of a cluster.
 
     Parameters
     ----------
     graph : OperatorGraph
     setup : Setup
     microbatches : int
-        Of a step; the graph's batch is that of one.
+        Of a step. The graph's batch is one micro-batch.
     limit : float
-        Bytes of a device; a stage keeps the activations of as many micro-batches as there are stages from it on.
+        Bytes of a device. A stage keeps the activations of one micro-batch for each stage from it on.
     """
 
     def __init__(self, graph: OperatorGraph, setup: Setup, microbatches: int, limit: float = inf):
@@ -91,7 +91,7 @@ class StagePlanner:
         self._placed = cache(self._place)
 
     def placed(self, stage: Stage, left: int) -> PlacedStage | None:
-        """Fastest placement of a stage that is so many stages from the end; None if none is within the memory."""
+        """Fastest placement of a stage that is number `left` from the end. None if none is within the memory."""
         return self._placed(stage, min(left, self.microbatches) if self.limit < inf else 1)
 
     def _place(self, stage: Stage, alive: int) -> PlacedStage | None:
@@ -120,9 +120,9 @@ class StagePlanner:
         return inf if found is None else found.plan.seconds + found.sending
 
     def best(self, devices: int, count: int = 0) -> StagedPlan | None:
-        """Fastest division on exactly so many devices, a power of two of them for every stage; None if none fits.
+        """Fastest division on exactly `devices` devices, a power of two of them for every stage. None if none fits.
 
-        With a `count` of so many stages.
+        `count`: number of stages, 0 for any.
         """
         sizes = [1 << power for power in range(devices.bit_length())]
         found = best_stages(len(self.names), devices, sizes, self.seconds, self.microbatches, count)

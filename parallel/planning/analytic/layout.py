@@ -22,7 +22,7 @@ NO_COMPRESSION, DEFAULT_SCHEDULE = "none", "1f1b"
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """Ranks along each axis, of which `ep` of dp x cp share the experts; and the form of a step.
+    """Number of ranks along each axis, and the form of a step. `ep` ranks of dp x cp share the experts.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class ClusterLayout:
     compress : str
         Compression of gradients between replicas, with error feedback: none, or of `COMPRESSED_BITS`.
     layers : tuple of int
-        Layers of each part of the model; empty: numbers that differ by at most one.
+        Layers of each part of the model. Empty: numbers that differ by at most one.
     """
 
     dp: int = 1
@@ -86,7 +86,7 @@ class ClusterLayout:
 
     @cached_property
     def replicas(self) -> int:
-        """Ranks that have the same weights, over which ZeRO divides states."""
+        """Ranks that have the same weights. ZeRO divides states over them."""
         return self.mesh.summed.size
 
     @cached_property
@@ -153,7 +153,7 @@ def layer_ranges(model: Transformer, layout: ClusterLayout) -> list[range]:
 
 
 def misfits(model: Transformer, layout: ClusterLayout, sequences: int) -> Iterator[str]:
-    """Reasons why a layout does not divide a model, and batches of `sequences`: texts; none if it fits."""
+    """Reasons why a layout does not divide a model, and batches of `sequences`: texts. None if it fits."""
     tp, cp, ep, experts = layout.tp, layout.cp, layout.ep, model.experts
     if model.heads % tp:
         yield f"tp={tp} does not divide {model.heads} heads"
@@ -163,6 +163,7 @@ def misfits(model: Transformer, layout: ClusterLayout, sequences: int) -> Iterat
         yield f"tp={tp} does not divide the FFN"
     if layout.sequence and (tp == 1 or model.context // cp % tp):
         yield f"sequence parallelism needs tp > 1 that divides {model.context // cp} positions"
+    # zigzag division gives each rank an early and a late chunk: 2 cp of them
     if cp > 1 and model.context % (2 * cp):
         yield f"cp={cp}: {model.context} positions are no multiple of {2 * cp}"
     if layout.parts > model.layers:

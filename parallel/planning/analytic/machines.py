@@ -14,7 +14,7 @@ EFFICIENCY = {"0": 0.1, "1e9": 0.6, "16e9": 0.9, "128e9": 0.99}
 
 @dataclass(frozen=True)
 class Device:
-    """Accelerator, or CPU: `peak` in FLOP/s by precision, dense; `memory` in bytes, its `bandwidth` in bytes/s.
+    """Accelerator, or CPU: `peak` in FLOP/s by precision, dense. `memory` in bytes, its `bandwidth` in bytes/s.
 
     Large matrix products reach the share `attainable` of the peak, and others the share `efficiency` of that, by their
     FLOPs, linear between.
@@ -37,6 +37,7 @@ class Device:
         expect_above_zero(self, "memory", "bandwidth")
         if not self.peak:
             raise ValueError("peak: expected FLOP/s of at least one precision, found none")
+        # `not ... > 0` also refuses NaN
         for precision, flops in self.peak.items():
             if not flops > 0:
                 raise ValueError(f"peak.{precision}: expected FLOP/s above 0, found {flops}")
@@ -50,11 +51,11 @@ class Device:
         return [flops for flops, _ in points], [share for _, share in points]
 
     def efficiency_of(self, flops: float) -> float:
-        """Share of the attainable peak that a product of so many FLOPs reaches."""
+        """Share of the attainable peak that a product of `flops` FLOPs reaches."""
         return float(np.interp(flops, *self._curve))
 
     def peak_of(self, precision: str) -> float:
-        """Dense peak in FLOP/s; ValueError if it is not known for this precision."""
+        """Dense peak in FLOP/s. ValueError if it is not known for this precision."""
         return lookup("precision", precision, self.peak)
 
 
@@ -78,7 +79,7 @@ class Link:
 class Cluster:
     """Nodes of `per_node` devices each, and the links of a device within and between nodes.
 
-    `direct`: without a switch, the devices of the node that a device has links to, which share its rate; 0 with one.
+    `direct`: without a switch, number of devices of the node that share the rate of a device's links. 0 with a switch.
     """
 
     device: str
@@ -100,22 +101,22 @@ class Cluster:
         return replace(self.inside, rate=self.inside.rate * used / self.direct) if used else self.inside
 
     def ranks_inside(self, ranks: int, stride: int) -> int:
-        """Ranks of such an axis that share a node; each has a link of its own to other nodes."""
+        """Number of ranks of such an axis that share a node. Each has its own link to other nodes."""
         return min(ranks, max(1, self.per_node // stride))
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Software of a training: what it reaches of the hardware, and what it hides behind computation.
+    """Software of a training: shares of the hardware's rates that it reaches, and of messages that it hides.
 
     Attributes
     ----------
     products : float
-        Factor of the share of the peak that matrix products reach (`Device.attainable`); the one calibrated number.
+        Factor of the share of the peak that matrix products reach (`Device.attainable`). The one calibrated number.
     inside, between : float
         Shares of the rates of links that collectives reach.
     fused_attention : bool
-        True if scores are never in memory, as in flash attention.
+        True if scores are never in memory (flash attention).
     hides_replicas : bool
         True if gradients and weights of replicas are exchanged beside computation.
     hidden_tensor : float

@@ -23,10 +23,10 @@ from parallel.planning.analytic.states import (
 from parallel.planning.analytic.transformer import Transformer
 
 MEMORY_KINDS = (*STATE_KINDS, RESIDUAL, "activations", "recomputed", "gathered")
-"""Kinds of memory; recomputed: of the layer whose backward runs; gathered: whole weights of two layers in ZeRO-3."""
+"""Kinds of memory. recomputed: of the layer whose backward runs. gathered: whole weights of two layers in ZeRO-3."""
 
 ROUNDS_OF_STAGES = 4
-"""Micro-batches, in multiples of the stages, beyond which the number alive on a stage no longer grows."""
+"""Number of micro-batches, in multiples of the stages, beyond which the number alive on a stage no longer grows."""
 
 
 @lru_cache(maxsize=512)
@@ -42,14 +42,14 @@ def plan_of(schedule: str, stages: int, microbatches: int, virtual: int) -> Pipe
 def alive_at_most(
     schedule: str, stages: int, microbatches: int, virtual: int, held: tuple[int, ...]
 ) -> tuple[Number, ...]:
-    """Peak by stage of what micro-batches hold that are alive, if one holds so much in each part of the model."""
+    """Peak by stage of the memory of micro-batches that are alive. `held`: memory of one in each part of the model."""
     return peaks(plan_of(schedule, stages, microbatches, virtual), held)
 
 
 def peak_activations(model: Transformer, layout: ClusterLayout, microbatches: int) -> list[int]:
     """Peak bytes of saved activations by stage.
 
-    The peaks of each kind of layer, of the embedding and of the head are added; they need not coincide where a stage
+    The peaks of each kind of layer, of the embedding and of the head are added. They need not coincide where a stage
     has several parts.
     """
     form = layout.schedule, layout.pp, microbatches, layout.virtual
@@ -104,7 +104,7 @@ class MemoryChange(NamedTuple):
 
 
 def over_time(model: Transformer, layout: ClusterLayout, microbatches: int, stage: int) -> list[MemoryChange]:
-    """Activations of a stage over a step, layer by layer; a layer's forward takes 1 unit, its backward 2.
+    """Activations of a stage over a step, layer by layer. A layer's forward takes 1 unit, its backward 2.
 
     The embedding counts to the first layer, the head to the last one.
     """

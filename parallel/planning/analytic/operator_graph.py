@@ -15,9 +15,9 @@ class GraphOperator:
     Attributes
     ----------
     features : int
-        Of the result, for kind "linear"; 0: as many as the first input has.
+        Of the result, for kind "linear". 0: same as the first input.
     heads : int
-        For kind "attention", whose input is queries, keys and values side by side, each of `features`.
+        For kind "attention". Its input is queries, keys and values side by side, each of `features`.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class GraphOperator:
 
 
 class OperatorGraph:
-    """Operators by name, in an order in which inputs come first; the first one is the input of the model.
+    """Operators by name, in an order in which inputs come first. The first one is the input of the model.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class OperatorGraph:
     shape : tuple of int
         Of the input: batch, length, width.
     repeated : bool
-        True if the result is the input of the next of many equal blocks, which then has the same placements.
+        True if the result is the input of the next of many equal blocks, with the same placements.
 
     Raises
     ------
@@ -55,6 +55,7 @@ class OperatorGraph:
         self.operators, self.repeated = dict(operators), repeated
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, operator in self.operators.items():
+            # inputs come first, so one pass finds all shapes and no circle can appear
             for source in operator.inputs:
                 if source not in self.shapes:
                     known = ", ".join(self.shapes) or "none"
@@ -72,13 +73,13 @@ class OperatorGraph:
 
     @property
     def edges(self) -> list[tuple[str, str]]:
-        """Names of each operator and its input, the input first; with `repeated`, also the result and the first."""
+        """Names of each operator and its input, the input first. With `repeated`, also the result and the first."""
         found = [(source, name) for name, operator in self.operators.items() for source in operator.inputs]
         names = list(self.operators)
         return [*found, (names[-1], names[0])] if self.repeated else found
 
     def products(self, name: str, parts: tuple[int, int, int] = (1, 1, 1)) -> list[OperatorCost]:
-        """Matrix products of a forward pass where samples, input and result features are cut in so many `parts`."""
+        """Matrix products of a forward pass with samples, input and result features cut in these numbers of `parts`."""
         operator, (batch, length, width) = self.operators[name], self.shapes[name]
         samples, inputs, outputs = parts
         if operator.kind == "linear":

@@ -1,6 +1,6 @@
 """Kinds of operators in the planner's graphs: the placements of values that each can take and give along a mesh axis.
 
-The rules of operators with weights are those of the styles in `parallel.sharding.tensor.cut_model`, and data
+The rules of operators with weights follow the styles in `parallel.sharding.tensor.cut_model`, and data
 parallelism: each rank has some samples, or some positions, and gradients of weights are summed.
 """
 
@@ -13,9 +13,9 @@ BATCH, SEQUENCE, FEATURES = Shard(0), Shard(1), Shard(-1)
 
 
 class PlacementRule(NamedTuple):
-    """Placements along an axis of an operator's inputs (all alike) and its result.
+    """Placements along an axis of an operator's inputs (the same for all) and its result.
 
-    `cut_weight`: ranks have parts of the weight; else all of it, and with `some_samples` a term of its gradient.
+    `cut_weight`: ranks have parts of the weight. Otherwise all of it, and with `some_samples` a term of its gradient.
     """
 
     takes: Placement
@@ -34,10 +34,10 @@ SAMPLES = {
     "batch": PlacementRule(BATCH, BATCH, some_samples=True),
     "sequence": PlacementRule(SEQUENCE, SEQUENCE, some_samples=True),
 }
-"""Rules of operators that treat every position alike."""
+"""Rules of operators that treat all positions the same."""
 
 EVERYWHERE = SAMPLES | {"features": PlacementRule(FEATURES, FEATURES)}
-"""Rules of operators that treat every element alike."""
+"""Rules of operators that treat all elements the same."""
 
 
 class OperatorKind(NamedTuple):
@@ -64,4 +64,4 @@ KINDS = {
     ),
     "add": OperatorKind({**EVERYWHERE, "partial": PlacementRule(SUM, SUM)}, -1),
 }
-"""Kinds by name. A linear layer is cut by columns or rows, attention by heads; a sum may add partial sums."""
+"""Kinds by name. A linear layer is cut by columns or rows, attention by heads. A sum may add partial sums."""

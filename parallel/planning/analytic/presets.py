@@ -33,7 +33,7 @@ KINDS: dict[str, type] = {"models": Transformer, "devices": Device, "clusters": 
 
 
 def parse(text: str, where: str) -> Presets:
-    """Presets in the text of a TOML file; ValueError, which names file, table and key, if something is wrong."""
+    """Presets in the text of a TOML file. ValueError, with file, table and key, if something is wrong."""
     try:
         tables: dict[str, Any] = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -48,7 +48,10 @@ def parse(text: str, where: str) -> Presets:
 
 
 def load(paths: Iterable[Path] = ()) -> Presets:
-    """Built-in presets and those of files, which replace built-in ones of the same names; ValueError as `parse`."""
+    """Built-in presets and presets of files. Files replace built-in ones of the same names.
+
+    Raises ValueError like `parse`.
+    """
     texts = [(files(__package__).joinpath("presets.toml").read_text(), "presets.toml")]
     for path in paths:
         try:

@@ -4,7 +4,7 @@ A value has a placement along each axis, written as R (replicated), P (a partial
 cut. ``S0 S-1`` is cut along the batch on axis 0 and along the features on axis 1. Where both axes cut the same
 dimension, axis 0 cuts it first and axis 1 cuts each part.
 
-A change is made of collectives along one axis each; `resharding` finds the cheapest sequence (Dijkstra). Parts that
+A change is made of collectives along one axis each. `resharding` finds the cheapest sequence (Dijkstra). Parts that
 both axes cut can only be joined from the inner axis outwards.
 """
 
@@ -31,11 +31,11 @@ COLLECTIVES: dict[tuple[type[Placement], type[Placement]], str] = {
     (Shard, Partial): "",  # zeros around each part
     (Shard, Shard): "alltoall",
 }
-"""Collective, as the catalogue of `collectives` names it, from one placement of a value to another; "" for none."""
+"""Collective, by its name in the catalogue of `collectives`, from one placement to another. "" for none."""
 
 
 def collective(source: Placement, target: Placement) -> str:
-    """Collective that changes a value's placement; "" if no rank needs data of another.
+    """Collective that changes a value's placement. "" if no rank needs data of another.
 
     >>> collective(Partial(), Shard(1)), collective(Shard(0), Shard(-1)), collective(Shard(0), Shard(0))
     ('reduce_scatter', 'alltoall', '')
@@ -71,7 +71,7 @@ ALGORITHMS = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "ring"
 
 
 class PlacementMesh(NamedTuple):
-    """Sizes of the axes of a mesh and the links that limit them, the outer axis first; neighbours are on the last."""
+    """Sizes of the axes of a mesh and the links that limit them, the outer axis first. Neighbours are on the last."""
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
@@ -124,7 +124,7 @@ def short_name(placement: MeshPlacement) -> str:
 
 
 def value_placements(dims: tuple[int, ...], axes: int) -> list[MeshPlacement]:
-    """All placements of a value whose dimensions `dims` can be cut, on a mesh of so many axes."""
+    """All placements of a value whose dimensions `dims` can be cut, on a mesh with a number of axes."""
     return list(product((Replicate(), *map(Shard, dims), Partial()), repeat=axes))
 
 
@@ -142,7 +142,7 @@ def _neighbours(
             if not name or size == 1:
                 yield PlacementChange("", axis, 0.0, 0.0, result)
                 continue
-            # The n of the formulas: the whole of what is gathered, summed or scattered along the axis.
+            # The n of the formulas: all data gathered, summed or scattered along the axis.
             n = nbytes / mesh.parts(result if name == "allgather" else here)
             volume = catalog.evaluate(catalog.find(name, ALGORITHMS[name]).volume, size)
             seconds = message_seconds(name, ALGORITHMS[name], size, n, mesh.links[axis])

@@ -33,8 +33,10 @@ SUMS = {
     "ring": "ring",
     "rabenseifner": "butterfly",
 }
-"""Algorithms of allreduce that are compared, and the names by which they are known; K reduces: one for each rank's
-part of the vector, all at once."""
+"""Algorithms of allreduce that are compared, with their usual names.
+
+"k reduces": one for each rank's part of the vector, all at once.
+"""
 
 SERVERS = {"one server": "linear", "as many servers as workers": "direct", "allreduce": "ring"}
 """Algorithms of allreduce that move what each arrangement moves: all gradients to one rank, or a part to each."""
@@ -50,7 +52,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def sequences_per_second(model: Transformer, setup: Setup, dp: int, sequences: int) -> float:
-    """Sequences per second of `dp` replicas with ZeRO-1 and steps of so many sequences, one in a micro-batch."""
+    """Sequences per second of `dp` replicas with ZeRO-1. A step has `sequences` sequences, one in a micro-batch."""
     layout = ClusterLayout(dp=dp, zero=1)
     return sequences / step_time(model, layout, setup, sequences, heaviest(model, layout)).total
 
@@ -60,7 +62,7 @@ def replica_efficiency(
 ) -> dict[int, float]:
     """Throughput of each number of replicas, as a share of that many times one replica's.
 
-    `batch` sequences are those of a whole step (`strong` scaling), or of each replica (weak scaling). Numbers that do
+    `batch`: sequences of a whole step (`strong` scaling), or of each replica (weak scaling). Numbers that do
     not divide a whole step are left out.
     """
     alone = sequences_per_second(model, setup, 1, batch)
@@ -78,7 +80,7 @@ def pipeline_efficiency(stages: int, microbatches: int) -> float:
 
 
 def bus_bandwidth(cluster: Cluster, nodes: int, nbytes: int, algorithm: str) -> float:
-    """Bytes per second that an allreduce among so many nodes, one rank on each, moves: 2(p-1)/p n over its time."""
+    """Bytes per second that an allreduce among `nodes` nodes, one rank on each, moves: 2(p-1)/p n over its time."""
     alpha, beta = cluster.between.cost
     seconds = catalog.find("allreduce", algorithm).seconds(nodes, nbytes, alpha, beta, 0.0)
     return float(2 * (nodes - 1) / nodes * nbytes / seconds)
@@ -97,7 +99,7 @@ class SumCost(NamedTuple):
 
 
 def sum_costs(cluster: Cluster, nodes: int, nbytes: int) -> dict[str, SumCost]:
-    """Costs of the algorithms of `SUMS` among so many nodes, one rank on each."""
+    """Costs of the algorithms of `SUMS` among `nodes` nodes, one rank on each."""
     alpha, beta = cluster.between.cost
     found = {}
     for name in SUMS:
@@ -118,7 +120,7 @@ def exchange_seconds(cluster: Cluster, workers: int, nbytes: int) -> dict[str, f
 
 
 def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
-    """Tables with the points of a file of `chorus plan --measure-scaling` added; ValueError if it has another form."""
+    """Tables with the points of a file of `chorus plan --measure-scaling` added. ValueError if it has another form."""
     try:
         found = json.loads(path.read_text())
         points = {

@@ -69,17 +69,17 @@ TRIED: dict[str, Callable[[int], Sequence[int]]] = {
     STAGES.name: divisors,
     REPLICAS.name: divisors,
 }
-"""Numbers of ranks along an axis, of so many devices. Along other axes there is one, or as many as are given."""
+"""Candidate numbers of ranks along an axis, by number of devices. Other axes have one rank, or the given number."""
 
 
 def candidates(
     model: Transformer, setup: Setup, devices: int, fixed: Mapping[str, Any], compressions: Sequence[str] = ()
 ) -> Iterator[ClusterLayout]:
-    """All layouts of so many devices, with the values of `fixed` by field; tp stays within a node.
+    """All layouts of `devices` devices, with the values of `fixed` by field. tp stays within a node.
 
-    Replicas without ZeRO sum their gradients as they are and in each of `compressions`, or as `fixed` says. Sequence
-    parallelism is used with tp, ZeRO from stage 1 with replicas. Pipelines have equal numbers of layers and, where that
-    is faster, fewer on the stage with the head. ValueError for an unknown field.
+    Replicas without ZeRO sum their gradients uncompressed and in each of `compressions`, or by `fixed`. Sequence
+    parallelism is used with tp, ZeRO from stage 1 with replicas. Pipelines have equal numbers of layers and, where
+    that is faster, fewer on the stage with the head. ValueError for an unknown field.
     """
     known = [each.name for each in fields(ClusterLayout)]
     if unknown := [name for name in fixed if name not in known]:
@@ -153,7 +153,7 @@ def search(
     fixed: Mapping[str, object] | None = None,
     compressions: Sequence[str] = (),
 ) -> SearchResult:
-    """Judge all candidates; ValueError without devices or sequences, or for a precision that the device lacks."""
+    """Judge all candidates. ValueError without devices or sequences, or for a precision that the device lacks."""
     if devices < 1 or sequences < 1:
         raise ValueError(f"expected at least 1 device and 1 sequence, found {devices} and {sequences}")
     setup.device.peak_of(setup.precision)

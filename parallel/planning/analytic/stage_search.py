@@ -1,8 +1,9 @@
 """Division of operators, in order, into pipeline stages on parts of a cluster, by dynamic programming.
 
-The time of a step of B micro-batches is that of one through all stages, and B - 1 times the slowest stage: T = sum of
-t_i + (B - 1) max of t_i (Zheng et al., "Alpa", OSDI 2022, section 5). For every candidate of the slowest stage's time,
-F(s, k, d) is the least sum of s stages that hold the operators from k on with d devices. `exhaustive` is the reference.
+The time of a step of B micro-batches is the time of one through all stages, plus B - 1 times the slowest stage: T =
+sum of t_i + (B - 1) max of t_i (Zheng et al., "Alpa", OSDI 2022, section 5). For every candidate of the slowest
+stage's time, F(s, k, d) is the least sum of s stages that hold the operators from k on with d devices. `exhaustive` is
+the reference.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +28,21 @@ class StagePlan(NamedTuple):
 
 
 StageSeconds = Callable[[Stage, int], float]
-"""Seconds of a micro-batch on a stage that is so many stages from the end, itself counted; infinite if impossible."""
+"""Seconds of a micro-batch on a stage. The number counts stages from it to the end, itself included.
+
+Infinite if impossible.
+"""
 
 
 def total_seconds(stages: Sequence[Stage], seconds: StageSeconds, microbatches: int) -> float:
-    """Seconds of a step of so many micro-batches."""
+    """Seconds of a step of `microbatches` micro-batches."""
     times = [seconds(stage, len(stages) - at) for at, stage in enumerate(stages)]
     slowest = max(times)
     return sum(times) + (microbatches - 1) * slowest if slowest < inf else inf
 
 
 def _divisions(operators: int, devices: int, sizes: Sequence[int], start: int = 0) -> Iterator[tuple[Stage, ...]]:
-    """Yield all ways to hold the operators from `start` on with exactly so many devices."""
+    """Yield all ways to hold the operators from `start` on with exactly `devices` devices."""
     if start == operators and not devices:
         yield ()
     for stop in range(start + 1, operators + 1):
@@ -72,7 +76,7 @@ def best_stages(
         Numbers of devices that a stage may have.
     seconds : callable
     microbatches, count : int
-        Micro-batches of a step; number of stages, or 0 for the fastest.
+        Micro-batches of a step. Number of stages, or 0 for the fastest.
 
     Returns
     -------
@@ -117,6 +121,7 @@ def _least_sum(
         for stop in range(start + 1, operators - left + 2):
             for size in sizes:
                 stage = Stage(start, stop, size)
+                # slower stages belong to another candidate of the slowest time
                 if size > free or times[stage, left] > slowest:
                     continue
                 others = least(stop, left - 1, free - size)

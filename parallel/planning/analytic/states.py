@@ -46,7 +46,7 @@ RECIPES = {
 
 
 class WeightCount(NamedTuple):
-    """Parameters of one rank: those that all replicas share, and those of routed experts."""
+    """Parameters of one rank: parameters that all replicas share, and parameters of routed experts."""
 
     dense: int
     experts: int
@@ -54,7 +54,7 @@ class WeightCount(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_weights(model: Transformer, sparse: bool, tp: int, ep: int) -> WeightCount:
-    """Parameters of a layer on one rank of tp and ep; products that not all tp ranks can share are copied."""
+    """Parameters of a layer on one rank of tp and ep. Products that not all tp ranks can share are copied."""
     layer = model.experts.dense_layers if model.experts and sparse else 0
     count = {"dense": model.other_parameters(layer), "experts": 0}
     for each in model.products(layer):
@@ -67,7 +67,7 @@ def layer_weights(model: Transformer, sparse: bool, tp: int, ep: int) -> WeightC
 
 
 def part_weights(model: Transformer, layers: range, layout: ClusterLayout) -> WeightCount:
-    """Parameters on one rank of a part of the model; the first has the embedding, the last norm and head.
+    """Parameters on one rank of a part of the model. The first has the embedding, the last norm and head.
 
     A tied table is on both if they are different stages.
     """
@@ -103,7 +103,7 @@ def weight_copies(weights: WeightCount, layout: ClusterLayout) -> tuple[WeightCo
 
 
 def state_bytes(weights: WeightCount, recipe: StateRecipe, layout: ClusterLayout) -> Counter[str]:
-    """Bytes of weights, gradients, optimizer, and residuals of compression of one rank; each part is rounded up."""
+    """Bytes of weights, gradients, optimizer, and residuals of compression of one rank. Each part is rounded up."""
     found: Counter[str] = Counter()
     for count, ranks, _ in weight_copies(weights, layout):
         for kind, nbytes, least in zip(STATE_KINDS, recipe, DIVIDED_FROM):

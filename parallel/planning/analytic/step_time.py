@@ -1,9 +1,9 @@
 """Predicted time of a training step: products, memory traffic, messages of every axis, and the pipeline's bubble.
 
-Products take their FLOPs over the attainable peak, with an efficiency that grows with their size; operators that are
-bound by memory the time to move the arrays that are saved. Messages are priced by the cost formulas of the algorithms
-in `collectives.algorithms`, on the links of their mesh axis; the bubble by the schedule's formula, which equals the
-simulator's. What the software reaches and hides is a `Stack`, of which one number is calibrated.
+Products take their FLOPs over the attainable peak, with an efficiency that grows with their size. Operators that are
+bound by memory take the time to move the saved arrays. Messages are priced by the cost formulas of the algorithms
+in `collectives.algorithms`, on the links of their mesh axis. The bubble follows the schedule's formula (equal to the
+simulator's). `Stack` has the shares that the software reaches and hides. One of its numbers is calibrated.
 """
 
 from dataclasses import replace
@@ -23,9 +23,12 @@ from parallel.planning.analytic.states import StateRecipe, WeightCount, state_by
 from parallel.planning.analytic.transformer import Product, Transformer
 
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 2.5, 4.0
-"""Times that the saved bytes of operators between products are moved: each array is written and read by the next one,
-with its gradient; of the scores of 5 a s bytes a token (Korthikanti et al.), 13 a s forward and 19 a s backward. Chosen
-among several values as those that fit published steps best."""
+"""Times that the saved bytes of operators between products are moved.
+
+Each array is written, and read by the next operator, with its gradient. Of the scores of 5 a s bytes a token
+(Korthikanti et al.), 13 a s forward and 19 a s backward. Chosen among several values as the best fit to published
+steps.
+"""
 
 LOGIT_TRAFFIC = 6
 """Times that float32 logits are moved: written, read for maximum, sum and loss, and their gradient twice."""
@@ -47,7 +50,10 @@ class Setup(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by cause; `bubble` is idle time of the pipeline, `replicas` what is not overlapped of dp."""
+    """Seconds of a step by cause.
+
+    `bubble` is idle time of the pipeline, `replicas` the time of dp that is not overlapped.
+    """
 
     compute: float
     recompute: float
@@ -66,7 +72,7 @@ class StepTime(NamedTuple):
 
 
 class BatchTime(NamedTuple):
-    """Seconds of a micro-batch by cause, as of `StepTime`, on a rank that has some layers, and perhaps the head."""
+    """Seconds of a micro-batch by cause (see `StepTime`), on a rank that has some layers, and perhaps the head."""
 
     compute: float
     recompute: float
@@ -131,7 +137,7 @@ class ForwardSeconds(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def forward_seconds(model: Transformer, setup: Setup, tp: int, cp: int, ep: int, micro_batch: int) -> ForwardSeconds:
-    """Seconds of products on a rank of tp, cp and ep; along cp it has its queries, and all keys."""
+    """Seconds of products on a rank of tp, cp and ep. Along cp it has its queries, and all keys."""
     layers = scores = head = 0.0
     products = {(each.part, each.name): each for layer, _ in model.kinds() for each in model.products(layer)}
     for cost in operators(model, micro_batch, model.context // cp):
@@ -155,7 +161,7 @@ def _of_rank(each: Product, cost: OperatorCost, tp: int, ep: int) -> OperatorCos
 def step_time(
     model: Transformer, layout: ClusterLayout, setup: Setup, sequences: int, weights: WeightCount
 ) -> StepTime:
-    """Predicted seconds of a step of `sequences`; `weights` are those of the stage that has most."""
+    """Predicted seconds of a step of `sequences`. `weights`: weights of the stage that has most."""
     rounds, stages = accumulation(layout, sequences), stage_times(model, layout, setup)
     slowest = max(stages, key=lambda stage: stage.busy)
     others = (sum(stage.busy for stage in stages) - slowest.busy) / max(1, layout.pp - 1)
@@ -170,7 +176,7 @@ def step_time(
 
 
 def stage_times(model: Transformer, layout: ClusterLayout, setup: Setup) -> list[BatchTime]:
-    """Predicted seconds of a micro-batch on every stage, forward and backward; all layers take alike."""
+    """Predicted seconds of a micro-batch on every stage, forward and backward. All layers take equal time."""
     whole, ranges = batch_time(model, layout, setup), layer_ranges(model, layout)
     shares = [sum(len(ranges[part]) for part in layout.parts_of(stage)) / model.layers for stage in range(layout.pp)]
     return [whole.part(share, stage == layout.pp - 1) for stage, share in enumerate(shares)]
@@ -192,7 +198,7 @@ def batch_time(model: Transformer, layout: ClusterLayout, setup: Setup) -> Batch
 
 
 def balanced_layers(model: Transformer, layout: ClusterLayout, setup: Setup) -> tuple[int, ...]:
-    """Layers of each part with fewer in the last one, which has the head; empty if that is no faster than `layout`."""
+    """Layers of each part with fewer in the last one (it has the head). Empty if that is no faster than `layout`."""
     alike = replace(layout, dp=1, zero=0, compress=NO_COMPRESSION, layers=())
     return _balanced_layers(model, alike, setup)
 
@@ -272,7 +278,7 @@ def _idle(layout: ClusterLayout, rounds: int, busy: float) -> float:
 
 
 def _replica_seconds(layout: ClusterLayout, setup: Setup, weights: WeightCount, rounds: int, busy: float) -> float:
-    """Seconds of gradients and gathered weights of replicas that no computation hides; `busy` in a micro-batch."""
+    """Seconds of gradients and gathered weights of replicas that no computation hides. `busy` in a micro-batch."""
     copies, gradients, coding = weight_copies(weights, layout), float(setup.recipe.gradients), 0.0
     if layout.compress != NO_COMPRESSION:
         gradients = (COMPRESSED_BITS[layout.compress] + 32 / BLOCK) / 8

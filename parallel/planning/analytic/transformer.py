@@ -23,11 +23,11 @@ class Product(NamedTuple):
     part : str
         Part of the model: projections, ffn, experts, router or vocabulary.
     most : int
-        Ranks that can share the weight in tensor parallelism; 1: each has all of it. More ranks hold copies.
+        Ranks that can share the weight in tensor parallelism. 1: each has all of it. More ranks hold copies.
     by_rows : bool
-        True if ranks share the inputs and sum the outputs, of which the bias is then whole on every rank.
+        True if ranks share the inputs and sum the outputs. The bias is then whole on every rank.
     stored, active : int
-        Weights of this shape in the layer, and those of them that a token uses.
+        Number of weights of this shape in the layer, and number that a token uses.
     """
 
     part: str
@@ -95,11 +95,11 @@ class Transformer:
     kv_heads, head_width, ffn : int
         0 for the usual ones: `heads`, `width` / `heads`, 4 `width`.
     gated : bool
-        True if the FFN has a third matrix, as in SwiGLU.
+        True if the FFN has a third matrix (SwiGLU).
     tied : bool
         True if the head uses the embedding's table.
     positions : int
-        Learned position embeddings; 0 for none, as with rotary ones.
+        Learned position embeddings. 0 for none (rotary ones, for example).
     bias : bool
         True if linear layers and norms have biases.
     dropout : bool
@@ -138,6 +138,7 @@ class Transformer:
             raise ValueError(
                 f"heads: expected a divisor of the width {self.width}, or a head_width; found {self.heads}"
             )
+        # 0 means the usual number, filled in so that formulas need no cases
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_width", self.head_width or self.width // self.heads)
         object.__setattr__(self, "ffn", self.ffn or 4 * self.width)
@@ -164,7 +165,7 @@ class Transformer:
 
     @property
     def head(self) -> Product:
-        """Product with the vocabulary's table, whether or not it is that of the embedding."""
+        """Product with the vocabulary's table (the head's own, or the embedding's)."""
         return Product("vocabulary", "head", self.width, self.vocabulary, self.vocabulary or 1)
 
     @property
@@ -179,7 +180,7 @@ class Transformer:
         return self.norms * self.norm_parameters + latent + balance
 
     def layer_parameters(self, layer: int, *, active: bool = False) -> int:
-        """Parameters of a layer; with `active`, those that one token uses."""
+        """Parameters of a layer. With `active`, parameters that one token uses."""
         weights = sum(
             (each.active if active else each.stored) * (each.inputs + self.bias) * each.outputs
             for each in self.products(layer)
@@ -188,7 +189,7 @@ class Transformer:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters; a tied table counts once."""
+        """Number of parameters. A tied table counts once."""
         return self._parameters(active=False)
 
     @cached_property
@@ -205,7 +206,7 @@ class Transformer:
 
 
 def attention_products(model: Transformer) -> Iterator[Product]:
-    """Projections of attention; those of keys and values can be shared by as many ranks as there are kv heads."""
+    """Projections of attention. Keys' and values' can be shared by at most as many ranks as kv heads."""
     part, width, heads = "projections", model.width, model.heads
     if model.latent is None:
         queries, keys = heads * model.head_width, model.kv_heads * model.head_width

@@ -16,7 +16,7 @@ POLL = 1e-3
 
 
 class CoreSharing(NamedTuple):
-    """Ranks on the most crowded machine, and its cores; emulated nodes share the cores of one machine."""
+    """Ranks on the most crowded machine, and its cores. Emulated nodes share the cores of one machine."""
 
     ranks: int
     cores: int
@@ -43,7 +43,7 @@ def core_sharing(comm: MPI.Intracomm) -> tuple[CoreSharing, bool]:
 
 
 def measured(comm: MPI.Intracomm, measures: bool, measure: Callable[[], T]) -> list[T]:
-    """Results of `measure` on all ranks that measure, at the same time; others sleep meanwhile. Collective.
+    """Results of `measure` on all ranks that measure, at the same time. Others sleep meanwhile. Collective.
 
     An error of a rank that measures is raised on all ranks.
     """

@@ -88,7 +88,8 @@ def data_parallel_step(
 ) -> StepTimeline:
     """Step of `rounds` micro-batches on a rank that takes `update` seconds to update its part of the weights.
 
-    `groups` have different parameters, as with experts on different ranks; `tensor` is the cause of units' exchanges.
+    `groups` have different parameters (experts on different ranks, for example). `tensor` is the cause of units'
+    exchanges.
     """
     return _DataParallelStep(layout, groups, tensor).run(units, rounds, update)
 
@@ -131,6 +132,7 @@ class _DataParallelStep:
             for number, unit in backward:
                 self._gather(path)
                 self._compute(f"B{number}", unit.backward + unit.weights, unit.exchanges / 2)
+                # a bucket's gradient is complete after its first unit, the last one of the backward pass
                 if exchange.when == "each" or (exchange.when == "ready" and turn == rounds - 1):
                     self._reduce(each for each in self._buckets if each.users[0] == number)
         if exchange.when == "end":
@@ -160,7 +162,10 @@ class _DataParallelStep:
             self._start(self._exchange.collective, each, self._exchange.overlaps)
 
     def _start(self, name: str, each: _GroupBucket, beside: bool, weights: bool = False) -> None:
-        """Start a bucket's collective: what is not hidden takes time now, the rest goes on `beside` the computation."""
+        """Start a bucket's collective.
+
+        The part that is not hidden takes time now, the rest runs `beside` the computation.
+        """
         group, seconds = each.group, self._seconds(name, each, weights)
         hidden = group.messages.hidden(group.ranks, name) if beside else 0.0
         self._move(name, each, (1 - hidden) * seconds)
@@ -169,7 +174,7 @@ class _DataParallelStep:
             self._sent = self._quiet = self._step.beside(label, group.cause, start, hidden * seconds)
 
     def _gather(self, path: list[int]) -> None:
-        """Take the next unit from the path: gather its weights unless they are there, and start the unit's after it."""
+        """Take the next unit from the path: gather its weights unless present, and start the next unit's gather."""
         here, after = path.pop(0), path[0] if path else None
         if not self._exchange.gathers_units:
             return
@@ -179,6 +184,7 @@ class _DataParallelStep:
         for each in needs:
             self._step.wait(self._arrives.pop(each.slot, 0.0), each.group.cause)
         busy = {each.slot for each in needs}
+        # a slot that this unit uses is not free for the next one's weights yet
         for each in self._buckets:
             if after in each.users and each.slot not in busy:
                 self._fetch(each, beside=True)

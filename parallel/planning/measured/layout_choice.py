@@ -1,6 +1,6 @@
-"""Choice of the layout of a training on the ranks that there are: what fits, by predicted time; a reason for the rest.
+"""Choice of a training's layout on the available ranks: fitting layouts by predicted time, and reasons against others.
 
-Memory is the forecast of the engines themselves, to the byte; times are those of `StepForecaster`.
+Memory is the engines' own forecast, exact to the byte. `StepForecaster` predicts the times.
 """
 
 from collections.abc import Iterator
@@ -56,15 +56,15 @@ class Refusal(NamedTuple):
 
 
 def candidates(given: Settings, ranks: int, experts: bool = False) -> Iterator[Settings]:
-    """Settings of all layouts on so many ranks: DDP and ZeRO on `meshes`, pipelines, a parameter server.
+    """Settings of all layouts on `ranks` ranks: DDP and ZeRO on `meshes`, pipelines, a parameter server.
 
-    Each is also with the compression of gradients that is given, if any; "auto" stands for
-    all between which it chooses.
+    Each also appears with the given compression of gradients, if any. "auto": all methods that it chooses from.
     """
     fresh = replace(given, micro_batch=None, accumulate=None, microbatches=None, stages=None, mesh=None, cuts=None)
     fresh = replace(fresh, compress=NONE)
     ways = {NONE: (NONE,), AUTO: (NONE, *WIDTHS)}.get(given.compress, (NONE, given.compress))
     for compress, mesh, layout in product(ways, meshes(ranks, experts), DATA_PARALLEL):
+        # on one replica without compression all layouts of data parallelism are the same step
         if mesh.alike.size > 1 or (layout == "dp" and compress == NONE):
             text = None if [*mesh.sizes] == [REPLICAS.name] and mesh.ep == 1 else str(mesh)
             for accumulate, recompute in product(ACCUMULATE, RECOMPUTE):
@@ -87,6 +87,7 @@ def meshes(ranks: int, experts: bool) -> Iterator[Mesh]:
     """
     names = [name for name, axis in AXES.items() if axis.input is not None]
     for counts in product(divisors(ranks), repeat=len(names)):
+        # other counts would leave ranks idle, or need more of them
         if prod(counts) == ranks:
             sizes = {name: size for name, size in zip(names, reversed(counts)) if size > 1} or {REPLICAS.name: 1}
             for ep in divisors(ranks) if experts else (1,):
@@ -94,7 +95,7 @@ def meshes(ranks: int, experts: bool) -> Iterator[Mesh]:
 
 
 class LayoutChoice:
-    """Judgement of layouts on the ranks of a communicator; `limit` is the memory of a rank in bytes.
+    """Judgement of layouts on the ranks of a communicator. `limit` is the memory of a rank in bytes.
 
     All methods are collective.
     """
@@ -126,7 +127,7 @@ class LayoutChoice:
         return dict(forecast.needed)
 
     def search(self, given: Settings) -> tuple[list[LayoutForecast], list[Refusal]]:
-        """All layouts that fit, fastest first, and all others; ValueError if the simplest one cannot be trained."""
+        """All layouts that fit, fastest first, and all others. ValueError if the simplest one cannot be trained."""
         simplest = next(candidates(given, self._comm.Get_size()))
         _, job = self._forecaster.prepare(simplest)
         experts = any(isinstance(one, MixtureOfExperts) for one in operators_in(job.model))

@@ -1,6 +1,6 @@
 """Measured seconds of a model's units and of optimizer updates, on as many ranks at once as there are cores.
 
-Each is measured once; a trial takes a few milliseconds up to a few passes of the model.
+Each is measured once. A trial takes a few milliseconds, up to a few passes of the model.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ UNIT_AXES = [name for name, axis in AXES.items() if axis.input is not None and n
 """Mesh axes whose ranks share the units of a model."""
 
 SECONDS, TIMES = 0.2, (5, 25)
-"""Seconds of a measurement, and least and most repetitions, beside a first one; the median counts, as of steps."""
+"""Seconds of a measurement, and least and most repetitions after a first one. The median counts."""
 
 
 class UnitCost(NamedTuple):
-    """Seconds of a unit for one micro-batch: forward, gradients of its input and of its weights; and its exchanges."""
+    """Seconds of a unit for one micro-batch: forward, gradients of its input and of its weights. And its exchanges."""
 
     forward: float
     backward: float
@@ -61,7 +61,7 @@ class UnitCost(NamedTuple):
 
 
 class Workpiece(NamedTuple):
-    """Model and loss of a training, and a function that takes so many samples."""
+    """Model and loss of a training, and a function that runs them on a number of samples."""
 
     model: Operator
     loss: Any
@@ -70,7 +70,7 @@ class Workpiece(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Costs of computation from a record. All methods are collective; results are equal on all ranks.
+    """Costs of computation from a record. All methods are collective. Results are equal on all ranks.
 
     Where more ranks than cores compute at once, each takes `sharing.crowd` times as long as measured.
     """
@@ -97,9 +97,9 @@ class MeasuredCosts:
     def update(
         self, optimizer: Optimizer, settings: Settings, elements: int, work: Workpiece | None = None, samples: int = 0
     ) -> float:
-        """Seconds to compute the norm of so many gradients and to update as many weights.
+        """Seconds to compute the norm of `elements` gradients and to update as many weights.
 
-        With `work` after a pass of the model for `samples`, with the contents of caches that it leaves.
+        With `work`, measured after a pass of the model for `samples`, for its effect on caches.
         """
         trial = partial(_update_seconds, optimizer, settings, elements, work, samples)
         passes = None if work is None else _unit_key(settings, samples)
@@ -107,7 +107,7 @@ class MeasuredCosts:
         return float(median(self.record.results(key, trial)))
 
     def sum_of_gradients(self, elements: int) -> float:
-        """Seconds to add a gradient of so many elements to another one."""
+        """Seconds to add a gradient of `elements` elements to another one."""
         return float(median(self.record.results(("add", elements), partial(_add_seconds, elements))))
 
 
@@ -118,7 +118,7 @@ def _unit_key(settings: Settings, samples: int) -> tuple[Any, ...]:
 def _unit_costs(work: Workpiece, settings: Settings, samples: int, mesh: Mesh) -> dict[str, Any]:
     """Seconds of all units in several passes of the whole model, on rank 0 of the mesh.
 
-    The last unit includes the loss. Caches are as in a training.
+    The last unit includes the loss. Caches have the same contents as in a training.
     """
     recorder, model, loss = RecordingComm(), work.model, work.loss
     place = RecordingPlace(mesh, recorder.exchanges)
@@ -135,10 +135,11 @@ def _unit_costs(work: Workpiece, settings: Settings, samples: int, mesh: Mesh) -
 
 
 def _slowest(trials: Sequence[dict[str, Any]], together: bool) -> list[UnitCost]:
-    """Units with the median seconds of all passes, multiplied so that their sum is that of ranks that wait for others.
+    """Units with the median seconds of all passes, scaled to the sum of ranks that wait for others.
 
-    That is the median over simultaneous passes of the slowest rank's; ranks that share units, `together`, wait for the
-    slowest in each.
+    This sum is the median,
+
+    over simultaneous passes, of the slowest rank's. Ranks that share units, `together`, wait for the slowest in each.
     """
     count = min(len(trial["passes"]) for trial in trials)
     seconds = np.array([trial["passes"][:count] for trial in trials])  # rank, pass, unit, part
@@ -153,7 +154,7 @@ def _slowest(trials: Sequence[dict[str, Any]], together: bool) -> list[UnitCost]
 
 
 def _repeated(run: Callable[[], Any]) -> list[Any]:
-    """Results of repetitions, as many as `SECONDS` and `TIMES` say, after a first one."""
+    """Results of repetitions after a first one. `SECONDS` and `TIMES` limit their number."""
     began = time.perf_counter()
     run()
     count = round(SECONDS / (time.perf_counter() - began))

@@ -1,4 +1,4 @@
-"""Measured seconds of messages and collectives among any ranks here, at powers of two, and between them by a line."""
+"""Measured seconds of messages and collectives among ranks, at powers of two, with linear interpolation between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEAST = 64
 """Bytes of the smallest message that is measured."""
 
 SECONDS, TIMES = 0.05, (3, 15)
-"""Seconds of a measurement, and least and most repetitions in it; the median counts."""
+"""Seconds of a measurement, and least and most repetitions in it. The median counts."""
 
 BUCKET, WIDTH = 1 << 21, 256
 """Bytes of an allreduce beside computation, and width of the square products of that computation."""
@@ -37,12 +37,12 @@ BUCKET, WIDTH = 1 << 21, 256
 
 @dataclass(frozen=True)
 class MeasuredMessages(MessageCosts):
-    """Messages as measured among the ranks here, all groups like the given one at the same time.
+    """Messages measured among the ranks of the communicator, all groups like the given one at the
 
-    What the cost model does not know is included: processors that are shared with the ranks, buffers of the network,
-    copies. A network that limits a rate lets a burst pass after a pause (a token bucket), so collectives over it are
-    measured after a pause and one after another: every second of a pause saves a second, up to the difference.
-    All methods are collective.
+    same time. This includes effects that the cost model does not know: processors that are shared with the ranks,
+    buffers of the network, copies. A network that limits a rate lets a burst pass after a pause (a token bucket), so
+    collectives over it are measured after a pause and one after another: every second of a pause saves a second, up to
+    the difference. All methods are collective.
     """
 
     record: MeasurementRecord = field(kw_only=True)
@@ -109,7 +109,7 @@ class MeasuredMessages(MessageCosts):
 
 
 def groups_like(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """Groups without common ranks to which one group is moved: those of a mesh axis, from that of rank 0.
+    """Groups without common ranks that one group is moved to: the groups of a mesh axis, from rank 0's.
 
     >>> groups_like((0, 2), 4), groups_like((0, 1), 5)
     ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
@@ -123,7 +123,7 @@ def groups_like(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def _on_a_line(nbytes: float, at: Callable[[int], float]) -> float:
-    """Seconds of so many bytes on the line through those of the powers of two below and above."""
+    """Seconds of `nbytes` bytes, by a line through the seconds of the powers of two below and above."""
     low = LEAST
     while 2 * low <= nbytes:
         low *= 2
@@ -182,9 +182,10 @@ def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
 
 
 def _hidden_share(comm: Communicator, name: str) -> float:
-    """Share of a collective, or of as long a computation, that goes on beside the other one. Collective.
+    """Share of a collective, or of an equally long computation, that overlaps the other one. Collective.
 
-    As in a training, the computation tests an allreduce after every product, and leaves a gather of weights alone.
+    The computation tests an allreduce after every product, and does not test a gather of weights (like a
+    training).
     """
     ranks, whole = comm.Get_size(), comm.zeros(BUCKET // 4, np.float32)
     if name == "allreduce":

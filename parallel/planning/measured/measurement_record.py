@@ -1,4 +1,4 @@
-"""Record of measurements on the ranks of a communicator: each is made once; a forecast can be made again from it."""
+"""Record of measurements on the ranks of a communicator: each is made once. A forecast can be repeated from it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MeasurementRecord:
     nodes : tuple of int
         Node of every rank.
     comm : Communicator or None
-        Ranks that measure what the record lacks; None for a record that was read.
+        Ranks that measure what the record lacks. None for a record that was read.
     measures : bool
-        True if this rank is among those that measure computation, of which there are as many as cores.
+        True if this rank measures computation. At most one rank per core does.
     """
 
     nodes: tuple[int, ...]
@@ -44,9 +44,9 @@ class MeasurementRecord:
         return {"nodes": list(self.nodes), "sharing": list(self.sharing), "values": self.values}
 
     def results(self, key: Hashable, measure: Callable[[], Any], measures: bool | None = None) -> list[Any]:
-        """Results of all ranks that measure, equal on all ranks; ValueError if a record that was read lacks the key.
+        """Results of all ranks that measure, equal on all ranks. ValueError if a record that was read lacks the key.
 
-        `measures`: this rank is among them; by default if it is for computation. Collective.
+        `measures`: this rank is among them. By default the ranks that measure computation. Collective.
         """
         name = repr(key)
         if name not in self.values:

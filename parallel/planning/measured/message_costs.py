@@ -26,10 +26,10 @@ class MessageCosts:
     def collective(
         self, name: str, ranks: Sequence[int], nbytes: int, shared: bool = False, idle: float = math.inf
     ) -> float:
-        """Seconds of a collective among these ranks, of a vector, or of all blocks together, of `nbytes`.
+        """Seconds of a collective among these ranks. `nbytes`: of a vector, or of all blocks together.
 
-        `shared`: they are in shared memory. `idle`: seconds since these ranks' last collective, which the cost model
-        ignores.
+        `shared`: they are in shared memory. `idle`: seconds since these ranks' last collective (the cost model ignores
+        it).
         """
         if len(ranks) < 2 or not nbytes:
             return 0.0

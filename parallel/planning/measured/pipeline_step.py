@@ -40,9 +40,9 @@ class PipelineWork(NamedTuple):
 def pipeline_step(
     work: PipelineWork, messages: MessageCosts, sharing: CoreSharing, update: Callable[[int], float]
 ) -> StepTimeline:
-    """Step of a pipeline; ``update(n)`` is the time to update n weights.
+    """Step of a pipeline. ``update(n)`` is the time to update n weights.
 
-    Where more ranks compute at once than there are cores, all of these are slower; those that wait leave the cores to
+    If more ranks compute at once than cores exist, all of them are slower. Waiting ranks leave the cores to
     them.
     """
     timeline = simulate(work.portions[0].plan, _times(work, messages))
@@ -61,7 +61,7 @@ def pipeline_step(
 
 
 def _times(work: PipelineWork, messages: MessageCosts) -> ActionTimes:
-    """Seconds of the parts' actions; the exchanges of a unit are halved between F and B."""
+    """Seconds of the parts' actions. The exchanges of a unit are halved between F and B."""
     first, parts = work.portions[0], list(pairwise(work.portions[0].cuts))
     units = [work.units[start:stop] for start, stop in parts]
     here = [first.plan.placement.owners(part)[0].stage for part in range(len(parts))]
@@ -99,8 +99,8 @@ def _after(portion: Portion, work: PipelineWork, messages: MessageCosts) -> tupl
 class SharedTime:
     """Time at which stages that share cores reach the times of a simulation in which each has a core of its own.
 
-    All that compute at once are equally slow, so that the order of events stays. Every stage stands for equally many of
-    the ranks that share the cores.
+    All ranks that compute at once are equally slow, so the order of events stays. Every stage represents the same
+    number of ranks that share the cores.
     """
 
     def __init__(self, timeline: Timeline, sharing: CoreSharing):

@@ -14,7 +14,7 @@ MESSAGE = "message"
 
 
 class AxisExchange(NamedTuple):
-    """Collective among the ranks of an axis: its name in the catalogue, and bytes of the whole; or a `MESSAGE`."""
+    """Collective among the ranks of an axis: its name in the catalogue, and bytes of the whole. Or a `MESSAGE`."""
 
     collective: str
     nbytes: int

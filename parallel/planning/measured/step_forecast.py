@@ -64,9 +64,9 @@ def server_step(
     messages: MessageCosts,
     server_seconds: tuple[float, float],
 ) -> StepTimeline:
-    """Step of so many micro-batches in all, each with one push of gradients, by bulk-synchronous workers.
+    """Step of `microbatches` micro-batches in total, each with one push of gradients, by bulk-synchronous workers.
 
-    `nbytes` are those of all weights and of all gradients; a server has its share of both, and sends and receives one
+    `nbytes`: of all weights, and of all gradients. A server has its share of both, and sends and receives one
     message after another. `server_seconds`: to add a gradient, and to update, all of the parameters of one server.
     """
     ranks = len(messages.nodes)
@@ -91,7 +91,7 @@ def server_step(
 
 
 WARM_UP, STEPS = 5, 41
-"""Steps before the measured ones, and these; the median counts."""
+"""Steps before the measured ones, and measured steps. The median counts."""
 
 
 def tiny_settings(layout: str, ranks: int, servers: int) -> Settings:
@@ -127,7 +127,7 @@ class Job(NamedTuple):
 
 
 class StepForecaster:
-    """Forecaster of the steps of trainings on some ranks, from a record that grows by what it does not have yet.
+    """Forecaster of the steps of trainings on some ranks. It adds missing measurements to its record.
 
     All methods are collective.
     """
@@ -139,7 +139,7 @@ class StepForecaster:
         self.messages = MeasuredMessages(BUILT_IN, record.nodes, record.sharing.cores, record=record)
 
     def prepare(self, settings: Settings) -> tuple[Settings, Job]:
-        """Data and model of a training, and its settings with the cuts of a pipeline; ValueError if they do not fit."""
+        """Data and model of a training, and its settings with the cuts of a pipeline. ValueError if they do not fit."""
         task, model, optimizer = collective_call(
             self.record.comm or MPI.COMM_SELF, lambda: prepare(settings, self.ranks), "this cannot be trained"
         )
@@ -149,7 +149,7 @@ class StepForecaster:
         return settings, job
 
     def step(self, settings: Settings, job: Job) -> StepTimeline:
-        """Predicted step of a training, of settings and job as from `prepare`."""
+        """Predicted step of a training, from settings and job of `prepare`."""
         found = self._parts(settings, job)
         found.spend("engine", STEP, self._overhead(settings))
         return found
@@ -290,9 +290,9 @@ def _expert_exchanges(
 ) -> list[tuple[AxisExchange, ...]]:
     """Exchanges of tokens in each unit, if replicas share experts: to the experts and back, in both passes.
 
-    Tokens are spread evenly, so that a rank computes as much as with all experts. A rank sends those of its part of the
-    sequences, along ``cp``, that choose its shards of the experts, along ``tp``. The hierarchical route counts as the
-    direct one, in its format if experts are on several nodes (`network`).
+    Tokens are spread evenly, so that a rank computes as much as with all experts. A rank sends the tokens of its part
+    of the sequences (along ``cp``) that choose its shards of the experts (along ``tp``). The hierarchical route counts
+    like the direct one, in its format if experts are on several nodes (`network`).
     """
     units, found = units_of(job.model), list[tuple[AxisExchange, ...]]()
     if mesh.expert_replicas == 1:
@@ -308,5 +308,6 @@ def _expert_exchanges(
                 chosen = Fraction(tokens * one.router.settings.choices, one.router.experts)
                 groups = [group for group in operators_in(one.experts) if isinstance(group, ExpertGroup)]
                 moved += [row * int(chosen * len(group)) for group in groups]
+        # four times: tokens and results, and the gradients of both
         found.append(tuple(AxisExchange("alltoallv", nbytes, EXPERTS.name) for nbytes in moved for _ in range(4)))
     return found

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 COMPUTE, SHARED, NETWORK, IDLE, UPDATE, STEP = "compute", "shared memory", "network", "idle", "update", "step"
 CAUSES = (COMPUTE, SHARED, NETWORK, IDLE, UPDATE, STEP)
-"""Causes of time: passes of the model; messages within and between nodes that the rank waits for; waiting for other
-stages or servers; norm and update of the weights; and each step's own."""
+"""Causes of time: passes of the model, messages within and between nodes that the rank waits for, waiting for other
+stages or servers, norm and update of the weights, and a constant per step."""
 
 
 class TimeSpan(NamedTuple):
@@ -22,7 +22,7 @@ class TimeSpan(NamedTuple):
 
 @dataclass
 class StepTimeline:
-    """Step of the rank that takes longest: `parts` are its seconds by cause, `spans` what is drawn."""
+    """Step of the rank that takes longest: `parts` has its seconds by cause, `spans` its drawing."""
 
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[TimeSpan] = field(default_factory=list)
@@ -40,7 +40,7 @@ class StepTimeline:
             self.now += seconds
 
     def beside(self, label: str, cause: str, start: float, seconds: float, lane: str = "messages") -> float:
-        """Draw messages that go on beside the computation, from `start`; returns their end."""
+        """Draw messages that overlap the computation, from `start`. Returns their end."""
         self.spans.append(TimeSpan(lane, label, cause, start, start + seconds))
         return start + seconds
 

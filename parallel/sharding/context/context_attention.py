@@ -1,8 +1,8 @@
 """Base of attention over a sequence that is divided over the ranks of a mesh axis.
 
-Each rank has the tokens of its blocks (`parallel.sharding.context.sequence_division`), and computes what its queries
-get. The algorithms differ in how keys and values reach them; `parallel.sharding.context.cost_formulas` has their bytes
-and times.
+Each rank has the tokens of its blocks (`parallel.sharding.context.sequence_division`), and computes the results of its
+queries. The algorithms differ in how keys and values reach them. `parallel.sharding.context.cost_formulas` has their
+bytes and times.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ from parallel.sharding.context.sequence_division import Blocks, SequenceDivision
 
 
 class ContextAttention(BlockwiseAttention):
-    """Attention of this rank's queries over the keys of all ranks; x and y hold this rank's tokens only.
+    """Attention of this rank's queries over the keys of all ranks. x and y hold this rank's tokens only.
 
     Parameters
     ----------
     axis : MeshAxis
         With `name`, `rank`, `size` and `comm`.
     division : SequenceDivision
-        Over the ranks of the axis; sequences have its length.
+        Over the ranks of the axis. Sequences have its length.
     heads, kv_heads, mask
-        As of `BlockwiseAttention`; positions are those in the whole sequence.
+        See `BlockwiseAttention`. Positions are positions in the whole sequence.
     """
 
     exchanges = True
@@ -55,7 +55,7 @@ class ContextAttention(BlockwiseAttention):
         expect(x.shape[1] == size, self, expected, x)
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
-        """Along its own axis, the placement of divided sequences, `Shard(1)`, which x must have."""
+        """Along its own axis, the placement of divided sequences, `Shard(1)`. x must have it."""
         if axis != self.axis.name:
             return super().place(axis, x, partial)
         if x != Shard(1):

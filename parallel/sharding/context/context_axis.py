@@ -1,4 +1,4 @@
-"""Row of the axis ``cp``, along which ranks share every sequence: each has some positions."""
+"""Row of the axis ``cp``: ranks share every sequence, and each has some positions."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def check_sequences(settings: Any, mesh: Any) -> None:
         raise ValueError(f"pool: ranks that share sequences need the same micro-batches; found pool and {mesh}")
     if settings.reproducible and settings.context not in (AUTO, INVARIANT):
         raise ValueError(f"context: reproducible training needs {INVARIANT}, found {settings.context}")
+    # a rank's part of the tree is a whole subtree only for powers of two
     if settings.reproducible and parts & (parts - 1):
         fits = "cp=2 or cp=4" if ranks & (ranks - 1) else f"sequence_parts={1 << (parts - 1).bit_length()}"
         expected = f"expected a power of two of parts, found {parts}; {fits} would fit"
@@ -39,4 +40,4 @@ def check_sequences(settings: Any, mesh: Any) -> None:
 
 
 CONTEXT = Axis("cp", "parts of the sequence", Shard(1), options=("sequence_parts", "context"), check=check_sequences)
-"""Attention exchanges keys and values forward, and their gradients backward; routers exchange scores."""
+"""Attention exchanges keys and values forward, and their gradients backward. Routers exchange scores."""

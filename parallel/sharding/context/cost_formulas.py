@@ -1,4 +1,4 @@
-"""Bytes and time of attention over a divided sequence, by algorithm; the choice of the fastest.
+"""Bytes and time of attention over a divided sequence, by algorithm. The choice of the fastest.
 
 Elements that a rank sends per layer, with c ranks, batch b, length s that 2c divides, a heads and g key/value heads of
 width d, and g' the larger of g and c (with fewer key/value heads than ranks, ulysses sends copies):
@@ -12,7 +12,7 @@ width d, and g' the larger of g and c (with fewer key/value heads than ranks, ul
     ==========  ===============================  ===========================================
 
 In seconds: ring hides the messages of a step behind its computation, so each step takes the longer of the two on the
-rank with most pairs; the others exchange first and compute then. Ulysses computes as much on every rank.
+rank with most pairs. The others exchange first and compute then. Ulysses computes as much on every rank.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ BACKWARD_FLOPS = 2.5
 
 
 class AttentionWork(NamedTuple):
-    """Attention of one layer over sequences of one division; `width` is that of a head."""
+    """Attention of one layer over sequences of one division. `width` is the width of a head."""
 
     division: SequenceDivision
     batch: int
@@ -40,7 +40,7 @@ class AttentionWork(NamedTuple):
 
 
 def sent_bytes(algorithm: str, work: AttentionWork) -> tuple[int, int]:
-    """Bytes that a rank sends (forward, backward); exact for lengths that twice the ranks divide."""
+    """Bytes that a rank sends (forward, backward). Exact for lengths that twice the ranks divide."""
     ranks, tokens = work.division.ranks, work.batch * work.division.length * work.width
     if algorithm == "ulysses":
         heads = work.heads + max(work.kv_heads, ranks)
@@ -65,7 +65,7 @@ def seconds(algorithm: str, work: AttentionWork, network: UniformNetwork, flops:
 
 
 def fastest(work: AttentionWork, network: UniformNetwork, flops: float) -> str:
-    """Name of the algorithm that takes least time; ulysses only where the ranks divide the heads.
+    """Name of the algorithm that takes least time. Ulysses only where the ranks divide the heads.
 
     >>> from collectives.selection.cost_model import BUILT_IN
     >>> fastest(AttentionWork(SequenceDivision("zigzag", 32768, 4), 1, 32, 8, 64), BUILT_IN.network, 1e11)

@@ -1,7 +1,7 @@
 """Models whose sequences are divided over the ranks of a mesh axis: a copy in which some operators are replaced.
 
-Attention exchanges (`ALGORITHMS`), what depends on positions gets those of this rank (`REPLACEMENTS`), and all else
-works on single tokens: `Operator.place` refuses an operator that does not.
+Attention exchanges (`ALGORITHMS`). Operators that depend on positions get this rank's positions (`REPLACEMENTS`). All
+others work on single tokens: `Operator.place` refuses an operator that does not.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ModelDivision(NamedTuple):
 
 
 class NoHeads(CausalAttention):
-    """Attention of a shard without heads, which exchanges nothing."""
+    """Attention of a shard without heads. It exchanges nothing."""
 
     mixes = ()
 
@@ -92,7 +92,7 @@ def _dropout(operator: Dropout, how: ModelDivision) -> Operator:
 
 
 def _mixture(operator: MixtureOfExperts, how: ModelDivision) -> Operator:
-    """Mixture with a router of divided sequences; its experts compute on all tokens of a rank at once."""
+    """Mixture with a router of divided sequences. Its experts compute on all tokens of a rank at once."""
     if how.division.parts_per_rank > 1:
         each = how.division.parts_per_rank
         raise PlacementError(f"sequence_parts: mixtures of experts take one part on each rank, found {each}")
@@ -102,7 +102,7 @@ def _mixture(operator: MixtureOfExperts, how: ModelDivision) -> Operator:
 
 
 def _depths(operator: MixtureOfDepths, how: ModelDivision) -> Operator:
-    """Mixture-of-Depths that divides its chosen tokens anew."""
+    """Mixture-of-Depths that divides its chosen tokens again."""
     if how.division.parts_per_rank > 1:
         each = how.division.parts_per_rank
         raise PlacementError(f"sequence_parts: Mixture-of-Depths takes one part on each rank, found {each}")
@@ -126,7 +126,7 @@ REPLACEMENTS: tuple[tuple[type[Operator], Callable[[Any, ModelDivision], Operato
 
 
 def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: str = "ring") -> Operator:
-    """Model for this rank's tokens of every sequence; it shares parameters with `model`, which is not changed.
+    """Model for this rank's tokens of every sequence. Shares parameters with `model` and leaves it unchanged.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def divide(model: Operator, axis: Any, division: SequenceDivision, algorithm: st
     axis : MeshAxis
     division : SequenceDivision
         Over the ranks of the axis. With `parts`, and "allgather", every number of ranks that leaves a power of two of
-        parts per rank has the same bits (`parallel.sharding.context.sequence_parts`); batches and sums over ranks must
+        parts per rank has the same bits (`parallel.sharding.context.sequence_parts`). Batches and sums over ranks must
         be reproducible too.
     algorithm : str
         Key of `ALGORITHMS`.

@@ -1,8 +1,8 @@
-"""Mixture-of-Depths of divided sequences: choice and results are those of whole sequences.
+"""Mixture-of-Depths of divided sequences: choice and results equal those for whole sequences.
 
-A token's gate depends on itself only; ranks exchange the gates, and choose alike. The chosen tokens may all be of one
-rank, so they are divided anew: each rank computes the block for an equal part of them, as of sequences of as many
-tokens. Their results return to the ranks that have the tokens.
+A token's gate depends on itself only. Ranks exchange the gates and make the same choice. The chosen tokens may all be
+of one rank, so they are divided again: each rank computes the block for an equal part of them, as if these were the
+sequences. Their results return to the ranks that have the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quant.types import Array
 
 
 class DividedDepthValues(NamedTuple):
-    """Saved values: chosen positions of whole sequences; of this rank's part of them tokens, gates and changes."""
+    """Saved values: chosen positions of whole sequences, and tokens, gates and changes of this rank's part of them."""
 
     x: Array
     chosen: Array
@@ -38,13 +38,13 @@ class DividedDepthValues(NamedTuple):
 
 
 class ChosenTokens:
-    """Exchange of chosen tokens between the ranks that have them and those that compute with them. Collective.
+    """Exchange of chosen tokens between the ranks that hold them and the ranks that compute them. Collective.
 
     Parameters
     ----------
     axis : MeshAxis
     division : SequenceDivision
-        Of the sequences: who has which token.
+        Of the sequences: the rank of every token.
     chosen : numpy.ndarray
         Positions (sequences, tokens), ascending, equal on all ranks.
     """
@@ -88,10 +88,10 @@ class ChosenTokens:
 
 
 class DividedDepths(MixtureOfDepths):
-    """Mixture-of-Depths for this rank's tokens of every sequence; shares the parameters of `whole`.
+    """Mixture-of-Depths for this rank's tokens of every sequence. Shares the parameters of `whole`.
 
-    Collective along the axis, in both passes. The predictor's loss is that of this rank's tokens: a term of a sum over
-    the axis, as are the gradients of parameters.
+    Collective along the axis, in both passes. The predictor's loss covers this rank's tokens: it is a term of a sum
+    over the axis, like the gradients of parameters.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class DividedDepths(MixtureOfDepths):
     axis : MeshAxis
     division : SequenceDivision
     block_of : callable
-        Block for a divided sequence of so many chosen tokens.
+        Number of chosen tokens -> block for a divided sequence of that length.
     """
 
     mixes = (-1,)
@@ -173,7 +173,7 @@ class DividedDepths(MixtureOfDepths):
         return kernels.narrow(dx, dy.dtype).reshape(dy.shape)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline of a pass in training; messages are as large as if all chosen tokens came from other ranks."""
+        """Outline of a pass in training. Messages are as large as if all chosen tokens came from other ranks."""
         self._expect(x)
         batch, count, wide = x.shape[0], self.count(self.division.length), kernels.wide(x.dtype)
         size = replace(self.division, length=count).size(self.axis.rank)

@@ -1,7 +1,7 @@
-"""Routers of divided sequences: choices and loss terms are those of whole sequences, of which a rank has some tokens.
+"""Routers of divided sequences: choices and loss terms as for whole sequences. A rank has some tokens of each.
 
-A token's scores depend on itself only. Ranks exchange what those of a whole sequence decide together: for a limit of
-capacity the scores of all choices, and for the balance loss the number of choices of every expert.
+A token's scores depend on itself only. For decisions about a whole sequence ranks exchange the scores of all choices
+(for a limit of capacity) and the number of choices of every expert (for the balance loss).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quant.types import Array
 
 
 class DividedRouter(Router):
-    """Router of this rank's tokens of every sequence; shares the parameters and biases of `whole`.
+    """Router of this rank's tokens of every sequence. Shares the parameters and biases of `whole`.
 
-    Collective along the axis, in forward passes. Loss terms are those of this rank's tokens: terms of a sum over the
+    Collective along the axis, in forward passes. Loss terms cover this rank's tokens: they are terms of a sum over the
     axis.
 
     Parameters

@@ -29,7 +29,7 @@ class RingShift:
         self._target: Array = None
 
     def start(self, x: Array, target: Array) -> None:
-        """Send x, which must not change until `wait`, and receive the previous rank's array into `target`."""
+        """Send x, and receive the previous rank's array into `target`. x must not change until `wait`."""
         self._target = target
         arriving = target if isinstance(target, np.ndarray) else np.empty(target.shape, target.dtype)
         sent = to_host(x)
@@ -38,12 +38,12 @@ class RingShift:
         self._requests = [receive, self._comm.Isend([_bytes(sent), MPI.BYTE], self._next, self._tag)]
 
     def progress(self) -> None:
-        """Drive the messages; to be called now and then by long computations."""
+        """Drive the messages. Long computations call it now and then."""
         for request in self._requests:
             request.Test()
 
     def wait(self) -> Array:
-        """Complete both messages; return the array received."""
+        """Complete both messages. Return the array received."""
         for request in self._requests:
             progress_until(request.Test)
         arriving, target = self._buffers[0], self._target
@@ -64,7 +64,7 @@ def allgather(axis: Any, x: Array, shapes: Sequence[tuple[int, ...]]) -> list[Ar
 
 
 def allgather_positions(axis: Any, division: SequenceDivision, x: Array) -> Array:
-    """Values of whole sequences, (sequences, length, ...), from those of every rank's positions."""
+    """Values of whole sequences, (sequences, length, ...), from the values of every rank's positions."""
     xp, rest = kernels.array_namespace(x), x.shape[2:]
     parts = allgather(axis, xp.ascontiguousarray(x), [(len(x), size, *rest) for size in division.sizes])
     whole = xp.empty((len(x), division.length, *rest), x.dtype)
@@ -74,7 +74,7 @@ def allgather_positions(axis: Any, division: SequenceDivision, x: Array) -> Arra
 
 
 def alltoall(axis: Any, sent: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Array ``sent[j]`` goes to rank j; the result has the arrays of all ranks for this one, of these shapes."""
+    """Send array ``sent[j]`` to rank j. Return the arrays of all ranks for this one, of these shapes."""
     if axis.size == 1:
         return list(sent)
     xp = kernels.array_namespace(sent[0])

@@ -22,7 +22,7 @@ RANK_FLOPS, HEAD_WIDTH = 3e10, 64
 
 
 class LengthModel(NamedTuple):
-    """Model and loss for this rank's tokens of sequences of one length; without a division, for whole samples."""
+    """Model and loss for this rank's tokens of sequences of one length. Without a division, for whole samples."""
 
     model: Operator
     loss: Any
@@ -60,7 +60,7 @@ class WholeSequences:
 
 
 class ModelsByLength:
-    """A model and loss as `LengthModel`, for any length; parameters are shared with `model`, which is not changed.
+    """Models and losses (`LengthModel`) for any length. They share parameters with `model` and leave it unchanged.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class ModelsByLength:
     axis : MeshAxis
         Whose ranks share every sequence, in zigzag division.
     parts : int
-        As of `SequenceDivision`: with a power of two, and "allgather", any number of ranks that divides it has the same
+        See `SequenceDivision`: with a power of two, and "allgather", any number of ranks that divides it has the same
         bits.
     algorithm : str
         Key of `ALGORITHMS`, or "auto" for the one with the least predicted time.
@@ -134,7 +134,7 @@ class ModelsByLength:
         return LengthModel(*self._finish(model, loss), division, axis.rank)
 
     def _chosen(self, division: SequenceDivision) -> str:
-        """The algorithm; with "auto" the one that is fastest, by prediction, in most attention layers."""
+        """The algorithm. With "auto" the one predicted to be fastest in most attention layers."""
         if self._algorithm != AUTO:
             return self._algorithm
         nodes = None if self._axis.comm is None else self._axis.comm.nodes

@@ -24,9 +24,9 @@ class PartOfTokens(Operator, ABC):
 
 
 class DividedPositionEmbedding(PositionEmbedding):
-    """Learned position embedding of a rank's tokens; other positions have the gradient 0 here.
+    """Learned position embedding of a rank's tokens. The gradient of other positions is 0 on this rank.
 
-    Shares the table of `whole`, whose context the sequence's length must not exceed.
+    Shares the table of `whole`. The sequence must not exceed the context of `whole`.
     """
 
     mixes = ()

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the ranks, which compute with one rank's while the next are under way.
+"""Ring attention: keys and values travel round the ranks. A rank computes with one rank's while the next are in flight.
 
 In step i rank r has the keys and values of rank r - i:
 
@@ -7,10 +7,11 @@ In step i rank r has the keys and values of rank r - i:
       1         kv 2      kv 0      kv 1      -> each to the next rank
       2         kv 1      kv 2      kv 0
 
-Results of the steps are merged by their sums of exponentials. In the backward pass they travel once more; gradients of
-keys and values follow a step behind, in float32, from the first rank that is not their own until they are home. With
-zigzag division every step is the same work on every rank (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
-Transformers", arXiv:2310.01889). The order of the sums depends on the rank: other numbers of ranks round differently.
+Results of the steps are merged by their sums of exponentials. In the backward pass they travel once more. Gradients of
+keys and values follow a step behind, in float32, from the first rank that is not their own until they reach their own
+rank. With zigzag division every step is the same work on every rank (Liu, Zaharia and Abbeel, "Ring Attention with
+Blockwise Transformers", arXiv:2310.01889). The order of the sums depends on the rank: other numbers of ranks round
+differently.
 """
 
 from parallel.nn import kernels

@@ -15,7 +15,7 @@ class RingWork(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """Share of time in which ranks compute, if a step takes as long as its rank with most pairs; 1 if no pairs."""
+        """Share of time in which ranks compute, if a step takes as long as its rank with most pairs. 1 if no pairs."""
         time = self.pairs.max(axis=1).sum() * self.pairs.shape[1]
         return float(self.pairs.sum() / time) if time else 1.0
 
@@ -31,7 +31,7 @@ def ring_work(division: SequenceDivision, mask: AttentionMask) -> RingWork:
 
 
 def score_steps(division: SequenceDivision, mask: AttentionMask) -> tuple[np.ndarray, np.ndarray]:
-    """Rank and step in which each score is computed, int arrays (queries, keys); -1 where the mask hides the key."""
+    """Rank and step in which each score is computed, int arrays (queries, keys). -1 where the mask hides the key."""
     owner = np.empty(division.length, np.int64)
     for rank in range(division.ranks):
         owner[division.positions(rank)] = rank

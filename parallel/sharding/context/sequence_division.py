@@ -1,7 +1,7 @@
 """Division of a sequence's positions over the ranks of a mesh axis. Pure functions of length and number of ranks.
 
 With a causal mask later queries see more keys, so contiguous pieces give the last rank most of the work. `zigzag`
-gives each rank an early and a late chunk, of 2c chunks for c ranks (Llama 3, arXiv:2407.21783, section 3.3.2);
+gives each rank an early and a late chunk, of 2c chunks for c ranks (Llama 3, arXiv:2407.21783, section 3.3.2).
 `striped` deals out single positions (Brandon et al., "Striped Attention", arXiv:2311.09431).
 
 >>> division = SequenceDivision("zigzag", 8, 2)
@@ -26,7 +26,7 @@ Blocks = tuple[range, ...]
 
 
 def _cuts(length: int, pieces: int) -> list[range]:
-    """Neighbouring ranges of nearly equal length; the longer ones come first."""
+    """Neighbouring ranges of nearly equal length. The longer ones come first."""
     return [range(start, stop) for start, stop in pairwise(accumulate(even(length, pieces), initial=0))]
 
 
@@ -58,11 +58,11 @@ class SequenceDivision:
     Parameters
     ----------
     name : str
-        Key of `DIVISIONS`. Any length is divided; pieces differ by one position at most, and may be empty.
+        Key of `DIVISIONS`. Any length is divided. Pieces differ by one position at most, and may be empty.
     length, ranks : int
     parts : int
-        Multiple of `ranks` (0: `ranks`): the sequence has so many parts, and each rank holds neighbouring ones. What is
-        computed part by part has the same bits on any number of ranks that divides `parts`.
+        Multiple of `ranks` (0: `ranks`): number of parts of the sequence. Each rank holds neighbouring parts. Results
+        computed part by part have the same bits on any number of ranks that divides `parts`.
     """
 
     name: str
@@ -104,7 +104,7 @@ class SequenceDivision:
         return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def positions(self, rank: int) -> np.ndarray:
-        """Positions of the rank's tokens in the sequence, int64, in the order of its arrays; read-only."""
+        """Positions of the rank's tokens in the sequence, int64, in the order of its arrays. Read-only."""
         return _positions(self, rank)
 
     def size(self, rank: int) -> int:
@@ -119,8 +119,8 @@ class SequenceDivision:
     def pairs(self, rank: int, step: int, mask: AttentionMask) -> int:
         """Pairs of query and key that a rank computes in a step of ring attention: its queries see another's keys.
 
-        In step i the keys are those of rank - i (modulo the number of ranks). With zigzag, a causal mask and chunks of
-        n positions this is 2 n^2 for every rank and step; the diagonals of step 0 add n.
+        In step i the keys come from rank - i (modulo the number of ranks). With zigzag, a causal mask and chunks of
+        n positions this is 2 n^2 for every rank and step. The diagonals of step 0 add n.
 
         >>> [SequenceDivision("zigzag", 24, 3).pairs(1, step, AttentionMask()) for step in range(3)]
         [36, 32, 32]

@@ -1,12 +1,13 @@
 """Operators applied to the parts of a sequence one by one, so that their bits do not depend on the number of ranks.
 
 The parts (`SequenceDivision.parts`) are the same for every number of ranks, and so are the shapes of all products. The
-gradients of a parameter by all parts of a rank are added along a binary tree, of which a rank has a whole subtree; the
-reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) goes on from there. Of a table that several
-stages of a pipeline share (`Parameter.terms`) each part's gradient is handed in apart, as the uses are summed first.
+gradients of a parameter from all parts of a rank are added along a binary tree. A rank has a whole subtree of it. The
+reproducible sum over ranks and micro-batches (`parallel.runtime.tree_sum`) continues from that sum. If several stages
+of a pipeline share a table (`Parameter.terms`), each part's gradient is handed in separately, because the uses are
+summed first.
 
-Ranks along another axis may have equal shares of the rank's tokens, one after another. Then parts consist of slices, of
-which a rank has some neighbours: `SequenceParts.each` of them are summed first, then the parts, then the shares.
+Ranks along another axis may have equal shares of the rank's tokens, one after another. Then parts consist of slices,
+and a rank has neighbouring ones: `SequenceParts.each` of them are summed first, then the parts, then the shares.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from quant.types import Array
 
 
 class TiedTerms:
-    """Gradients by part of parameters with several uses, as tied tables, until their last use in a backward pass.
+    """Gradients by part of parameters with several uses (tied tables), until their last use in a backward pass.
 
-    The sum over the uses comes first and that over the parts then, as if each part were a micro-batch. A pass is known
-    by its `PassMode`; what a failed one leaves goes with that.
+    The sum over the uses comes first, then the sum over the parts, as if each part were a micro-batch. A pass is
+    identified by its `PassMode`. Gradients of a failed pass are dropped with it.
     """
 
     def __init__(self) -> None:
         self._passes: dict[int, tuple[weakref.ref[PassMode], dict[int, list[list[Array]]]]] = {}
 
     def add(self, run: PassMode, parameter: Parameter, terms: list[Array]) -> list[Array] | None:
-        """Add the gradients by part of one use; return their sums over the uses after the last one, else None."""
+        """Add the gradients by part of one use. After the last use return their sums over the uses, before it None."""
         key = id(run)
         if key not in self._passes:
             self._passes[key] = weakref.ref(run, lambda _: self._passes.pop(key, None)), {}
@@ -57,7 +58,7 @@ class TiedTerms:
 
 
 class LossByParts:
-    """A loss applied to each of this rank's parts of the sequence; its forward pass returns the loss of each part.
+    """A loss applied to each of this rank's parts of the sequence. Its forward pass returns the loss of each part.
 
     So sums of losses have the same bits on any number of ranks.
     """
@@ -66,7 +67,7 @@ class LossByParts:
         self.inner, self.places = inner, tuple(places)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods that count or measure targets are those of the inner loss."""
+        """Delegate methods that count or measure targets to the inner loss."""
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -95,11 +96,11 @@ class SequenceParts(Wrapper):
     Parameters
     ----------
     inner : Operator
-        Of inputs of shape (batch, positions, ...); positions must not depend on each other.
+        Of inputs of shape (batch, positions, ...). Positions must not depend on each other.
     places : sequence of slice
         Positions of each part in the arrays of all tokens of this rank.
     tied : TiedTerms or None
-        Of the whole model; None: uses of a parameter are summed by themselves.
+        Of the whole model. None: uses of a parameter are summed by themselves.
     """
 
     each = 1
@@ -110,7 +111,10 @@ class SequenceParts(Wrapper):
         self.places, self.tied, self.mixes = tuple(places), tied, inner.mixes
 
     def slices(self, length: int) -> Sequence[slice]:
-        """Positions of the slices in arrays of this length, which have all tokens of this rank or an equal share."""
+        """Positions of the slices in arrays of this length.
+
+        The arrays have all tokens of this rank, or its share along another axis.
+        """
         shares = self.places[-1].stop // length if length else 1
         return [slice(place.start // shares, place.stop // shares) for place in self.places]
 
@@ -162,7 +166,7 @@ class SequenceParts(Wrapper):
         return self.inner.place(axis, x, partial)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline of all slices, which are arrays of their own."""
+        """Outline of all slices. Each slice has its own arrays."""
         places = self.slices(x.shape[1])
         parts = [ArraySpec((x.shape[0], place.stop - place.start, *x.shape[2:]), x.dtype) for place in places]
         outlines = [self.inner.outline(part) for part in parts]
@@ -184,7 +188,7 @@ class SequenceParts(Wrapper):
 def works_by_part(operator: Operator) -> bool:
     """Test if an operator may be applied to parts of a sequence, by its `mixes`.
 
-    PlacementError if an operator in it has random numbers, which would be the same for all parts.
+    PlacementError if an operator in it has random numbers: they would be the same for all parts.
     """
     if type(operator).place is not Operator.place or operator.mixes is None:
         return False
@@ -196,7 +200,7 @@ def works_by_part(operator: Operator) -> bool:
 
 
 def _tree_total(terms: Iterable[Array]) -> Array:
-    """Sum of arrays by the binary tree of neighbours; takes them over."""
+    """Sum of arrays by the binary tree of neighbours. Overwrites the arrays."""
     tree = TreeSum(VectorPool(list))  # nothing is taken from the pool
     for number, term in enumerate(terms):
         tree.push(TreeNode(0, number), term, ours=True)

@@ -20,7 +20,7 @@ from quant.types import Array
 
 
 def refusal(heads: int, kv_heads: int, ranks: int) -> str:
-    """Reason why so many ranks cannot divide these heads; empty if they can."""
+    """Reason why this number of ranks cannot divide these heads. Empty if it can."""
     if heads % ranks:
         fits = [count for count in range(1, heads + 1) if heads % count == 0]
         return f"expected a number of ranks that divides the {heads} heads ({', '.join(map(str, fits))}), found {ranks}"
@@ -44,7 +44,7 @@ class UlyssesAttention(ContextAttention):
         self._blocks = tuple(block for rank in range(axis.size) for block in self.division.blocks(rank))
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Attention; saves queries, keys, values and results of this rank's heads over the whole sequence."""
+        """Attention. Saves queries, keys, values and results of this rank's heads over the whole sequence."""
         self._expect(x)
         q, kv = self.heads.split(x)
         batch, _, _, length, width = q.shape
@@ -74,7 +74,7 @@ class UlyssesAttention(ContextAttention):
         return [slice(rank * each, (rank + 1) * each) for rank in range(self.axis.size)]
 
     def _kv_slices(self) -> list[slice]:
-        """Key/value heads of each rank; neighbours may have the same."""
+        """Key/value heads of each rank. Neighbours may have the same."""
         firsts = [rank * self.heads.groups // self.axis.size for rank in range(self.axis.size)]
         return [slice(first, first + self.local.groups) for first in firsts]
 
@@ -87,7 +87,7 @@ class UlyssesAttention(ContextAttention):
         return kernels.array_namespace(x).concatenate(parts, axis=3)
 
     def _to_tokens(self, x: Array, heads: list[slice]) -> Array:
-        """The inverse of `_to_heads`; a sum where several ranks have a head, wide."""
+        """The inverse of `_to_heads`. A sum where several ranks have a head, wide."""
         xp, at, sent = kernels.array_namespace(x), 0, []
         for size in self.division.sizes:
             sent.append(x[:, :, :, at : at + size])

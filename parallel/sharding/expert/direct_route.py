@@ -33,21 +33,21 @@ def counts_of_all(axis: Any, counts: Sequence[int]) -> np.ndarray:
 
 
 class DirectRoute:
-    """Route of the tokens of one forward pass and its backward pass; numbers and order are those of both.
+    """Route of the tokens of one forward pass and its backward pass. Numbers and order are the same in both.
 
-    Every method that sends starts an exchange, which the next one ends, so that a rank computes meanwhile. All are
+    Every method that sends starts an exchange. The next method ends it, so that a rank computes meanwhile. All are
     collective along the axis.
 
     Parameters
     ----------
     axis : MeshAxis
     owners : sequence of int
-        Number of experts of each rank; experts are numbered by rank.
+        Number of experts of each rank. Experts are numbered by rank.
     chosen : Assignments
     codes : tuple of str
-        Formats, as of `RowCodec`, of rows for experts on other ranks, and of rows back.
+        `RowCodec` formats of rows for experts on other ranks, and of rows back.
     counts : array of int64, of shape (ranks, experts), optional
-        Assignments of every rank; by default exchanged here.
+        Assignments of every rank. By default exchanged by the constructor.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class DirectRoute:
         self._there, self._back, self._own = (RowCodec(code, width, dtype) for code in (*self._codes, ""))
 
     def _divided(self, array: Array) -> tuple[Array, Array]:
-        """Items of the assignments to experts of this rank, and those of all others."""
+        """Items of the assignments to experts of this rank, and items of all other assignments."""
         start = sum(self.sends[: self._axis.rank])
         stop = start + self.sends[self._axis.rank]
         return array[start:stop], kernels.array_namespace(array).concatenate([array[:start], array[stop:]])
@@ -110,7 +110,7 @@ class DirectRoute:
         return self._exchange.finish().decoded(self._there)
 
     def combine(self, results: RowsByRank, y: Array) -> list[Array]:
-        """Send results of the received rows back; add them, weighted, to y, expert by expert.
+        """Send results of the received rows back. Add them, weighted, to y, expert by expert.
 
         Returns the results of this rank's own assignments, of each expert.
         """
@@ -123,13 +123,13 @@ class DirectRoute:
         self._exchanged(rows.own, self._back.encode(rows.others), self._receives, self.sends)
 
     def add_results(self, y: Array) -> list[Array]:
-        """Second half of `combine`, after `to_sources`; rows of other ranks are as they travelled."""
+        """Second half of `combine`, after `to_sources`. Rows of other ranks are still encoded."""
         mine = self._by_expert(self._exchange.finish())
         self._add(mine, y, self._chosen.weights)
         return mine
 
     def _add(self, rows: Sequence[Array], y: Array, weights: Array | None = None) -> None:
-        """Add rows of each expert, as they travelled, to those of their tokens in y."""
+        """Add rows of each expert (still encoded) to the rows of their tokens in y."""
         for expert, (place, some) in enumerate(zip(self._chosen.places, rows)):
             codec, of_rows = self._codec_of(expert), None if weights is None else weights[place]
             codec.add(y, self._chosen.tokens[place], some, of_rows)
@@ -141,9 +141,10 @@ class DirectRoute:
     def send_gradients(
         self, upper: Array, results: Sequence[Array], dtype: np.dtype, encoded: Array | None = None
     ) -> None:
-        """Start to send gradients of y, wide, to the experts, in their dtype; `results` are those of `combine`.
+        """Start to send gradients of y, wide, to the experts, in their dtype. `results` are from `combine`.
 
-        With a format, a token's gradient is encoded once (`encoded`: is already), and its scales multiplied by weights.
+        With a format, a token's gradient is encoded once (`encoded`: is already), and its scales multiplied by
+        weights.
         """
         self._set_format(upper.shape[1], dtype)
         empty, count = kernels.array_namespace(upper).empty, self.sends[self._axis.rank]
@@ -157,7 +158,10 @@ class DirectRoute:
         self._exchanged(own, others, self.sends, self._receives)
 
     def _encoded_gradients(self, upper: Array, results: Sequence[Array], own: Array, encoded: Array | None) -> Array:
-        """Gradients for experts of other ranks, encoded; writes those for this rank's to `own`, and of the weights."""
+        """Gradients for experts of other ranks, encoded.
+
+        Writes gradients for this rank's experts to `own`, and of the weights.
+        """
         (_, tokens), (_, weights) = self._divided(self._chosen.tokens), self._divided(self._chosen.weights)
         others = (self._there.encode(upper) if encoded is None else encoded)[tokens]
         self._there.scale(others, weights)
@@ -172,7 +176,10 @@ class DirectRoute:
         return others
 
     def combine_gradients(self, drows: RowsByRank, dx: Array) -> Array:
-        """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""
+        """Send gradients of the received rows back, add them to dx.
+
+        Returns the gradients of the assignments' weights.
+        """
         self.to_sources(drows)
         give_way()
         return self.add_gradients(dx)

@@ -20,8 +20,8 @@ ROUTES = ("direct", "hierarchical")
 class TokenRoute(Protocol):
     """Interface of routes: `DirectRoute` describes it. Rows have the types that `receive` of the route returns.
 
-    `combine` and `combine_gradients` give way once, whatever the route, and others never: ranks that share any
-    communicator must give way equally often (`parallel.runtime.interleaving`), and may have different routes.
+    `combine` and `combine_gradients` yield to other tasks once on every route, other methods never: ranks that
+    share a communicator must yield equally often (`parallel.runtime.interleaving`), and may have different routes.
     """
 
     @property
@@ -42,9 +42,9 @@ class Dispatch:
     Attributes
     ----------
     route : str
-        ``"direct"``: a copy for each expert; ``"hierarchical"``: a copy for each node, which `nodes` distinguish.
+        ``"direct"``: a copy for each expert. ``"hierarchical"``: a copy for each node of `nodes`.
     code : str
-        Format of `parallel.sharding.expert.row_codec.SPECS`; "": the rows' own dtype. Direct: of all rows for other
+        Format of `parallel.sharding.expert.row_codec.SPECS`. "": the rows' own dtype. Direct: of all rows for other
         ranks. Hierarchical: of tokens and their gradients, also for experts of the same rank, and of sums between
         nodes.
 
@@ -59,7 +59,7 @@ class Dispatch:
 
     @classmethod
     def parse(cls, text: str) -> Dispatch:
-        """Parse ROUTE or ROUTE:FORMAT; ValueError for unknown names."""
+        """Parse ROUTE or ROUTE:FORMAT. ValueError for unknown names."""
         route, colon, code = text.partition(":")
         if route not in ROUTES or (colon and code not in SPECS):
             raise ValueError(
@@ -69,11 +69,11 @@ class Dispatch:
 
     @property
     def is_exact(self) -> bool:
-        """True if results are, bit for bit, those of all experts on one rank."""
+        """True if results equal, bit for bit, the results of all experts on one rank."""
         return self == Dispatch()
 
     def plan(self, axis: Any, owners: Sequence[int], chosen: Assignments, local: Any = None) -> TokenRoute:
-        """Route of one pass along an axis; arguments as of `DirectRoute` and `PiecewiseRoute`. Collective.
+        """Route of one pass along an axis. `DirectRoute` and `PiecewiseRoute` describe the arguments. Collective.
 
         If all ranks of the axis share a node, the hierarchical route is the direct one, and encodes nothing.
         """

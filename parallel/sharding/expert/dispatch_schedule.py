@@ -1,8 +1,9 @@
 """Dispatch of tokens as a schedule of messages, to prove, price and draw it without MPI.
 
-Chunk t is token t, numbered by rank; the k-th copy of a token on a rank is chunk k C + t, of C tokens. Results take the
-same messages backwards, and are added where a token's copies parted. On their way, chunk (1 + j) C + t is the result of
-the j-th choice of token t, chunk (1 + k + n) C + t the sum of those on node n, of k choices, and chunk t the whole sum.
+Chunk t is token t, numbered by rank. The k-th copy of a token on a rank is chunk k C + t, of C tokens. Results take
+the same messages backwards, and are added where a token's copies separated. On their way, chunk (1 + j) C + t is the
+result of the j-th choice of token t, chunk (1 + k + n) C + t the sum of those on node n, of k choices, and chunk t the
+whole sum.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class DispatchSchedule(NamedTuple):
     tokens: int
 
     def prove(self) -> Proof:
-        """Prove that every rank gets its tokens, or sums of results; ScheduleError names rank, round and step."""
+        """Prove that every rank gets its tokens, or sums of results. ScheduleError names rank, round and step."""
         return prove_outputs(self.schedules, self.inputs, self.outputs, self.tokens)
 
     def crossings(self, nodes: Nodes) -> int:
@@ -87,9 +88,9 @@ def dispatch_schedule(
 def combine_schedule(
     choices: Sequence[np.ndarray], owners: Sequence[int], route: str = "direct", nodes: Nodes | None = None
 ) -> DispatchSchedule:
-    """Schedule of the results' way back to the ranks of their tokens; arguments as of `dispatch_schedule`.
+    """Schedule of the results' way back to the ranks of their tokens. `dispatch_schedule` describes the arguments.
 
-    A relay of the hierarchical route adds the results of its node; a rank adds what arrives for its tokens.
+    A relay of the hierarchical route adds the results of its node. A rank adds what arrives for its tokens.
     """
     size, holder = len(owners), np.repeat(np.arange(len(owners)), owners)
     nodes = nodes or (0,) * size
@@ -140,7 +141,7 @@ def _combined(
 
 
 def _steps(messages: dict[tuple[int, int], list[int]], rank: int, count: int) -> tuple[Step, ...]:
-    """Steps of a rank in a round; a sender has one copy of each token."""
+    """Steps of a rank in a round. A sender has one copy of each token."""
     sends = [Send(to, scattered(one % count for one in chunks)) for (by, to), chunks in messages.items() if by == rank]
     receives = [Recv(by, scattered(chunks)) for (by, to), chunks in messages.items() if to == rank]
     return *sends, *receives

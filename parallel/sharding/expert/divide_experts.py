@@ -18,7 +18,9 @@ from parallel.sharding.expert.expert_ranks import ExpertRanks
 def divide_experts(
     model: Operator, axis: Any, by_source: bool = False, dispatch: str = "direct", local: Any = None
 ) -> Operator:
-    """Copy of a model with `ExpertRanks` for every group of experts, which takes the other arguments, along an axis.
+    """Copy of a model with `ExpertRanks`, along an axis, for every group of experts.
+
+    `ExpertRanks` describes the arguments.
 
     Parameters are shared with the model.
 
@@ -33,14 +35,14 @@ def divide_experts(
         if not isinstance(operator, ExpertGroup):
             return None
         ours = ExpertRanks(axis, operator.experts, by_source, dispatch, local, operator.first)
-        ours.name = operator.name  # under which it notes what it exchanges
+        ours.name = operator.name  # the exchange notes its traffic under this name
         return ours
 
     return replaced(model, replacement)
 
 
 def holders_of(model: Operator, ranks: int) -> dict[int, int]:
-    """Rank that has each expert's parameters, by id(parameter), of `ranks` that share experts; names the parameters.
+    """Rank that has each expert's parameters, by id(parameter), of `ranks` that share experts. Names the parameters.
 
     ValueError if the model has no experts, or one of their parameters is used more than once.
     """

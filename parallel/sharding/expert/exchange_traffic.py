@@ -10,7 +10,7 @@ from parallel.runtime.interleaving import own_time
 
 
 class ExchangeTraffic:
-    """Numbers on the exchanges of an operator in a micro-batch's passes; a ``with`` block adds its seconds.
+    """Numbers on the exchanges of an operator in a micro-batch's passes. A ``with`` block adds its seconds.
 
     Parameters
     ----------

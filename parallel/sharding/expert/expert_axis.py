@@ -1,4 +1,4 @@
-"""Row of the axis ``ep``, along which ranks with different tokens share the experts of mixtures."""
+"""Row of the axis ``ep``: ranks with different tokens share the experts of mixtures."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def check_experts(settings: Any, mesh: Any) -> None:
     if mesh.expert_replicas == 1:
         for name, found in changed(settings, "dispatch", "overlap_expert_comm"):
             raise ValueError(f"{name}: {found} is for replicas that share experts, by ep; found {mesh}")
+    # exchanges of one micro-batch hide behind another's computation: one alone has nothing to overlap
     if settings.overlap_expert_comm and STAGES.name not in mesh.sizes and settings.rounds(mesh.samples.size) == 1:
         raise ValueError("overlap_expert_comm: expected steps of several micro-batches (accumulate), found 1 a rank")
     if settings.reproducible and not dispatch.is_exact:
@@ -24,4 +25,4 @@ def check_experts(settings: Any, mesh: Any) -> None:
 
 
 EXPERTS = Axis("ep", "different experts", folded=True, check=check_experts)
-"""Tokens travel to their experts and results back; in the backward pass their gradients do."""
+"""Tokens travel to their experts and results back. Their gradients do the same in the backward pass."""

@@ -21,23 +21,24 @@ from quant.types import Array
 class ExpertRanks(ExpertGroup):
     """This rank's experts of a group that is divided over the ranks of an axis (GShard, arXiv:2006.16668, section 2.3).
 
-    Neighbouring experts share a rank; numbers of experts may differ by one, or be 0. A rank gets the gradients of its
+    Neighbouring experts share a rank. Numbers of experts may differ by one, or be 0. A rank gets the gradients of its
     experts by the tokens of all ranks of the axis.
 
     Parameters
     ----------
     axis : MeshAxis
     experts : sequence of Operator
-        All of them; only this rank's are kept, under the names that they have in the whole group.
+        All of them. Only this rank's are kept, under the names that they have in the whole group.
     by_source : bool
-        Compute on the rows of every rank apart, so that the shapes of products, and thus bits, are those of one rank.
+        Compute on the rows of every rank apart, so that the shapes of products, and thus bits, equal those on one
+        rank.
     dispatch : str
-        As `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
+        Text for `Dispatch.parse`. ValueError for one that changes bits, if `by_source`.
     local : MeshAxis, optional
         Ranks of the axis on this rank's node, for the hierarchical route
         (`parallel.sharding.expert.hierarchical_route`).
     first : int
-        Number of the first of all in the mixture.
+        Number, in the mixture, of the first expert of the group.
     """
 
     exchanges = True
@@ -75,10 +76,10 @@ class ExpertRanks(ExpertGroup):
         return route
 
     def forward_sent(self, sent: TokenRoute, y: Array, run: PassMode) -> Any:
-        """Apply this rank's experts to the rows that arrive; exchange the results, and add them to y, wide.
+        """Apply this rank's experts to the rows that arrive. Exchange the results, and add them to y, wide.
 
-        Notes in `PassMode.traffic`: "copies" of tokens to other ranks, and those "between nodes"; in
-        `PassMode.seconds` those of waiting for exchanges and putting rows in place, in both passes.
+        Notes in `PassMode.traffic`: "copies" of tokens to other ranks, and copies "between nodes". Notes in
+        `PassMode.seconds` the time of waiting for exchanges and of putting rows in place, in both passes.
         """
         traffic = ExchangeTraffic(run, self.name)
         traffic.add_copies(sent.sends, self.axis)
@@ -104,7 +105,10 @@ class ExpertRanks(ExpertGroup):
         return route
 
     def backward_sent(self, sent: TokenRoute, saved: Any, dx: Array, grads: GradientSink) -> Array:
-        """Gradients of this rank's experts by the rows that arrive; exchange those of the rows, and add them to dx."""
+        """Gradients of this rank's experts by the rows that arrive.
+
+        Exchange the gradients of the rows, and add them to dx.
+        """
         _, _, values, traffic = saved
         with traffic:
             give_way()
@@ -128,7 +132,7 @@ class ExpertRanks(ExpertGroup):
     ) -> Any:
         """Results of rows that arrived, `received` (sources, experts) of them, in the type of `arrived`.
 
-        ``compute(batch, expert, rows)`` maps an expert's rows, of all sources or of source `batch`, to results; it is
+        ``compute(batch, expert, rows)`` maps an expert's rows, of all sources or of source `batch`, to results. It is
         called for each batch and, in it, for the experts in this order.
         """
         results, concatenate = arrived.empty(), kernels.array_namespace(arrived.own).concatenate

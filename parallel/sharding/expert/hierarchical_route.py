@@ -1,7 +1,7 @@
 """Hierarchical route of tokens: a token travels once to each node that has experts of it, then within the node.
 
-Every rank has a *relay* on each other node, the rank at the same place there. Token t of rank 0, with two experts on
-the node of ranks 2 and 3, one on either::
+Every rank has a *relay* on each other node, the rank at the same place on that node. Token t of rank 0, with two
+experts on the node of ranks 2 and 3, one on either::
 
     direct         0 -> 2, 0 -> 3             results: 2 -> 0, 3 -> 0
     hierarchical   0 -> 2, then 2 -> 3        results: 3 -> 2, their weighted sum 2 -> 0
@@ -27,7 +27,7 @@ from quant.types import Array
 
 
 def relays(nodes: Sequence[int]) -> np.ndarray:
-    """Relay of every rank on every node, of shape (ranks, nodes); on its own node the rank itself.
+    """Relay of every rank on every node, of shape (ranks, nodes). On its own node it is the rank itself.
 
     >>> relays([0, 0, 0, 0, 1, 1]).tolist()
     [[0, 4], [1, 4], [2, 5], [3, 5], [0, 4], [2, 5]]
@@ -38,7 +38,7 @@ def relays(nodes: Sequence[int]) -> np.ndarray:
 
 
 class TokensByNode(NamedTuple):
-    """Tokens of a rank by the node of their experts, each once: those of a node lie together, in the order of relays.
+    """Tokens of a rank by the node of their experts, each once. The tokens of a node lie together, in relay order.
 
     Attributes
     ----------
@@ -86,26 +86,28 @@ class TokensByNode(NamedTuple):
 
 
 class HierarchicalRoute:
-    """Route as `DirectRoute`, over relays. Sums of results are rounded to their dtype before they cross the network.
+    """Route with the interface of `DirectRoute`, over relays.
+
+    Sums of results are rounded to their dtype before they cross the network.
 
     Methods that wait for one exchange and start another are generators that yield after each start, so that several
-    routes, of different tokens, can alternate; they return as those of `DirectRoute`.
+    routes, of different tokens, can alternate. They return the same values as in `DirectRoute`.
 
     Parameters
     ----------
     axis, owners, chosen
-        As of `DirectRoute`.
+        See `DirectRoute`.
     plan : TokensByNode
         Of the same assignments.
     every : array of int64, of shape (ranks, nodes + experts)
         `TokensByNode.numbers` of every rank.
     code : str
-        Format, as of `RowCodec`, of tokens and their gradients until they reach a rank, and of sums between nodes.
+        `RowCodec` format of tokens and their gradients until they reach a rank, and of sums between nodes.
     nodes : sequence of int
         Node of every rank of the axis, numbered from 0.
     local : MeshAxis, optional
-        Ranks of the axis on this rank's node, in the same order: their exchange then has no messages to other nodes,
-        as one along the whole axis has, of no rows.
+        Ranks of the axis on this rank's node, in the same order. Their exchange then sends no empty messages to other
+        nodes, unlike one along the whole axis.
 
     Attributes
     ----------
@@ -162,7 +164,7 @@ class HierarchicalRoute:
         return self._inner.received
 
     def _set_format(self, width: int, dtype: np.dtype) -> None:
-        """Set the format of rows, and the rows behind those of each rank that positions and weights take."""
+        """Set the format of rows, and the number of rows behind each rank's for positions and weights."""
         self._codec, note = RowCodec(self._code, width, dtype), 4 + self._chosen.weights.itemsize
         self._margins = [[-(-count * note // self._codec.nbytes) for count in some] for some in self._assigned]
 
@@ -181,7 +183,7 @@ class HierarchicalRoute:
         self._exchange = RowExchange(self._axis, copies, arrived, notes)
 
     def send(self, tokens: Array) -> None:
-        """Start to send tokens (tokens, width) to their relays, with their assignments there."""
+        """Start to send tokens (tokens, width) to their relays, with their assignments on the relay's node."""
         self._set_format(tokens.shape[1], tokens.dtype)
         copies = self._xp.asarray(self._plan.copies.astype(np.int32))
         weights = self._chosen.weights[self._xp.asarray(self._plan.order)]
@@ -206,7 +208,7 @@ class HierarchicalRoute:
         return self._inner.receive()
 
     def combine(self, results: RowsByRank, y: Array) -> Generator[None, None, list[Array]]:
-        """Send results to the relays, and their weighted sums to the sources; add these to y, in the order of relays.
+        """Send results to the relays, and their weighted sums to the sources. Add these to y, in the order of relays.
 
         Returns the results of the assignments that this rank relayed.
         """
@@ -236,13 +238,13 @@ class HierarchicalRoute:
                 self._codec.add(y, places, part)
 
     def send_gradients(self, rows: Array, results: Sequence[Array]) -> None:
-        """Start to send gradients of y, in the experts' dtype, to the relays; `results` are those of `combine`."""
+        """Start to send gradients of y, in the experts' dtype, to the relays. `results` are from `combine`."""
         self._results = results
         self._set_format(rows.shape[1], rows.dtype)
         self._to_relays(self._codec.encode(rows))
 
     def combine_gradients(self, drows: RowsByRank, dx: Array) -> Generator[None, None, Array]:
-        """As `combine`, of gradients; returns those of the assignments' weights."""
+        """Like `combine`, for gradients. Returns the gradients of the assignments' weights."""
         self._inner.to_sources(drows)
         yield
         sums = self._xp.zeros((self._number, dx.shape[1]), dx.dtype)

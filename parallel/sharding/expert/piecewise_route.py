@@ -19,7 +19,7 @@ from quant.types import Array
 Result = TypeVar("Result")
 
 LEAST = 512
-"""Assignments of a rank, on average, from which its tokens are divided: below, more messages take longer."""
+"""Least average number of assignments of a rank for dividing its tokens. Below it, more messages take longer."""
 
 
 class RowPieces(NamedTuple):
@@ -38,12 +38,12 @@ class RowPieces(NamedTuple):
         return [part for piece in self.pieces for part in piece.parts]
 
     def empty(self) -> RowPieces:
-        """New arrays for as many rows."""
+        """New arrays for the same number of rows."""
         return RowPieces([piece.empty() for piece in self.pieces])
 
 
 def alternate(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """Advance generators in turns until all have returned; their results."""
+    """Advance generators in turns until all have returned. Return their results."""
     results: dict[int, Result] = {}
     while len(results) < len(steps):
         for number, one in enumerate(steps):
@@ -56,7 +56,10 @@ def alternate(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
 
 
 def combined(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """As `alternate`, of `combine` or its like; gives way once, while sums of results cross the network."""
+    """Like `alternate`, for `combine` and similar methods.
+
+    Yields to other tasks once, while sums of results cross the network.
+    """
     for _ in range(2):  # rows within the node, sums
         for one in steps:
             next(one)
@@ -65,10 +68,10 @@ def combined(steps: Sequence[Generator[None, None, Result]]) -> list[Result]:
 
 
 class PiecewiseRoute:
-    """Route with the methods of `DirectRoute`, and the parameters of `HierarchicalRoute`; collective.
+    """Route with the methods of `DirectRoute`, and the parameters of `HierarchicalRoute`. Collective.
 
     The assignments of the first tokens are one piece, the others another. If ranks have few, or rows are encoded, all
-    are one: more messages would take longer than the network, which has little to send.
+    are one piece: the network has little to send, and more messages would take longer.
     """
 
     def __init__(
@@ -118,17 +121,20 @@ class PiecewiseRoute:
         return RowPieces(alternate([route.receive() for route in self._routes]))
 
     def combine(self, results: RowPieces, y: Array) -> list[list[Array]]:
-        """Send results of the received rows back; add them, weighted, to y. Returns those that this rank relayed."""
+        """Send results of the received rows back. Add them, weighted, to y. Returns those that this rank relayed."""
         return combined([route.combine(some, y) for route, some in zip(self._routes, results.pieces)])
 
     def send_gradients(self, upper: Array, results: Sequence[list[Array]], dtype: np.dtype) -> None:
-        """Start to send gradients of y, wide, to the experts, in their dtype; `results` are those of `combine`."""
+        """Start to send gradients of y, wide, to the experts, in their dtype. `results` are from `combine`."""
         rows = kernels.narrow(upper, dtype)
         for route, some in zip(self._routes, results):
             route.send_gradients(rows, some)
 
     def combine_gradients(self, drows: RowPieces, dx: Array) -> Array:
-        """Send gradients of the received rows back, add them to dx; returns those of the assignments' weights."""
+        """Send gradients of the received rows back, add them to dx.
+
+        Returns the gradients of the assignments' weights.
+        """
         found = combined([route.combine_gradients(some, dx) for route, some in zip(self._routes, drows.pieces)])
         xp = kernels.array_namespace(dx)
         dweights = xp.empty(self._assigned, found[0].dtype)

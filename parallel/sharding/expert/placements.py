@@ -5,7 +5,7 @@
     data, model  experts over the replicas, each cut over the ranks of the model axis (GShard, arXiv:2006.16668,
                  section 3.2; Switch Transformers, arXiv:2101.03961, section 5)
 
-Experts are on the axis ``ep``, which is folded over the replicas ``dp``; ``tp`` cuts operators.
+Experts are on the axis ``ep``, folded over the replicas ``dp``. ``tp`` cuts operators.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MixtureSize(NamedTuple):
 
 
 class ExpertPlacement(NamedTuple):
-    """Placement of experts on ``dp * tp`` ranks, of which `ep` replicas share the experts.
+    """Placement of experts on ``dp * tp`` ranks. `ep` replicas share the experts.
 
     Rank r is on replica ``r // tp``, and in place ``r // tp % ep`` along ``ep``.
     """
@@ -61,9 +61,9 @@ class ExpertPlacement(NamedTuple):
     def sent(self, size: MixtureSize) -> dict[str, int]:
         """Bytes that a rank sends for one layer and step if loads are equal: tokens, sums along tp, sums of gradients.
 
-        Tokens and gradients of them travel four times. Sums along ``tp`` are of results, and of gradients of tokens and
-        of the weights of their choices; sums of weights' gradients are among the ranks with the same experts; both as
-        rings.
+        Tokens and gradients of them travel four times. Sums along ``tp`` add results, and gradients of tokens and of
+        the weights of their choices. Sums of weights' gradients run among the ranks with the same experts. Both sums
+        use rings.
         """
         copies, held = self.dp // self.ep, -(-size.experts // self.ep) * size.expert // self.tp
         summed = size.tokens * (2 * size.width + size.choices) * size.itemsize
@@ -75,7 +75,7 @@ class ExpertPlacement(NamedTuple):
 
 
 def placements(ranks: int, tp: int) -> list[ExpertPlacement]:
-    """The three placements on so many ranks; ValueError unless `tp` divides them."""
+    """The three placements on this number of ranks. ValueError unless `tp` divides it."""
     if ranks % tp:
         raise ValueError(f"tp: expected a divisor of {ranks} ranks, found {tp}")
     return [

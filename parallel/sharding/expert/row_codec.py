@@ -20,19 +20,19 @@ SPECS = {
 }
 """Number formats by name: 8 bits, and a scale per 128 elements of a row (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
 
-Elements are multiplied by the inverse of the scale, which takes less time than division.
+Elements are multiplied by the inverse of the scale: faster than division.
 """
 
 
 class RowCodec:
-    """Format of rows on their way: that of `quant.RowFormat`, or none.
+    """Format of rows in messages: `quant.RowFormat`, or none.
 
     Rows are encoded as float32.
 
     Parameters
     ----------
     name : str
-        Key of `SPECS`; "": rows stay as they are.
+        Key of `SPECS`. "": rows stay as they are.
     width : int
         Elements of a row.
     dtype : dtype
@@ -49,7 +49,7 @@ class RowCodec:
         return self._format.nbytes if self._format else self.width * self.dtype.itemsize
 
     def encode(self, rows: Array, out: Array | None = None) -> Array:
-        """Encode rows (n, width); returns bytes (n, nbytes), perhaps `out`, or without a format `rows`."""
+        """Encode rows (n, width). Returns bytes (n, nbytes), perhaps `out`, or without a format `rows`."""
         if self._format is None:
             return rows
         xp = kernels.array_namespace(rows)
@@ -58,7 +58,7 @@ class RowCodec:
         return out
 
     def decode(self, wire: Array) -> Array:
-        """Decode rows of bytes to rows of the dtype; without a format, returns `wire`."""
+        """Decode rows of bytes to rows of the dtype. Without a format, returns `wire`."""
         if self._format is None:
             return wire
         rows = kernels.array_namespace(wire).empty((len(wire), self.width), np.float32)
@@ -71,14 +71,14 @@ class RowCodec:
         scales *= factors
 
     def add(self, y: Array, tokens: Array, wire: Array, weights: Array | None = None) -> None:
-        """Add rows as they travelled, perhaps times weights (n, 1), to the rows `tokens` of y, which is wide."""
+        """Add encoded rows, perhaps times weights (n, 1), to the rows `tokens` of y. y is wide."""
         if self._format is None:
             kernels.add_rows(y, tokens, kernels.widen(wire), weights)
         else:
             self._format.add(wire, y, tokens, weights)
 
     def products(self, upper: Array, tokens: Array, wire: Array) -> Array:
-        """Sums (n,) of the rows `tokens` of `upper`, which is wide, times rows as they travelled."""
+        """Sums (n,) of the rows `tokens` of `upper` (wide) times encoded rows."""
         if self._format is None:
             return kernels.row_products(upper, tokens, kernels.widen(wire))
         return self._format.products(wire, upper, tokens)
@@ -88,7 +88,7 @@ class RowCodec:
 def predicted_error(name: str) -> float:
     """Predicted error of a format, relative to the size of the rows (root mean squares), for normal random numbers.
 
-    The largest number of a group is taken as the median of the largest of so many; errors are averaged over the normal
+    The largest magnitude of a group is taken as its median over random groups. Errors are averaged over the normal
     density, to half the distance of neighbouring codes.
 
     >>> round(predicted_error("int8"), 4), round(predicted_error("fp8"), 4)
@@ -96,7 +96,7 @@ def predicted_error(name: str) -> float:
     """
     spec = SPECS[name]
     assert isinstance(spec.granularity, PerGroup)
-    inside = 0.5 ** (1 / spec.granularity.size)  # probability of one number, so that of all is one half
+    inside = 0.5 ** (1 / spec.granularity.size)  # of one number, so that the probability of all is one half
     largest = NormalDist().inv_cdf((1 + inside) / 2)
     codes = np.arange(-127, 128) if spec.code == "linear" else values(spec.code)
     levels = np.unique(codes[np.isfinite(codes)]) * (largest / np.nanmax(codes))

@@ -15,20 +15,20 @@ from quant.types import Array
 
 
 class RowsByRank(NamedTuple):
-    """Rows for, or from, every rank of an axis: those of this rank apart, as they do not travel.
+    """Rows for, or from, every rank of an axis. This rank's rows are separate, as they are not sent.
 
     Attributes
     ----------
     own : array of shape (rows of this rank, ...)
     others : array of shape (all other rows, ...)
-        Ordered by rank; may be encoded.
+        Ordered by rank. May be encoded.
     counts : list of int
         Rows of every rank.
     rank : int
         This rank.
     margins : sequence of int
-        Rows of `others` behind those of each rank, for notes; empty: none. With margins `others` has the rows of this
-        rank too, and `own` is a view of them.
+        Rows of `others` behind the rows of each rank, for notes. Empty: none. With margins `others` has the rows of
+        this rank too, and `own` is a view of them.
     """
 
     own: Array
@@ -45,7 +45,10 @@ class RowsByRank(NamedTuple):
         return whole._replace(own=rows[start : start + counts[rank]])
 
     def empty(self, counts: list[int] | None = None) -> RowsByRank:
-        """New arrays for rows of the same widths and dtypes, as many unless `counts` are given; without margins."""
+        """New arrays for rows of the same widths and dtypes. `counts`: rows per rank, by default the same.
+
+        Without margins.
+        """
         xp, counts = kernels.array_namespace(self.own), counts or self.counts
         own = counts[self.rank]
         one = xp.empty((own, *self.own.shape[1:]), self.own.dtype)
@@ -85,12 +88,12 @@ class RowsByRank(NamedTuple):
         return self._replace(others=wire)
 
     def decoded(self, codec: RowCodec) -> RowsByRank:
-        """Rows of which those of other ranks are decoded."""
+        """Rows with the rows of other ranks decoded."""
         return self._replace(others=codec.decode(self.others))
 
 
 class Notes(NamedTuple):
-    """Arrays of numbers that travel behind the rows: so many items of each for, and from, every rank, by rank."""
+    """Arrays of numbers that travel behind the rows, with a number of items of each for, and from, every rank."""
 
     arrays: list[Array]
     sends: list[int]
@@ -103,9 +106,9 @@ class Notes(NamedTuple):
 
 
 class RowExchange:
-    """Exchange of rows along an axis by one ``Ialltoallv``, which the constructor starts; `finish` returns the rows.
+    """Exchange of rows along an axis by one ``Ialltoallv``. The constructor starts it. `finish` returns the rows.
 
-    Construction is collective. Rows have the same dtypes and widths on all ranks; those sent must not change before
+    Construction is collective. Rows have the same dtypes and widths on all ranks. Sent rows must not change before
     `finish`.
 
     Parameters
@@ -113,9 +116,9 @@ class RowExchange:
     axis : MeshAxis
     rows : RowsByRank
     arrived : RowsByRank
-        Arrays for the rows that come from each rank; this rank's own are those of `rows`.
+        Arrays for the rows that come from each rank. This rank's own are taken from `rows`.
     notes : Notes, optional
-        Numbers to exchange with the rows; margins of both must have room for them.
+        Numbers to exchange with the rows. Margins of both must have room for them.
     """
 
     def __init__(self, axis: Any, rows: RowsByRank, arrived: RowsByRank, notes: Notes | None = None):
@@ -128,7 +131,7 @@ class RowExchange:
         self._request = axis.comm.Ialltoallv([self._message, *ends[0]], [self._arriving, *ends[1]])
 
     def _ends(self, rows: RowsByRank, notes: Sequence[int]) -> tuple[list[int], list[int], None]:
-        """Counts and displacements of the messages in bytes, as of Alltoallv."""
+        """Counts and displacements of the messages in bytes, for Alltoallv."""
         size, items, each = rows.nbytes_of_row, self._notes.itemsize, notes or [0] * len(rows.counts)
         lengths = [count * size + some * items for count, some in zip(rows.counts, each)]
         lengths[rows.rank] = 0
@@ -157,7 +160,7 @@ class RowExchange:
         return self._arrived
 
     def notes(self) -> list[Array]:
-        """Notes from all ranks, in one array each; after `finish`."""
+        """Notes from all ranks, in one array each. Valid after `finish`."""
         rank, sends = self._arrived.rank, self._notes.sends
         places, first = self._note_places(self._arrived, self._notes.receives), sum(sends[:rank])
         found = []
@@ -170,6 +173,6 @@ class RowExchange:
 
 
 def segments(rows: Array, counts: Sequence[int]) -> list[Array]:
-    """Neighbouring segments of so many rows: views."""
+    """Neighbouring segments with these numbers of rows: views."""
     ends = list(accumulate(counts, initial=0))
     return [rows[start:stop] for start, stop in pairwise(ends)]

@@ -11,7 +11,7 @@ from parallel.nn.placement import Placement, PlacementError, Replicate, Shard
 def check_placements(
     model: Operator, loss: Any, inputs: Mapping[str, Placement], summed: Collection[str]
 ) -> dict[str, set[Parameter]]:
-    """Walk the model and its loss along every axis; return the parameters whose gradients are partial sums along each.
+    """Walk the model and its loss along every axis. Return the parameters whose gradients are partial sums along each.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Models cut along a mesh axis: operators named in a table of placements are replaced by their shards.
 
 The table is the model's attribute `cuts`: names of operators, or patterns of names, and the style in which each is cut
-(`STYLES`). Another style is a function and a line there.
+(`STYLES`). Another style is a function and a line of `STYLES`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def cut(
     sequence: bool = False,
     experts: ExpertCut = WHOLE_EXPERTS,
 ) -> tuple[Operator, Any]:
-    """Model and loss with their operators cut into logical shards, of which this rank of the axis has its part.
+    """Model and loss with their operators cut into logical shards. This rank of the axis has its part of the shards.
 
-    Operators and parameters that the table does not name are shared with `model`, which is not changed.
+    Operators and parameters that the table does not name are shared with `model`. `model` is not changed.
 
     Parameters
     ----------
@@ -66,12 +66,12 @@ def cut(
         Replaced by `VocabularyCrossEntropy` if the model's result is sharded.
     axis : MeshAxis
     shards : int
-        Logical shards of every operator, by default one per rank; a multiple of the ranks. With as many shards, and
+        Logical shards of every operator, by default one per rank. A multiple of the ranks. With as many shards, and
         sums by "tree", every number of ranks has the same bits, if each has a power of two of shards, or all.
     algorithm : str
         Of the sums over ranks.
     sequence : bool
-        True if the ranks have parts of the sequence between cut operators (`parallel.sharding.tensor.sequence`), whose
+        True if the ranks have parts of the sequence between cut operators (`parallel.sharding.tensor.sequence`). Its
         length must be a multiple of the shards.
     experts : ExpertCut
         Cut of the experts of mixtures.
@@ -96,7 +96,7 @@ def cut(
     if table := [pattern for pattern in table if pattern not in cutter.used]:
         raise PlacementError(f"cuts: expected names of operators of the model, found {', '.join(table)}")
     name_all(ours)
-    for parameter in ours.parameters():
+    for parameter in ours.parameters():  # both would get gradients of two shapes
         if id(parameter) in cutter.whole:
             raise PlacementError(f"cuts: {parameter.name} is cut in one operator and whole in another")
     ours = with_gradient_sums(ours, axis, algorithm)
@@ -108,7 +108,7 @@ def cut(
 
 
 class Cutter:
-    """Cuts operators along one axis into logical shards; tensors that several operators hold are cut once.
+    """Cuts operators along one axis into logical shards. Tensors that several operators hold are cut once.
 
     With `sequence`, ranks have parts of the sequence between cut operators. `used` are the patterns of the table that
     named an operator, `whole` the parameters that were cut, by id.
@@ -126,7 +126,10 @@ class Cutter:
         self._parts: dict[tuple[int, int], ParameterShard] = {}
 
     def replacement(self, operator: Operator, table: Mapping[str, str]) -> Operator | None:
-        """Shards of an operator that the table names; of another its form on a part of the sequence; None: itself."""
+        """Shards of an operator that the table names.
+
+        For another operator its form on a part of the sequence, or None: itself.
+        """
         for pattern, style in table.items():
             if operator.name and fnmatchcase(operator.name, pattern):
                 self.used.add(pattern)
@@ -142,7 +145,7 @@ class Cutter:
         return replaced(operator, lambda one: here.replacement(one, table))
 
     def on_part(self, operator: Operator) -> Operator | None:
-        """Form of an operator between those that are cut, if this rank has a part of the sequence; None: itself."""
+        """Form of an operator between those that are cut, if this rank has a part of the sequence. None: itself."""
         if isinstance(operator, PositionEmbedding):
             return PositionsOfPart(operator, self.axis)
         if isinstance(operator, Dropout):
@@ -163,7 +166,7 @@ class Cutter:
         return CutOperator(function(operator, self, *([int(argument)] if argument else [])))
 
     def bounds(self, features: Features) -> tuple[dict[int, tuple[int, int]], Shard]:
-        """Bounds of the units, perhaps none, of each shard of this rank; placement of features that are cut so."""
+        """Bounds of the units, perhaps none, of each shard of this rank. Placement of features that are cut so."""
         division = features.divided(self.shards)
         return {n: division.bounds[n] for n in self.numbers}, division.placement
 
@@ -179,8 +182,8 @@ class Cutter:
     ) -> ParameterShard:
         """Logical shard of a parameter: these units of the features along one dimension.
 
-        `sharers` are shards that share the part, by default this one alone; the tensor is cut `among` these, by default
-        all.
+        `sharers` are shards that share the part, by default this one alone. The tensor is cut `among` these, by
+        default all.
         """
         key = id(parameter), number
         if key not in self._parts:
@@ -210,7 +213,7 @@ class Cutter:
 
 
 def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
-    """Linear layer cut by outputs: x whole, y sharded; the bias is cut too."""
+    """Linear layer cut by outputs: x whole, y sharded. The bias is cut too."""
     division = linear.columns.divided(cutter.shards)
 
     def shard(number: int, features: Features, units: tuple[int, int], sharers: range | None = None) -> Linear:
@@ -238,7 +241,7 @@ def _column(linear: Linear, cutter: Cutter) -> list[Operator]:
 
 
 def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
-    """Linear layer cut by inputs: x sharded, y a sum over the ranks, to which the bias is added once."""
+    """Linear layer cut by inputs: x sharded, y a sum over the ranks. The bias is added once, to the sum."""
     division, shards = linear.rows.divided(cutter.shards), {}
     for number in cutter.numbers:
         shards[number] = shard = copied(linear)
@@ -248,7 +251,7 @@ def _row(linear: Linear, cutter: Cutter) -> list[Operator]:
 
 
 def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
-    """Attention cut by heads; a shard without heads passes its empty array on."""
+    """Attention cut by heads. A shard without heads passes its empty array on."""
     bounds, features = cutter.bounds(Features(attention.heads))
     shards: dict[int, Operator] = {}
     for number, (start, stop) in bounds.items():
@@ -258,7 +261,7 @@ def _heads(attention: CausalAttention, cutter: Cutter) -> list[Operator]:
 
 
 def _grouped_heads(attention: BlockwiseAttention, cutter: Cutter) -> list[Operator]:
-    """Attention cut by key/value heads, each with its query heads, or some of these; then shards share a head."""
+    """Attention cut by key/value heads, each with its query heads, or some of these. Then shards share a head."""
     queries, groups = attention.heads
     each = queries // groups
     bounds, takes = cutter.bounds(Features(groups, (each, 1, 1), each))
@@ -272,7 +275,7 @@ def _grouped_heads(attention: BlockwiseAttention, cutter: Cutter) -> list[Operat
 
 
 def _unless_empty(shards: Mapping[int, Operator], bounds: Mapping[int, tuple[int, int]]) -> dict[int, Operator]:
-    """The shards; the identity in place of those without units."""
+    """The shards. The identity in place of those without units."""
     return {at: shard if bounds[at][0] < bounds[at][1] else Sequential([]) for at, shard in shards.items()}
 
 
@@ -284,14 +287,14 @@ def _gate(gate: SwiGLU, cutter: Cutter) -> list[Operator]:
 
 
 def _mixture(mixture: MixtureOfExperts, cutter: Cutter) -> list[Operator]:
-    """Mixture whose experts are cut; the router and a shared expert are on every rank, for whole sequences."""
+    """Mixture whose experts are cut. The router and a shared expert are on every rank, for whole sequences."""
     ours = copied(mixture)
     ours.experts = cut_experts(mixture.experts, cutter, cutter.experts)  # type: ignore[assignment]
     return [OnWholeSequence(ours, cutter.axis) if cutter.sequence else ours]
 
 
 def _dropout(dropout: Dropout, cutter: Cutter, width: int) -> list[Operator]:
-    """Dropout of sharded features, of `width` altogether; masks are parts of the whole mask."""
+    """Dropout of sharded features, of `width` altogether. Masks are parts of the whole mask."""
     bounds, features = cutter.bounds(Features(width))
     shards = {number: DropoutShard(dropout, width, *units) for number, units in bounds.items()}
     return [Shards(cutter.axis.name, shards, features, features)]
@@ -331,4 +334,4 @@ STYLES: dict[tuple[str, type[Operator]], Callable[..., list[Operator]]] = {
     ("vocabulary", Embedding): _embedding,
     ("vocabulary", Unembedding): _unembedding,
 }
-"""Operators that replace one of a type, by style; ``features:256`` gives the style an argument."""
+"""Operators that replace one of a type, by style. ``features:256`` gives the style an argument."""

@@ -24,7 +24,7 @@ TAG = 1
 
 
 def allreduce(axis: Any, x: Array, algorithm: str = "auto", op: MPI.Op = MPI.SUM) -> Array:
-    """Sum (or `op`) of the ranks' arrays of equal shape, on every rank; half types become float32.
+    """Sum (or `op`) of the ranks' arrays of equal shape, on every rank. Half types become float32.
 
     Cost: 2(t-1)/t n beta + (t-1)/t n gamma.
     """
@@ -37,9 +37,9 @@ def allreduce(axis: Any, x: Array, algorithm: str = "auto", op: MPI.Op = MPI.SUM
 
 
 def start_allreduce(axis: Any, x: Array, algorithm: str = "auto") -> Callable[[], Array]:
-    """Start `allreduce`, if the axis leaves a node; return a function that completes it and returns the sum.
+    """Start `allreduce`, if the axis leaves a node. Return a function that completes it and returns the sum.
 
-    Within a node the sum is made by that function: cores that compute would have to make it meanwhile.
+    Within a node the sum starts only when that function is called: ranks make it on the cores that compute until then.
     """
     if axis.size == 1 or axis.comm.nodes is None:
         return lambda: allreduce(axis, x, algorithm)
@@ -68,7 +68,7 @@ def allgather(axis: Any, x: Array, dim: int, lengths: Sequence[int]) -> Array:
 
 
 def reduce_scatter(axis: Any, x: Array, dim: int, lengths: Sequence[int], algorithm: str = "auto") -> Array:
-    """This rank's part along `dim`, of `lengths` by rank, of the ranks' sum; half types become float32."""
+    """Sum of the ranks' arrays. A rank gets its part along `dim`, of `lengths` by rank. Half types become float32."""
     if axis.size == 1:
         return widen(x)
     xp = kernels.array_namespace(x)
@@ -80,11 +80,11 @@ def reduce_scatter(axis: Any, x: Array, dim: int, lengths: Sequence[int], algori
 
 
 def allreduce_among(axis: Any, terms: Sequence[Array], holders: Sequence[range]) -> list[Array]:
-    """Sums of arrays of which each is on some ranks of the axis only, on these; half types become float32.
+    """Sums of arrays that only some ranks of the axis have, on these ranks. Half types become float32.
 
-    `terms` are this rank's, and `holders` the ranks that have a term of each; all have them in the same order. Each
-    holder adds up one part, by the binary tree over the ranks of the axis, and sends it to the others.
-    Cost of an array of n bytes on r ranks: 2(r-1)/r n beta + (r-1)/r n gamma.
+    `terms` are this rank's, and `holders` the ranks that have a term of each. All have them in the same order. Each
+    holder adds up one part, by the binary tree over the ranks of the axis, and sends it to the others. Cost of an
+    array of n bytes on r ranks: 2(r-1)/r n beta + (r-1)/r n gamma.
     """
     if all(len(ranks) == 1 for ranks in holders):
         return [widen(term) for term in terms]
@@ -135,7 +135,7 @@ class _SharedTerm:
         return [(part, self._arriving[rank], rank) for rank, part in self._parts.items()]
 
     def sums(self) -> list[Message]:
-        """Add up the own part; messages of the sums."""
+        """Add up the own part. Messages of the sums."""
         by_rank = {**self._arriving, self._axis.rank: self._own}
         self._own[...] = tree_sum([by_rank.get(rank) for rank in range(self._axis.size)])
         return [(self._own, part, rank) for rank, part in self._parts.items()]
@@ -151,9 +151,9 @@ def _swap(comm: Any, messages: Iterable[Message]) -> None:
 
 
 def tree_sum(terms: Sequence[Array | None]) -> Array:
-    """Sum of arrays by the binary tree of neighbours; half types become float32. Those that are None are left out.
+    """Sum of arrays by the binary tree of neighbours. Half types become float32. Terms that are None are left out. The
 
-    For a power of two of terms, a subtree of the tree over any more of them.
+    tree of a power of two of terms is a subtree of the tree of any more terms.
     """
     level = [None if term is None else widen(term) for term in terms]
     while len(level) > 1:

@@ -1,4 +1,4 @@
-"""Sums, over the ranks of a mesh axis, of gradients of replicated parameters that are partial there.
+"""Sums, over the ranks of a mesh axis, of partial gradients of replicated parameters.
 
 Norms and biases of parts of a sequence, and gains that all heads share, are whole on every rank, but each rank has the
 gradient of its own tokens or heads only. `Operator.place` finds these parameters.
@@ -42,7 +42,7 @@ class GradientSums(Wrapper):
     inner : Operator
     axis : MeshAxis
     partial : collection of Parameter
-        Those of `inner` with partial gradients; every rank has them.
+        Parameters of `inner` with partial gradients. Every rank has them.
     algorithm : str
         Of the sum.
     """

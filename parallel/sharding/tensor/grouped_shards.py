@@ -2,12 +2,12 @@
 
     shard       0          1          2          3          of 4 query heads and 2 key/value heads
     queries     q_0        q_1        q_2        q_3        each shard its own
-    keys        k_0        k_0        k_1        k_1        shards 0 and 1 share those of head 0
+    keys        k_0        k_0        k_1        k_1        shards 0 and 1 share head 0's
     values      v_0        v_0        v_1        v_1
 
 A rank with several sharers has one copy of a shared part and computes its result once. Ranks with others have copies:
 their placement is `Copies`, and the gradient of its result is summed over these ranks, so that gradients of the copies
-are equal (Ainslie et al., arXiv:2305.13245, of heads that are replicated where there are more partitions).
+are equal (Ainslie et al., arXiv:2305.13245, heads are replicated where the partitions outnumber them).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quant.types import Array
 
 
 class SumCopies:
-    """Exchange between copies of a value and the shards that use them; like f, but of the ranks with each copy.
+    """Exchange between copies of a value and the shards that use them. Like f, but of the ranks with each copy.
 
     Forward nothing, backward a sum over these ranks.
     """
@@ -45,7 +45,7 @@ class SumCopies:
 
 
 class GroupedShards(Shards):
-    """This rank's logical shards, y_n = [f_n(x), s_k(x)], of which several share s_k.
+    """This rank's logical shards, y_n = [f_n(x), s_k(x)]. Several shards share s_k.
 
     Parameters
     ----------
@@ -55,10 +55,10 @@ class GroupedShards(Shards):
     shared : mapping of int to Operator
         The s_k of these shards, by a number that no shard has.
     sharers : mapping of int to range
-        Shards, of all ranks, that share each of them.
+        Shards, on all ranks, that share each s_k.
     gives : Shard
     sums : SumCopies or None
-        None: gradients of shared parameters remain terms, which `check_placements` refuses.
+        None: gradients of shared parameters remain partial. `check_placements` refuses that.
     """
 
     exchanges = True
@@ -79,7 +79,7 @@ class GroupedShards(Shards):
         self._of = [next((k for k, some in enumerate(self._sharers) if n in some), None) for n in self.numbers]
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield each shard and each shared part, which stand for the operator that was cut."""
+        """Yield each shard and each shared part, in place of the operator that was cut."""
         yield from super().members()
         yield from (("", operator) for operator in self.shared)
 
@@ -136,7 +136,7 @@ def placement_of(shared: Operator) -> Shard | Copies:
 
 
 def holders(sharers: range, each: int) -> range:
-    """Ranks that have these shards, of which a rank has `each`.
+    """Ranks that have these shards, `each` per rank.
 
     >>> holders(range(3, 6), 2)
     range(1, 3)

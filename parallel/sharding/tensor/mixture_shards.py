@@ -1,6 +1,6 @@
 """Mixtures of experts cut along a mesh axis: experts, or parts of each, on different ranks that have the same tokens.
 
-The experts form logical groups, and each expert is cut into `slices` of its hidden features; logical shard g s + j has
+The experts form logical groups, and each expert is cut into `slices` of its hidden features. Logical shard g s + j has
 slice j of the experts of group g, for s slices. Tokens, weights and the router are replicated along the axis::
 
     rank 0   router   experts 0, 1 of all tokens   --+
@@ -9,8 +9,8 @@ slice j of the experts of group g, for s slices. Tokens, weights and the router 
 
 So a token enters the exchange between replicas (`parallel.sharding.expert`) exactly once for each of its experts: on
 the rank that has the expert's shard. Results are partial sums along the axis, and so are the gradients of tokens and
-weights. They are summed inside, so that the router's gradient is whole on every rank, and needs no sum. Sums follow the
-tree over all shards: with as many shards, any number of ranks has the same bits.
+weights. They are summed inside, so that the router's gradient is whole on every rank, and needs no sum. Sums follow
+the tree over all shards: with as many shards, any number of ranks has the same bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ExpertCut(NamedTuple):
     slices : int
         Logical parts of each expert's hidden features.
     spread : bool
-        Ranks of the axis have different shards; else each has all.
+        Ranks of the axis have different shards. Otherwise each has all.
     """
 
     slices: int = 1
@@ -55,7 +55,7 @@ class GroupShards(Operator):
     Parameters
     ----------
     axis : MeshAxis
-        Over which results are summed; of one rank if this rank has all shards.
+        Axis to sum results over. It has one rank if this rank has all shards.
     groups : mapping of int to ExpertGroup
         By number of the shard.
     experts : int
@@ -77,7 +77,7 @@ class GroupShards(Operator):
         return self._experts
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield each shard, which stands for the group of experts that was cut."""
+        """Yield each shard, in place of the group of experts that was cut."""
         yield from (("", group) for group in self.groups)
 
     def send(self, tokens: Array, chosen: Assignments) -> Any:
@@ -89,7 +89,7 @@ class GroupShards(Operator):
         return (places, bounds[-1]), sent
 
     def forward_sent(self, sent: Any, y: Array, run: PassMode) -> Any:
-        """Add the weighted results of all ranks' shards to y, wide; returns saved values."""
+        """Add the weighted results of all ranks' shards to y, wide. Returns saved values."""
         about, parts = sent
         terms, saved = [], []
         for group, part in zip(self.groups, parts):
@@ -102,7 +102,10 @@ class GroupShards(Operator):
         return [group.send_gradients(upper, own, dtype) for group, own in zip(self.groups, saved[1])]
 
     def backward_sent(self, sent: Any, saved: Any, dx: Array, grads: GradientSink) -> Array:
-        """Add the gradients of the tokens to dx, wide; returns those of the weights: both in one sum over the ranks."""
+        """Add the gradients of the tokens to dx, wide. Returns the gradients of the weights.
+
+        Both use one sum over the ranks.
+        """
         (places, assigned), values = saved
         terms = []
         for group, place, part, own in zip(self.groups, places, sent, values):
@@ -166,19 +169,23 @@ def _owned(value: Any, cutter: Any, number: int) -> Any:
 
 
 def _whole_on(number: int, parameter: Parameter, cutter: Any) -> Parameter:
-    """Shard with all of a parameter, which this logical shard alone has."""
+    """Shard with all of a parameter. Only this logical shard has it."""
     length, here = parameter.shape[0], range(number, number + 1)
     shard: Parameter = cutter.part(parameter, number, 0, Features(length), (0, length), among=here)
     return shard
 
 
 def _slice(expert: Operator, cutter: Any, number: int, slices: range) -> Operator:
-    """Slice of an expert, one of the shards `slices`: some hidden features; the first adds the bias after them."""
+    """Slice of an expert, one of the shards `slices`: some hidden features.
+
+    The first slice adds the bias after them.
+    """
     items = expert.items if isinstance(expert, Sequential) else []
     linear = [item for item in items if type(item) is Linear]
     inner = [item for item in items if type(item) is not Linear]
     if len(items) < 2 or items[0] not in linear or items[-1] not in linear or len(linear) != 2:
         raise PlacementError(f"etp: expected experts of two linear layers and what is between, found {label(expert)}")
+    # features are cut between the layers: only elementwise operators work on some of them
     if any(item.mixes != () or item.parameters() for item in inner):
         raise PlacementError(f"etp: expected elementwise operators between an expert's layers, found {label(expert)}")
     first, last = (copied(one) for one in linear)
@@ -188,6 +195,7 @@ def _slice(expert: Operator, cutter: Any, number: int, slices: range) -> Operato
     first.bias = None if first.bias is None else cutter.part(first.bias, number, 0, hidden, units, among=slices)
     last.weight = cutter.part(last.weight, number, 0, hidden, units, among=slices)
     first.outputs = last.inputs = units[1] - units[0]
+    # results are summed over the slices, so one slice alone adds the bias
     if last.bias is not None:
         last.bias = _whole_on(number, last.bias, cutter) if number == slices[0] else None
     return Sequential([first, *inner, last])

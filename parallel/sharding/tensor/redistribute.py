@@ -1,4 +1,4 @@
-"""Operators that change the placement of a value along a mesh axis; forward and backward exchange mirror each other.
+"""Operators that change the placement of a value along a mesh axis. Forward and backward exchange mirror each other.
 
 Megatron-LM's f stands before operators that are cut, g after them (Shoeybi et al., 2019, section 3)::
 
@@ -12,7 +12,7 @@ Megatron-LM's f stands before operators that are cut, g after them (Shoeybi et a
     ScatterSequence   reduce-scatter   allgather        Partial()                 Shard(1)
 
 The last two take their place if activations between cut operators are sharded along the sequence (Korthikanti et al.,
-2022, section 4.2.2); the volume is the same. Terms of sums are float32 or float64, and sums are rounded once, to the
+2022, section 4.2.2). The volume is the same. Terms of sums are float32 or float64, and sums are rounded once, to the
 storage dtype.
 """
 
@@ -29,7 +29,7 @@ from quant.types import Array
 class Redistribute(Operator):
     """Base class: an operator without parameters that takes one placement along `axis` and gives another.
 
-    `like` is a parameter of the storage dtype. `algorithm` is that of the sums: "tree" adds in an order that does not
+    `like` is a parameter of the storage dtype. `algorithm` makes the sums: "tree" adds in an order that does not
     depend on the number of ranks.
     """
 
@@ -44,7 +44,7 @@ class Redistribute(Operator):
         return narrow(x, self._like.dtype)
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Nothing: `like` belongs to the operator that is cut."""
+        """No members: `like` belongs to the operator that is cut."""
         yield from ()
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
@@ -58,7 +58,7 @@ class Redistribute(Operator):
 
 
 class CopyToShards(Redistribute):
-    """f: identity; the gradients of the ranks' copies are summed."""
+    """f: identity. The gradients of the ranks' copies are summed."""
 
     takes, gives = Replicate(), Replicate(partial=True)
 
@@ -69,7 +69,7 @@ class CopyToShards(Redistribute):
         return self.start_backward(dy)()
 
     def start_backward(self, dy: Array) -> Callable[[], Array]:
-        """Start the backward pass; return a function that completes it and returns dx."""
+        """Start the backward pass. Return a function that completes it and returns dx."""
         if dy is None:
             return lambda: None
         complete = start_allreduce(self.axis, dy, self.algorithm)
@@ -80,7 +80,7 @@ class CopyToShards(Redistribute):
 
 
 class SumShards(Redistribute):
-    """g: sum over the ranks; every rank gets the whole gradient."""
+    """g: sum of the ranks' partial results. In the backward pass every rank has the whole gradient already."""
 
     takes, gives = Partial(), Replicate()
 
@@ -105,7 +105,7 @@ class _AlongSequence(Redistribute):
         return super().refuse(axis, x, expected)
 
     def _parts(self, length: int) -> list[int]:
-        """Lengths of the ranks' parts of a whole `length`; ValueError if they are not equal."""
+        """Lengths of the ranks' parts of a whole `length`. ValueError if they are not equal."""
         size, axis = self.axis.size, self.axis.name
         if length % size:
             raise ValueError(
@@ -115,7 +115,7 @@ class _AlongSequence(Redistribute):
 
 
 class GatherSequence(_AlongSequence):
-    """f of sequence parallelism: the whole sequence from the ranks' parts; its gradient is summed and cut."""
+    """f of sequence parallelism: the whole sequence from the ranks' parts. Its gradient is summed and cut."""
 
     takes, gives = Shard(1), Replicate(partial=True)
 
@@ -131,7 +131,7 @@ class GatherSequence(_AlongSequence):
 
 
 class ScatterSequence(_AlongSequence):
-    """g of sequence parallelism: this rank's part of the sum over the ranks; its gradient is gathered."""
+    """g of sequence parallelism: this rank's part of the sum over the ranks. Its gradient is gathered."""
 
     takes, gives = Partial(), Shard(1)
 

@@ -1,7 +1,7 @@
 """Sequence parallelism: between cut operators, every rank has an equal part of the tokens (Korthikanti et al., 2022).
 
-Norms, dropout, biases and residual sums work on these parts; the exchanges are those of `GatherSequence` and
-`ScatterSequence`. Rank r of t has tokens from r s/t on; if another axis divides the sequence, that part of its share.
+Norms, dropout, biases and residual sums work on these parts. `GatherSequence` and `ScatterSequence` exchange them.
+Rank r of t has tokens from r s/t on. If another axis divides the sequence, s is its share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quant.types import Array
 
 
 class GatheredInput(Wrapper):
-    """An operator on the whole sequence, from parts of it, of which only the own part is saved.
+    """An operator on the whole sequence, gathered from parts. Only this rank's part is saved.
 
     The backward pass gathers the sequence once more, for the gradients of weights.
     """
@@ -56,9 +56,9 @@ class GatheredInput(Wrapper):
 
 
 class OnWholeSequence(Wrapper):
-    """An operator that every rank applies to the whole sequence; input and result are this rank's parts.
+    """An operator that every rank applies to the whole sequence. Input and result are this rank's parts.
 
-    All ranks compute the same, so that gradients of parameters are whole.
+    All ranks compute the same, so gradients of parameters are whole.
     """
 
     exchanges = True
@@ -135,7 +135,7 @@ class EqualParts(SequenceParts, PartOfTokens):
 class PositionsOfPart(DividedPositionEmbedding, PartOfTokens):
     """Learned position embedding of this rank's part of the tokens: of any length, unless sequences are divided.
 
-    `every` has the positions of all ranks of the axis; None: these have whole sequences.
+    `every` has the positions of all ranks of the axis. None: these have whole sequences.
     """
 
     def __init__(self, whole: PositionEmbedding, axis: Any):

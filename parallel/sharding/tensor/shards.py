@@ -1,7 +1,7 @@
-"""Operators cut into logical shards: one combinator, whose behaviour follows from the placements it takes and gives.
+"""Operators cut into logical shards: one combinator that behaves by the placements of its input and result.
 
 A logical shard is an ordinary operator on a part of the features, with parameters of its own. A rank holds some of the
-shards, in order. What it does with them follows from the placements:
+shards, in order. Its work follows from the placements:
 
     from                      to            forward                  backward                 example
     Replicate(partial=True)   Shard(-1)     y = [f_j(x)]             dx = sum of dx_j         column linear
@@ -9,7 +9,7 @@ shards, in order. What it does with them follows from the placements:
     Shard(-1)                 Partial()     y = sum of f_j(x_j)      dx = [dx_j]              row linear
     Replicate()               Partial()     y = sum of f_j(x)        none                     embedding
 
-[ ] are parts side by side. Sums follow the binary tree over all shards, of which a rank holds a whole subtree: with as
+[ ] are parts side by side. Sums follow the binary tree over all shards. A rank holds a whole subtree: with as
 many shards, sums and matrix products are the same for any number of ranks, and so are the bits.
 """
 
@@ -48,7 +48,7 @@ class Shards(Operator):
         self.numbers, self.operators = tuple(operators), tuple(operators.values())
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield each shard, which stands for the operator that was cut."""
+        """Yield each shard, in place of the operator that was cut."""
         yield from (("", operator) for operator in self.operators)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
@@ -70,7 +70,7 @@ class Shards(Operator):
         return y
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline of all shards; with several, parts, results and sums of this rank are arrays of their own."""
+        """Outline of all shards. With several, parts, results and sums of this rank are separate arrays."""
         outlines = [operator.outline(part) for operator, part in zip(self.operators, self._split_spec(x))]
         ys = [outline.y for outline in outlines]
         side_by_side = isinstance(self.gives, Shard)
@@ -87,7 +87,7 @@ class Shards(Operator):
         return [length // max(sum(here), 1) * count for count in here]
 
     def _split(self, x: Array, placement: Placement) -> list[Array]:
-        """The part of each shard; x itself for each, if it is not sharded."""
+        """The part of each shard. x itself for each, if it is not sharded."""
         if not isinstance(placement, Shard) or len(self.operators) == 1:
             return [x] * len(self.operators)
         assert placement.units is not None
@@ -178,7 +178,7 @@ class AddBias(Operator):
 
 
 class DropoutShard(Dropout):
-    """Dropout of the features from `start` to `stop` of `width`; its mask is that part of the whole mask."""
+    """Dropout of the features from `start` to `stop` of `width`. Its mask is the same part of the whole mask."""
 
     def __init__(self, whole: Dropout, width: int, start: int, stop: int):
         inherit(self, whole)

@@ -1,4 +1,4 @@
-"""Rows of the axis ``tp``, along which operators are cut, and of ``etp``, ranks of ``tp`` with parts of one expert."""
+"""Rows of the axis ``tp`` (operators are cut) and of ``etp`` (ranks of ``tp`` with parts of one expert)."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ def check_cut(settings: Any, mesh: Any) -> None:
         raise ValueError(f"{name}: {found} is not for operators that are cut into {shards} shards")
     parts = mesh.sizes.get(CONTEXT.name, 1)
     several = parts_of(settings, parts) > parts
+    # parts and slices are leaves of one binary tree, whole subtrees only for powers of two
     if several and ranks > 1 and shards & (shards - 1) and settings.reproducible and settings.sequence_parallel:
         expected = f"on ranks with several parts of a sequence, sequence_parallel takes a power of two; found {shards}"
         raise ValueError(f"tensor_shards: reproducible sums follow a binary tree: {expected}, and {mesh}")
 
 
 def expert_cut(settings: Any, mesh: Any) -> ExpertCut:
-    """Cut of experts along ``tp``; ValueError for `Settings.expert_shards` into which this mesh cannot cut them."""
+    """Cut of experts along ``tp``. ValueError if this mesh cannot cut them into `Settings.expert_shards`."""
     tensor = mesh.sizes.get(TENSOR.name, 1)
     each = shards_of(settings, mesh) // tensor
     slices = settings.expert_shards or (mesh.etp * each if mesh.etp > 1 else 1)
     spread = mesh.ep * mesh.etp > 1 or tensor == 1
+    # along etp a rank has `each` slices of an expert, otherwise all of them
     if slices != mesh.etp * each if mesh.etp > 1 else each % slices:
         expected = str(mesh.etp * each) if mesh.etp > 1 else f"a divisor of the {each} tensor_shards of a rank"
         raise ValueError(f"expert_shards: expected {expected}, for {mesh}; found {slices}")
@@ -56,4 +58,4 @@ TENSOR = Axis(
 """Partial results are summed forward, and gradients with respect to inputs backward."""
 
 EXPERT_TENSOR = Axis("etp", "parts of the same experts", folded=True, check=expert_cut)
-"""Results of an expert's parts are summed with those of other operators along ``tp``."""
+"""Results of an expert's parts are summed with the results of other operators along ``tp``."""

@@ -20,7 +20,7 @@ from quant.types import Array
 
 
 class EmbeddingShard(Embedding):
-    """Rows `start` to `stop` of the table of a token embedding; other tokens give zeros.
+    """Rows `start` to `stop` of the table of a token embedding. Other tokens give zeros.
 
     The sum over all shards is the embedding, exactly: all terms but one are zero.
     """
@@ -51,20 +51,20 @@ class EmbeddingShard(Embedding):
 
 
 class VocabularyCrossEntropy(SoftmaxCrossEntropy):
-    """Cross-entropy of scores whose classes are cut over the ranks; three allreduces of a value per target.
+    """Cross-entropy of scores whose classes are cut over the ranks. Three allreduces of a value per target.
 
-    The maximum of the scores, the score of the target, and the sum of exponentials are combined over the ranks; the
+    The maximum of the scores, the score of the target, and the sum of exponentials are combined over the ranks. The
     backward pass exchanges nothing (Shoeybi et al., 2019, section 3). Scores have shape (..., classes of this rank).
 
     Parameters
     ----------
     axis : MeshAxis
     units : sequence of int
-        Classes of every logical shard; a rank holds as many shards as any other.
+        Classes of every logical shard. A rank holds as many shards as any other.
     algorithm : str
         Of the sums.
     whole : SoftmaxCrossEntropy, optional
-        Loss of the user, which has the smoothing: over all classes, of all ranks.
+        The user's loss. It has the smoothing: over all classes, of all ranks.
     """
 
     exchanges = True
@@ -98,7 +98,7 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         return float(losses.sum(dtype=np.float64)), (y, targets, log_sum)
 
     def _largest(self, y: Array, targets: Array, scores: Array) -> Array:
-        """The largest score of this rank's classes, of arguments that are checked here."""
+        """The largest score of this rank's classes. Checks the arguments."""
         expect(targets.dtype.kind in "iu", self, "targets that are integers", targets)
         expect(y.shape[:-1] == targets.shape, self, f"targets of shape {y.shape[:-1]}", targets)
         expect(y.shape[-1] == self.lengths[self.axis.rank], self, f"{self.lengths[self.axis.rank]} classes", y)
@@ -127,7 +127,7 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         return allgather(self.axis, y, y.ndim - 1, self.lengths)
 
     def place(self, axis: str, y: Placement) -> None:
-        """Raise PlacementError unless the scores are cut as here along the axis, or along the batch."""
+        """Raise PlacementError unless the scores are cut along the axis in this way, or along the batch."""
         expected = Shard(-1, self.units) if axis == self.axis.name else Shard(0)
         if y != expected and not (axis != self.axis.name and y == Shard(1)):
             raise PlacementError(f"{type(self).__name__}: expected {expected} along {axis}, found {y}")
@@ -152,7 +152,7 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         return tree_sum(terms)
 
     def _here(self, targets: Array) -> tuple[Array, Array]:
-        """Rows whose target is a class of this rank, and its number there."""
+        """Rows whose target is a class of this rank, and its number on this rank."""
         local = targets - self._start
         here = (local >= 0) & (local < self._bounds[-1][1]) & (targets >= 0)
         (rows,) = kernels.array_namespace(targets).nonzero(here)
