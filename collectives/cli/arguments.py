@@ -32,7 +32,7 @@ def check_schedule(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 
 
 def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Make an argument type: comma-separated names out of `known`, or ``all``; `what` describes them in errors."""
+    """Make an argument type: comma-separated names out of `known`, or ``all``. `what` describes them in errors."""
     known = list(known)
 
     def names(text: str) -> list[str]:
@@ -45,7 +45,7 @@ def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def numbers(text: str) -> list[int]:
-    """Argument type: integers as in ``1,2,4``, or a range as in ``0:20``, without its end."""
+    """Argument type: integers such as ``1,2,4``, or a range such as ``0:20``, without its end."""
     first, colon, end = text.partition(":")
     try:
         found = list(range(int(first or 0), int(end))) if colon else [int(word) for word in text.split(",")]
@@ -57,7 +57,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rank_counts(text: str) -> list[int]:
-    """Argument type: numbers of ranks, written as for `numbers`, each 1 or more."""
+    """Argument type: numbers of ranks, each 1 or more, written like `numbers`."""
     found = numbers(text)
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 on, found {text!r}")
@@ -105,7 +105,7 @@ def expect_writable(parser: argparse.ArgumentParser, *paths: Path | None) -> Non
 
 
 def picture_file(text: str) -> Path:
-    """Argument type: path of an image file; an error if its format is unknown or matplotlib is missing."""
+    """Argument type: path of an image file. An error if its format is unknown or matplotlib is missing."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(PICTURES)}, found {text!r}")

@@ -1,4 +1,4 @@
-"""Benchmark the collectives of Chorus against those of the MPI library, or PyTorch's over Chorus and over gloo.
+"""Benchmark the collectives of Chorus against the MPI library's, or PyTorch's over Chorus and over gloo.
 
 chorus bench collectives -n 2 --collective allreduce --sizes 8:64M --plot race.png
 chorus bench collectives -n 2 --collective all --sizes 8:256M:8 --against gloo
@@ -41,7 +41,7 @@ LENGTH = 256
 
 
 def works(plain: MPI.Intracomm, milliseconds: float) -> dict[str, Callable[[], Any]]:
-    """Work of this length by name: to sleep, which leaves the core to others, and matrix products. Collective."""
+    """Work of this length by name: sleep (the core is free for others) and matrix products. Collective."""
     left, out = np.ones((2, LENGTH, LENGTH))
 
     def multiply(count: int) -> None:
@@ -55,7 +55,7 @@ def works(plain: MPI.Intracomm, milliseconds: float) -> dict[str, Callable[[], A
 
 
 def slowest_ms(plain: MPI.Intracomm, call: Callable[[], Any]) -> float:
-    """Milliseconds of a call on the slowest rank; a barrier precedes it. Collective."""
+    """Milliseconds of a call on the slowest rank. A barrier precedes it. Collective."""
     plain.Barrier()
     start = time.perf_counter()
     call()
@@ -105,7 +105,7 @@ POINT = tuple(name for name in KEY if name != "algorithm")
 
 
 class Verdict(NamedTuple):
-    """Counts of points; a point is a collective at one size, with one dtype, memory and form."""
+    """Counts of points. A point is a collective at one size, with one dtype, memory and form."""
 
     compared: int  #: points at which ``auto`` and at least one algorithm were measured
     near_best: int  #: of these, ``auto`` takes at most `NEAR_BEST` longer than the fastest algorithm
@@ -143,7 +143,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 LONGEST = 1 << 26
-"""Bytes up to which messages are timed; longer ones are extrapolated."""
+"""Bytes up to which messages are timed. Longer ones are extrapolated."""
 
 REPORT = "a report of chorus bench collectives --json"
 
@@ -198,7 +198,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
-    """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one; ValueError for unknown ones."""
+    """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one. ValueError for unknown ones."""
     known = ["auto", *catalog.names(even_form(collective))]
     for name in wanted:
         if name not in ("all", *known):
@@ -210,7 +210,7 @@ def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
 
 
 def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, int]]:
-    """Yield (collective, dtype, bytes) of all measurements; sizes that round to the same one occur once."""
+    """Yield (collective, dtype, bytes) of all measurements. Sizes that round to the same one occur once."""
     for collective in args.collective:
         for dtype in args.dtype:
             case, width = CASES[collective], DTYPES[dtype].itemsize
@@ -251,7 +251,7 @@ def bench(args: argparse.Namespace) -> Report:
 
 
 def bench_torch(args: argparse.Namespace) -> Report:
-    """Race calls of torch.distributed over our backend and over gloo; print and return rows, gloo's as native."""
+    """Race calls of torch.distributed over our backend and over gloo. Print and return rows, gloo's as native."""
     from collectives.torch import race_cases
 
     plain = MPI.COMM_WORLD

@@ -4,7 +4,7 @@ chorus bench compressed -n 4
 chorus bench compressed -n 4 --sizes 1M,16M --specs int8_g128,int4_g32 --ways two_shot,ring
 
 All contestants take turns in one run: the MPI's own allreduce, ours, and every way with every encoding. `error` is the
-norm of the error over the norm of the sum; `forecast` is the time expected before the run, and "auto" encodes where it
+norm of the error over the norm of the sum. `forecast` is the time expected before the run, and "auto" encodes where it
 is below the time expected of a plain sum.
 """
 
@@ -71,7 +71,7 @@ def _sum(encoded: Any, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time all implementations on vectors of `nbytes` and measure their errors; return a row for each. Collective."""
+    """Time all implementations on vectors of `nbytes` and measure their errors. Return a row for each. Collective."""
     count = nbytes // 4
     x = np.random.default_rng(comm.Get_rank()).standard_normal(count, np.float32)
     out, total = np.empty_like(x), np.empty_like(x)

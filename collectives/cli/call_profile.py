@@ -25,10 +25,10 @@ COLUMNS = ("kind", "turn", "started", "ended")
 """Numbers of a noted call: of its `CallKind`, of the call on its channel, and nanoseconds of the monotonic clock."""
 
 MOST = 4_000_000
-"""Calls that are noted, of 32 bytes each; later ones are counted only."""
+"""Calls that are noted, of 32 bytes each. Later ones are counted only."""
 
 REPEATS = 3
-"""Times that a sampled call, and the MPI's own, are repeated; the fastest counts."""
+"""Times that a sampled call, and the MPI's own, are repeated. The fastest counts."""
 
 
 def _fibonacci(most: int) -> Iterator[int]:
@@ -83,7 +83,7 @@ class CallProfile:
         `COLUMNS` of each call, one call after the other.
     samples : list of Sample
     left_out : int
-        Calls above `MOST`, which are not noted.
+        Calls above `MOST` (not noted).
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class CallProfile:
         setattr(owner, name, noted)
 
     def note(self, frame: FrameType | None) -> int | None:
-        """Note the calls since the last one, made by the program in `frame`; number of the last one's kind."""
+        """Note the calls since the last one, made by the program in `frame`. Number of the last one's kind."""
         self._complete()
         kind = None
         last = self._record.last
@@ -142,7 +142,7 @@ class CallProfile:
         return kind
 
     def _entry(self, number: int) -> bytes | None:
-        """Entry of a call; None if later ones have taken its place."""
+        """Entry of a call. None if later ones have taken its place."""
         at = number % CALLS_KEPT * CALL_RECORD.itemsize
         entry = self._bytes[at : at + CALL_RECORD.itemsize].tobytes()
         return entry if int.from_bytes(entry[:8], sys.byteorder) == number else None
@@ -191,7 +191,7 @@ class CallProfile:
         arguments: Any,
         keywords: Any,
     ) -> None:
-        """Repeat a call in turns with the MPI's own, unless a rank cannot; what it has received stays."""
+        """Repeat a call in turns with the MPI's own, unless a rank cannot. What it has received stays."""
         plain = MPI.Intracomm(comm)
         values = *arguments, *keywords.values()
         given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}

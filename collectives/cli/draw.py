@@ -4,7 +4,7 @@
     chorus draw collective --collective broadcast --algorithm mst --ranks 16 --root 3 -o mst.png
     chorus draw collective --collective allreduce --algorithm ring --ranks 8 --per-node 4 -o nodes.png
 
-Runs in one process; pictures need matplotlib (the extra "plot").
+Runs in one process. Pictures need matplotlib (the extra "plot").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUNDS = ("#e3eefb", "#fdebd3", "#e1f3e6", "#f6e3f2", "#f3efd6", "#fbe0e0", "#e
 """Background colours of nodes, behind the lines of their ranks."""
 
 TAIL, HEAD = 0.1, 0.62
-"""Where arrows start and end within their round; the rest has room for the label."""
+"""Where arrows start and end within their round. The rest has room for the label."""
 
 
 class Arrow(NamedTuple):
@@ -123,7 +123,7 @@ def _messages(axis: Axes, messages: dict[Arrow, str], crowd: int) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line; `nodes` of the result has the node of every rank, or is None."""
+    """Parse the command line. `nodes` of the result has the node of every rank, or is None."""
     parser = ProgramParser(__doc__)
     add, count = parser.add_argument, at_least(1, int, 1 << 12)
     add("--collective", required=True, choices=list(CATALOG), metavar="NAME", help=", ".join(CATALOG))

@@ -3,14 +3,14 @@
     chorus draw program -n 3 --collective allreduce --algorithm ring --bytes 96
     mpiexec -n 4 chorus draw program --collective broadcast --algorithm mst --bytes 1M --dtype float64 --rank 2
 
-The rows are those of a persistent call on these ranks, in this machine's memory. Columns:
+The rows belong to a persistent call on these ranks, in this machine's memory. Columns:
 
   row         number of the row
-  round       round of the program; it begins when all streams of the one before have ended
-  stream      stream of the round; the rows of a stream run in order, and streams progress independently
-  kind        name in `collectives.engine.instructions.Kind`, where each is explained; LOCAL copies or reduces
+  round       round of the program. It begins when all streams of the one before have ended
+  stream      stream of the round. The rows of a stream run in order, and streams progress independently
+  kind        name in `collectives.engine.instructions.Kind`, where each is explained. LOCAL copies or reduces
   peer        rank that the message comes from or goes to, "by MPI" if not through shared memory
-  operands    bytes, and their places as memory+offset; function of a CALL
+  operands    bytes, and their places as memory+offset. Function of a CALL
   reduction   operation and dtype of a reduction
   label       label of a message as mark.bytes (57: not beside its flag), "or address" if it may be read in place
   after       what the row waits for
@@ -69,7 +69,7 @@ def peers_of(program: Program) -> list[int]:
 
 
 def cells(rows: Rows, peers: Sequence[int]) -> Iterator[list[str]]:
-    """Cells of the table, row by row; `peers` are the ranks at the other end of the links."""
+    """Cells of the table, row by row. `peers` are the ranks at the other end of the links."""
     for number in range(len(rows.rounds) - 1):
         first, stop = rows.rounds[number : number + 2]
         for index, stream in enumerate(rows.streams[first:stop]):
@@ -129,7 +129,7 @@ def _after(row: Any, rows: Rows) -> str:
 
 
 def table(rows: Rows, peers: Sequence[int]) -> str:
-    """Rows of a program as a table; `peers` are the ranks at the other end of the links."""
+    """Rows of a program as a table. `peers` are the ranks at the other end of the links."""
     lines = [list(COLUMNS), *cells(rows, peers)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

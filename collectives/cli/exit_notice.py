@@ -1,8 +1,8 @@
 """Message that is printed if a program is killed, by a separate process that outlives it.
 
 Most launchers kill all ranks when one dies, some by a signal that cannot be caught. The message therefore belongs to a
-shell in a session of its own, which the launcher does not know: it reads the current message from a pipe, and prints it
-if the pipe ends without an empty line.
+shell in its own session, unknown to the launcher: it reads the current message from a pipe, and prints it if the pipe
+ends without an empty line.
 """
 
 import subprocess
@@ -19,8 +19,8 @@ while IFS= read -r line; do last=$line; done
 class ExitNotice:
     """Context manager: if this process is killed within it, the text last set by `set_text` is printed.
 
-    The output is `stream`, else standard error, which a launcher that is killed itself may no longer forward.
-    No-op if not `enabled`, or without a shell.
+    The output is `stream`, otherwise standard error. A killed launcher may no longer forward that. No-op if not
+    `enabled`, or without a shell.
     """
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None):
@@ -32,7 +32,7 @@ class ExitNotice:
                 )
 
     def set_text(self, text: str) -> None:
-        """Replace the message, one line; none is printed if it is empty."""
+        """Replace the message, one line. None is printed if it is empty."""
         if self._listener is not None and self._listener.stdin is not None:
             self._listener.stdin.write(text + "\n")
             self._listener.stdin.flush()

@@ -33,7 +33,7 @@ ALIKE = 0.7
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """Argument parser of a program in one process; its help text keeps the description's line breaks.
+    """Argument parser of a program in one process. Its help text keeps the description's line breaks.
 
     `selectors` are options of the same command that select other programs.
     """
@@ -50,7 +50,7 @@ class ProgramParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print one line, without the usage, and exit with status 2; names the option most like an unknown one."""
+        """Print one line, without the usage, and exit with status 2. Names the option most like an unknown one."""
         known = [*self._option_string_actions, *self.selectors]
         for word in takewhile(lambda word: word != "--", self._words):
             name = word.partition("=")[0]
@@ -78,7 +78,7 @@ class LauncherParser(ProgramParser):
 
 
 MOST = (1 << 31) - 1
-"""Largest number of an option without a limit of its own; a larger one is taken for a slip."""
+"""Largest number of an option without a limit of its own. A larger one is taken for a slip."""
 
 
 def at_least(low: float, kind: type, most: float = MOST) -> Any:
@@ -104,11 +104,11 @@ def world_size() -> int:
 
 
 PATIENCE = 2.0
-"""Seconds in which all ranks meet an error of the user's; a rank that meets it alone then ends the others."""
+"""Seconds in which all ranks meet an error of the user's. A rank that meets it alone then ends the others."""
 
 
 LONGEST_WORD = 400
-"""Characters of a word in an error message; of a longer one, such as a slip of the user's, both ends are shown."""
+"""Characters of a word in an error message. Of a longer one, such as a user's mistake, both ends are shown."""
 
 
 def one_line(message: str) -> str:
@@ -121,10 +121,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def user_message(error: BaseException) -> str | None:
-    """One line for an error that the user causes; None for an error of the program.
+    """One line for an error that the user causes. None for an error of the program.
 
-    Those are files that cannot be opened, full disks, sizes beyond the memory, environment variables, and a ValueError
-    in the form of this project: "expected ..., found ...".
+    Such errors are files that cannot be opened, full disks, sizes beyond the memory, environment variables, and a
+    ValueError in the form of this project: "expected ..., found ...".
     """
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
@@ -138,7 +138,7 @@ def user_message(error: BaseException) -> str | None:
 
 
 def end_with(message: str) -> NoReturn:
-    """Print one line, of rank 0 if all ranks come here, and end all ranks with status 2."""
+    """Print one line, on rank 0 if all ranks call this, and end all ranks with status 2."""
     everyone, end = MPI.COMM_WORLD.Ibarrier(), time.monotonic() + PATIENCE
     while not (together := everyone.Test()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -152,10 +152,10 @@ def end_with(message: str) -> NoReturn:
 
 
 def run(main: Callable[[], int], before_exit: Callable[[], None] = lambda: None) -> NoReturn:
-    """Run `main` as the whole program on every rank, then `before_exit` after a barrier; exit with `main`'s result.
+    """Run `main` as the whole program on every rank, then `before_exit` after a barrier. Exit with `main`'s result.
 
     Ctrl-C ends the process at once and without a traceback, even inside a blocking MPI call. A rank with an exception
-    prints it and ends all ranks; an error that the user causes is one line (`user_message`), and the status is 2.
+    prints it and ends all ranks. An error that the user causes is one line (`user_message`), and the status is 2.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -178,7 +178,7 @@ def run(main: Callable[[], int], before_exit: Callable[[], None] = lambda: None)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without `MPI_Finalize`, which may wait forever once another rank has died."""
+    """End this process without `MPI_Finalize`. That may wait forever once another rank has died."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -217,10 +217,10 @@ def on_terminal(descriptor: int = 2) -> bool:
 
 
 def launcher_stream(descriptor: int) -> TextIO | None:
-    """Standard output (1) or error (2) of Open MPI's launcher, opened for writing; None if not accessible.
+    """Standard output (1) or error (2) of Open MPI's launcher, opened for writing. None if not accessible.
 
-    The launcher forwards nothing that a rank prints after the signal that ends the launcher, so open the stream before.
-    None under other MPIs, on other hosts than the launcher's, and if it cannot be opened (a socket).
+    The launcher forwards nothing that a rank prints after the signal that ends the launcher, so open the stream
+    before. None under other MPIs, on other hosts than the launcher's, and if it cannot be opened (a socket).
     """
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         with suppress(OSError, IndexError, ValueError):
@@ -256,7 +256,7 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
         self._postfix = s and f", {s}"
 
     def update(self, n: int = 1) -> None:
-        """Advance by `n`; print a line at every tenth of the total, at most one in `PLAIN` seconds."""
+        """Advance by `n`. Print a line at every tenth of the total, at most one in `PLAIN` seconds."""
         before, self.n = self.n, self.n + n
         parts = max(1, self._total)
         if self.n * 10 // parts > before * 10 // parts and self._clock() - self._last >= PLAIN:
@@ -279,7 +279,7 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
 def say(text: str = "") -> None:
     """Print a text on rank 0, or where `print_when` chooses, above a progress bar if there is one.
 
-    To standard output; to standard error if both are terminals.
+    To standard output, or to standard error if both are terminals.
     """
     if _prints():
         # A launcher forwards output and errors over two pipes and interleaves them: on a terminal, use one only.

@@ -30,7 +30,7 @@ LATE = 0.5
 
 
 class RankCalls(NamedTuple):
-    """Profile of one rank, sent to rank 0; `calls` has shape (calls, 4), `COLUMNS`, by the clock of rank 0."""
+    """Profile of one rank, sent to rank 0. `calls` has shape (calls, 4), `COLUMNS`, by the clock of rank 0."""
 
     rank: int
     kinds: list[CallKind]
@@ -64,7 +64,7 @@ class Line:
 
 
 def report(profile: CallProfile, numbers: Path, trace: Path) -> None:
-    """Print the table on rank 0, and write the files there. Collective; ranks that do not come are left out."""
+    """Print the table on rank 0, and write the files from it. Collective. Ranks that do not come are left out."""
     comm = PREDEFINED["COMM_WORLD"]
     everyone, end = comm.Ibarrier(), time.monotonic() + PATIENCE
     while not everyone.Test():

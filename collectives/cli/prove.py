@@ -29,7 +29,7 @@ SEGMENTS = (1, 2, 3)
 
 
 def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
-    """Roots to prove: 0 if the collective has none; all up to 16 ranks, else up to six; three if `nodes` are given."""
+    """Roots to prove: 0 if the collective has none. All up to 16 ranks, else up to six. Three if `nodes` are given."""
     if not semantics.MEANINGS[collective].rooted:
         return [0]
     if nodes is not None:
@@ -41,7 +41,7 @@ def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
 
 
 def placements(size: int) -> list[Nodes | None]:
-    """Rank-to-node maps to prove: one node; blocks of k ranks; ranks dealt round-robin over k nodes; random maps."""
+    """Rank-to-node maps to prove: one node, blocks of k ranks, ranks dealt round-robin over k nodes, random maps."""
     drawn = random.Random(size)
     widths = [width for width in (1, 2, 3, 4, 5, 8) if width < size]
     found = [numbered(rank // width for rank in range(size)) for width in widths if size <= 16 or width in (3, 8)]
@@ -64,7 +64,7 @@ Costs: TypeAlias = tuple[Fraction, ...]
 
 
 def costs(vector: int, proof: Proof) -> Costs:
-    """Costs of a proved schedule: rounds; data moved and combined by the busiest rank, in units of `vector` chunks."""
+    """Costs of a proved schedule: rounds. Data moved and combined by the busiest rank, in units of `vector` chunks."""
     volume = max(*proof.sent, *proof.received)
     return Fraction(proof.rounds), Fraction(volume, vector), Fraction(max(proof.combined), vector)
 
@@ -98,7 +98,7 @@ class ProvedAlgorithm(NamedTuple):
 
 
 def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorithm:
-    """Prove an algorithm for 1 to `max_size` ranks and check its costs; ScheduleError at the first fault."""
+    """Prove an algorithm for 1 to `max_size` ranks and check its costs. ScheduleError at the first fault."""
     entry = catalog.find(collective, name)
     ordered = alike = True  # so far, where it must be
     proved, where = 0, ""

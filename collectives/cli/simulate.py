@@ -3,9 +3,9 @@
     chorus simulate --collective allreduce --ranks 4096 --per-node 8 --bytes 1M
     chorus simulate --collective allreduce --ranks 4096 --per-node 8 --bytes 1M --plot out/scale.png
 
-Times are those of the alpha-beta-gamma model: a message of n bytes takes alpha + n beta, to combine n bytes takes
-n gamma; ranks of a node share its card. Rows marked "formula" have too many messages to simulate all ranks.
-The root is rank 0. Pictures need matplotlib (the extra "plot").
+Times follow the alpha-beta-gamma model: a message of n bytes takes alpha + n beta, to combine n bytes takes n gamma.
+Ranks of a node share its card. Rows marked "formula" have too many messages to simulate all ranks. The root is rank 0.
+Pictures need matplotlib (the extra "plot").
 """
 
 import argparse
@@ -48,7 +48,7 @@ SAMPLE = 64
 class CostPrediction(NamedTuple):
     """Cost parameters of a cluster of equal nodes: messages within and between nodes, and reduction per byte."""
 
-    per_node: int  # ranks on a node; the last node may have fewer
+    per_node: int  # ranks on a node, the last node may have fewer
     node: LinearCost  # a message within a node
     network: LinearCost  # a message between nodes, whose card all ranks of a node share
     gamma: float  # seconds to combine a byte
@@ -65,14 +65,14 @@ class PredictionRow(NamedTuple):
     nbytes: int
     rounds: int  # messages that wait for one another
     volume: int  # bytes that the busiest rank sends or receives, whichever is more
-    traffic: int | None  # bytes that all ranks send together; None where it is not known
+    traffic: int | None  # bytes that all ranks send together, None where unknown
     seconds: float
     bound: float  # seconds that no algorithm can beat
     simulated: bool  # rather than calculated by formula
 
 
 def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
-    """Byte ranges of the chunks; `nbytes` is the whole vector, or all blocks, or (alltoall) the blocks of one rank."""
+    """Byte ranges of the chunks. `nbytes` is the whole vector, or all blocks, or (alltoall) the blocks of one rank."""
     return TimedCall(collective, name, segments, size, nbytes).layout
 
 
@@ -111,7 +111,7 @@ def traffic(collective: str, name: str, size: int, nbytes: int, model: CostPredi
 
 
 def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Predicted seconds of an algorithm by its cost formula; across nodes scaled to a simulation of a few nodes.
+    """Predicted seconds of an algorithm by its cost formula. Across nodes scaled to a simulation of a few nodes.
 
     The simulation accounts for cheaper messages within nodes, and for the cost of a shared card. alpha and beta are
     scaled separately, each by the ratio of simulation to formula.
@@ -129,7 +129,7 @@ def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPr
 
 @lru_cache(maxsize=256)
 def _weight(collective: str, name: str, model: CostPrediction) -> float:
-    """Ratio of an algorithm's simulated time on a few nodes to the time by its cost formula; 1.0 if that is zero."""
+    """Ratio of an algorithm's simulated time on a few nodes to the time by its cost formula. 1.0 if that is zero."""
     size, nbytes = max(SAMPLE, 4 * model.per_node), 1 << 20
     expected = catalog.find(collective, name).seconds(size, nbytes, *model.network, 0.0)
     return simulated_seconds(collective, name, size, nbytes, model) / float(expected) if expected else 1.0
@@ -191,7 +191,7 @@ def timing_table(path: str) -> TimingTable:
 
 
 def own_table() -> TimingTable:
-    """The user's tuned table, or an empty one; a file that cannot be used is reported."""
+    """The user's tuned table, or an empty one. A file that cannot be used is reported."""
     try:
         return read(default_path())
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def own_table() -> TimingTable:
 
 
 def cost_model(arguments: argparse.Namespace) -> CostPrediction:
-    """Cost parameters from the options; missing ones come from the tuned table, else from the defaults."""
+    """Cost parameters from the options. Missing ones come from the tuned table, else from the defaults."""
     known = (arguments.table or own_table()).costs
     given = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
     default = *known.shared[:2], *known.network[:2], known.shared.gamma

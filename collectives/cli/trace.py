@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
-    """Run and record one collective; return the trace entries of all ranks on rank 0, None on the others."""
+    """Run and record one collective. Return the trace entries of all ranks on rank 0, None on the others."""
     comm = Communicator(plain)
     rank, size = plain.Get_rank(), plain.Get_size()
     nodes = comm.nodes or (0,) * size
@@ -83,7 +83,7 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
 
 
 def recorded_rows(program: Program) -> tuple[list[int], list[float]]:
-    """Run a program in the interpreter; return its rows in the order of their ends, and the start and these ends."""
+    """Run a program in the interpreter. Return its rows in the order of their ends, and the start and these ends."""
     finished, times = [], [time.perf_counter()]
     engine = interpreter.RowProgram(*program.rows)
 

@@ -4,7 +4,7 @@ chorus tune -n 2
 chorus tune -n 4 --collective allreduce,broadcast --sizes 8:16M:4
 chorus tune --show
 
-Each number of ranks, and each way to place them on nodes, is measured by a launch of its own; all share one
+Each number of ranks, and each way to place them on nodes, is measured by a launch of its own. All share one
 file per machine and MPI. An interrupted launch keeps its measurements.
 """
 
@@ -74,7 +74,7 @@ ADVICE = "move it away, or choose another with --table"
 
 
 def is_own(content: bytes) -> bool:
-    """True for what is left of a timing table."""
+    """True for a timing table, or what an interrupted write left of one."""
     return timing_file.FORMAT.encode() in content or len(content) < 2
 
 
@@ -88,7 +88,7 @@ def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
 
 
 def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Counter[str], int]:
-    """Measure all rows, saving each in the file; return the table, wins by algorithm, and number of wrong results."""
+    """Measure all rows, saving each in the file. Return the table, wins by algorithm, and number of wrong results."""
     plain = MPI.COMM_WORLD
     rank, size = plain.Get_rank(), plain.Get_size()
     with Communicator(plain, tuning=False) as comm:
@@ -136,7 +136,7 @@ HEADING = f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'
 
 
 def main() -> int:
-    """Measure, or show the table; return 1 if a result was wrong or the table could not be used, else 0."""
+    """Measure, or show the table. Return 1 if a result was wrong or the table could not be used, else 0."""
     args = parse()
     plain = MPI.COMM_WORLD
     table, message = plain.bcast(known(args.table, args.show) if plain.Get_rank() == 0 else None)

@@ -3,7 +3,7 @@
 chorus bench dispatch -n 4 --dispatch direct,direct:int8
 scripts/cluster --hosts 4 --per-host 2 -- chorus bench dispatch
 
-A turn sends every token to its experts, which return it, then a gradient the same way. Tokens have experts on
+A turn sends every token to its experts and back, then a gradient the same way. Tokens have experts on
 --token-nodes nodes. Printed: milliseconds of a turn relative to the first dispatch; copies of a token that cross
 between nodes in one direction; megabytes that all hosts sent, counted by their network cards (Linux); and the error of
 encoded rows, as predicted for normal numbers and as found.
@@ -63,7 +63,7 @@ def exchange(route: TokenRoute, x: np.ndarray) -> None:
 
 
 def bytes_on_wire() -> int:
-    """Bytes that this host's network cards have sent; 0 where they are not counted, as in one process's loopback."""
+    """Bytes that this host's network cards have sent. 0 where they are not counted (one process's loopback)."""
     cards = Path("/sys/class/net").glob("*/statistics/tx_bytes")
     return sum(int(card.read_text()) for card in cards if card.parts[-3] != "lo")
 

@@ -40,7 +40,7 @@ COUNT = launcher.at_least(1, int)
 
 
 def add_options(parser: argparse.ArgumentParser, model: str, turn: int) -> None:
-    """Add the options of a benchmark by turns; `model` is the default of --model, `turn` of --turn (steps per turn)."""
+    """Add the options of a benchmark by turns. `model` is the default of --model, `turn` of --turn (steps per turn)."""
     add = parser.add_argument
     add("--model", default=model, metavar="NAME[:SIZE]", help=f"gpt or mlp, with a size (default {model})")
     add("--data", metavar="NAME|FILE", help="data as for chorus train (default pydoc for gpt, digits for mlp)")
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser, model: str, turn: int) -> None:
 
 
 def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set `options.data` to the model's default data if not given; exit with a usage error if the model is unknown."""
+    """Set `options.data` to the model's default data if not given. Exit with a usage error if the model is unknown."""
     family = options.model.partition(":")[0]
     if family not in DATA:
         parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
@@ -59,9 +59,9 @@ def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def begin(options: argparse.Namespace, together: bool = False) -> tuple[Communicator, LearningTask, Iterator[Batch]]:
-    """Set BLAS threads; return communicator, data, and endless iterator of this rank's micro-batch of each step.
+    """Set BLAS threads. Return communicator, data, and endless iterator of this rank's micro-batch of each step.
 
-    With `together` a step has one micro-batch, which all ranks get. Steps with fewer samples are skipped. Collective.
+    With `together` a step has one micro-batch for all ranks. Steps with fewer samples are skipped. Collective.
     ValueError if the data have no classes or bytes, do not fit the model, or have fewer samples than a step.
     """
     keep_freed_memory()
@@ -83,7 +83,7 @@ def begin(options: argparse.Namespace, together: bool = False) -> tuple[Communic
 
 
 class TrainingTurn(NamedTuple):
-    """Results of one turn: mean over ranks of the step function's result, by step; seconds per step (slowest rank)."""
+    """Results of one turn: mean over ranks of the step function's result, by step. Seconds per step (slowest rank)."""
 
     values: list[float]
     seconds: float
@@ -92,7 +92,7 @@ class TrainingTurn(NamedTuple):
 def run_race(
     steps: dict[str, Callable[[Batch], float]], source: Iterable[Batch], lengths: Sequence[int]
 ) -> dict[str, list[TrainingTurn]]:
-    """Run each step function on the same batches, ``lengths[i]`` in turn i; returns its turns by name. Collective.
+    """Run each step function on the same batches, ``lengths[i]`` in turn i. Returns its turns by name. Collective.
 
     Another function begins each turn.
     """

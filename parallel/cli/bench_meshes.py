@@ -1,11 +1,11 @@
-"""Speed and memory of a training whose operators are cut over 1, 2, 4 ... of the ranks here, and a plot of both.
+"""Speed and memory of a training whose operators are cut over 1, 2, 4 ... of the ranks, and a plot of both.
 
 chorus bench meshes -n 4 --output out/node.json
 scripts/cluster --hosts 4 -- chorus bench meshes --output out/cluster.json
 chorus bench meshes --plot out/tensor.png out/node.json out/cluster.json
 
-All meshes train the same batches in turns, while the other ranks sleep. A row of the file has the seconds of every step
-after the first ones of each turn, and the bytes of a rank by kind; a plot has their quartiles.
+All meshes train the same batches in turns, while the other ranks sleep. A row of the file has the seconds of every
+step after the first ones of each turn, and the bytes of a rank by kind. A plot has their quartiles.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Report = Mapping[str, Any]
 
 
 def checked(report: Report) -> Report:
-    """The report itself; errors of any kind unless it has what is plotted."""
+    """The report itself. Errors of any kind unless it has what is plotted."""
     if not rates(report) or not isinstance(report["model"], str):
         raise ValueError("no rows")
     for row in report["rows"]:
@@ -55,7 +55,7 @@ def rates(report: Report) -> dict[tuple[int, bool], Mapping[str, float]]:
 
 
 def draw_mesh_scaling(path: Path, reports: Sequence[Report]) -> None:
-    """Plot tokens per second, a line by report with and without sequence parallelism; and bytes of a rank by kind.
+    """Plot tokens per second, a line by report with and without sequence parallelism, and bytes of a rank by kind.
 
     Lines are medians, vertical ones quartiles.
     """
@@ -123,7 +123,7 @@ def turn(options: dict[str, Any], comm: Communicator) -> MeshTurn:
 
 
 def measure(comm: Communicator, options: dict[str, Any], turns: int) -> list[dict[str, Any]]:
-    """Rows of all variants, those of ranks and sequence parallelism. Collective."""
+    """Rows of all variants: numbers of ranks, with and without sequence parallelism. Collective."""
     prefixes, nodes = RankPrefixes(comm), comm.nodes or (0,) * comm.Get_size()
     rows: dict[tuple[int, bool], dict[str, Any]] = {}
     for _ in range(turns):
@@ -155,13 +155,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def plot(path: Path, files: Sequence[Path]) -> None:
-    """Plot the rows of files; ValueError if one has others."""
+    """Plot the rows of files. ValueError if one has others."""
     rows = "rows of chorus bench meshes --output"
     draw_mesh_scaling(path, [read_report(one, rows, lambda data: checked(json.loads(data))) for one in files])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, and write rows; or plot those of files."""
+    """Measure, and write rows. Or plot the rows of files."""
     options = parse(argv)
     comm = Communicator(MPI.COMM_WORLD)
     if options.plot is not None:

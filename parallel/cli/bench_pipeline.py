@@ -1,11 +1,11 @@
-"""Compare measured with simulated idle time of every pipeline schedule; stages sleep for known times.
+"""Compare measured with simulated idle time of every pipeline schedule. Stages sleep for known times.
 
 chorus bench pipeline -n 4
 chorus bench pipeline -n 2 --schedules 1f1b,zb-h1 --microbatches 16 --milliseconds 5
 
-Messages are real; sleeping replaces computation, so that there may be more ranks than cores. The idle
-share is that of all ranks' time from the common start to the last end; the median of several runs counts. Stages that
-do nothing at all show the runner's own time per action.
+Messages are real. Sleeping replaces computation, so that there may be more ranks than cores. The idle share counts all
+ranks' time from the common start to the last end. The median of several runs counts. Stages that do nothing at all
+show the runner's own time per action.
 
 Exit status 1 if an idle share is more than 10 % off, or an action takes 30 microseconds or more.
 """
@@ -61,7 +61,7 @@ class SleepingStage:
 
 
 def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> tuple[float, float, float]:
-    """Run a plan with sleeping stages; returns this rank's seconds: in all, computing, waiting. Collective."""
+    """Run a plan with sleeping stages. Returns this rank's seconds: in all, computing, waiting. Collective."""
     recorder = Profiler()
     runner, actions = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
     stage = SleepingStage(seconds)
@@ -88,7 +88,7 @@ def overhead(comm: MPI.Intracomm, plan: PipelinePlan) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print measured against simulated idle time by schedule; exit status 1 if a value is out of bounds."""
+    """Print measured against simulated idle time by schedule. Exit status 1 if a value is out of bounds."""
     parser = launcher.LauncherParser(__doc__)
     add, named = parser.add_argument, names_of("schedule", SCHEDULES)
     add("--schedules", type=named, default=list(SCHEDULES), metavar="NAMES", help="default all")

@@ -3,9 +3,9 @@
 chorus bench servers -n 2
 chorus bench servers -n 2 --mbytes 64
 
-The first rank is the server, the second the worker. A push ends when the server has acknowledged all of it, a pull when
-all weights have arrived. The plain messages are as many and as long; the plain push ends with an empty reply. The two
-sides take turns, and medians are printed. Exit status 1 if a ratio is below 0.8.
+The first rank is the server, the second the worker. A push ends when the server has acknowledged all of it, a pull
+when all weights have arrived. The plain messages are as many and as long. The plain push ends with an empty reply. The
+two sides take turns, and medians are printed. Exit status 1 if a ratio is below 0.8.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ GOAL = 0.8  # least ratio to the plain speed
 
 
 def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
-    """Run `work` after a barrier of all ranks; returns its seconds on this rank."""
+    """Run `work` after a barrier of all ranks. Returns its seconds on this rank."""
     comm.Barrier()
     began = MPI.Wtime()
     work()
@@ -41,7 +41,7 @@ def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
 
 
 def plain(comm: MPI.Intracomm, keys: tuple[ServerKey, ...], vector: np.ndarray, source: int, reply: bool) -> None:
-    """Send the vector's keys one by one from `source` to the other rank, which sends an empty answer if `reply`."""
+    """Send the vector's keys one by one from `source` to the other rank. It sends an empty answer if `reply`."""
     other, nothing = 1 - comm.Get_rank(), np.empty(0)
     for key in keys:
         if comm.Get_rank() == source:
@@ -53,7 +53,7 @@ def plain(comm: MPI.Intracomm, keys: tuple[ServerKey, ...], vector: np.ndarray, 
 
 
 def timed_round(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.ndarray) -> dict[str, float]:
-    """Time a push and a pull, through the parameter server and by plain MPI; returns seconds on this rank by name."""
+    """Time a push and a pull, through the parameter server and by plain MPI. Returns seconds on this rank by name."""
     server, worker = engine.server, engine.worker
 
     def push() -> None:
@@ -76,7 +76,7 @@ def timed_round(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector:
 
 
 def main() -> int:
-    """Print the speed of push and pull relative to plain MPI; exit status 1 if a ratio is below `GOAL`."""
+    """Print the speed of push and pull relative to plain MPI. Exit status 1 if a ratio is below `GOAL`."""
     parser = launcher.LauncherParser(__doc__)
     parser.add_argument("--mbytes", type=at_least(1, int), default=32, metavar="N", help="MiB of the model, default 32")
     args = parser.parse_args()

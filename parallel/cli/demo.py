@@ -5,7 +5,7 @@ chorus demo -n 2 --epochs 5 --no-race
 
 A small network, data-parallel: every rank computes the gradient on its share of each batch, and Allreduce adds them in
 an order that is independent of the number of ranks. All ranks have the same weights, and one rank alone gets them too.
-Without scikit-learn, which holds the digits, the task is a made-up one.
+Without scikit-learn (it has the digits) the task is a made-up one.
 """
 
 import time
@@ -76,7 +76,7 @@ def ranks_text(size: int) -> str:
 
 
 def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> tuple[TrainingHistory, bool]:
-    """Train on all ranks, then on rank 0 alone; returns the first result, and True if accurate and bitwise equal."""
+    """Train on all ranks, then on rank 0 alone. Returns the first result, and True if accurate and bitwise equal."""
     goal = GOALS[task]
     parallel = train(comm, epochs, "all ranks together", task)
     passed = True
@@ -92,12 +92,12 @@ def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> t
         say(f"The same weights as one rank alone, bit for bit: {equal}")
     barrier = plain.Ibarrier()
     while not barrier.Test():
-        time.sleep(0.01)  # leaves the core to rank 0, which others may share
+        time.sleep(0.01)  # leaves the core to rank 0, since others may share it
     return parallel, bool(plain.bcast(passed))
 
 
 def race(plain: MPI.Intracomm, comm: MPI.Intracomm) -> Report:
-    """Time Chorus collectives against the MPI library's at a few sizes; print and return the results. Collective."""
+    """Time Chorus collectives against the MPI library's at a few sizes. Print and return the results. Collective."""
     report = make_report(plain.Get_size(), [], against="native")
     for line in result_table.preamble(report):
         say(line)
@@ -128,7 +128,7 @@ def race_line(row: dict[str, Any]) -> str:
 
 
 def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
-    """Plot the learning curve and, if given, the benchmark results into `OUT`; without matplotlib print a hint."""
+    """Plot the learning curve and, if given, the benchmark results into `OUT`. Without matplotlib print a hint."""
     try:
         from collectives.benchmark.race_plots import plot_race
         from parallel.cli.reports.training_plots import plot_learning
@@ -143,7 +143,7 @@ def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
 
 
 def main() -> int:
-    """Train, time collectives, and plot; exit status 0 if accuracy, equality of weights and all results are right."""
+    """Train, time collectives, and plot. Exit status 0 if accuracy, equality of weights and all results are right."""
     parser = launcher.LauncherParser(__doc__)
     at_least_one = launcher.at_least(1, int)
     parser.add_argument("--epochs", type=at_least_one, default=15, help="passes over the training set (default 15)")

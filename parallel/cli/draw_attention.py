@@ -1,11 +1,11 @@
-"""Draw the work of ring attention: which rank computes which scores in which step, as text or picture.
+"""Draw the work of ring attention: rank and step of every score, as text or picture.
 
     chorus draw attention --ranks 4
     chorus draw attention --ranks 4 --length 64 --window 16
     chorus draw attention --ranks 4 -o attention.png
 
-A step takes as long as the rank with most pairs of query and key; "computing" is the share of time in which ranks
-compute. Runs in one process; pictures need matplotlib (the extra "plot").
+A step takes as long as the rank with most pairs of query and key. "computing" is the share of time in which ranks
+compute. Runs in one process. Pictures need matplotlib (the extra "plot").
 """
 
 import argparse

@@ -4,9 +4,9 @@
     chorus draw dispatch --ranks 4 --per-node 2 --choices 4 --route hierarchical -o out/dispatch.png
     chorus draw dispatch --ranks 4 --per-node 2 --choices 4 --route hierarchical --combine
 
-Numbers are tokens; with --combine results travel back and are added, and are chunks 1 to k of a token. Below the
+Numbers are tokens. With --combine results travel back and are added, and are chunks 1 to k of a token. Below the
 messages: copies of a token between nodes, and the predicted time of the exchange for many tokens of --row-bytes, on a
-network of 2 Gbit/s with shared memory within nodes. The schedule is proved first. Runs in one process; pictures need
+network of 2 Gbit/s with shared memory within nodes. The schedule is proved first. Runs in one process. Pictures need
 matplotlib (the extra "plot").
 """
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def schedule_of(options: argparse.Namespace, nodes: Nodes) -> DispatchSchedule:
-    """Proved schedule of random choices; ValueError if tokens cannot have so many experts."""
+    """Proved schedule of random choices. ValueError if tokens cannot have this number of experts."""
     owners = [options.experts] * options.ranks
     limit = options.token_nodes or min(2, max(nodes) + 1)
     of_expert = np.repeat(nodes, owners).tolist()

@@ -4,10 +4,10 @@
     chorus draw experts out/moe.jsonl
     chorus draw experts out/moe.jsonl -o out/moe.png
 
-For each router: the largest load relative to the mean, the entropy of the choices relative to that of equal loads, and
+For each router: the largest load relative to the mean, the entropy of the choices relative to equal loads, and
 the fraction of the choices that were dropped. If experts are on different ranks, also the copies of tokens to other
-ranks in a step, those of them between nodes, and the part of the step's time in the exchange. Runs in one process;
-pictures need matplotlib (the extra "plot").
+ranks in a step, the copies between nodes, and the part of the step's time in the exchange. Runs in one process.
+Pictures need matplotlib (the extra "plot").
 """
 
 import argparse
@@ -26,7 +26,7 @@ CELLS = 200
 
 
 def plot_expert_loads(path: Path, loads: Sequence[ExpertLoad], traffic: Sequence[ExpertTraffic], title: str) -> None:
-    """Plot the load of each expert relative to the mean by step, a row per router; beside it entropy and drop rate.
+    """Plot the load of each expert relative to the mean by step, a row per router. Beside it entropy and drop rate.
 
     Where experts are on different ranks, also the copies between nodes relative to all choices, and the part of the
     step's time in the exchange.
@@ -96,7 +96,7 @@ METRICS = "the metrics of a model with mixtures of experts, as gpt-moe"
 
 
 def read(data: bytes) -> tuple[list[ExpertLoad], list[ExpertTraffic]]:
-    """Loads and traffic in a metrics file; ValueError if there are none."""
+    """Loads and traffic in a metrics file. ValueError if there are none."""
     lines = metrics.parse(data)
     loads = expert_loads(lines)
     if not loads:

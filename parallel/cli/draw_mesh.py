@@ -4,9 +4,9 @@
     chorus draw mesh --mesh pp=2,cp=2,tp=2 --model gpt:small -o out/mesh.png
     chorus draw mesh --mesh dp=2,tp=2,ep=4 --model gpt-moe:tiny
 
-Of layers with equal parts only the first is drawn; "-" marks a tensor that a rank lacks. Replicas (dp) and ranks that
-share sequences (cp) have the same parts; ZeRO divides these further. Stages (pp) have nearly equally many units. Runs
-in one process; pictures need matplotlib (the extra "plot").
+Of layers with equal parts only the first is drawn. "-" marks a tensor that a rank lacks. Replicas (dp) and ranks that
+share sequences (cp) have the same parts. ZeRO divides these further. Stages (pp) have nearly equally many units. Runs
+in one process. Pictures need matplotlib (the extra "plot").
 """
 
 import argparse
@@ -30,7 +30,7 @@ from parallel.sharding.mesh import Mesh
 def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
     """Plot a column for each rank and a row for each tensor: its outline, and the part that the rank has, filled.
 
-    Ranks with the same parts have the same colour; whole tensors are grey. Sides grow with the square root of
+    Ranks with the same parts have the same colour. Whole tensors are grey. Sides grow with the square root of
     their length.
     """
     import matplotlib
@@ -60,7 +60,7 @@ def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor's outline; a vector is one row."""
+    """Rows and columns of a tensor's outline. A vector is one row."""
     return (1, shape[0]) if len(shape) == 1 else (shape[0], math.prod(shape[1:]))
 
 
@@ -101,13 +101,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def drawn(mesh: Mesh, model: str, classes: int, layout: str = "pp") -> list[Holding]:
-    """Tensors to draw; ValueError if mesh, model or layout do not fit."""
+    """Tensors to draw. ValueError if mesh, model or layout do not fit."""
     made = build(model, SAMPLES.get(model.partition(":")[0], ()), classes)
     return unlike(holdings(made, SoftmaxCrossEntropy(), mesh, schedule_of(Settings(layout=layout))))
 
 
 def as_text(mesh: Mesh, held: Sequence[Holding]) -> str:
-    """Table of tensors and ranks; a line above it has the ranks' coordinates."""
+    """Table of tensors and ranks. A line above it has the ranks' coordinates."""
     rows = [["tensor", "shape", *(f"rank {rank}" for rank in range(mesh.size))]]
     places = [" ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items()) for rank in range(mesh.size)]
     rows.append(["", "", *places])

@@ -7,7 +7,7 @@
 
 The simulator proves the schedule and runs it. A schedule whose name ends in .csv is a file with a line per stage.
 Several are drawn below each other, and below them the last step of a measured trace (`chorus train --trace`). Runs in
-one process; pictures need matplotlib (the extra "plot").
+one process. Pictures need matplotlib (the extra "plot").
 """
 
 import argparse
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
-    """Build the plan of schedule `name` (a .csv file joins `SCHEDULES`) from the options; ValueError if impossible."""
+    """Build the plan of schedule `name` (a .csv file joins `SCHEDULES`) from the options. ValueError if impossible."""
     defaults = 4, 8
     if name.endswith(".csv"):
         try:
@@ -89,7 +89,7 @@ def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
 
 
 def timeline_of(plan: PipelinePlan, arguments: argparse.Namespace) -> Timeline:
-    """Simulate a plan with the durations among the options; ValueError if it cannot be executed."""
+    """Simulate a plan with the durations among the options. ValueError if it cannot be executed."""
     plan = plan if arguments.overlap is None else paired(plan)
     parts = Fraction(plan.placement.parts, plan.stages)  # parts of the model on a stage
     F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))

@@ -3,8 +3,8 @@
     chorus draw placements --ranks 8 --tp 2
     chorus draw placements --ranks 8 --tp 2 -o out/placements.png
 
-Experts replicated with the data; divided over all ranks; over data and model axes (GShard, Switch Transformers). Sizes
-are those of float32 and equal loads. Runs in one process; pictures need matplotlib (the extra "plot").
+Experts replicated with the data, divided over all ranks, or over data and model axes (GShard, Switch Transformers).
+Sizes assume float32 and equal loads. Runs in one process; pictures need matplotlib (the extra "plot").
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _experts(placement: ExpertPlacement, rank: int, size: MixtureSize) -> str:
 
 
 def picture(path: Path, every: Sequence[ExpertPlacement], ranks: int, size: MixtureSize) -> None:
-    """Grid of ranks and experts for each placement, filled where a rank has an expert; below, megabytes sent."""
+    """Grid of ranks and experts for each placement, filled where a rank has an expert. Below, megabytes sent."""
     import matplotlib
 
     matplotlib.use("Agg")

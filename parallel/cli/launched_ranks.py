@@ -1,8 +1,8 @@
-"""MPI launcher as a child process, to which a first Ctrl-C or SIGTERM is a request to stop: SIGUSR1.
+"""MPI launcher as a child process. A first Ctrl-C or SIGTERM becomes a request to stop: SIGUSR1.
 
-Launchers pass SIGUSR1 on to all ranks and go on; a training ends after its step and saves. With Ctrl-C they differ:
-MPICH's and Intel MPI's pass it on and wait, Open MPI's kills all ranks half a second later. A second signal reaches the
-launcher unchanged. Imports no MPI.
+Launchers pass SIGUSR1 on to all ranks and go on. A training ends after its step and saves. With Ctrl-C they differ:
+MPICH's and Intel MPI's pass it on and wait, Open MPI's kills all ranks half a second later. A second signal reaches
+the launcher unchanged. Imports no MPI.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """Run the launcher to its end; returns its exit status, or 128 + number of the signal that has stopped it.
+    """Run the launcher to its end. Returns its exit status, or 128 + number of the signal that has stopped it.
 
-    It has a process group of its own, which no signal of the terminal reaches, and no terminal as standard input.
+    It has its own process group, so that no signal of the terminal reaches it, and no terminal as standard input.
     OSError if it cannot be started.
     """
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None

@@ -20,14 +20,14 @@ from parallel.planning.analytic.presets import parse
 from parallel.runtime.resources import node_memory
 
 PRECISIONS = {"fp32": np.float32, "fp64": np.float64}
-"""NumPy's types of the precisions that are measured; efficiency is that of the first one."""
+"""NumPy's types of the measured precisions. Efficiency is measured in the first one."""
 
 WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 COPIED = 1 << 28
 """Widths of square products, and bytes of a copy, beyond all caches."""
 
 SECONDS = 0.2
-"""Seconds of a measurement; its fastest repetition counts."""
+"""Seconds of a measurement. Its fastest repetition counts."""
 
 
 class MeasuredDevice(NamedTuple):
@@ -80,7 +80,7 @@ def _fastest(run: Callable[[], object]) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the tables, or write them to a file; exit status 2 for wrong arguments."""
+    """Print the tables, or write them to a file. Exit status 2 for wrong arguments."""
     command = ProgramParser(__doc__)
     add = command.add_argument
     add("--measure-device", required=True, metavar="NAME", help="name of the device and of its cluster")

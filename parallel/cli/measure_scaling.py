@@ -41,7 +41,7 @@ from parallel.trainer.trainer import Training
 T = TypeVar("T")
 
 STEPS, WARM_UP = 12, 3
-"""Steps of a training, the first of which do not count; the median of the others does."""
+"""Steps of a training, the first of which do not count. The median of the others does."""
 
 MLP = {"data": "digits", "layout": "zero1", "dropout": 0.0}
 GPT = {"data": "pydoc", "length": 64, "batch": 8}
@@ -72,7 +72,7 @@ class RankPrefixes:
 
 
 class ScaledSizes(NamedTuple):
-    """Bytes of the allreduce over nodes and of the gradients; models of replicas and of pipelines."""
+    """Bytes of the allreduce over nodes and of the gradients. Models of replicas and of pipelines."""
 
     nbytes: int
     gradients: int

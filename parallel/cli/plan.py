@@ -4,8 +4,8 @@ chorus plan -n 4 --data digits --model mlp
 chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
 chorus plan -n 4 --data pydoc --model gpt:small --parallel pp:zb-h1
 
-Options and defaults are those of `chorus train`. A pipeline measures the units of the model to cut it, as the training
-would; nothing is written.
+Options and defaults are those of `chorus train`. A pipeline measures the units of the model to cut it, like the
+training. Nothing is written.
 """
 
 from itertools import groupby
@@ -28,11 +28,11 @@ COLUMNS = (*KINDS, "temporaries")
 NOT_COUNTED = (
     "not counted: the process (libraries and compiled kernels, about 200 MB), and what it reads of other ranks"
 )
-"""Memory that forecasts leave out; the resident size of a process includes shared pages of other ranks."""
+"""Memory that forecasts leave out. The resident size of a process includes shared pages of other ranks."""
 
 
 def table(needed: list[dict[str, int]]) -> str:
-    """Format forecast bytes by rank and kind as a table in MB; consecutive ranks with equal memory share a row.
+    """Format forecast bytes by rank and kind as a table in MB. Consecutive ranks with equal memory share a row.
 
     >>> print(table([{"parameters": 2_000_000}] * 2).splitlines()[1])
     0-1                2.00         0.00         0.00         0.00         0.00         0.00         2.00
@@ -47,7 +47,7 @@ def table(needed: list[dict[str, int]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the forecast of a training; exit status 2 if the settings are invalid."""
+    """Print the forecast of a training. Exit status 2 if the settings are invalid."""
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     args = parser.parse_args(argv)

@@ -14,11 +14,11 @@ from parallel.planning.analytic.states import RECIPES
 from parallel.planning.analytic.step_time import Setup
 
 MOST_DEVICES, MOST_TOKENS = 1 << 20, 1 << 40
-"""Devices of a cluster, and tokens of a step, beyond which a number is taken for a slip."""
+"""Devices of a cluster, and tokens of a step, above which a number is taken for a mistake."""
 
 
 def cluster_size(text: str) -> tuple[str, int]:
-    """Argument type: name of a cluster and number of devices, as in h100:64."""
+    """Argument type: name of a cluster and number of devices, such as h100:64."""
     name, _, count = text.partition(":")
     if not name or not positive(count):
         raise argparse.ArgumentTypeError(f"expected a cluster and a number of devices, as h100:64; found {text!r}")
@@ -28,7 +28,7 @@ def cluster_size(text: str) -> tuple[str, int]:
 
 
 def positive(text: str) -> int:
-    """Whole number of at most 40 decimal digits; 0 for another text."""
+    """Whole number of at most 40 decimal digits. 0 for another text."""
     return int(text) if re.fullmatch("[0-9]{1,40}", text) else 0
 
 
@@ -47,7 +47,7 @@ def json_target(text: str) -> str:
 
 
 def add_setup(parser: argparse.ArgumentParser, *, stack: str | None = None) -> None:
-    """Add the options that `setup_of` reads; `stack` is the default of --stack, which is left out without one."""
+    """Add the options that `setup_of` reads. `stack` is the default of --stack. None leaves --stack out."""
     add = parser.add_argument
     add("--cluster", type=cluster_size, required=True, metavar="NAME:DEVICES", help="as in h100:64")
     add("--presets", type=Path, action="append", default=[], metavar="FILE", help="TOML with your own; may be repeated")
@@ -63,7 +63,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def presets_of(arguments: argparse.Namespace) -> Presets:
-    """Built-in presets and those of --presets; ValueError for files that cannot be used."""
+    """Built-in presets and the presets of --presets. ValueError for files that cannot be used."""
     try:
         return load(arguments.presets)
     except ValueError as error:
@@ -71,7 +71,7 @@ def presets_of(arguments: argparse.Namespace) -> Presets:
 
 
 def setup_of(arguments: argparse.Namespace, presets: Presets) -> Setup:
-    """Cluster, device, precision, recipe and software of the arguments; ValueError for unknown names."""
+    """Cluster, device, precision, recipe and software of the arguments. ValueError for unknown names."""
     cluster = lookup("--cluster", arguments.cluster[0], presets.clusters)
     setup = Setup(cluster, presets.device_of(cluster), arguments.precision, RECIPES[arguments.recipe])
     lookup("--precision", arguments.precision, setup.device.peak)
@@ -107,7 +107,7 @@ def check_files(arguments: argparse.Namespace, *options: str) -> None:
 
 
 def write_json(path: str | None, result: Mapping[str, Any]) -> None:
-    """Write a result to the file of --json, or to the standard output; nothing without the option."""
+    """Write a result to the file of --json, or to the standard output. Nothing without the option."""
     text = json.dumps(result, indent=1)
     if path == "-":
         print(text)

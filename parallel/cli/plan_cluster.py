@@ -1,4 +1,4 @@
-"""Plan the training of a large model on a cluster: what fits, what it costs, which layout is fastest, without MPI.
+"""Plan the training of a large model on a cluster: fitting layouts, their costs, the fastest one, without MPI.
 
     chorus plan --cluster h100:64 --model llama-3-70b --batch 4M-tokens
     chorus plan --cluster h100:64 --model llama-3-70b --batch 512 --fix tp=8,pp=4 --tokens 15T
@@ -6,7 +6,7 @@
 
 All layouts of dp, tp, pp, cp and ep, ZeRO stages, micro-batches, recomputation, pipeline schedules and, with
 --compress, compressed gradients are judged: by divisibility, memory, estimated time. Memory and FLOPs follow from the
-numbers of the model; times are estimates.
+numbers of the model. Times are estimates.
 """
 
 import argparse
@@ -38,7 +38,7 @@ THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def batch_size(text: str) -> tuple[int, str]:
-    """Argument type: sequences of a step, or tokens as in 4M-tokens, with K and M for 2^10 and 2^20 of a unit."""
+    """Argument type: sequences of a step, or tokens such as 4M-tokens, with K and M for 2^10 and 2^20 of a unit."""
     number, dash, unit = text.partition("-")
     factor = MULTIPLES.get(number[-1:].upper(), 1)
     count = positive(number[:-1] if factor > 1 else number)
@@ -50,7 +50,7 @@ def batch_size(text: str) -> tuple[int, str]:
 
 
 def token_count(text: str) -> float:
-    """Argument type: number of tokens, as in 15T or 300B."""
+    """Argument type: number of tokens, such as 15T or 300B."""
     factor = THOUSANDS.get(text[-1:].upper(), 1)
     try:
         count = float(text[:-1] if factor > 1 else text) * factor
@@ -62,7 +62,7 @@ def token_count(text: str) -> float:
 
 
 def fixed_fields(text: str) -> dict[str, Any]:
-    """Argument type: fields of a layout that are given, as in tp=8,recompute=full."""
+    """Argument type: given fields of a layout, such as tp=8,recompute=full."""
     kinds = {name: type(value) for name, value in ClusterLayout().as_dict().items()}
     found: dict[str, Any] = {}
     for word in text.split(","):
@@ -85,7 +85,7 @@ def fixed_fields(text: str) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int:
-    """Whole number of up to nine decimal digits; ValueError for another text."""
+    """Whole number of up to nine decimal digits. ValueError for another text."""
     if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
         raise ValueError(f"expected a whole number of at most {MOST_DIGITS} digits")
     return int(text)
@@ -98,7 +98,7 @@ def truth(text: str) -> bool:
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:
-    """Layers of each part of the model, empty for even ones; ValueError for another text.
+    """Layers of each part of the model, empty for even ones. ValueError for another text.
 
     >>> layer_numbers("3x8+6")
     (8, 8, 8, 6)
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
 def plans_by_nodes(
     question: PlanQuestion, fixed: dict[str, Any], compressions: list[str]
 ) -> list[tuple[PlanQuestion, PlanChoice | None]]:
-    """Best plans of 1, 2, 4 ... nodes, up to the devices of the question; None where no layout fits."""
+    """Best plans of 1, 2, 4 ... nodes, up to the devices of the question. None where no layout fits."""
     found: list[tuple[PlanQuestion, PlanChoice | None]] = []
     devices = question.setup.cluster.per_node
     while devices <= question.devices:
@@ -167,7 +167,7 @@ def plans_by_nodes(
 
 
 def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion:
-    """Model, devices and batch of the arguments; ValueError for unknown names."""
+    """Model, devices and batch of the arguments. ValueError for unknown names."""
     model = lookup("--model", arguments.model, presets.models)
     name, devices = arguments.cluster
     number, unit = arguments.batch
@@ -177,7 +177,7 @@ def question_of(arguments: argparse.Namespace, presets: Presets) -> PlanQuestion
 
 
 def expect_layouts(question: PlanQuestion, fixed: Mapping[str, Any]) -> None:
-    """Raise ValueError if no layout has the fields that --fix gives, or their layers are not those of the model."""
+    """Raise ValueError if no layout has the fields of --fix, or their layers do not match the model's."""
     model, setup, devices = question.model, question.setup, question.devices
     layers = fixed.get("layers", ())
     if layers and sum(layers) != model.layers:
@@ -195,7 +195,7 @@ def expect_layouts(question: PlanQuestion, fixed: Mapping[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan; exit status 1 if no layout fits, 2 for wrong arguments."""
+    """Print the plan. Exit status 1 if no layout fits, 2 for wrong arguments."""
     command = parser()
     arguments = command.parse_args(argv)
     try:

@@ -5,11 +5,12 @@
     chorus plan --graph mine.toml --cluster h100:16 --stages --microbatches 8
     chorus plan --graph gpt-3 --cluster a100:8 --mesh 2x4 --resharding 1M
 
-GRAPH is a preset model, whose transformer block is placed; two-layers: products with matrices A and B and an activation
-between; or a TOML file. Placements are found by integer programming (scipy), stages by dynamic programming.
+GRAPH is a preset model, whose transformer block is placed, two-layers (products with matrices A and B and an
+activation between), or a TOML file. Placements are found by integer programming (scipy), stages by dynamic
+programming.
 
 A TOML file has the input's `shape` (batch, length, width), optionally `repeated`, and tables ``[operators.NAME]`` in
-order, whose keys are the fields of `GraphOperator`.
+order, with the fields of `GraphOperator` as keys.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def two_layers(rows: int, width: int, hidden: int) -> OperatorGraph:
 
 
 def read_graph(path: Path, batch: int | None = None) -> OperatorGraph:
-    """Graph of a TOML file, with another batch if given; ValueError, which names the file, if something is wrong."""
+    """Graph of a TOML file, with another batch if given. ValueError, with the file's name, if something is wrong."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
@@ -114,7 +115,7 @@ WIDTH, HIDDEN = 8192, 32768
 
 
 def mesh_sizes(text: str) -> tuple[int, ...]:
-    """Argument type: sizes of one or two axes, as in 8 or 2x4."""
+    """Argument type: sizes of one or two axes, such as 8 or 2x4."""
     sizes = text.split("x")
     if len(sizes) > 2 or not all(map(positive, sizes)):
         raise argparse.ArgumentTypeError(f"expected a mesh of one or two axes, as 8 or 2x4; found {text!r}")
@@ -122,7 +123,7 @@ def mesh_sizes(text: str) -> tuple[int, ...]:
 
 
 def fixed_rules(text: str) -> dict[str, tuple[str, ...]]:
-    """Argument type: rules of operators, as in A=column,B=row, with a slash between axes: A=batch/column."""
+    """Argument type: rules of operators, such as A=column,B=row, with a slash between axes: A=batch/column."""
     pairs = [word.partition("=") for word in text.split(",")]
     if not all(name and rules for name, _, rules in pairs):
         raise argparse.ArgumentTypeError(f"expected OPERATOR=RULE,...; found {text!r}")
@@ -168,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def graph_of(arguments: argparse.Namespace, presets: Presets) -> OperatorGraph:
-    """Graph that the arguments name; ValueError if there is none."""
+    """Graph that the arguments name. ValueError if there is none."""
     name, batch = arguments.graph, arguments.batch
     if name == "two-layers":
         return two_layers(batch or 1, WIDTH, HIDDEN)
@@ -180,7 +181,7 @@ def graph_of(arguments: argparse.Namespace, presets: Presets) -> OperatorGraph:
 
 
 def plans_of(arguments: argparse.Namespace, graph: OperatorGraph, setup: Setup, limit: float) -> dict[str, GraphPlan]:
-    """Best plan, and those with rules given, by name; ValueError if a plan exceeds the memory."""
+    """Best plan, and those with rules given, by name. ValueError if a plan exceeds the memory."""
     sizes = arguments.mesh or (arguments.cluster[1],)
     found = {}
     for fixed in ({}, *arguments.fix):
@@ -198,7 +199,7 @@ def plans_of(arguments: argparse.Namespace, graph: OperatorGraph, setup: Setup, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plans; exit status 2 for wrong arguments, or if nothing fits."""
+    """Print the plans. Exit status 2 for wrong arguments, or if nothing fits."""
     command = parser()
     arguments = command.parse_args(argv)
     name, devices = arguments.cluster

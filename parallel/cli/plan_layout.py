@@ -1,11 +1,11 @@
-"""Find the fastest layout of a training on the ranks that there are, and run it: DDP, ZeRO, tp, cp, ep, pipelines, ps.
+"""Find the fastest layout of a training on the available ranks, and run it: DDP, ZeRO, tp, cp, ep, pipelines, ps.
 
 chorus plan --search -n 4 --data pydoc --model gpt:small --batch 16
 chorus plan --run -n 4 --data pydoc --model gpt:small --batch 16 --steps 1000 --checkpoint out/gpt
 
-Options are those of `chorus train`; its layout and micro-batches are searched for; with --compress, layouts with and
-without that compression of gradients. The units of the model are measured here, for some seconds; memory is the
-engines' own forecast. With --run the first layout is trained.
+Options are those of `chorus train`. Its layout and micro-batches are searched for, with --compress also layouts with
+that compression of gradients. The units of the model are measured for some seconds. Memory is the engines' own
+forecast. With --run the first layout is trained.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def words_of(found: Settings, compress: bool = False) -> list[str]:
-    """Options of `chorus train` for a layout; with `compress`, also that there is no compression.
+    """Options of `chorus train` for a layout. With `compress`, also the option of no compression.
 
     >>> words_of(Settings(layout="dp", mesh="dp=2,tp=2", accumulate=2, recompute="none"))
     ['--parallel', 'dp', '--mesh', 'dp=2,tp=2', '--accumulate', '2']
@@ -97,7 +97,7 @@ def as_dict(fitting: list[LayoutForecast], refused: list[Refusal]) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the layouts, and train with --run; exit status 1 if none fits, 2 if the settings are invalid."""
+    """Print the layouts, and train with --run. Exit status 1 if none fits, 2 if the settings are invalid."""
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_own(parser)
     add_settings(parser)
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_files(comm: Communicator, args: argparse.Namespace) -> None:
-    """Raise an error on all ranks if a file to write cannot be written; with --run, those of the training too."""
+    """Raise an error on all ranks if a file cannot be written. With --run, also a file of the training."""
     for name in ("plan_json", "plan_plot", *(("json", "plot", "trace", "checkpoint") if args.run else ())):
         if path := getattr(args, name):
             check = check_folder if name == "checkpoint" else expect_writable
@@ -142,7 +142,7 @@ def _check_files(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def _searched_for(args: argparse.Namespace) -> str | None:
-    """Text if an option is given whose value the search finds; else None."""
+    """Text if an option is given whose value the search finds. Otherwise None."""
     for name in FOUND:
         if (value := getattr(args, name)) is not None:
             return f"{settings.OPTIONS[name].argument}: expected none, as the search finds it; found {value}"

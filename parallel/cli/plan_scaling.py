@@ -1,10 +1,10 @@
-"""Predict how training scales on a cluster: replicas, pipelines, allreduce over nodes, parameter servers; without MPI.
+"""Predict how training scales on a cluster: replicas, pipelines, allreduce over nodes, parameter servers. Without MPI.
 
     chorus plan --scaling --cluster h100:512 --model gpt2-xl
     chorus plan --scaling --cluster a100:64 --model gpt2 --batch 256 --plot out/scaling.png
 
 Replicas have ZeRO-1 and steps of --batch sequences altogether (strong scaling) or each (weak scaling). An allreduce of
-256 MiB, and sums of the model's gradients in 16 bit, have one rank on each node. Times are those of the cost model.
+256 MiB, and sums of the model's gradients in 16 bit, have one rank on each node. Times follow from the cost model.
 """
 
 import argparse
@@ -138,7 +138,7 @@ def traffic_lines(setup: Setup, nodes: int) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the tables; exit status 2 for wrong arguments."""
+    """Print the tables. Exit status 2 for wrong arguments."""
     command = parser()
     arguments = command.parse_args(argv)
     name, devices = arguments.cluster

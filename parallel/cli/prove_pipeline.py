@@ -4,7 +4,7 @@
 
 A proof simulates all stages: no deadlock, every micro-batch passes forward and back through all parts of the model
 once, messages keep their order, and weights are used only after their update. Idle time and memory must equal the
-formulas exactly wherever these hold. Runs in --jobs processes of one machine; exit status 1 at the first fault.
+formulas exactly wherever these hold. Runs in --jobs processes of one machine. Exit status 1 at the first fault.
 """
 
 import os
@@ -31,7 +31,7 @@ TIMES = ((1, 1, 1), (3, 2, 1))
 
 
 def fault(plan: PipelinePlan, microbatches: int) -> str | None:
-    """Simulate a plan; returns the first error or deviation from the schedule's formulas as text, None if correct."""
+    """Simulate a plan. Returns the first error or deviation from the schedule's formulas as text, None if correct."""
     parts = Fraction(plan.placement.parts, plan.stages)
     F, B, W = TIMES[microbatches // 2 % len(TIMES)]
     try:

@@ -5,8 +5,8 @@ chorus quantize -n 4 --checkpoint out/gpt --spec int8_row --activations int8 -o 
 chorus quantize --checkpoint out/digits --mixed 3 --spec int3_g32 --search milp --pareto out/pareto.png
 chorus quantize --load out/gpt8.safetensors
 
-Several ranks share the samples of the calibration and the layers. Any checkpoint of `chorus train` will do, whatever
-layout wrote it.
+Several ranks share the samples of the calibration and the layers. Any checkpoint of `chorus train` will do, from any
+layout.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.observers import OBSERVERS
 from quant.search import SEARCHES, Choice
 
-BATCH = 64  # samples of a batch: the same on any number of ranks, which keeps sums over batches equal
+BATCH = 64  # samples of a batch: the same on any number of ranks, so that sums over batches are equal
 STEPS = 4  # budgets between two widths of the curve
 
 OF_MIXED, OF_SEARCH = ("sensitivity", "pareto"), ("search", "widths")
@@ -103,7 +103,7 @@ def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def spec_of(option: str, text: str) -> QuantSpec:
-    """Parse the quantisation spec `text`, given to the command-line option `option`; ValueError names the option."""
+    """Parse the quantisation spec `text`, given to the command-line option `option`. ValueError names the option."""
     try:
         return parse(text)
     except ValueError as error:
@@ -135,9 +135,9 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
 
 
 def short_name(spec: QuantSpec) -> str:
-    """Name of a spec: the preset's; for other linear codes and k-means one that `quant.parse` accepts; else the code's.
+    """Name of a spec: the preset's, otherwise one that `quant.parse` accepts (linear, k-means), otherwise the code's.
 
-    Names of linear codes give bits, groups or rows, and zero points; rounding and types of scales are left out.
+    Names of linear codes give bits, groups or rows, and zero points. Rounding and types of scales are left out.
 
     >>> short_name(parse("int3_g64")), short_name(parse("nf4")), short_name(parse("nf4").replace(scale="fp16"))
     ('int3_g64', 'NF4', 'nf4')
@@ -204,7 +204,7 @@ def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
 
 
 def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
-    """Choose each layer's bit width, print (and plot) results; returns quantised model, spec by layer. Collective."""
+    """Choose each layer's bit width, print (and plot) results. Returns quantised model, spec by layer. Collective."""
     args, mixed = job.args, mixture_of(job)
     choice = mixed.choose(args.search, mixed.budget(job.spec, args.mixed), job.comm)
     if args.mixed in args.widths and mixed.has(same := mixed.uniform(job.spec.replace(bits=int(args.mixed)))):
@@ -279,7 +279,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Quantise a trained model (--checkpoint), or test an already quantised one (--load); exit status 2 on errors."""
+    """Quantise a trained model (--checkpoint), or test an already quantised one (--load). Exit status 2 on errors."""
     made = parser()
     args = made.parse_args(argv)
     if problem := argument_error(made, args):

@@ -42,7 +42,7 @@ LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just endin
 
 
 def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
-    """Verified checkpoint to resume, or None; CheckpointError if damaged. Collective.
+    """Verified checkpoint to resume, or None. CheckpointError if damaged. Collective.
 
     Without --overwrite also if --checkpoint has others that are newer, or of another run.
     """
@@ -75,7 +75,7 @@ def expect_newest(comm: Communicator, found: Checkpoint, newest: Path) -> None:
 
 
 def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
-    """Hint for an error message: newest intact checkpoint in `present` besides `damaged`; empty if none. Collective."""
+    """Hint for an error message: newest intact checkpoint in `present` besides `damaged`. Empty if none. Collective."""
     for path in reversed(present):
         if path != damaged:
             with contextlib.suppress(CheckpointError):
@@ -106,7 +106,10 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
 
 
 def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings.Settings) -> None:
-    """Set `args.threads`, if None, and with it the number of BLAS threads; also `keep_freed_memory`. Collective."""
+    """Set `args.threads`, if None, and with it the number of BLAS threads. Also calls `keep_freed_memory`.
+
+    Collective.
+    """
     keep_freed_memory()
     threads = args.threads = args.threads or (1 if chosen.reproducible else resources.cores_per_rank(comm))
     collective_call(comm, lambda: resources.limit_threads(threads), "--threads")
@@ -128,7 +131,7 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
 
 
 def lock_checkpoints(folder: Path) -> None:
-    """Create and lock a checkpoint folder until this process ends; OSError if not writable, or locked by another."""
+    """Create and lock a checkpoint folder until this process ends. OSError if not writable, or locked by another."""
     check_folder(folder)
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_SECONDS
     while True:
@@ -146,7 +149,7 @@ FILE_CHECKS = {"checkpoint": lock_checkpoints, "json": check_writable, "plot": c
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; exit status 2 if the training cannot begin, 1 if it fails, 128 + signal number after a signal."""
+    """Train. Exit status 2 if the training cannot begin, 1 if it fails, 128 + signal number after a signal."""
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     add_files(parser)

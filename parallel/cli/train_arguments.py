@@ -47,7 +47,7 @@ MOST_THREADS = 1 << 16
 
 
 def threads_error(args: argparse.Namespace) -> str | None:
-    """Text if --threads is out of range; else None."""
+    """Text if --threads is out of range. Otherwise None."""
     if args.threads is None or 1 <= args.threads <= MOST_THREADS:
         return None
     return f"--threads: expected {'1 or more' if args.threads < 1 else f'at most {MOST_THREADS}'}, found {args.threads}"
@@ -66,7 +66,7 @@ def argument_error(args: argparse.Namespace) -> str | None:
 
 
 def picture_error(option: str, path: Path | None) -> str | None:
-    """Text if `picture_file` refuses the path of an option; else None."""
+    """Text if `picture_file` refuses the path of an option. Otherwise None."""
     try:
         if path is not None:
             picture_file(str(path))

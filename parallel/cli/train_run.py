@@ -48,18 +48,19 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxr
 
 
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
-    """Run a training to its end or a signal, with console output and all files; returns the exit status. Collective."""
+    """Run a training to its end or a signal, with console output and all files. Returns the exit status. Collective."""
     run = TrainingRun(comm, args, training)
     return run.steps() or run.finish()
 
 
 class CheckpointWriter:
-    """Writer of a training run's checkpoints; after a failed write, training continues. Construction is collective.
+    """Writer of a training run's checkpoints. After a failed write, training continues. Construction is collective.
 
     Attributes
     ----------
     step : int
-        Step of the newest checkpoint in --checkpoint; 0 if there is none, as after a resume from another folder.
+        Step of the newest checkpoint in --checkpoint. 0 if there is none, for example after a resume from another
+        folder.
     tried : int
         Step of the last attempt.
     problem : CheckpointError or None
@@ -77,7 +78,7 @@ class CheckpointWriter:
         return done if self._folder and (self._folder / name_of(done)).is_dir() else 0
 
     def save(self) -> None:
-        """Write a checkpoint of this step; after an error, print a warning and keep it in `problem`. Collective."""
+        """Write a checkpoint of this step. After an error, print a warning and keep it in `problem`. Collective."""
         self.tried, self.problem = self._training.done, None
         try:
             self._training.save(self._folder, keep=self._keep, overwrite=self._overwrite)
@@ -117,7 +118,7 @@ class TrainingRun:
         storage = PRECISIONS[training.settings.precision].storage
         self._peak = peak = resources.peak_flops(comm, training.settings.device, dtype=storage, trains=training.trains)
         self._meter = ThroughputMeter((training.flops_per_sample, training.executed_flops_per_sample), peak)
-        if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
+        if training.fault_tolerant:  # from now on, no collective may wait for ranks that may be dead
             watchdog.stop()
             launcher.print_when(lambda: training.is_reporter)
             comm = Communicator(MPI.COMM_SELF)
@@ -129,7 +130,7 @@ class TrainingRun:
         self._test_text = ""
 
     def steps(self) -> int:
-        """Train to the last step, with tests and checkpoints; returns 0, or 128 + number after a signal. Collective."""
+        """Train to the last step, with tests and checkpoints. Returns 0, or 128 + number after a signal. Collective."""
         args, training, checkpoints = self._args, self._training, self._checkpoints
         tenth = max(1, training.steps // INTERVALS)
         test_every = args.test_every or (training.sampler.steps_per_epoch if training.settings.steps is None else tenth)
@@ -164,7 +165,7 @@ class TrainingRun:
             return 128 + number if number else 0
 
     def _record(self, record: StepRecord, test_every: int) -> bool:
-        """Add a step to meter and metrics file; every `test_every` steps, except the last, also test: returns True."""
+        """Add a step to meter and metrics file. Every `test_every` steps, except the last, also test: returns True."""
         training, metrics = self._training, self._metrics
         self._meter.add(record.samples, record.seconds, record.report.communication)
         done, line = training.done, record.line()
@@ -200,7 +201,10 @@ class TrainingRun:
         }
 
     def finish(self) -> int:
-        """Test the trained model, write metrics, plot and trace; returns 0; OutputError if a file fails. Collective."""
+        """Test the trained model, write metrics, plot and trace. Returns 0. OutputError if a file fails.
+
+        Collective.
+        """
         args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
         checkpoints = self._checkpoints
         every = len(training.task.test)
@@ -238,9 +242,9 @@ class TrainingRun:
         plot_learning(self._args.plot, self._metrics.lines, title_of(self._training), machine())
 
     def _by_rank(self) -> dict[str, Any]:
-        """Peak bytes by memory ledger and of the process, the maximum and by rank; communication share by rank.
+        """Peak bytes by memory ledger and of the process, the maximum and by rank. Communication share by rank.
 
-        Collective. In a fault-tolerant training those of this rank only.
+        Collective. In a fault-tolerant training of this rank only.
         """
         ledger = self._training.engine.ledger
         own = {

@@ -1,8 +1,8 @@
-"""Watchdog process of each rank, which ends all ranks of the job when a rank of its node dies.
+"""Watchdog process of each rank. It ends all ranks of the job when a rank of its node dies.
 
-Open MPI with ``--with-ft ulfm`` keeps ranks alive when others die, which would wait forever until the program handles
-deaths (in `MPI_Init`, in a first collective). The watchdog terminates the launcher's daemon, and with it all ranks.
-Needs Linux's /proc; does nothing elsewhere. Imports no MPI, since it watches while MPI starts.
+Open MPI with ``--with-ft ulfm`` keeps ranks alive when others die. Until the program handles deaths, they would wait
+forever (in `MPI_Init`, in a first collective). The watchdog terminates the launcher's daemon, and with it all ranks.
+Needs Linux's /proc. Does nothing elsewhere. Imports no MPI, since it watches while MPI starts.
 """
 
 import os
@@ -35,7 +35,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Stop the watchdog of this rank; from now on the program handles dead ranks itself."""
+    """Stop the watchdog of this rank. From now on the program handles dead ranks itself."""
     while _processes:
         process = _processes.pop()
         with suppress(BrokenPipeError):
@@ -43,7 +43,7 @@ def stop() -> None:
 
 
 def children(parent: int) -> set[int]:
-    """Process ids of the living children of a process; empty if it has ended."""
+    """Process ids of the living children of a process. Empty if it has ended."""
     try:
         return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
     except OSError:
@@ -51,7 +51,7 @@ def children(parent: int) -> set[int]:
 
 
 def watch(launcher: int, rank: int, count: int, grace: float) -> None:
-    """Watchdog loop: terminate process `launcher` if one of its `count` children dies; `rank` is our rank's pid."""
+    """Watchdog loop: terminate process `launcher` if one of its `count` children dies. `rank` is our rank's pid."""
     ranks: set[int] = set()
     since = None
     while not select.select([0], [], [], PERIOD)[0]:

@@ -46,7 +46,7 @@ def draw_divisions(path: Path, divisions: Sequence[SequenceDivision], mask: Atte
 
 
 def _colours(rank: np.ndarray, step: np.ndarray, ranks: int) -> np.ndarray:
-    """RGB image: the colour of the rank, paler with the step; white where nothing is computed."""
+    """RGB image: the colour of the rank, paler with the step. White where nothing is computed."""
     from matplotlib.colors import to_rgb
 
     table = np.array([to_rgb(COLOURS[number % len(COLOURS)]) for number in range(ranks)])

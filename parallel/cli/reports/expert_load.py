@@ -32,7 +32,7 @@ class ExpertLoad(NamedTuple):
 
     @property
     def entropy(self) -> np.ndarray:
-        """Entropy of the choices relative to that of equal loads, from 0 (one expert) to 1, of shape (n,)."""
+        """Entropy of the choices relative to equal loads, from 0 (one expert) to 1, of shape (n,)."""
         p = self.chosen / np.maximum(self.chosen.sum(axis=1, keepdims=True), 1)
         logs = np.log(p, out=np.zeros_like(p), where=p > 0)
         return np.asarray(0 - (p * logs).sum(axis=1) / max(np.log(p.shape[1]), 1e-300))
@@ -50,7 +50,7 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_loads(lines: Iterable[Mapping[str, Any]]) -> list[ExpertLoad]:
-    """Loads of all routers in the lines of a metrics file (`parallel.cli.reports.metrics`); empty without mixtures.
+    """Loads of all routers in the lines of a metrics file (`parallel.cli.reports.metrics`). Empty without mixtures.
 
     Errors of any kind (`FORM_ERRORS`) for lines that are no metrics.
     """
@@ -73,7 +73,7 @@ class ExpertTraffic(NamedTuple):
         Name of the operator.
     steps : array of int64, of shape (n,)
     copies, between_nodes : arrays of float64, of shape (n,)
-        Copies of tokens to other ranks, relays too; those of them that leave a node.
+        Copies of tokens to other ranks, relays too. Copies that leave a node.
     share : array of float64, of shape (n,)
         Part of the step's time in the exchange, the mean over ranks.
     """
@@ -99,7 +99,7 @@ class ExpertTraffic(NamedTuple):
 
 
 def expert_traffic(lines: Iterable[Mapping[str, Any]]) -> list[ExpertTraffic]:
-    """Traffic of all mixtures in the lines of a metrics file; empty if no rank exchanges tokens."""
+    """Traffic of all mixtures in the lines of a metrics file. Empty if no rank exchanges tokens."""
     rows: dict[str, list[tuple[int, float, float, float]]] = {}
     for line in lines:
         traffic = line.get("traffic", {})

@@ -37,7 +37,7 @@ def draw_plans(
 ) -> None:
     """Plot a column for each plan and a row for each operator: its rules, the parts of its weight by device, exchanges.
 
-    A weight's part has the colour of the first device that holds it; what all hold is grey. Above an operator are the
+    A weight's part has the colour of the first device that holds it. What all hold is grey. Above an operator are the
     collectives before it, with the bytes that each device sends forward and backward. `staged` is a further column.
     """
     import matplotlib
@@ -78,7 +78,7 @@ def _cell(plan: GraphPlan, name: str, graph: OperatorGraph, sizes: tuple[int, ..
 
 
 def _stage_cells(staged: StagedPlan, graph: OperatorGraph) -> dict[str, _Cell]:
-    """Cells of operators by stage; each stage has one colour."""
+    """Cells of operators by stage. Each stage has one colour."""
     stage_of = {name: number for number, stage in enumerate(staged.stages) for name in stage.names}
     cells = {}
     for name, number in stage_of.items():
@@ -103,7 +103,7 @@ def _exchanges(plan: GraphPlan, name: str) -> list[str]:
 
 
 def _weight_parts(kind: str, option: GraphOption, sizes: tuple[int, ...]) -> dict[Part, int]:
-    """Parts of a weight, inputs downwards, by the first device that has them; -1: all have it."""
+    """Parts of a weight, inputs downwards, by the first device that has them. -1: all have it."""
     rules = [KINDS[kind].rules[name] for name in option.rules]
     owners: dict[Part, int] = {}
     for device, place in enumerate(product(*map(range, sizes))):

@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 class Metrics:
     """Metrics of a training run: lines in memory and, if given, in the JSON-lines file `path`, continued after `step`.
 
-    Of an earlier run's file, lines after `step`, a summary and an incomplete line are dropped; at step 0 all are.
+    Of an earlier run's file, lines after `step`, a summary and an incomplete line are dropped, at step 0 all lines.
 
     Attributes
     ----------
     lines : list of dict
-        Rows; infinities and NaN, which JSON lacks, are None.
+        Rows. Infinities and NaN are None, as JSON lacks them.
     problem : OSError or None
-        Error of the last write; the next line tries again.
+        Error of the last write. The next line tries again.
     """
 
     def __init__(self, path: Path | None, step: int):
@@ -39,7 +39,7 @@ class Metrics:
             self._file = path.open("ab", buffering=0)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line to memory and file; a write error is kept in `problem` and not raised."""
+        """Append a line to memory and file. A write error is kept in `problem` and not raised."""
         self.lines.append({name: _plain(value) for name, value in line.items()})
         if self._file is not None:
             self._waiting += json.dumps(self.lines[-1], allow_nan=False).encode() + b"\n"
@@ -66,7 +66,7 @@ class Metrics:
 
 
 def _append(file: BinaryIO, lines: bytes) -> None:
-    """Append all bytes to the file; if only some fit, truncate it to its old size and raise OSError."""
+    """Append all bytes to the file. If only some fit, truncate it to its old size and raise OSError."""
     about = os.fstat(file.fileno())
     if file.write(lines) != len(lines):
         if stat.S_ISREG(about.st_mode):
@@ -79,7 +79,7 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics file as `parse` does; an empty list if the file does not exist."""
+    """Read a metrics file as `parse` does. An empty list if the file does not exist."""
     return parse(path.read_bytes()) if path.is_file() else []
 
 

@@ -17,7 +17,7 @@ STAGES = 4
 
 
 def draw_memory(path: Path, question: PlanQuestion, choice: PlanChoice) -> None:
-    """Draw stacked memory over time and write it to `path`; the format follows from its suffix."""
+    """Draw stacked memory over time and write it to `path`. The format follows from its suffix."""
     from matplotlib.figure import Figure
 
     layout, limit = choice.layout, question.setup.device.memory / 1e9
@@ -68,7 +68,7 @@ LEAST_SHARE = 0.1
 def draw_nodes(path: Path, plans: Sequence[tuple[PlanQuestion, PlanChoice | None]]) -> None:
     """Draw the best layouts by number of devices: speed beside a line of equal efficiency, and the parts of a step.
 
-    None stands for devices on which no layout fits.
+    None: no layout fits this number of devices.
     """
     from matplotlib.figure import Figure
 
@@ -123,7 +123,7 @@ DRAWN = PARTS | {
     IDLE: (IDLE, "#bbbbbb"),
     STEP: (STEP, "#5b4fc4"),
 }
-"""Label and colour of the causes of spans, on a cluster (`StepTime`) and here (`CAUSES`)."""
+"""Label and colour of the causes of spans, on a cluster (`StepTime`) and on measured ranks (`CAUSES`)."""
 
 MOST_EDGES = 400
 """Spans of a picture up to which they have edges."""

@@ -36,14 +36,14 @@ class PlanQuestion(NamedTuple):
         return CONVENTIONS["exact"](self.model, self.model.context) * self.tokens
 
     def mfu(self, seconds: float) -> float:
-        """Model FLOPs utilisation of all devices at so many seconds per step."""
+        """Model FLOPs utilisation of all devices at `seconds` seconds per step."""
         return self.step_flops / (seconds * self.devices * self.setup.device.peak_of(self.setup.precision))
 
 
 def report(
     question: PlanQuestion, found: SearchResult, top: int, tokens: float | None = None, price: float | None = None
 ) -> str:
-    """Whole plan as text: `top` layouts, memory of the best one, rejections; with `tokens` time and cost."""
+    """Whole plan as text: `top` layouts, memory of the best one, rejections. With `tokens` time and cost."""
     lines = [*_headline(question), *_flops_lines(question), "", *_choice_lines(question, found, top)]
     if found.choices:
         best = found.choices[0]
@@ -142,7 +142,7 @@ def _rejection_lines(found: SearchResult) -> Iterator[str]:
 
 
 def as_dict(question: PlanQuestion, found: SearchResult, top: int) -> dict[str, Any]:
-    """Plan for programs: bytes, seconds and FLOPs; all rejections with their reasons."""
+    """Plan for programs: bytes, seconds and FLOPs. All rejections with their reasons."""
     return {
         "model": question.model_name,
         "parameters": question.model.parameters,

@@ -62,7 +62,7 @@ def part_times(question: PlanQuestion, layout: ClusterLayout) -> list[BatchTime]
 
 
 def _draw(found: StepTimeline, lane: str, label: str, start: float, seconds: Mapping[str, float]) -> None:
-    """Add spans one after another, of the causes that take time; the head's are products."""
+    """Add spans one after another, of the causes that take time. The head's are products."""
     for cause, length in seconds.items():
         if length:
             found.spans.append(TimeSpan(lane, label, "compute" if cause == "head" else cause, start, start + length))

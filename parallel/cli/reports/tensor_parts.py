@@ -23,7 +23,7 @@ from parallel.sharding.tensor.tensor_axis import TENSOR, expert_cut
 
 
 class TensorPart(NamedTuple):
-    """Ranges of indices of one dimension of a tensor; a rank without the tensor has none."""
+    """Ranges of indices of one dimension of a tensor. A rank without the tensor has none."""
 
     dim: int
     ranges: Ranges
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
     parts: tuple[TensorPart | None, ...]
 
     def text(self, rank: int) -> str:
-        """Indices of a rank, as in ``[:, 0:16 64:80]``."""
+        """Indices of a rank, such as ``[:, 0:16 64:80]``."""
         part = self.parts[rank]
         if part is None:
             return "all"
@@ -98,7 +98,7 @@ def unlike(every: Iterable[Holding]) -> list[Holding]:
 
 
 def _names_by_stage(model: Operator, stages: int, schedule: str) -> list[set[str]]:
-    """Names of the parameters of the units of each stage; those that several units use are on all their stages."""
+    """Names of the parameters of the units of each stage. Those that several units use are on all their stages."""
     units, placement = units_of(model), build(schedule, stages, 1).placement
     cuts = cuts_for(None, len(units), placement.parts)
     names: list[set[str]] = [set() for _ in range(stages)]
@@ -109,7 +109,7 @@ def _names_by_stage(model: Operator, stages: int, schedule: str) -> list[set[str
 
 
 def _joined(cuts: Iterable[TensorCut | None]) -> TensorPart | None:
-    """Part that the shards of one rank make up; None: the whole tensor."""
+    """Part that the shards of one rank make up. None: the whole tensor."""
     shards = [one for one in cuts if one is not None]
     if not shards:
         return None

@@ -42,7 +42,7 @@ class TimelineBand(NamedTuple):
 
 
 def simulated(timeline: Timeline, title: str) -> TimelineBand:
-    """Convert a simulated timeline for plotting; messages that take no time are omitted."""
+    """Convert a simulated timeline for plotting. Messages that take no time are omitted."""
     flying = [event for event in timeline.messages if event.end > event.start]
     return TimelineBand(title, timeline.computed, [(event, timeline.plan.peer(event.action).stage) for event in flying])
 
@@ -78,7 +78,7 @@ def _last_step(trace: bytes) -> TimelineBand:
 
 
 def _action(entry: dict[str, Any]) -> Action | None:
-    """Pipeline action whose span a trace entry is, by its name; None for sends, receives and other entries."""
+    """Pipeline action whose span a trace entry is, by its name. None for sends, receives and other entries."""
     with suppress(ValueError):
         action = parse(entry.get("name", ""))
         return action if entry.get("ph") == "X" and action.kind in NAMES else None
@@ -86,7 +86,7 @@ def _action(entry: dict[str, Any]) -> Action | None:
 
 
 def _covered(line: Sequence[PipelineEvent]) -> float:
-    """Time in which computations of a stage run, one or the two of a pair; the events are in order of their starts."""
+    """Time in which computations of a stage run, one or the two of a pair. The events are in order of their starts."""
     ends = accumulate((float(event.end) for event in line), max, initial=0.0)
     return sum(max(0.0, float(event.end) - max(float(event.start), before)) for event, before in zip(line, ends))
 

@@ -15,7 +15,7 @@ def token_choices(
     Raises
     ------
     ValueError
-        If the choices cannot be divided equally over so many nodes, or a node has too few experts.
+        If the choices cannot be divided equally over this number of nodes, or a node has too few experts.
     """
     by_node = [np.flatnonzero(np.equal(node_of_expert, node)) for node in range(max(node_of_expert) + 1)]
     each, rest = divmod(choices, nodes_per_token)

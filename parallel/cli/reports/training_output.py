@@ -22,7 +22,7 @@ class OutputError(RuntimeError):
 
 
 def tokens(training: Training) -> int:
-    """Tokens per sample: the sequence length for text; else 1, as speeds are then in samples (`unit`)."""
+    """Tokens per sample: the sequence length for text. Otherwise 1, as speeds are then in samples (`unit`)."""
     return training.settings.length if training.task.is_text else 1
 
 
@@ -87,9 +87,9 @@ LANES = ("", " under way")  # threads of a rank in a trace: its work, and exchan
 
 
 def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahead: float, **about: Any) -> None:
-    """Write a trace file with the events of all ranks; OutputError on all if it fails. Collective.
+    """Write a trace file with the events of all ranks. OutputError on all if it fails. Collective.
 
-    `ahead` is the seconds that this rank's clock is ahead of rank 0's; `about` is stored in the file.
+    `ahead` is the seconds that this rank's clock is ahead of rank 0's. `about` is stored in the file.
     """
     rank, nodes = comm.Get_rank(), comm.nodes or (0,) * comm.Get_size()
     start = comm.allreduce(min((event.start for event in events), default=float("inf")) - ahead, MPI.MIN)

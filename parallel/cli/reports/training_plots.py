@@ -23,7 +23,7 @@ PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 def picture(
     path: str | Path, size: tuple[float, float], panels: int, title: str, note: str = "", **options: Any
 ) -> Iterator[Any]:
-    """Context that yields the axes of a new figure with `panels` panels; on exit the figure is written to `path`."""
+    """Context that yields the axes of a new figure with `panels` panels. On exit the figure is written to `path`."""
     with page(Path(path), *size, title, note) as figure:
         yield figure.subplots(1, panels, squeeze=False, **options)[0]
 
@@ -31,7 +31,7 @@ def picture(
 def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
     """Plot training loss against steps (bits per byte for text), with test loss and test accuracy where measured.
 
-    `lines` are those of a file of metrics; `note` is written below the axes.
+    `lines` come from a file of metrics. `note` is written below the axes.
     """
     steps = [line for line in lines if not line.get("final")]
     tested = [line for line in lines if line.get("test_loss") is not None]
