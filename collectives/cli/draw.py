@@ -79,7 +79,7 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, n
         for column, steps in enumerate(schedule):
             work = "\n".join(draw.step(step, count) for step in steps if isinstance(step, (Reduce, Copy)))
             axis.text(column + HEAD, rank + 0.3, work, ha="center", va="center", fontsize=6, color=INK)
-    for adds, label in (False, "a message"), (True, "a message that is combined with the data of its receiver"):
+    for adds, label in (False, "a message"), (True, "a message to combine"):
         if any(arrow.adds == adds for arrow in messages):
             axis.plot([], [], color=ADDS if adds else MOVES, lw=1.6, label=label)
     if longest:
