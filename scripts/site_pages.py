@@ -1,4 +1,4 @@
-"""Hook of mkdocs: generated pages of the documentation site (algorithms, options, API reference, changelog)."""
+"""Hook of mkdocs: generated pages of the documentation site (algorithms, options, programs, API, changelog)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("collectives", "quant", "parallel")
+PROGRAMS = ("lessons", "examples")
+"""Folders of docs/ with programs, each of which has a page."""
 INTERNAL = ("cli", "benchmark")
 """Folders of programs, which the API reference leaves out."""
 
@@ -36,6 +38,18 @@ def api_page(folder: Path) -> str:
     return f"# {package}\n\n" + "\n".join(f"::: {name}\n" for name in names)
 
 
+def programs(folder: str) -> list[Path]:
+    """Programs of a folder of docs/."""
+    return sorted((ROOT / "docs" / folder).glob("*.py"))
+
+
+def program_page(path: Path) -> str:
+    """Markdown of a program's page: its source; the title is the beginning of its docstring, up to the colon."""
+    source = path.read_text(encoding="utf-8")
+    title = source.removeprefix('"""').partition(":")[0]
+    return f"# {title}\n\n```python\n{source}```\n"
+
+
 def options_page() -> str:
     """Markdown tables of all options of a training, one for each group, from their declarations."""
     from parallel.engine.option import options_in
@@ -53,20 +67,26 @@ def options_page() -> str:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Add the API reference to the navigation."""
-    pages = ["reference/api/" + ".".join(folder.relative_to(ROOT).parts) + ".md" for folder in folders()]
+    """Add lessons, examples and the API reference to the navigation."""
     assert config.nav is not None
+    for folder in PROGRAMS:
+        sources = [f"{folder}/{path.stem}.md" for path in programs(folder)]
+        config.nav.append({folder.capitalize(): [f"{folder}/index.md", *sources]})
+    pages = ["reference/api/" + ".".join(folder.relative_to(ROOT).parts) + ".md" for folder in folders()]
     config.nav.append({"API": pages})
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links to files outside docs/ by their text; the site has no such files."""
+    """Lead links to programs to their pages; replace those to files outside docs/, which the site has not, by text."""
 
     def inside(found: re.Match[str]) -> str:
         text, target = found.groups()
         if "://" in target or target.startswith("#"):
             return found[0]
         uri = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), target.partition("#")[0]))
+        source = ROOT / "docs" / uri
+        if source.suffix == ".py" and source.parent.name in PROGRAMS and source.is_file():
+            return f"[{text}]({target.removesuffix('.py')}.md)"
         return found[0] if files.get_file_from_path(uri) else text
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", inside, markdown)
@@ -85,6 +105,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     add("reference/algorithms.md", page())
     add("reference/options.md", options_page())
     add("changelog.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("(docs/", "("))
+    for path in (path for folder in PROGRAMS for path in programs(folder)):
+        add(f"{path.parent.name}/{path.stem}.md", program_page(path))
     for folder in folders():
         name = ".".join(folder.relative_to(ROOT).parts)
         add(f"reference/api/{name}.md", api_page(folder))

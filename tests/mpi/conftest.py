@@ -14,7 +14,7 @@ from support.engines import use_interpreter
 HERE = Path(__file__).parent
 LARGEST = 3
 """Ranks of the default tier at most; on more it runs all tests."""
-RANKS = {"collectives": (1, 3), "quant": (1, 3), "parallel": (2,), "scripts": (2,), ".": (1, 3)}
+RANKS = {"collectives": (1, 3), "quant": (1, 3), "parallel": (2,), "scripts": (2,), "docs": (2, 3), ".": (1, 3)}
 """Numbers of ranks of the default tier, by folder: those on which a test can find a fault that no other one finds.
 
 Three ranks are the fewest with a sum whose order matters, a ring with a direction, and a stage in the middle.

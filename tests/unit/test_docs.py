@@ -209,7 +209,8 @@ def check_command(command, execute=False):
         return
     program, arguments, several = split_program(words)
     if not program.startswith("chorus "):
-        assert program.startswith(("scripts/", "tests/studies/")), f"this test does not know how to check {program}"
+        known = ("scripts/", "tests/studies/", "docs/")
+        assert program.startswith(known), f"this test does not know how to check {program}"
         assert (ROOT / program).exists(), f"there is no {program}"
         assert program.endswith(".py") or os.access(ROOT / program, os.X_OK), f"{program} is not executable"
     for argument in arguments:
@@ -306,6 +307,55 @@ def test_costs_are_what_the_clock_says(collective, name):
             seconds = max(price(one, layout, 1, network).seconds for one in schedules)
             says = entry.seconds(size, nbytes, network.alpha, network.beta, network.gamma)
             assert seconds == says if entry.exact else seconds <= says <= 2 * seconds, (size, network)
+
+
+LESSONS = sorted((ROOT / "docs/lessons").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=shown)
+def test_lessons_fit_a_page_and_stand_alone(path):
+    """Below 100 lines, with a picture; imports only mpi4py, NumPy, `collectives` and the standard library."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100
+    found = {
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert found <= {"mpi4py", "numpy", "collectives", *sys.stdlib_module_names}
+    page_of_lessons = (ROOT / "docs/lessons/index.md").read_text(encoding="utf-8")
+    _, _, section = page_of_lessons.partition(f"[{path.name}]({path.name})")
+    assert "![" in section.partition("## ")[0]
+
+
+@pytest.mark.parametrize("path", [LESSONS[0], ROOT / "docs/examples/heat.py"], ids=shown)
+def test_programs_run_under_mpiexec(path):
+    """As a reader starts them; all of them run in tests/mpi/docs."""
+    if MPIEXEC is None:
+        pytest.skip("no mpiexec")
+    done = run([MPIEXEC, "-n", "2", sys.executable, str(path)])
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_batch_script_saves_and_goes_on(tmp_path):
+    """docs/examples/job.sbatch, with stand-ins for srun and the installed program: a run, and one that resumes."""
+    if MPIEXEC is None:
+        pytest.skip("no mpiexec")
+    for name, line in {
+        "srun": f'shift; exec {shlex.quote(str(MPIEXEC))} -n 2 "$@"',
+        "chorus": f'exec {shlex.quote(sys.executable)} -m parallel.cli.main "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = ["bash", str(ROOT / "docs/examples/job.sbatch"), "--data", "teacher_classes", "--model", "mlp:tiny"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
+    for steps in ("3", "5"):
+        with mock.patch.dict(os.environ, environment):
+            done = run([*script, "--steps", steps])
+        assert done.returncode == 0, done.stderr
+        assert f"after {steps} steps" in done.stdout
+    assert "3 steps were made" in done.stdout
 
 
 def test_every_folder_is_described():

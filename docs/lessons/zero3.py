@@ -1,0 +1,99 @@
+"""ZeRO-3: a rank stores 1/p of weights, gradients and optimizer state, and whole weights of one layer at a time.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
+
+Plain data parallelism stores four numbers per parameter on every rank: weight, gradient, and two moments of Adam.
+Here each layer's W is flattened and cut into p equal shards, and rank r stores shard r of all four. One step:
+
+    forward,  first to last layer:  all-gather W;  y = relu(x W);              drop W
+    backward, last to first layer:  all-gather W;  dx = dz W^T;  dW = x^T dz;  drop W
+                                    reduce-scatter dW: rank r gets shard r of the sum over ranks;  drop dW
+    update:                         Adam on the own shard, without messages
+
+Ranks have different samples: the sum of dW is the batch's gradient. A rank sends 3 (p-1)/p numbers per weight (DDP: 2).
+"""
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+
+
+def cut(w, ranks):
+    """Flatten w and cut it into equal shards, one a row; zeros fill the last one."""
+    shards = np.zeros((ranks, -(-w.size // ranks)))
+    shards.ravel()[: w.size] = w.ravel()
+    return shards
+
+
+def adam(w, grad, m, v, t, rate=0.01, beta1=0.9, beta2=0.999):
+    """Update w and its moments in place; t counts from 1. (Kingma and Ba, ICLR 2015.)"""
+    m += (1 - beta1) * (grad - m)
+    v += (1 - beta2) * (grad**2 - v)
+    w -= rate * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + 1e-8)
+
+
+class Layer:
+    """y = relu(x W). The layer stores shards; W exists only inside `forward` and `backward`."""
+
+    def __init__(self, w, comm):
+        self.comm, self.shape = comm, w.shape
+        self.shard = cut(w, comm.size)[comm.rank].copy()
+        self.grad, self.m, self.v = np.zeros((3, self.shard.size))
+
+    def gather(self):
+        shards = np.empty((self.comm.size, self.shard.size))
+        self.comm.Allgather(self.shard, shards)
+        return shards.ravel()[: np.prod(self.shape)].reshape(self.shape)  # W, until the caller drops it
+
+    def forward(self, x):
+        self.x, self.y = x, np.maximum(x @ self.gather(), 0)
+        return self.y
+
+    def backward(self, dy):
+        dz = dy * (self.y > 0)
+        dx, dw = dz @ self.gather().T, self.x.T @ dz
+        self.comm.Reduce_scatter_block(cut(dw, self.comm.size), self.grad)
+        return dx
+
+
+def step(layers, x, target, count, t):
+    """Train on this rank's samples; returns their part of the loss, the mean over `count` numbers of all ranks."""
+    for layer in layers:
+        x = layer.forward(x)
+    loss, dy = np.sum((x - target) ** 2) / count, 2 * (x - target) / count
+    for layer in reversed(layers):
+        dy = layer.backward(dy)
+    for layer in layers:
+        adam(layer.shard, layer.grad, layer.m, layer.v, t)
+    return loss
+
+
+def plain_step(weights, moments, x, target, t):
+    """Do the same on one process, with all samples and whole weights."""
+    saved = [x]
+    for w in weights:
+        saved.append(np.maximum(saved[-1] @ w, 0))
+    dy = 2 * (saved[-1] - target) / target.size
+    for w, (m, v) in zip(weights[::-1], moments[::-1]):
+        dz = dy * (saved.pop() > 0)
+        dy = dz @ w.T
+        adam(w, saved[-1].T @ dz, m, v, t)
+
+
+def main(comm):
+    random = np.random.default_rng(0)  # the same numbers on all ranks
+    weights = [random.normal(0, (2 / a) ** 0.5, (a, b)) for a, b in ((8, 33), (33, 33), (33, 4))]
+    x, target, own = random.normal(size=(24, 8)), random.random((24, 4)), slice(comm.rank, None, comm.size)
+    layers, moments = [Layer(w, comm) for w in weights], [np.zeros((2, *w.shape)) for w in weights]
+    for t in range(1, 6):
+        loss = comm.allreduce(step(layers, x[own], target[own], target.size, t))
+        plain_step(weights, moments, x, target, t)
+    for layer, w in zip(layers, weights):
+        np.testing.assert_allclose(layer.gather(), w, rtol=0, atol=1e-9)
+    if comm.rank == 0:
+        print(f"weights as in plain training, loss {loss:.4f}; stored: {sum(layer.shard.size for layer in layers)}")
+
+
+if __name__ == "__main__":
+    main(Communicator(MPI.COMM_WORLD))
