@@ -5,7 +5,6 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections import defaultdict
 
 import pytest
 
@@ -13,32 +12,33 @@ os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests"  # what w
 
 pytest_plugins = ["support.harness"]
 
+DEFAULT = "not full"
+"""Marks of the default tier, for -m."""
 
-def parameter_values(item):
-    """Values of a test's case, one for each `parametrize`; by identity, since all cases of a test share them."""
-    params = dict(item.callspec.params)
-    for mark in item.iter_markers("parametrize"):
+
+def parameter_values(case, marks):
+    """Values of a case, one for each `parametrize`; by identity, since all cases of a test share them."""
+    params = dict(case.params)
+    for mark in marks:
         names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
         yield tuple(names), tuple(id(params.pop(name)) for name in names)
     yield from ((name, id(value)) for name, value in params.items())  # of fixtures
 
 
-def shuffled(item):
-    """Key of an order that mixes the values of all parameters, and is the same on all ranks."""
-    return hashlib.md5(item.name.encode()).digest()
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
-def pytest_collection_modifyitems(items):
-    """Mark `full` all cases of a test but a few in which every value of every parameter occurs."""
-    tests = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
-            tests[item.parent.nodeid, item.originalname].append(item)
-    for cases in tests.values():
-        values = {item: set(parameter_values(item)) for item in sorted(cases, key=shuffled)}
-        for item in values.keys() - covering(values):
-            item.add_marker(pytest.mark.full)
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    """Leave out of the default tier all cases of a test but a few in which every value of every parameter occurs."""
+    yield
+    test = metafunc.definition
+    if metafunc.config.option.markexpr != DEFAULT or test.get_closest_marker("full") is not None:
+        return
+    marks = list(test.iter_markers("parametrize"))
+    cases = [case for case in metafunc._calls if all(mark.name != "full" for mark in case.marks)]
+    if len(cases) > 1:
+        # An order that mixes the values of all parameters, and is the same on all ranks.
+        mixed = sorted(range(len(cases)), key=lambda at: hashlib.md5(f"{test.name}[{cases[at].id}]".encode()).digest())
+        chosen = covering({at: set(parameter_values(cases[at], marks)) for at in mixed})
+        metafunc._calls = [cases[at] for at in sorted(chosen)]
 
 
 def covering(values):

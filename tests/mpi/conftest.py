@@ -3,6 +3,7 @@
 The default tier runs a test on the numbers of ranks of its folder in `RANKS`, or of its mark `ranks`.
 """
 
+import re
 import shutil
 import tempfile
 import time
@@ -19,6 +20,26 @@ RANKS = {"collectives": (1, 3), "quant": (1, 3), "parallel": (2,), "scripts": (2
 
 Three ranks are the fewest with a sum whose order matters, a ring with a direction, and a stage in the middle.
 """
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files without tests of the default tier on this number of ranks, unless the command names them."""
+    is_default = config.getoption("--with-mpi", False) and config.option.markexpr == "not full"
+    is_named = any(Path(name.partition("::")[0]).resolve() == collection_path for name in config.args)
+    if is_default and not is_named and collection_path.match("test_*.py") and ranks_of_job() <= LARGEST:
+        return ranks_of_job() not in numbers_in(collection_path) or None
+    return None
+
+
+def numbers_in(file):
+    """Numbers of ranks on which the default tier runs tests of a file."""
+    marks = re.findall(r"^(pytestmark = )?.*\bmark\.ranks\(([\d, ]+)\)", file.read_text(), re.M)
+    numbers = {int(number) for _, several in marks for number in several.split(",")}
+    return numbers if any(whole for whole, _ in marks) else numbers | set(RANKS[folder_of(file)])
+
+
+def folder_of(file):
+    return file.relative_to(HERE).parent.as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-mpi looks for the marker
@@ -40,7 +61,7 @@ def ranks_of_job():
 def default_ranks(item):
     """Numbers of ranks on which the default tier runs a test."""
     mark = item.get_closest_marker("ranks")
-    numbers = mark.args if mark else RANKS[item.path.relative_to(HERE).parent.as_posix()]
+    numbers = mark.args if mark else RANKS[folder_of(item.path)]
     assert numbers and max(numbers) <= LARGEST, f"{item.nodeid}: expected some of 1 to {LARGEST} ranks, found {numbers}"
     return numbers
 

@@ -1,6 +1,7 @@
 """Columns of the option table: layouts on meshes of 1 to 4 ranks (and one of 8)."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from parallel.sharding.mesh import Mesh
@@ -48,14 +49,15 @@ class Column:
     @property
     def replicas(self) -> str:
         """Layout of the gradients: of a pipeline that of its stages' replicas."""
-        return Mesh.parse(self.settings["mesh"]).replicas if self.kind == "pp" else self.kind
+        return self.mesh.replicas if self.kind == "pp" else self.kind
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh.parse(self.settings["mesh"]) if "mesh" in self.settings else Mesh({"dp": self.ranks})
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis of the mesh."""
-        mesh = Mesh.parse(self.settings["mesh"]) if "mesh" in self.settings else None
-        if mesh is None:
-            return self.ranks if axis == "dp" else 1
-        return {"ep": mesh.ep, "etp": mesh.etp}.get(axis, mesh.sizes.get(axis, 1))
+        return {"ep": self.mesh.ep, "etp": self.mesh.etp}.get(axis, self.mesh.sizes.get(axis, 1))
 
     @property
     def parts(self) -> int:
@@ -70,15 +72,14 @@ class Column:
     @property
     def expert_replicas(self) -> int:
         """Replicas that share the experts of mixtures."""
-        return Mesh.parse(self.settings["mesh"]).expert_replicas if "mesh" in self.settings else 1
+        return self.mesh.expert_replicas
 
     @property
     def teams(self) -> int:
         """Ranks, or groups of ranks, with samples of their own."""
         if self.kind == "ps":
             return self.ranks - self.settings.get("servers", 1)
-        mesh = Mesh.parse(self.settings["mesh"]) if "mesh" in self.settings else Mesh({"dp": self.ranks})
-        return mesh.samples.size
+        return self.mesh.samples.size
 
 
 def _mesh(mesh: str, layout: str = "dp", **more: Any) -> Column:

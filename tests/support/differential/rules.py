@@ -81,7 +81,7 @@ COMMON: tuple[Rule, ...] = (
         "tp: expected a model with a table `cuts` of the operators to cut, found none",
     ),
     Rule(
-        lambda column, task: column.parts > len(task.model().items),
+        lambda column, task: column.parts > task.units,
         "stages: . units cannot be cut in . parts; take fewer stages, or a deeper model",
     ),
 )

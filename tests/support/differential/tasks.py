@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,20 @@ class Task:
     loss: Callable[[], Any] = SoftmaxCrossEntropy
     twin: Callable[..., Any] | None = None
 
-    @property
+    @cached_property
     def is_text(self) -> bool:
         """True for sequences of tokens."""
         return self.batch(0, 1)[0].dtype.kind == "i"
 
-    @property
+    @cached_property
     def has_cuts(self) -> bool:
         """True if the model has a table of the operators to cut."""
         return bool(self.model().cuts)
+
+    @cached_property
+    def units(self) -> int:
+        """Number of units that pipelines can divide."""
+        return len(self.model().items)
 
     @property
     def has_experts(self) -> bool:
