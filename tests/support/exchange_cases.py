@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import collectives
@@ -350,3 +351,13 @@ def ours(collective):
 
 ENTRIES = [(line.method, name) for line in TABLE.values() for name in ours(line.collective)]
 """Every method with every algorithm of ours that it may be asked to use."""
+
+BY_TURNS = [
+    entry if entry == group[number % len(group)] else pytest.param(*entry, marks=pytest.mark.full)
+    for number, group in enumerate([[one for one in ENTRIES if one[0] == line.method] for line in TABLE.values()])
+    for entry in group
+]
+"""Every method with one algorithm, another one from method to method, in the default tier.
+
+For tests of transports and engines: these run rows, and `tests/unit/collectives` runs those of every algorithm.
+"""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.engines import entries, use_interpreter
-from support.exchange_cases import ENTRIES, TABLE, Question, perform
+from support.exchange_cases import BY_TURNS, TABLE, Question, perform
 
 from collectives import Communicator
 from collectives.engine.extension import available
@@ -43,7 +43,7 @@ def uses_network(comm):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1000, 300_000])
-@pytest.mark.parametrize(("method", "algorithm"), ENTRIES)
+@pytest.mark.parametrize(("method", "algorithm"), BY_TURNS)
 def test_every_algorithm(quick, method, algorithm, nbytes):
     line, size = TABLE[method], quick.Get_size()
     whole = line.collective in ("broadcast", "reduce", "allreduce", "scan", "exscan")

@@ -227,10 +227,10 @@ def test_refusal_on_one_rank(gpu, world, monkeypatch, name):
 @pytest.mark.parametrize("on_device", [True, False])
 def test_one_array_in_many_calls_at_a_time(gpu, world, on_device):
     """Equal calls use one program only if none of them is under way."""
-    x = np.arange(40 * SHORTEST // 4, dtype=np.int32)
+    x = np.arange(12 * SHORTEST // 4, dtype=np.int32)
     comm = Communicator(world, cuda_aware=False, shared=False, nodes=range(world.size))
     sent = cupy.asarray(x) if on_device else x
-    received = [cupy.zeros(x.size, x.dtype) if on_device else np.zeros_like(x) for _ in range(10)]
+    received = [cupy.zeros(x.size, x.dtype) if on_device else np.zeros_like(x) for _ in range(6)]
     for _ in range(2):
         wait_all([comm.Ibcast(sent if world.rank == 0 else y, 0, algorithm="linear") for y in received])
     if world.rank:

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.tiers import default
 
 from collectives import Communicator, Request, start_all
 from collectives.engine.instructions import HAS_THREAD
@@ -107,7 +108,8 @@ def test_waiting_for_the_other_one(comm):
 
 
 @pytest.mark.timeout(120)
-def test_beside_calls_that_hold_the_interpreter_s_lock(comm):
+@pytest.mark.parametrize("turns", default([400, 1600], 400))
+def test_beside_calls_that_hold_the_interpreter_s_lock(comm, turns):
     """mpi4py's first `allreduce` on a communicator waits for other ranks without releasing the GIL."""
     plain, handles, ends = MPI.Intracomm(comm).Dup(), queue.Queue(), []
 
@@ -125,7 +127,7 @@ def test_beside_calls_that_hold_the_interpreter_s_lock(comm):
     threads = [threading.Thread(target=wait_inside_mpi), threading.Thread(target=complete)]
     for thread in threads:
         thread.start()
-    for _ in range(1600 // plain.Get_size() ** 2):
+    for _ in range(turns // plain.Get_size() ** 2):
         MPI.FLOAT.Create_contiguous(3).Free()
         other = plain.Dup()
         assert other.allreduce(1) == plain.Get_size()

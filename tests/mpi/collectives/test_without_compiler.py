@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.engines import order_weakly, use_interpreter
-from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, perform
+from support.exchange_cases import BY_TURNS, FORMS, TABLE, Question, perform
 
 from collectives import Communicator
 from collectives.engine.instructions import REFUSED
@@ -37,7 +37,7 @@ def engines(world, monkeypatch, request):
 
 @pytest.mark.parametrize("per_node", [None, 1, 2])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("method", "algorithm"), ENTRIES)
+@pytest.mark.parametrize(("method", "algorithm"), BY_TURNS)
 def test_every_algorithm(world, engines, method, algorithm, form, per_node):
     """In one node, and between nodes of one rank or two."""
     nodes = None if per_node is None else [rank // per_node for rank in range(world.Get_size())]

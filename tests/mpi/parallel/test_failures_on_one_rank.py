@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from support.tiers import default
 
 from collectives import Communicator
 from parallel import AdamW, Engine, nn
@@ -277,7 +278,9 @@ def test_an_error_in_a_function_that_writes(make, layout):
     case.engine.close()
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in (*REPLICAS, *SERVERS)])
+@pytest.mark.parametrize(
+    "layout", default([name for name in LAYOUTS if name not in (*REPLICAS, *SERVERS)], "dp", "zero3", "pp", "tp", "ep")
+)
 def test_ranks_in_different_calls(make, layout):
     case = make(layout)
     if case.comm.Get_size() == 1:
@@ -309,7 +312,7 @@ NEXT_CALLS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", default(LAYOUTS, "dp", "zero3", "pool", "pp", "ep", "ps", "local", "hogwild"))
 @pytest.mark.parametrize("name", NEXT_CALLS)
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
 def test_a_rank_that_leaves_between_two_calls(make, layout, name, error, folder):
@@ -351,7 +354,7 @@ def break_exchange(monkeypatch, number):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("layout", SYNCHRONOUS)
+@pytest.mark.parametrize("layout", default(SYNCHRONOUS, "dp", "zero3", "pp", "cp", "ep"))
 @pytest.mark.parametrize(
     "number", [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(8, marks=pytest.mark.full)]
 )

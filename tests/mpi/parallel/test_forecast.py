@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support import tiny_models
+from support.tiers import default
 
 pytest.importorskip("safetensors")
 
@@ -185,7 +186,9 @@ def meshes(ranks, layouts=("dp", "zero1")):
 @pytest.mark.parametrize(
     "more", [{}, pytest.param({"reproducible": True, "precision": "bf16"}, marks=pytest.mark.full)], ids=str
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", default(SCHEDULES, "1f1b", "interleaved", "zb-v", "dualpipe", "dualpipe-v", "pipedream-2bw")
+)
 def test_of_every_schedule(comm, schedule, more):
     updates = SCHEDULES[schedule].version is not None
     of_a_pipeline(comm, schedule, [f"pp={comm.size}"] if updates else meshes(comm.size), **more)
@@ -225,7 +228,7 @@ def of_a_pipeline(comm, schedule, meshes, **more):
 # -------------------------------------------------------------------------- parts that need most by turns
 
 
-@pytest.mark.parametrize("first", range(1, 9))
+@pytest.mark.parametrize("first", default(range(1, 9), 1, 4, 8))
 def test_groups_of_a_pipeline_need_most_in_different_steps(comm, first):
     """The leaves of a tied matrix are two for each micro-batch, so it has fewest nodes where others have most."""
     with Communicator(comm, shared=False) as plain:

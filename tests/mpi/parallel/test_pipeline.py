@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support import tiny_models
+from support.tiers import default
 from support.training_states import differing, whole
 
 from collectives import Communicator
@@ -164,7 +165,7 @@ def test_sharded_replicas_store_parts(comm, layout, stages):
     assert (bytes_[layout]["parameters"] < bytes_["zero1"]["parameters"]) == (layout == "zero3")
 
 
-@schedules
+@pytest.mark.parametrize("schedule", default(SYNCHRONOUS, "1f1b", "zb-v", "dualpipe"))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_same_bits_in_half_precision_and_recomputed(comm, schedule, precision, reference):
     settings = {"clip": 1.0, "reproducible": True, "precision": precision}
@@ -229,7 +230,7 @@ def transformer_alone(alone):
     return trained_transformer(alone, DataParallelEngine)
 
 
-@schedules
+@pytest.mark.parametrize("schedule", default(SYNCHRONOUS, "interleaved", "zb-h1", "dualpipe-v"))
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_the_same_bits_of_a_transformer(comm, schedule, mesh, transformer_alone):
     plan = {"layout": f"pp:{schedule}", "mesh": mesh, "microbatches": 5}

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+from support.tiers import default
 
 from collectives.algorithms import catalog
 from collectives.algorithms.catalog import BOUNDS, CATALOG
@@ -113,12 +114,15 @@ def test_costs_in_segments_are_those_of_the_line(collective, name, segments):
         check_costs(collective, name, size, segments)
 
 
-@pytest.mark.parametrize("first", [LARGEST + 1, LARGEST + 2])
+LARGE = (18, 23, 28, 33), (19, 24, 31, 32)
+
+
+@pytest.mark.parametrize("sizes", default([*LARGE, range(LARGEST + 1, LARGER)], *LARGE))
 @pytest.mark.parametrize(("collective", "name"), QUICK)
-def test_more_ranks_too(collective, name, first):
+def test_more_ranks_too(collective, name, sizes):
     """Entries of few rounds, at two roots; on one node and, where they look at that, on unequal ones in no order."""
     entry = CATALOG[collective][name]
-    for size in range(first, LARGER + 1, 2):
+    for size in sizes:
         few = (0, size - 2) if MEANINGS[collective].rooted else (0,)
         check_costs(collective, name, size, size % 5 + 1 if entry.cuts else 1, few=few)
         if entry.placed:

@@ -34,10 +34,13 @@ def counts(size):
 @every_entry
 @pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 def test_all_counts_and_roots(collective, name, in_place):
-    """Step by step, twice on the same memory: what the first run left in scratch must not matter."""
+    """Step by step, twice on the same memory: what the first run left in scratch must not matter.
+
+    Every root of every size has every second count, beginning with another one from root to root.
+    """
     for size in SIZES:
-        for root in places(collective, size):
-            for n in counts(size):
+        for number, root in enumerate(places(collective, size)):
+            for n in counts(size)[(number + size + in_place) % 2 :: 2]:
                 case = Case(collective, name, size, n, root, in_place=in_place)
                 for turn in (0, 1):
                     case.fill(turn)
@@ -61,7 +64,7 @@ def test_segments_and_cut_messages(collective, name, in_place, segments, cut):
 
 @every_entry
 def test_blocking_on_threads(collective, name):
-    for size in (1, 2, 3, 5, 8):
+    for size in (2, 3, 5):
         case = Case(collective, name, size, 50, size // 2, cut=32)
         for turn in range(2):
             case.fill(turn)

@@ -54,16 +54,17 @@ def test_every_hyperparameter_is_assigned():
     assert public | {"lr", "weight_decay", "betas"} == OTHERS.keys()
 
 
+@pytest.mark.parametrize("column", COLUMNS, ids=str)
 @pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=str)
-def test_a_value_is_that_of_the_next_step(kind, name, value, tmp_path):
+def test_a_value_is_that_of_the_next_step(kind, name, value, column, tmp_path):
     """As of an optimizer that was made with it, and goes on from a checkpoint."""
     make = OPTIMIZERS[kind]
 
-    def run(comm, column):
+    def run(comm):
         def engine(optimizer):
             return Engine(MLP.model(), MLP.loss(), comm, optimizer, micro_batch=2, **column.settings)
 
-        folder, optimizer = tmp_path / str(column), make()
+        folder, optimizer = tmp_path / "checkpoint", make()
         with engine(optimizer) as made:
             made.step(*MLP.batch(0, 8))
             made.save(folder)
@@ -79,11 +80,10 @@ def test_a_value_is_that_of_the_next_step(kind, name, value, tmp_path):
             made.load(folder)
             return found, ([made.step(*MLP.batch(at, 8)).norm for at in (1, 2)], made.state_dict())
 
-    for column in COLUMNS:
-        for pair in run_threads(column.ranks, lambda comm, column=column: run(comm, column)):
-            if pair is not None:
-                (norms, found), (others, expected) = pair
-                assert norms == others and all(np.array_equal(found[name], expected[name]) for name in expected)
+    for pair in run_threads(column.ranks, run):
+        if pair is not None:
+            (norms, found), (others, expected) = pair
+            assert norms == others and all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ CASES = [  # mesh, settings, samples
 
 @pytest.mark.parametrize(
     ("router", "mesh", "changed", "samples"),
-    with_routers(CASES, CASES[1], CASES[5]),
+    with_routers(CASES, CASES[1], CASES[3], CASES[5]),
 )
 def test_bits_and_exchanges_of_one_after_the_other(router, mesh, changed, samples):
     """With 1 to 4 micro-batches on a rank, some fewer than others."""
@@ -158,7 +158,7 @@ PIPELINES = [  # mesh, schedule, settings
 
 @pytest.mark.parametrize(
     ("router", "mesh", "schedule", "changed"),
-    with_routers(PIPELINES, PIPELINES[4]),
+    with_routers(PIPELINES, PIPELINES[1], PIPELINES[4], PIPELINES[5]),
 )
 def test_pipelines(router, mesh, schedule, changed):
     """Bits, exchanges and memory of one pass after the other; the replicas have six micro-batches each, or fewer."""
