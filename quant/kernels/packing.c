@@ -12,25 +12,40 @@
             CALL(1, (bits & 6));       \
     } while (0)
 
+/* Words of 4 codes in a block; a plane of a power of bits has as many packed words. */
+enum { LANES = BLOCK / 4 };
+
+/* The lowest bits of each byte of a word. */
+INLINE uint32_t low_bits(int power) { return ((1u << power) - 1) * 0x01010101u; }
+
+INLINE uint32_t word_at(const uint8_t *bytes, int place) {
+    uint32_t word;
+    memcpy(&word, bytes + 4 * place, sizeof word);
+    return word;
+}
+
 INLINE void pack_blocks(const uint8_t *restrict codes, int64_t blocks, int bits, uint8_t *restrict out) {
     for (; blocks > 0; blocks--, codes += BLOCK, out += 4 * bits) {
-#define PACK(POWER, SHIFT)                         \
-    for (int i = 0; i < 4 * POWER; i++)            \
-        out[4 * SHIFT + i] = plane_byte(codes, POWER, SHIFT, i)
+#define PACK(POWER, SHIFT)                                                                               \
+    for (int i = 0; i < POWER; i++) {                                                                    \
+        uint32_t word = 0;                                                                               \
+        for (int k = 0; k < 8 / POWER; k++)                                                              \
+            word |= (word_at(codes, k * POWER + i) >> (SHIFT) & low_bits(POWER)) << (k * POWER);         \
+        memcpy(out + 4 * ((SHIFT) + i), &word, sizeof word);                                             \
+    }
         EACH_PLANE(PACK);
     }
 }
 
 INLINE void unpack_blocks(const uint8_t *restrict packed, int64_t blocks, int bits, uint8_t *restrict codes) {
-    for (; blocks > 0; blocks--, codes += BLOCK, packed += 4 * bits) {
-        uint8_t block[BLOCK] = {0};
-#define UNPACK(POWER, SHIFT)                       \
-    for (int k = 0; k < 8 / POWER; k++)            \
-        for (int i = 0; i < 4 * POWER; i++)        \
-            block[k * 4 * POWER + i] |= (uint8_t)(plane_field(packed[4 * SHIFT + i], POWER, k) << SHIFT)
-        EACH_PLANE(UNPACK);
-        memcpy(codes, block, BLOCK);
-    }
+    for (; blocks > 0; blocks--, codes += BLOCK, packed += 4 * bits)
+        for (int w = 0; w < LANES; w++) {
+            uint32_t word = 0;
+#define UNPACK(POWER, SHIFT) \
+    word |= (word_at(packed, (SHIFT) + w % POWER) >> (w / POWER * POWER) & low_bits(POWER)) << (SHIFT)
+            EACH_PLANE(UNPACK);
+            memcpy(codes + 4 * w, &word, sizeof word);
+        }
 }
 
 /* Loops for each width: shifts and lengths are constants in them. */
