@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.cli import launched_ranks, watchdog
+from parallel.cli import batch_job, launched_ranks, start_up, watchdog
 from parallel.cli.programs import PROGRAMS, CommandEntry, group_usage, members, usage
 from parallel.planning.analytic.checked import suggestion
 
@@ -98,6 +98,8 @@ def rank_of_launcher() -> int | None:
             return int(os.environ[name])
     if os.environ.get("SLURM_STEP_ID", "").isdecimal():  # srun with an MPI that finds its ranks without variables
         return int(os.environ.get("SLURM_PROCID", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ.get("RANK", "0"))
     return None
 
 
@@ -128,12 +130,16 @@ def run(
     """Run the `main()` of a module in this process, and exit with the status that it returns.
 
     With `mpi` all ranks, at least `least`, run it, and an exception on one ends all. With `guarded` the watchdog starts
-    before MPI. `selectors` are options by which the same command selects other programs.
+    before MPI, and rank 0 prints for which ranks it waits until all have started. `selectors` are options by which the
+    same command selects other programs.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C ends the process without a traceback
     if guarded:
         watchdog.start()
+        nodes = start_up.start_mpi(rank_of_launcher())
     entry = import_module(module).main
+    if guarded:
+        start_up.wait_for_all(nodes)
     from collectives.cli import launcher
 
     launcher.ProgramParser.selectors = selectors
@@ -145,8 +151,7 @@ def run(
             if (message := launcher.user_message(error)) is None:
                 raise
             raise UsageError(message) from error
-    if least > 1 or EXPECTED in os.environ:
-        check_ranks(launcher.world_size(), least)
+    check_ranks(launcher.world_size(), least)
     launcher.run(entry, before_exit=watchdog.stop)
 
 
@@ -161,6 +166,8 @@ def check_ranks(size: int, least: int) -> None:
             f"mpiexec started {wanted} processes, and MPI has {size} rank{'s' * (size != 1)}: it belongs to another "
             "MPI than the one that mpi4py loads; set MPIEXEC, or set MPI4PY_LIBMPI to the library of this mpiexec"
         )
+    if problem := batch_job.launch_error(size, os.environ):
+        raise UsageError(problem)
     if size < least:
         raise UsageError(f"expected {least} ranks or more, found {size}: -n {least} starts them")
 

@@ -27,6 +27,7 @@ from collectives.errors import OutOfMemory
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
 from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
+from parallel.cli.batch_job import BatchJob, cpus_of, find_job
 from parallel.cli.reports.training_output import OutputError, short
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
@@ -41,12 +42,15 @@ from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_i
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
 
-def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
+def resumed(comm: Communicator, args: argparse.Namespace, job: BatchJob | None) -> Checkpoint | None:
     """Verified checkpoint to resume, or None. CheckpointError if damaged. Collective.
 
-    Without --overwrite also if --checkpoint has others that are newer, or of another run.
+    Without --overwrite also if --checkpoint has others that are newer, or of another run. A job that its scheduler has
+    started again goes on from the newest one, if there is any.
     """
     present = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
+    if job is not None and job.restarts and not args.overwrite and (present or args.resume is True):
+        args.resume = True if present else None
     if args.resume is None:
         if present and not args.overwrite:
             advice = "--resume goes on from the newest, --overwrite replaces them"
@@ -84,9 +88,11 @@ def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
     return ""
 
 
-def begin(comm: Communicator, args: argparse.Namespace) -> Training:
+def begin(comm: Communicator, args: argparse.Namespace, job: BatchJob | None) -> Training:
     """Set up a new or resumed training, lock or check its output files, print a description. Collective, errors too."""
-    found = resumed(comm, args)
+    if job is not None:
+        say(job.title(comm.Get_size(), resources.node_count(comm)))
+    found = resumed(comm, args, job)
     given = {name: getattr(args, name, None) for name in settings.OPTIONS}
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
     chosen = complete(given, settings_in(found) if found else None)
@@ -111,7 +117,8 @@ def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings
     Collective.
     """
     keep_freed_memory()
-    threads = args.threads = args.threads or (1 if chosen.reproducible else resources.cores_per_rank(comm))
+    usual = 1 if chosen.reproducible else resources.cores_per_rank(comm, cpus_of(os.environ))
+    threads = args.threads = args.threads or usual
     collective_call(comm, lambda: resources.limit_threads(threads), "--threads")
 
 
@@ -159,13 +166,14 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(ValueError):  # raised again on all ranks
         namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
     comm = Communicator(MPI.COMM_WORLD)
+    job = comm.bcast(find_job(os.environ) if comm.Get_rank() == 0 else None)
     try:
-        training = begin(comm, args)
+        training = begin(comm, args, job)
     except (CheckpointError, OutOfMemory, ValueError) as error:
         parser.error(str(error))
     with training:
         try:
-            code = train(comm, args, training)
+            code = train(comm, args, training, job)
         except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
             text = f"{parser.prog}: error: {error}"
             alone = training.fault_tolerant and not training.is_reporter

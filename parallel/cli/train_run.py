@@ -20,6 +20,7 @@ from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
 from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
 from parallel.cli import watchdog
+from parallel.cli.batch_job import BatchJob, TimeLimit
 from parallel.cli.reports.metrics import Metrics
 from parallel.cli.reports.training_output import (
     OutputError,
@@ -47,9 +48,12 @@ REFRESH = 0.2  # seconds between two updates of the progress bar
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxrss`
 
 
-def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
-    """Run a training to its end or a signal, with console output and all files. Returns the exit status. Collective."""
-    run = TrainingRun(comm, args, training)
+def train(comm: Communicator, args: argparse.Namespace, training: Training, job: BatchJob | None = None) -> int:
+    """Run a training to its end or a signal, with console output and all files. Returns the exit status. Collective.
+
+    With --checkpoint it also ends before the time limit of `job`, as if SIGUSR1 had come.
+    """
+    run = TrainingRun(comm, args, training, job)
     return run.steps() or run.finish()
 
 
@@ -111,7 +115,7 @@ class CheckpointWriter:
 class TrainingRun:
     """Loop over training steps, with progress bar, metrics, tests, checkpoints and plots."""
 
-    def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training):
+    def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training, job: BatchJob | None):
         self._args, self._training = args, training
         self._began = time.perf_counter()
         self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
@@ -123,6 +127,8 @@ class TrainingRun:
             launcher.print_when(lambda: training.is_reporter)
             comm = Communicator(MPI.COMM_SELF)
         self._comm = comm
+        self._limit = TimeLimit(job.end if job and args.checkpoint and self._reporter else None)
+        self._is_limited = False
         path = args.json if self._reporter else None
         self._metrics = collective_call(comm, lambda: Metrics(path, training.done), "--json", OutputError)
         self._checkpoints = CheckpointWriter(comm, args, training)
@@ -141,7 +147,7 @@ class TrainingRun:
         with output or nullcontext(), errors or nullcontext(), bar, notice, InterruptFlag() as interrupt:
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
-            for index, record in enumerate(training.run(lambda: interrupt.seen)):
+            for index, record in enumerate(training.run(lambda: self._stops(interrupt))):
                 is_tested = self._record(record, test_every)
                 if index in TRACED:
                     self._events += training.engine.events
@@ -160,9 +166,17 @@ class TrainingRun:
                 checkpoints.save()
             number = int(self._comm.allreduce(interrupt.number, MPI.MAX))
             if number:
-                text = f"ended by {signal.Signals(number).name} after step {training.done}; {checkpoints.resume_text()}"
+                cause = "before the time limit" if self._is_limited else f"by {signal.Signals(number).name}"
+                text = f"ended {cause} after step {training.done}; {checkpoints.resume_text()}"
                 print(text, file=output, flush=True) if output else say(text)
             return 128 + number if number else 0
+
+    def _stops(self, interrupt: InterruptFlag) -> bool:
+        """True if this step is the last one: after a signal, or near the end of the job."""
+        if not interrupt.seen and self._limit.is_near():
+            self._is_limited = True
+            signal.raise_signal(signal.SIGUSR1)
+        return interrupt.seen
 
     def _record(self, record: StepRecord, test_every: int) -> bool:
         """Add a step to meter and metrics file. Every `test_every` steps, except the last, also test: returns True."""

@@ -31,14 +31,20 @@ def _cores(node: MPI.Comm) -> tuple[int, int]:
     return len(mine), len(frozenset().union(*node.allgather(frozenset(mine))))
 
 
-def cores_per_rank(comm: MPI.Intracomm) -> int:
-    """Cores that `comm`'s ranks on this node may use together, per rank. At least 1, at most this rank's.
+def cores_per_rank(comm: MPI.Intracomm, most: int | None = None) -> int:
+    """Cores that `comm`'s ranks on this node may use together, per rank. At least 1, at most this rank's. Collective.
 
-    Collective.
+    `most` is the number that a scheduler has given to this node's ranks, if they are not bound to them.
     """
     with _node(comm) as node:
         mine, cores = _cores(node)
-        return max(1, min(mine, cores // node.Get_size()))
+        return max(1, min(mine, min(cores, most or cores) // node.Get_size()))
+
+
+def node_count(comm: MPI.Intracomm) -> int:
+    """Number of nodes of `comm`'s ranks. Collective."""
+    with _node(comm) as node:
+        return int(comm.allreduce(int(node.Get_rank() == 0)))
 
 
 def crowd(comm: MPI.Intracomm, threads: int) -> str | None:

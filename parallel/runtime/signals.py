@@ -19,6 +19,7 @@ class InterruptFlag:
     """Context manager that catches signals, by default SIGINT, SIGTERM, SIGUSR1: `seen` is then True.
 
     `number` is the first signal's, 0 before. A signal more than `GRACE` seconds after it has its previous effect.
+    SIGUSR1, and a SIGTERM after it, never have: a batch system sends them before it ends a job.
 
     >>> with InterruptFlag() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
@@ -28,7 +29,7 @@ class InterruptFlag:
 
     def __init__(self, numbers: Sequence[int] = NUMBERS) -> None:
         self._numbers, self._before = numbers, dict[int, Any]()
-        self.number, self._since = 0, 0.0
+        self.number, self._last, self._since = 0, 0, 0.0
 
     @property
     def seen(self) -> bool:
@@ -44,9 +45,11 @@ class InterruptFlag:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        announced = number == signal.SIGUSR1 or (number == signal.SIGTERM and self._last == signal.SIGUSR1)
+        self._last = number
         if not self.seen:
             self.number, self._since = number, now
-        elif now - self._since > GRACE:
+        elif now - self._since > GRACE and not announced:
             signal.signal(number, self._before[number])
             signal.raise_signal(number)
 

@@ -59,6 +59,8 @@ ALLOWED = {
     "parallel/cli/draw_experts.py plot_expert_loads": COMPUTED,
     "parallel/cli/bench_dispatch.py copies_between": COMPUTED,
     "parallel/cli/bench_pipeline.py overhead": COMPUTED,
+    "parallel/cli/batch_job.py _number": CHECKED,
+    "parallel/runtime/resources.py node_count": COMPUTED,
     "parallel/cli/plan_arguments.py positive": TEXT,
     "parallel/cli/plan_cluster.py whole_number": TEXT,
     "parallel/cli/plan_graph.py mesh_sizes": TEXT,
