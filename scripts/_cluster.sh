@@ -1,4 +1,5 @@
-# First process in the namespaces of scripts/cluster: _cluster.sh MPI MPIEXEC PYTHON RATE DELAY "RANKS RANKS ..." program...
+# First process in the namespaces of scripts/cluster:
+# _cluster.sh MPI MPIEXEC PYTHON RATE HOST=RATE MTU "NETEM OPTIONS" "RANKS RANKS ..." program...
 # (its standard error is descriptor 3, since 2 would show a message of unshare when it is killed)
 #
 # A bridge is the switch. A host is a network namespace that holds one end of a veth pair, whose other end is a port of
@@ -7,9 +8,10 @@
 # together, as on a host that is a machine. mpiexec runs beside the bridge, on none of the hosts.
 set -Eeuo pipefail
 
-mpi="$1" mpiexec="$2" python="$3" rate="$4" delay="$5"
-read -ra ranks <<<"$6"
-shift 6
+mpi="$1" mpiexec="$2" python="$3" rate="$4" slow_link="$5" mtu="$6"
+read -ra netem <<<"$7"
+read -ra ranks <<<"$8"
+shift 8
 exec 2>&3 3>&-
 network=10.77.0 head=254 room=/run/chorus
 
@@ -28,11 +30,12 @@ mount --bind "$(dirname "$mpiexec")/.." "$room/mpi"
 } >"$room/names"
 mount --bind "$room/names" /etc/hosts
 
-# shape INTERFACE [command to enter a host]: limit rate and latency of outgoing packets.
+# shape RATE INTERFACE [command to enter a host]: limit rate, latency and loss of outgoing packets, and their size.
 shape() {
-    "${@:2}" tc qdisc add dev "$1" root handle 1: tbf rate "$rate" burst 256kb latency 100ms
-    [ -z "$delay" ] || "${@:2}" tc qdisc add dev "$1" parent 1: netem delay "$delay" limit 100000 ||
-        failed ": --delay needs a time, like 100us, and netem (the module sch_netem), which is not in every kernel"
+    "${@:3}" ip link set "$2" mtu "$mtu"
+    "${@:3}" tc qdisc add dev "$2" root handle 1: tbf rate "$1" burst 256kb latency 100ms
+    [ ${#netem[@]} -eq 0 ] || "${@:3}" tc qdisc add dev "$2" parent 1: netem "${netem[@]}" limit 100000 ||
+        failed ": --delay needs a time, like 100us, --loss a share, and both netem (sch_netem), not in every kernel"
 }
 
 # up ADDRESS [command to enter a host]: configure its network, IPv4 only.
@@ -74,15 +77,21 @@ for ((host = 1; host <= ${#ranks[@]}; host++)); do
     "${inside[@]}" mount -t sysfs sysfs /sys
     "${inside[@]}" mount -t tmpfs -o mode=1777 tmpfs /dev/shm
     ip link add "node$host" type veth peer name eth0 netns "$process"
-    shape "node$host"
-    shape eth0 "${inside[@]}"
+    own="$rate"
+    [ "${slow_link%%=*}" != "$host" ] || own="${slow_link#*=}"
+    shape "$own" "node$host"
+    shape "$own" eth0 "${inside[@]}"
     ip link set "node$host" master eth0 up
     up "$network.$host" "${inside[@]}"
     case "$mpi" in
         mpich) echo "node$host:${ranks[host - 1]}" ;;
         openmpi) echo "node$host slots=${ranks[host - 1]}" ;;
+        slurm) echo "NodeName=node$host NodeAddr=$network.$host CPUs=${ranks[host - 1]}" ;;
     esac >>"$room/hostfile"
 done
+PATH="$(dirname "$python"):$PATH"
+[ "$1" != python ] || set -- "$python" "${@:2}"
+[ "$mpi" != slurm ] || . scripts/_slurm.sh
 trap - ERR
 
 case "$mpi" in
@@ -96,9 +105,9 @@ case "$mpi" in
         export PRTE_MCA_prte_tmpdir_base="$room/daemons"
         start=(--hostfile "$room/hostfile" --map-by slot:oversubscribe --bind-to none)
         ;;
+    slurm) start=() ;;
 esac
-PATH="$(dirname "$python"):$PATH"
-[ "$1" != python ] || set -- "$python" "${@:2}"
+[ "$mpi" = slurm ] || start=("$room/mpi/bin/mpiexec" "${start[@]}" -n "$((${ranks[*]/%/ +} 0))")
 status=0
-"$room/mpi/bin/mpiexec" "${start[@]}" -n "$((${ranks[*]/%/ +} 0))" "$@" || status=$?
+"${start[@]}" "$@" || status=$?
 exit "$status"

@@ -59,7 +59,8 @@ CHEAP = {
 }
 """Programs whose commands are run, with arguments appended that keep them short. Commands under mpiexec are not run."""
 
-EXTERNAL = ("srun", "sbatch", "qsub", "kubectl", "apptainer", "export", "module", "mkdocs", "python -m build")
+EXTERNAL = ("srun", "sbatch", "squeue", "scancel", "scontrol", "qsub", "kubectl", "podman", "apptainer")
+EXTERNAL += ("export", "module", "mkdocs", "python -m build", "    {")
 """Commands of other programs, which are not checked."""
 
 RUNNER = """

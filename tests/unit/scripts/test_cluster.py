@@ -40,7 +40,7 @@ def obstacle():
 
 
 def has_netem():
-    probe = "ip link add a type dummy && tc qdisc add dev a root netem delay 1ms"
+    probe = "tc qdisc add dev lo root netem delay 1ms"
     return subprocess.run([*NAMESPACES, "sh", "-c", probe], capture_output=True).returncode == 0
 
 
@@ -298,6 +298,18 @@ def test_the_network_is_no_faster_than_asked_for(start):
 
 
 @needs_cluster
+def test_links(nothing_left, start):
+    """A link has its own rate in both directions, and all have the same size of packets."""
+    show = "hostname; ip link show eth0; tc qdisc show dev eth0"
+    options = ("--hosts", "2", "--slow-link", "2=10mbit", "--mtu", "9000", "--rate", "1gbit")
+    status, out, err = start(*options, "--", "bash", "-c", f"echo $({show})").end()
+    assert status == 0, err
+    found = {line.split()[0]: line for line in out.splitlines()}
+    assert "rate 1Gbit" in found["node1"] and "rate 10Mbit" in found["node2"], out
+    assert all("mtu 9000" in line for line in found.values()), out
+
+
+@needs_cluster
 @pytest.mark.skipif(not NETEM, reason="this kernel has no netem")
 def test_delay(start):
     status, out, err = start("--hosts", "2", "--delay", "20ms", "--", "python", "-c", ROUND_TRIP).end()
@@ -310,7 +322,7 @@ def test_delay(start):
 def test_no_delay_without_netem(nothing_left, start):
     status, out, err = start("--delay", "20ms", "--", "python", "-c", "print('started')").end()
     assert (status, out) == (1, "")
-    assert "netem (the module sch_netem), which is not in every kernel" in err
+    assert "both netem (sch_netem), not in every kernel" in err
 
 
 @pytest.mark.parametrize(
@@ -325,6 +337,8 @@ def test_no_delay_without_netem(nothing_left, start):
         (["--per-host", "1,x", "--", "true"], "not '1,x'"),
         (["--per-host", "0", "--", "true"], "not '0'"),
         (["--hosts", "2", "--per-host", "1,3,2", "--", "true"], "--per-host 1,3,2 has 3 hosts, --hosts says 2"),
+        (["--hosts", "2", "--slow-link", "3=1mbit", "--", "true"], "--slow-link takes a host's number and a rate"),
+        (["--mtu", "x", "--", "true"], "--mtu takes bytes, from 100 on, not 'x'"),
         (["--mpi", "intel", "--", "true"], "--mpi takes auto, mpich or openmpi, not 'intel'"),
     ],
     ids=" ".join,
