@@ -16,7 +16,7 @@ import numpy as np
 
 from parallel.nn.operator import ArraySpec
 
-CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "U8": "|u1"}
+CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 """NumPy dtypes by their names in the format."""
 CODE_OF = {np.dtype(name): code for code, name in CODES.items()}
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from parallel.runtime.validation import expect_integer
 
 FORMAT = "chorus checkpoint 1"
-FAMILIES = ("model", "optimizer", "feedback")
+FAMILIES = ("model", "optimizer", "buffers", "feedback")
 STATE = "state.json"
 REPLACEMENT = ".new"
 NAME = re.compile(rf"step-(\d{{9,}})({re.escape(REPLACEMENT)})?")

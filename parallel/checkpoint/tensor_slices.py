@@ -20,6 +20,9 @@ from quant.types import Array
 OPTIONAL = "feedback"
 """Family of tensors that a checkpoint or a run may lack."""
 
+BUFFERS = "buffers"
+"""Family of tensors of models with such state."""
+
 
 class TensorSlice(NamedTuple):
     """Contiguous elements of a flattened tensor that this rank holds, as a view of its memory.
@@ -27,11 +30,12 @@ class TensorSlice(NamedTuple):
     Attributes
     ----------
     name : str
-        ``"model/<parameter>"``, ``"optimizer/<state>/<parameter>"``, or ``"feedback/<state>/<parameter>"``.
+        ``"model/<parameter>"``, ``"optimizer/<state>/<parameter>"``, ``"buffers/<buffer>"``, or
+        ``"feedback/<state>/<parameter>"``.
     shape, start : tuple of int, int
         Shape of the whole tensor, and first element in the flattened tensor.
     array : 1-D array
-        View of the rank's memory, float32 or float64: assigning to its elements changes the state.
+        View of the rank's memory, float32 or float64, or of a buffer: assigning to its elements changes the state.
     mine : bool
         True if checkpoints take it from this rank. Every element is in one such slice, on one rank.
     cut : TensorCut or None
@@ -159,7 +163,7 @@ def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[Pla
         families[name.partition("/")[0]].append(
             PlannedTensor(name, entries[name], tuple(pieces), writer, frozenset(cuts.get(name, ())))
         )
-    return {family: some for family, some in families.items() if some or family != OPTIONAL}
+    return {family: some for family, some in families.items() if some or family not in (OPTIONAL, BUFFERS)}
 
 
 def whole_tensors(comm: MPI.Intracomm, slices: Sequence[TensorSlice]) -> dict[str, np.ndarray]:

@@ -29,9 +29,8 @@ from parallel.engine.settings import Settings
 from parallel.engine.step_sync import CheckedBatches, Losses, StepSync, checked, read_losses
 from parallel.nn.flat_params import Span
 from parallel.nn.kernels.deferred import deferred
-from parallel.nn.operator import Operator, Parameter, PassMode
+from parallel.nn.operator import Operator, Parameter, PassMode, StateBuffer
 from parallel.nn.own_arrays import changed_arrays
-from parallel.nn.selection_bias import SelectionBias
 from parallel.nn.transforms.fake_quantized_input import MovingRanges, checked_ranges
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.param_groups import RateClock, checked_missed, frozen_of
@@ -78,7 +77,7 @@ def frees_on_error(construct: Callable[..., None]) -> Callable[..., None]:
 class BaseEngine:
     """Base class of all training engines: the interface that a training loop uses; `remarks` are lines for the log."""
 
-    selection_biases: Mapping[str, SelectionBias] = MappingProxyType({})  # of all ranks' routers, by operator name
+    buffers: Mapping[str, StateBuffer] = MappingProxyType({})  # of all ranks' operators, by name
     settings: Settings
     remarks: Sequence[str] = ()
     parameters: Sequence[Parameter]  # logical ones of the whole model, also those that this rank has no part of
@@ -213,7 +212,7 @@ class TrainEngine(BaseEngine):
         self._known_kinds: set[tuple[Any, ...]] = set()
         self._ranges = MovingRanges(context.plan.units)
         self._records = OperatorRecords(context.plan.units, self._comm)
-        self.selection_biases = self._records.biases
+        self.buffers = self._records.buffers
         self._runs: list[PassMode] = []  # of this step's micro-batches
         self._own_counts: list[float] = []  # numbers of targets of this step's micro-batches
         self._rates, self._own_groups = RateClock(0), optimizer.groups
@@ -393,7 +392,8 @@ class TrainEngine(BaseEngine):
 
     def _mode(self, batch: Batch, training: bool) -> PassMode:
         passes = self._sync.largest if self._shares_experts and not training else 0
-        return PassMode(training, self.settings.seed, self.steps, batch.samples, self.scaling.value, passes)
+        scale, number = self.scaling.value, batch.number
+        return PassMode(training, self.settings.seed, self.steps, batch.samples, scale, passes, number=number)
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
         x, y = batch.x, batch.y
@@ -412,8 +412,9 @@ class TrainEngine(BaseEngine):
         return [reducer for part in whole for reducer in part.gradients.reducers]
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Yield slices of weights and optimizer state, then of the state of compression."""
+        """Yield slices of weights and optimizer state, then of buffers and of the state of compression."""
         yield from taken_once(self._sharded.tensor_slices(), self._axis)
+        yield from self._records.tensor_slices(self._comm.Get_rank() == 0)
         for reducer in self._compressed():
             yield from taken_once(reducer.tensor_slices(), self._axis)
 
@@ -432,17 +433,15 @@ class TrainEngine(BaseEngine):
         """
         state = {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
         state |= {"ranges": self._ranges.state()} if self._ranges else {}
-        state |= {"biases": self._records.state()} if self._records.biases else {}
         return state | ({"missed": self._sharded.missed.state()} if self._sharded.missed else {})
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the counters and loss scale that `state` returned; ValueError, with nothing changed, if invalid."""
         values = expect_mapping(state, "state")
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
-        ranges, biases = checked_ranges(values.get("ranges", {})), self._records.checked(values.get("biases", {}))
+        ranges = checked_ranges(values.get("ranges", {}))
         missed = checked_missed(values.get("missed", {}), self.parameters, updates)
         self.scaling.load(values.get("scaling", {}))
-        self._records.load(biases)
         self.steps, self.updates = steps, updates
         self._ranges.load(ranges)
         self._sharded.missed.load(missed, self.parameters)

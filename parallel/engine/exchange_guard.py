@@ -14,10 +14,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.array_checks import named
+from parallel.nn.array_checks import float_type, named
 from parallel.nn.compose import Wrapper
 from parallel.nn.expert_group import ExpertGroup
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    parts_of,
+    spec_of,
+)
 from parallel.nn.placement import Placement
 from parallel.nn.rewrite import operators_in, replaced
 from quant.types import Array
@@ -81,13 +90,14 @@ class PassErrors:
 
 
 class _Like:
-    """Shape, dtype and namespace of an array, to make zeros in its place."""
+    """Spec and namespace of an array, or a tuple of some, to make zeros in its place."""
 
     def __init__(self, x: Array):
-        self.spec, self._namespace = ArraySpec(x.shape, x.dtype), kernels.array_namespace(x)
+        self.spec, self._namespace = spec_of(x), kernels.array_namespace(parts_of(x)[0])
 
-    def zeros(self, spec: ArraySpec | None = None) -> Array:
-        return self._namespace.zeros(*(spec or self.spec))
+    def zeros(self, spec: Any = None) -> Array:
+        made = tuple(self._namespace.zeros(*one) for one in parts_of(spec or self.spec))
+        return made if type(spec or self.spec) is tuple else made[0]
 
 
 class _Failed:
@@ -143,7 +153,7 @@ class GuardedOperator(_LikeInner, Wrapper):
         for parameter in self.inner.parameters():  # a sum over ranks must have as many terms on all
             if id(parameter) not in handed_in:
                 grads(parameter, _write_zeros)
-        return None if like.spec.dtype.kind in "iub" else like.zeros()
+        return None if float_type(like.spec) is None else like.zeros()
 
     def place(self, axis: str, x: Placement, partial: set[Parameter]) -> Placement:
         return self.inner.place(axis, x, partial)

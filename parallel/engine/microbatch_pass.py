@@ -21,9 +21,9 @@ from parallel.data.sampler import Batch
 from parallel.engine.exchange_guard import GuardedLoss
 from parallel.engine.gradient_hooks import HookedGradients
 from parallel.engine.step_sync import Losses
-from parallel.nn.array_checks import checked, expect, expect_type, label, named, type_after
+from parallel.nn.array_checks import checked, expect_gradient, expect_type, float_type, label, named, type_after
 from parallel.nn.kernels.deferred import is_deferred
-from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of
+from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of, spec_of
 from parallel.nn.own_arrays import watched
 from parallel.runtime.validation import real_number
 from parallel.sharding.context.models_by_length import LengthModel
@@ -89,7 +89,7 @@ class MicrobatchPass:
         self._dy: Array = None
         self._saved_loss: Any = None
         self.saved: list[Any] = []
-        self._shapes: list[tuple[int, ...]] = []  # of the inputs of the units in `saved`
+        self._inputs: list[Any] = []  # specs of the inputs of the units in `saved`
         self._passed: Operator | None = None  # by the backward pass
         self.losses: tuple[float, ...] = ()
         self.measured = 0.0
@@ -103,7 +103,7 @@ class MicrobatchPass:
         with watched(unit, self._run):
             y, saved = forward_of(unit, self._x, self._run)
         expect_type(unit, "result", y, type_after(unit, self._x))
-        self._shapes.append(self._x.shape)
+        self._inputs.append(spec_of(self._x))
         self._x = y
         self.saved.append(saved)
 
@@ -166,7 +166,7 @@ class MicrobatchPass:
     @guarded
     def loss_backward(self, scale: float) -> None:
         self._dy = self._loss.backward(scale, self._saved_loss)
-        expect_type(self._loss, "gradient", self._dy, self._x.dtype)
+        expect_type(self._loss, "gradient", self._dy, float_type(self._x))
         self._x = self._saved_loss = None
 
     def backward(self, unit: Operator, grads: GradientSink) -> None:
@@ -183,10 +183,10 @@ class MicrobatchPass:
         gradients = HookedGradients(sink, self._errors)
         dx = unit.backward(self._dy, self.saved.pop(), checked(unit, gradients))
         gradients.finish()
-        shape, self._passed = self._shapes.pop(), unit
+        x, self._passed = self._inputs.pop(), unit
         if dx is not None:
-            expect_type(unit, "gradient", dx, self._dy.dtype)
-            expect(dx.shape == shape, unit, f"a gradient of the input's shape {shape}", dx)
+            expect_type(unit, "gradient", dx, float_type(self._dy))
+            expect_gradient(unit, dx, x)
         self._dy = dx
 
     def compute_deferred(

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.operator import Operator, PassMode
+from parallel.checkpoint.tensor_slices import TensorSlice
+from parallel.nn.operator import Operator, PassMode, StateBuffer, set_names
 from parallel.nn.pass_mode import user_of
 from parallel.nn.rewrite import operators_in
-from parallel.nn.router import Router
-from parallel.nn.selection_bias import SelectionBias
 from parallel.runtime.step_report import StepReport
 from parallel.runtime.vector_memory import to_host
 
@@ -42,20 +41,20 @@ class OperatorRecords:
 
     Attributes
     ----------
-    biases : dict of str to SelectionBias
-        Of all routers that have one, by operator name; those of this rank's routers are theirs.
+    buffers : dict of str to StateBuffer
+        Of all operators, by name; those of this rank's operators are theirs.
     """
 
     def __init__(self, units: Sequence[Operator], comm: Any):
         operators = [one for unit in units for one in operators_in(unit)]
-        ours, writes = biases_of(operators), any(one.writes_records for one in operators)
-        every = comm.allgather((writes, {name: (len(bias.values), bias.rate) for name, bias in ours.items()}))
-        self._exists = any(some for some, _ in every)
-        known = {name: about for _, some in every for name, about in some.items()}
-        self.biases = {name: ours.get(name) or SelectionBias(*about) for name, about in sorted(known.items())}
+        ours, writes = buffers_of(operators), any(one.writes_records for one in operators)
+        every = comm.allgather((writes, set(ours)))
+        known = [{}] if all(names == set(ours) for _, names in every) else comm.allgather(ours)
+        self.buffers = dict(sorted({name: one for some in (*known, ours) for name, one in some.items()}.items()))
+        self._exists = bool(self.buffers) or any(some for some, _ in every)
 
     def end_step(self, runs: Sequence[PassMode], counts: bool, comm: Any, count: float, updated: bool) -> StepRecords:
-        """Combine the records of a step, and apply them to biases if weights were `updated`. Collective.
+        """Combine the records of a step, and apply them to buffers if weights were `updated`. Collective.
 
         `runs` are the passes of this rank's micro-batches. Ranks with shards of the same operators have the same terms
         and counts, those of one, which `counts`, and traffic of their own. `count` is the number of targets of the
@@ -63,51 +62,42 @@ class OperatorRecords:
         """
         if not self._exists:
             return StepRecords({}, {}, {})
+        arrived = {(run.number, *key): values for run in runs for key, values in run.buffers.items()}
         mine = PartRecords.of(runs)
-        every = comm.allgather(mine if counts else mine._replace(terms={}, counts={}))
-        records = step_records(every, count)
-        for name, bias in self.biases.items():
-            if updated and f"{name} chosen" in records.counts:
-                bias.update(np.array(records.counts[f"{name} chosen"]))
+        every = comm.allgather((mine, arrived) if counts else (mine._replace(terms={}, counts={}), {}))
+        records = step_records([part for part, _ in every], count)
+        values = sorted((item for _, some in every for item in some.items()), key=lambda item: item[0])
+        for name, buffer in self.buffers.items() if updated else ():
+            buffer.end_step([array for (_, _, of), array in values if of == name], records.counts)
         return records
 
-    def state(self) -> dict[str, list[float]]:
-        return {name: bias.state() for name, bias in self.biases.items()}
-
-    def checked(self, state: Any) -> Mapping[str, list[float]]:
-        """Biases from a checkpoint; ValueError if they are not those of this model."""
-        return _checked(self.biases, state)
-
-    def load(self, state: Mapping[str, list[float]]) -> None:
-        """Restore biases that were `checked`."""
-        for name, bias in self.biases.items():
-            bias.load(state[name])
+    def tensor_slices(self, mine: bool) -> Iterator[TensorSlice]:
+        """Slices of all buffers; checkpoints take them from the one rank where they are `mine`."""
+        for name, one in self.buffers.items():
+            yield TensorSlice(f"buffers/{name}", one.values.shape, 0, one.values.reshape(-1), mine)
 
 
-def biases_of(operators: Iterable[Operator]) -> dict[str, SelectionBias]:
-    """Biases of the routers among some operators, by the routers' names."""
-    return {one.name: one.bias for one in operators if isinstance(one, Router) and one.bias is not None}
+def buffers_of(operators: Iterable[Operator]) -> dict[str, StateBuffer]:
+    """Buffers that some operators hold, by name."""
+    held = (value for one in operators for _, value in one.members())
+    return {value.name: value for value in held if isinstance(value, StateBuffer)}
 
 
-def load_biases(model: Operator, state: Any) -> None:
-    """Restore the biases of a whole model's routers; ValueError, with none changed, if they are of another."""
-    biases = biases_of(operators_in(model))
-    for name, values in _checked(biases, state).items():
-        biases[name].load(values)
+def load_buffers(model: Operator, state: Mapping[str, np.ndarray]) -> None:
+    """Set all buffers of a whole model; ValueError if these are of another."""
+    buffers = buffers_of(operators_in(model))
+    if set(state) != set(buffers):
+        raise ValueError(f"buffers: expected {', '.join(buffers) or 'none'}; found {', '.join(state) or 'none'}")
+    for name, values in state.items():
+        buffers[name].load(values)
 
 
-def _checked(biases: Mapping[str, SelectionBias], state: Any) -> Mapping[str, list[float]]:
-    if not isinstance(state, Mapping) or set(state) != set(biases):
-        raise ValueError(f"biases: expected those of {', '.join(biases) or 'no operator'}, found {state!r}")
-    for name, bias in biases.items():
-        SelectionBias(len(bias.values), 0.0).load(state[name])
-    return state
-
-
-def refuse_biases(model: Operator, layout: str) -> None:
-    """Raise ValueError if a router of the model has a selection bias, which `layout` does not update."""
-    if biases_of(operators_in(model)):
-        raise ValueError(f"layout {layout}: expected routers without selection biases, which it does not update")
+def refuse_buffers(model: Operator, layout: str) -> None:
+    """Raise ValueError if an operator of the model has a buffer, which `layout` does not update."""
+    set_names(model)
+    if buffers := buffers_of(operators_in(model)):
+        found = f"expected operators without buffers, which it does not update; found {next(iter(buffers))}"
+        raise ValueError(f"layout {layout}: {found}")
 
 
 class PartRecords(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from parallel.nn.kernels.deferred import check
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, Parameter
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, Parameter, parts_of
 from quant.types import Array
 
 Error = TypeVar("Error", bound=BaseException)
@@ -58,7 +58,7 @@ def expect_last(operator: Any, x: Any, size: int) -> None:
 
 def expect_floats(operator: Any, x: Any) -> None:
     """Raise a ValueError if `x` has integers or bools, such as images of bytes."""
-    expect(x.dtype.kind not in "iub", operator, "floating-point numbers, as x.astype(np.float32)", x)
+    expect(is_float(x), operator, "floating-point numbers, as x.astype(np.float32)", x)
 
 
 def expect_range(operator: Any, numbers: Any, limit: int, what: str, least: int | None = None) -> None:
@@ -86,18 +86,38 @@ def as_matrix(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def is_float(x: Any) -> bool:
+    """True for arrays and specs that are not of integers or bools."""
+    return x.dtype.kind not in "iub"
+
+
+def float_type(x: Any) -> np.dtype | None:
+    """Dtype of the first array of `x`, or of a tuple, that has no integers or bools."""
+    return next((one.dtype for one in parts_of(x) if one is not None and is_float(one)), None)
+
+
 def type_after(unit: Operator, x: Array) -> np.dtype | None:
     """Dtype required of a unit's result: that of its input `x`, or for integer `x` its parameters'; None: any."""
-    integers = x.dtype.kind in "iub"
-    dtype: np.dtype | None = next((p.dtype for p in unit.parameters()), None) if integers else x.dtype
-    return dtype
+    return float_type(x) or next((p.dtype for p in unit.parameters()), None)
 
 
 def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:
-    """Raise a TypeError if the array `found` is of another dtype, unless it is integer or bool or `dtype` is None."""
-    if dtype is None or found.dtype == dtype or found.dtype.kind in "iub":
-        return
-    raise TypeError(f"{label(operator)}: expected a {what} of {dtype}, found one of {found.dtype}")
+    """Raise a TypeError if an array of `found`, but for integers and bools, is of another dtype; None is any."""
+    for one in parts_of(found):
+        if one is not None and is_float(one) and dtype not in (None, one.dtype):
+            raise TypeError(f"{label(operator)}: expected a {what} of {dtype}, found one of {one.dtype}")
+
+
+def expect_gradient(operator: Any, dx: Any, x: Any) -> None:
+    """Raise a ValueError unless `dx` has the shapes of the input whose spec is `x`; None goes with integers."""
+    found, wanted = parts_of(dx), parts_of(x)
+    if len(found) != len(wanted):
+        raise ValueError(f"{label(operator)}: expected gradients of {len(wanted)} inputs, found {len(found)}")
+    for one, spec in zip(found, wanted):
+        if one is None and is_float(spec):
+            raise TypeError(f"{label(operator)}: expected a gradient of each input of {spec.dtype}, found None")
+        if one is not None:
+            expect(one.shape == spec.shape, operator, f"a gradient of the input's shape {spec.shape}", one)
 
 
 def named(error: Error, loss: Any = None) -> Error:

@@ -8,6 +8,7 @@ from parallel.nn.array_checks import label
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
+    Member,
     Operator,
     OperatorOutline,
     Parameter,
@@ -36,7 +37,7 @@ class Sequential(Operator):
             if not isinstance(item, Operator):
                 raise TypeError(f"Sequential: expected operators, found {item!r} as item {number}")
 
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+    def members(self) -> Iterator[tuple[str, Member]]:
         """Yield (number as text, item), so that parameter names are "3.weight" rather than "items.3.weight"."""
         yield from ((str(number), item) for number, item in enumerate(self.items))
 
@@ -115,7 +116,7 @@ class Wrapper(Operator):
     def name(self, name: str) -> None:
         self.inner.name = name
 
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+    def members(self) -> Iterator[tuple[str, Member]]:
         yield from self.inner.members()
 
 

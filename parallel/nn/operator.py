@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
+from parallel.nn.buffer import StateBuffer as StateBuffer
 from parallel.nn.parameter import Init as Init
 from parallel.nn.parameter import Parameter as Parameter
 from parallel.nn.parameter import ParameterNotGathered as ParameterNotGathered
@@ -46,6 +47,22 @@ class ArraySpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parts_of(x: Any) -> tuple[Any, ...]:
+    """Arrays (or specs) of an operator's input, result or gradient: those of a tuple, or the only one.
+
+    >>> parts_of((1, 2)), parts_of(3)
+    ((1, 2), (3,))
+    """
+    return x if type(x) is tuple else (x,)
+
+
+def spec_of(x: Any) -> Any:
+    """Spec of an array, or specs of a tuple; None for None."""
+    if type(x) is tuple:
+        return tuple(map(spec_of, x))
+    return None if x is None else ArraySpec(tuple(x.shape), x.dtype)
 
 
 class OperatorOutline(NamedTuple):
@@ -80,6 +97,9 @@ class OperatorOutline(NamedTuple):
         return 3 * self.flops - self.skipped
 
 
+Member: TypeAlias = "Parameter | StateBuffer | Operator"
+"""Value of an attribute of an operator that belongs to the model."""
+
 _ABSENT = object()
 
 PASSES = ("forward", "onward", "backward")
@@ -87,10 +107,11 @@ PASSES = ("forward", "onward", "backward")
 
 
 class Operator:
-    """Base class of layers. Parameters and operators in attributes, or in lists, tuples and dicts there, belong to it.
+    """Base class of layers. Parameters, buffers and operators in attributes, lists, tuples and dicts belong to it.
 
     Subclasses implement `forward` and `backward`, and may implement `outline`. Arrays have the storage dtype (float32,
-    float64, or a half type); operators compute wider where needed.
+    float64, or a half type); operators compute wider where needed. Inputs and results may be tuples of arrays; those of
+    integers have the gradient None.
     """
 
     name: str = ""
@@ -182,8 +203,8 @@ class Operator:
         """Error that names the operator and the axis along which it cannot take the placement `x`."""
         return PlacementError(f"{type(self).__name__} {self.name}: expected {expected} along {axis}, found {x}")
 
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield (name, value) of parameters and operators in attributes, and in lists, tuples and dicts (`items.0`).
+    def members(self) -> Iterator[tuple[str, Member]]:
+        """Yield (name, value) of parameters, buffers and operators in attributes, lists, tuples and dicts (`items.0`).
 
         In the order of attributes and items; containers may be nested (`DEPTH`). All ranks must have the same order.
         Members of an operator with an empty name have paths as if they were this one's.
@@ -192,8 +213,8 @@ class Operator:
             if isinstance(value, _SEARCHED):
                 yield from _members_in(value, name)
 
-    def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield (path, value) of all parameters and operators below this one, at any depth; shared ones repeatedly."""
+    def walk(self, path: str = "") -> Iterator[tuple[str, Member]]:
+        """Yield (path, value) of all members of this operator and those below it; shared ones repeatedly."""
         for name, value in self.members():
             here = f"{path}.{name}" if path and name else path or name
             yield here, value
@@ -213,15 +234,17 @@ class Operator:
 
 
 def forward_of(operator: Operator, x: Array, run: PassMode) -> tuple[Array, Any]:
-    """Result of ``operator.forward(x, run)``; TypeError if it is not an array and saved values."""
+    """Result of ``operator.forward(x, run)``; TypeError if it is not an array, or tuple of some, and saved values."""
     made: Any = operator.forward(x, run)
-    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "dtype"):
+    results: Sequence[Any] = parts_of(made[0]) if isinstance(made, tuple) and len(made) == 2 else ()
+    if not results or not all(hasattr(one, "dtype") for one in results):
         found = f"{len(made)} values" if isinstance(made, tuple) and len(made) != 2 else type(made).__name__
         name = f"{type(operator).__name__} {operator.name}"
         raise TypeError(
             f"{name}: expected forward to return (y, saved): an array, and what backward needs; found {found}"
         )
-    return made
+    y, saved = made
+    return y, saved
 
 
 def name_all(model: Operator) -> list[Parameter]:
@@ -236,12 +259,12 @@ def name_all(model: Operator) -> list[Parameter]:
 
 
 def set_names(model: Operator) -> list[Parameter]:
-    """Set `name` of every operator and parameter to its first path in the model; return the parameters.
+    """Set `name` of every operator, parameter and buffer to its first path in the model; return the parameters.
 
     ValueError if an operator holds others, or parameters, outside of the tree, as in a set, or if two parameters would
     have the same name.
     """
-    first: dict[int, tuple[str, Parameter | Operator]] = {}
+    first: dict[int, tuple[str, Member]] = {}
     for path, value in model.walk():
         first.setdefault(id(value), (path, value))
     _expect_in_tree(model, first)
@@ -257,13 +280,13 @@ def set_names(model: Operator) -> list[Parameter]:
 DEPTH = 3
 """Nesting depth up to which containers are searched."""
 
-_NAMED = (Parameter, Operator)
+_NAMED = (Parameter, StateBuffer, Operator)
 _CONTAINERS = (dict, list, tuple)
 _SEARCHED = _NAMED + _CONTAINERS
 
 
-def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Parameter | Operator]]:
-    """Yield (path, value) of `value` itself, or of the parameters and operators in it if it is a container."""
+def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Member]]:
+    """Yield (path, value) of `value` itself, or of the members in it if it is a container."""
     if isinstance(value, _NAMED):
         yield path, value
     elif depth < DEPTH and isinstance(value, _CONTAINERS):
@@ -272,7 +295,7 @@ def _members_in(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Pa
                 yield from _members_in(item, f"{path}.{key}", depth + 1)
 
 
-def _expect_in_tree(model: Operator, found: dict[int, tuple[str, Parameter | Operator]]) -> None:
+def _expect_in_tree(model: Operator, found: dict[int, tuple[str, Member]]) -> None:
     """Raise ValueError if an attribute holds an operator or parameter that is not in `found`, as one inside a set."""
     there = {id(model): ("", model), **found}
     operators = [(path, value) for path, value in there.values() if isinstance(value, Operator)]
@@ -290,8 +313,8 @@ def _expect_in_tree(model: Operator, found: dict[int, tuple[str, Parameter | Ope
                     )
 
 
-def _held_by(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
-    """Yield `value`, if it is an operator or parameter, and those in it, if it is a container, also where too deep."""
+def _held_by(value: Any, depth: int = 0) -> Iterator[Member]:
+    """Yield `value`, if it is a member, and those in it, if it is a container, also where too deep."""
     if isinstance(value, _NAMED):
         yield value
     elif depth <= DEPTH and isinstance(value, (*_CONTAINERS, set, frozenset)):

@@ -73,7 +73,8 @@ class PassMode:
     are worth reporting, in the same way. A forward pass that is repeated writes the same again. `ranges` has the least
     and the largest input of operators that train with rounded inputs, by operator name. `traffic` has numbers that
     depend on ranks: what operators exchange, in both passes, and `seconds` the time that they spend in exchanges.
-    `changes` are texts about arrays of operators that the pass has changed, which is an error of the step.
+    `changes` are texts about arrays of operators that the pass has changed, which is an error of the step. `buffers`
+    has values at which the pass arrives, by use and the buffer's name; `number` is that of the micro-batch.
 
     Operators that evaluate sequences one by one make `passes` at least, perhaps without tokens: the ranks of replicas
     that share experts then make equally many exchanges.
@@ -91,6 +92,8 @@ class PassMode:
     traffic: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     changes: list[str] = field(default_factory=list, compare=False)
+    buffers: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
+    number: int = field(default=0, compare=False)
     _positions: list[PassPosition] = field(
         default_factory=lambda: [PassPosition((), 0, Counter())], init=False, compare=False, repr=False
     )

@@ -15,9 +15,9 @@ import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, expect_last, whole_number
+from parallel.nn.buffer import SelectionBias
 from parallel.nn.expert_choice import best_in_groups, capacity_of, within_capacity
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, normal
-from parallel.nn.selection_bias import SelectionBias
 from quant.types import Array
 
 TINY = 1e-20

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from parallel.nn.array_checks import label
-from parallel.nn.operator import ArraySpec, Operator, OperatorOutline, Parameter, PassMode, arrays_of, forward_of
+from parallel.nn.operator import (
+    ArraySpec,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    arrays_of,
+    forward_of,
+    parts_of,
+)
 
 
 def trial_outline(operator: Operator, x: ArraySpec) -> OperatorOutline:
@@ -15,17 +24,19 @@ def trial_outline(operator: Operator, x: ArraySpec) -> OperatorOutline:
 
     Flops and temporaries are unknown and count as 0. Takes the time and memory of that pass, on the host.
     """
-    given = np.zeros(x.shape, x.dtype)
-    run = PassMode(samples=np.arange(x.shape[0] if x.shape else 0))
+    parts = tuple(np.zeros(one.shape, one.dtype) for one in parts_of(x))
+    given, first = parts if type(x) is tuple else parts[0], parts[0].shape
+    run = PassMode(samples=np.arange(first[0] if first else 0))
     with _zeros(operator.parameters()), np.errstate(all="ignore"):
         try:
             y, saved = forward_of(operator, given, run)
         except Exception as error:
             error.add_note(f"in a forward pass of {label(operator)} on zeros, since it has no outline")
             raise
-    specs = {id(given): x}
+    specs = dict(zip(map(id, parts), parts_of(x)))
     values = tuple(_spec(array, specs) for array in arrays_of(saved).values())
-    return OperatorOutline(_spec(y, specs), values)
+    result: Any = tuple(_spec(one, specs) for one in parts_of(y))
+    return OperatorOutline(result if type(y) is tuple else result[0], values)
 
 
 def loss_outline(loss: Any, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:

@@ -15,8 +15,9 @@ from parallel.engine.base import type_of
 from parallel.engine.data_parallel.partition_spec import units_of
 from parallel.engine.model_on_mesh import check_on_mesh
 from parallel.engine.settings import Settings
+from parallel.nn.array_checks import is_float
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.operator import Operator, Parameter, PassMode, nbytes_of
+from parallel.nn.operator import Operator, Parameter, PassMode, nbytes_of, parts_of
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.precision import PRECISIONS, Precision
 from parallel.pipeline.schedule.actions import from_csv
@@ -63,7 +64,7 @@ def _layer(
     later: list[tuple[Parameter, Callable[[Array], object]]] = []
     found: dict[str, Any] = {}
     xp = namespace(device)
-    mode = PassMode(samples=np.arange(len(x)))
+    mode = PassMode(samples=np.arange(len(parts_of(x)[0])))
 
     def forward() -> None:
         found["y"], found["saved"] = unit.forward(x, mode)
@@ -72,7 +73,8 @@ def _layer(
 
     def backward() -> None:
         later.clear()
-        dy = xp.ones_like(found["y"]) if loss is None else loss.backward(1.0, found["loss"])
+        ones = tuple(xp.ones_like(one) if is_float(one) else None for one in parts_of(found["y"]))
+        dy = loss.backward(1.0, found["loss"]) if loss else ones if type(found["y"]) is tuple else ones[0]
         unit.backward(dy, found["saved"], lambda parameter, compute: later.append((parameter, compute)))
 
     def weights() -> None:

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.execution.progress import active_requests, progress
 from collectives.transport.waits import call_watchers, pause
-from parallel.nn.operator import ArraySpec
+from parallel.nn.array_checks import is_float
+from parallel.nn.operator import ArraySpec, parts_of, spec_of
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
 from parallel.pipeline.schedule.lowering import COMPUTED
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
@@ -112,7 +113,7 @@ class ScheduleRunner:
     def __init__(self, comm: MPI.Intracomm, recorder: Profiler, xp: ModuleType = np):
         self._comm, self._recorder, self._xp = comm, recorder, xp
         self._status = MPI.Status()
-        self._receiving: dict[tuple[str, int, int], tuple[MPI.Request, np.ndarray]] = {}
+        self._receiving: dict[tuple[str, int, int], tuple[MPI.Request, ActivationMessage]] = {}
         self._ready: dict[tuple[str, int, int], Array] = {}
         self._computed: dict[tuple[str, int, int], Array] = {}
         self._sending: list[tuple[MPI.Request, np.ndarray]] = []
@@ -171,27 +172,28 @@ class ScheduleRunner:
             apply(bound.action.chunk, bound.action.microbatch)
 
     def _receive(self, bound: BoundAction, work: StageWork) -> None:
-        spec = work.output_spec(bound.part, bound.action.microbatch)
-        buffer = np.empty(spec.shape, spec.dtype)
-        request = self._comm.Irecv([_bytes(buffer), MPI.BYTE], bound.peer, bound.tag)
-        self._receiving[bound.key] = request, buffer
+        specs = work.output_spec(bound.part, bound.action.microbatch)
+        message = ActivationMessage(specs, is_gradient=bound.key[0] == "B")
+        request = self._comm.Irecv([message.buffer, MPI.BYTE], bound.peer, bound.tag)
+        self._receiving[bound.key] = request, message
 
     def _taken(self, bound: BoundAction) -> Array:
         """Wait for a computation's input and return it; None if missing, or at the model's input and loss."""
         if bound.key not in self._receiving:
             return self._ready.pop(bound.key, None)
-        request, buffer = self._receiving.pop(bound.key)
+        request, message = self._receiving.pop(bound.key)
         if not request.Test(self._status):
             began = time.perf_counter()
             progress_until(lambda: request.Test(self._status))
             self._recorder.note("communication", "wait", began, time.perf_counter(), action=bound.label)
         count = self._status.Get_count(MPI.BYTE)
-        assert count in (0, buffer.nbytes), f"{bound.label}: expected {buffer.nbytes} bytes or none, found {count}"
-        return self._xp.asarray(buffer) if count else None
+        expected = message.buffer.nbytes
+        assert count in (0, expected), f"{bound.label}: expected {expected} bytes or none, found {count}"
+        return message.arrays(self._xp) if count else None
 
     def _send(self, bound: BoundAction, work: StageWork) -> None:
         result = self._computed.pop(bound.key, None)
-        payload = NOTHING if result is None else _bytes(np.ascontiguousarray(to_host(result)))
+        payload = NOTHING if result is None else _payload(result)
         self._sending.append((self._comm.Isend([payload, MPI.BYTE], bound.peer, bound.tag), payload))
         self.sent[bound.peer] += 1
         if len(self._sending) >= MANY_SENDS:
@@ -210,5 +212,45 @@ def progress_until(done: Callable[[], bool]) -> None:
             time.sleep(SLEEP_SECONDS)
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
+ALIGNMENT = 64
+"""Bytes at whose multiples the arrays of a message begin."""
+
+
+class ActivationMessage:
+    """Memory of a message with an array, or the arrays of a tuple one after another.
+
+    A message of gradients, as is that of any array that is None, has no bytes for integers.
+    """
+
+    def __init__(self, specs: Any, is_gradient: bool):
+        self._specs, places, length = specs, list[int | None](), 0
+        for spec in parts_of(specs):
+            is_there = is_float(spec) or not is_gradient or type(specs) is not tuple
+            places.append(length if is_there else None)
+            length += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT if is_there and type(specs) is tuple else 0
+        self._places = places
+        self.buffer = np.empty(length if type(specs) is tuple else specs.nbytes, np.uint8)
+
+    @property
+    def views(self) -> list[Any]:
+        """Arrays on the memory; None without bytes."""
+        return [
+            None if at is None else self.buffer[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+            for spec, at in zip(parts_of(self._specs), self._places)
+        ]
+
+    def arrays(self, xp: ModuleType) -> Array:
+        """Arrays of the message, as arrays of `xp`."""
+        made = tuple(None if one is None else xp.asarray(one) for one in self.views)
+        return made if type(self._specs) is tuple else made[0]
+
+
+def _payload(result: Array) -> np.ndarray:
+    """Bytes of a message with an array, or a tuple in which gradients of integers are None."""
+    if type(result) is not tuple:
+        return np.ascontiguousarray(to_host(result)).reshape(-1).view(np.uint8)
+    there = tuple(one for one in result if one is not None)
+    message = ActivationMessage(spec_of(there), is_gradient=False)
+    for view, one in zip(message.views, there):
+        view[...] = to_host(one)
+    return message.buffer

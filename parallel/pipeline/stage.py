@@ -12,7 +12,7 @@ from parallel.engine.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.step_sync import Losses
 from parallel.nn.kernels.storage import array_namespace
-from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode
+from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode, nbytes_of, parts_of, spec_of
 from parallel.pipeline.param_division import SharedParamGroup
 from parallel.pipeline.schedule.actions import Kind
 from parallel.pipeline.schedule.lowering import COMPUTED
@@ -240,19 +240,29 @@ class StageEvaluator:
     def _given(self, array: Array, part: int, one: Microbatch) -> Array:
         """Array that came from another stage, of a part's output or its gradient; without samples none comes."""
         spec = one.output_specs[part]
-        if array is not None or one.x is None or spec.nbytes:
+        if array is not None or one.x is None or nbytes_of(spec):
             return array
-        return array_namespace(one.x).empty(spec.shape, dtype=spec.dtype)
+        made = tuple(array_namespace(one.x).empty(*each) for each in parts_of(spec))
+        return made if type(spec) is tuple else made[0]
 
     def _fitting(self, array: Array, part: int, microbatch: int) -> Array:
         """The array if it has the shape and dtype of the part's outline; else None, and `problem` is set."""
-        wanted = self.output_spec(part, microbatch)
-        if array is None or (array.shape, array.dtype) == (wanted.shape, wanted.dtype):
+        wanted, found = self.output_spec(part, microbatch), spec_of(array)
+        if (
+            array is None
+            or found == wanted
+            or [*parts_of(found)]
+            == [spec if one is not None else None for spec, one in zip(parts_of(wanted), parts_of(array))]
+        ):
             return array
-        found = f"{array.dtype} of shape {array.shape}"
-        outline = f"part {part} of the model makes {wanted.dtype} of shape {wanted.shape} by its outline"
-        self.problem = self.problem or ValueError(f"{outline}, found {found}")
+        outline = f"part {part} of the model makes {described(wanted)} by its outline"
+        self.problem = self.problem or ValueError(f"{outline}, found {described(found)}")
         return None
+
+
+def described(specs: Any) -> str:
+    """Types and shapes of an array, or of a tuple, for messages."""
+    return " and ".join("nothing" if one is None else f"{one.dtype} of shape {one.shape}" for one in parts_of(specs))
 
 
 class StageTrainer(StageEvaluator):

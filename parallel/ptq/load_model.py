@@ -9,9 +9,10 @@ import numpy as np
 
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
 from parallel.checkpoint.step_folders import NAME
+from parallel.checkpoint.tensor_slices import BUFFERS, within_family
 from parallel.data.datasets import LearningTask
 from parallel.engine.grad_compression import NONE
-from parallel.engine.operator_records import biases_of, load_biases
+from parallel.engine.operator_records import buffers_of, load_buffers
 from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, TRANSFORM_FIELDS, Settings
 from parallel.nn.operator import Operator, name_all
 from parallel.nn.rewrite import operators_in
@@ -66,10 +67,8 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
         shapes = f"shape {stored.get(wrong[0])} in it, and {expected.get(wrong[0])} in {settings.model} for {task.name}"
         raise CheckpointError(f"{newest} is of another model: {wrong[0]} has {shapes}")
 
-    state = found.facts.get("engine")
-
     def read() -> None:
-        load_biases(model, expect_mapping(state, "engine").get("biases", {}))
+        load_buffers(model, {within_family(name): found.tensor(name) for name in found.entries if _is_buffer(name)})
         for name, parameter in parameters.items():
             parameter.data = found.tensor(name).astype(np.float32)
         prune(model, trained, steps_of(trained, task), found.step)
@@ -97,13 +96,17 @@ def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
     return task
 
 
+def _is_buffer(name: str) -> bool:
+    return name.startswith(f"{BUFFERS}/")
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 
 def save(path: Path, trained: TrainedModel, made: Operator) -> None:
     """Write quantised model `made` to a safetensors file: codes, other parameters, and the settings of `trained`.
 
-    The file also has the selection biases of routers.
+    The file also has buffers.
     """
     arrays: dict[str, Any] = {parameter.name: parameter.data for parameter in made.parameters()}
     for name, weight in weights_of(made).items():
@@ -117,15 +120,15 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
             given = {name: values for name, values in operator.given.items() if values is not None}
             arrays |= {f"{operator.name}/inputs.{name}": values for name, values in given.items()}
     about = {"format": FORMAT, "settings": asdict(trained.settings), "inputs": inputs}
-    biases = {name: bias.state() for name, bias in biases_of(operators_in(made)).items()}
-    safetensors_file.save(path, arrays, about | ({"biases": biases} if biases else {}))
+    arrays |= {f"{BUFFERS}/{name}": one.values for name, one in buffers_of(operators_in(made)).items()}
+    safetensors_file.save(path, arrays, about)
 
 
 def load(path: Path) -> TrainedModel:
     """Read a model written by `save`. FileNotFoundError if there is none.
 
     ValueError if it is another file, lacks an array, or has one of another shape, or quantised where it must not be,
-    or lacks selection biases.
+    or lacks buffers.
     """
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
@@ -137,7 +140,8 @@ def load(path: Path) -> TrainedModel:
     settings = complete({}, expect_mapping(about.get("settings"), "settings"))
     task, model, _ = prepare(settings, 1)
     parameters = name_all(model)
-    load_biases(model, about.get("biases", {}))
+    held = {name: _plain(arrays, name, values.shape) for name, values in arrays.items() if _is_buffer(name)}
+    load_buffers(model, {within_family(name): values for name, values in held.items()})
     matrices = {layer.name: layer.shape for layer in layers_of(model)}
     weights = {}
     for parameter in parameters:

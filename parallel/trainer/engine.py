@@ -285,8 +285,8 @@ class Engine:
     def state_dict(self, *, ema: bool = False) -> dict[str, np.ndarray]:
         """Weights, or with `ema` their moving average, as whole tensors by parameter name, on all ranks.
 
-        New arrays of float32 or float64, as updated by the optimizer. They do not depend on layout and ranks.
-        Selection biases of routers (`SelectionBias`), such as ``"1.1.inner.1.router.bias"``, are the last.
+        New arrays of float32 or float64, as updated by the optimizer. They do not depend on layout and ranks. Buffers,
+        such as ``"1.1.inner.1.router.bias"``, are the last.
         """
         with self._call("state_dict"), self._average(ema):
             return engine_checkpoint.state_dict(self.inner)

@@ -16,7 +16,6 @@ from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.step_folders import expect_shallow
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
 from parallel.engine.fingerprint import array_text
-from parallel.nn.selection_bias import SelectionBias
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
@@ -92,38 +91,32 @@ def restore_engine(found: Checkpoint, engine: TrainableEngine, sampler: Callable
 
 
 def state_dict(engine: TrainableEngine, family: str = WEIGHTS) -> dict[str, np.ndarray]:
-    """Whole tensors of the weights or their average, and selection biases, by name, equal on all ranks. Collective."""
+    """Whole tensors of the weights or their average, and buffers, by name, equal on all ranks. Collective."""
 
     def gather(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> dict[str, np.ndarray]:
         return whole_tensors(comm, [piece for piece in slices if piece.name.startswith(family)])
 
     found: Any = engine.read(gather)
     weights = {name.removeprefix(family): found[name] for name in (family + one for one in _shapes(engine))}
-    return weights | {name: bias.values.copy() for name, bias in _biases(engine).items()}
+    return weights | {name: buffer.values.copy() for name, buffer in engine.buffers.items()}
 
 
 def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping[str, Any], strict: bool) -> None:
-    """Set weights and selection biases. ValueError, with nothing changed, if they do not fit, or differ between ranks.
+    """Set weights and buffers. ValueError, with nothing changed, if they do not fit, or differ between ranks.
 
     Collective.
     """
     engine.quiesce()
-    biases = _biases(engine)
-    shapes = _shapes(engine) | {name: bias.values.shape for name, bias in biases.items()}
+    shapes = _shapes(engine) | {name: buffer.values.shape for name, buffer in engine.buffers.items()}
     given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
     check_equal(comm, [(f"state of {name}", array_text(values)) for name, values in sorted(given.items())])
     for piece in engine.weight_slices():
         name = within_family(piece.name)
         if piece.name.startswith(WEIGHTS) and name in given and len(piece.array):
             piece.array[...] = array_namespace(piece.array).asarray(piece.elements_of(given[name]))
-    for name in biases.keys() & given.keys():
-        biases[name].values = given[name].astype(np.float32)
+    for name in engine.buffers.keys() & given.keys():
+        engine.buffers[name].load(given[name])
     engine.refresh()
-
-
-def _biases(engine: TrainableEngine) -> dict[str, SelectionBias]:
-    """Selection biases of all routers by the names that they have among the weights."""
-    return {f"{name}.bias": bias for name, bias in engine.selection_biases.items()}
 
 
 def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-from parallel.engine.settings import STORED, Settings
+from parallel.engine.settings import DEFAULTS, STORED, TRANSFORM_FIELDS, Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Operator
+from parallel.nn.rewrite import operators_in
 from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput
 from parallel.nn.transforms.few_bit_product import PRODUCTS, with_products
 from parallel.nn.transforms.pruning import PATTERNS, Pruning, of_neighbours
@@ -29,6 +30,9 @@ def transformed(model: Sequential, settings: Settings, steps: int) -> Sequential
     are used in matrix products only. With the pattern `rows` not the last product's weights, whose rows are the
     results. Without transforms the model itself is returned.
     """
+    for name in TRANSFORM_FIELDS:
+        if getattr(settings, name) != getattr(DEFAULTS, name) and not any(map(kind_of, operators_in(model))):
+            raise ValueError(f"{name}: expected a model with layers whose weights it changes, found none")
     weights = _weight_functions(model, settings, steps)
     inputs = _field("fake_quant_inputs", parse, settings.fake_quant_inputs) if settings.fake_quant_inputs else None
     products = _products(settings)

@@ -123,8 +123,9 @@ def test_python_runs(path, ranks):
     """All of a page's programs, one after another; a block of text right after one is what it prints."""
     every = blocks(path)
     programs = [block for block in every if block.language in PYTHON_LANGUAGES]
-    if any("import torch" in block.text for block in programs):
-        pytest.importorskip("torch")
+    for package in ("torch", "autograd"):
+        if any(f"import {package}" in block.text for block in programs):
+            pytest.importorskip(package)
     given = json.dumps([(str(path), block.line, block.text) for block in programs])
     command = [sys.executable, "-c", RUNNER, given]
     if ranks > 1:
@@ -402,7 +403,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
-    if name.startswith("collectives.torch"):
+    if name.startswith(("collectives.torch", "parallel.torch")):
         pytest.importorskip("torch")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 

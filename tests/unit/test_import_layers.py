@@ -77,6 +77,7 @@ LAYERS = [
     "parallel.planning.analytic",
     "parallel.planning.measured",
     "parallel.ptq",
+    "parallel.torch",
     "collectives.benchmark",
     "collectives.cli",
     "collectives.__main__",

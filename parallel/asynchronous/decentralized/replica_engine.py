@@ -24,7 +24,7 @@ from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.model_on_mesh import plan_of
 from parallel.engine.model_ownership import expect_free
-from parallel.engine.operator_records import refuse_biases
+from parallel.engine.operator_records import refuse_buffers
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
@@ -83,7 +83,7 @@ class ReplicaEngine(BaseEngine):
     ) -> None:
         check(comm, settings)
         refuse(settings, comm.Get_size())
-        refuse_biases(model, settings.layout)
+        refuse_buffers(model, settings.layout)
         expect_free(comm, model)
         self._fingerprint = agreed(comm, model, loss, optimizer, settings.seed)
         self.settings, self._comm, entry = settings, comm, STYLES[settings.layout]

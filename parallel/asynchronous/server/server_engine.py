@@ -28,7 +28,7 @@ from parallel.engine.fingerprint import agreed
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict_activations
 from parallel.engine.model_on_mesh import plan_of
 from parallel.engine.model_ownership import ModelOwnership
-from parallel.engine.operator_records import refuse_biases
+from parallel.engine.operator_records import refuse_buffers
 from parallel.engine.settings import Settings
 from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
@@ -83,7 +83,7 @@ class ParameterServer(BaseEngine):
     ) -> None:
         check(comm, settings)
         refuse_servers(settings, comm.Get_size(), type(optimizer))
-        refuse_biases(model, settings.layout)
+        refuse_buffers(model, settings.layout)
         self.settings, self._comm = settings, comm
         ownership = ModelOwnership(comm, model, settings.layout)
         self.resources.callback(ownership.release)

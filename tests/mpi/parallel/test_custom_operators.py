@@ -156,3 +156,62 @@ def test_the_program_of_the_documentation(comm, layout, monkeypatch):
     monkeypatch.setenv("LAYOUT", layout)
     if comm.size == MPI.COMM_WORLD.size:
         exec(compile(program, str(page), "exec"), {})
+
+
+class Forked(nn.Operator):
+    """Makes a tuple of an array, its double, and integers."""
+
+    def forward(self, x, run):
+        return (x, 2 * x, np.arange(x.size).reshape(x.shape)), None
+
+    def backward(self, dy, saved, grads):
+        assert dy[2] is None
+        return dy[0] + 2 * dy[1]
+
+
+class Squared(nn.Operator):
+    """Squares the second array of three."""
+
+    def forward(self, x, run):
+        return (x[0], x[1] * x[1], x[2]), x[1]
+
+    def backward(self, dy, saved, grads):
+        return dy[0], 2 * saved * dy[1], None
+
+
+class Centred(nn.Operator):
+    """Adds two arrays, and subtracts their mean over the samples, in evaluation a running one."""
+
+    def __init__(self, width):
+        self.mean = nn.StateBuffer(np.zeros(width))
+
+    def forward(self, x, run):
+        assert x[2].dtype == np.int64
+        y = x[0] + x[1]
+        if not run.training:
+            return y - self.mean.values, None
+        run.buffers[run.use(self.name), self.mean.name] = 0.5 * self.mean.values + 0.5 * y.mean(0)
+        return y - y.mean(0), None
+
+    def backward(self, dy, saved, grads):
+        dx = dy - dy.mean(0)
+        return dx, dx, None
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3", "pp:gpipe", "pp:1f1b", "pp:zb-h1"])
+def test_tuples_and_buffers(comm, layout):
+    """Losses and the running mean of one rank, whose value after a step is that of the mean of micro-batches."""
+    x, y = np.random.default_rng(0).standard_normal((BATCH, WIDTH)), np.arange(BATCH) % WIDTH
+    found = []
+    for ranks, name in ((MPI.COMM_SELF, "dp"), (comm, layout)):
+        cut = {"microbatches": 4} if name.startswith("pp") else {"micro_batch": 3}
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        model = nn.Sequential([first, Forked(), Squared(), Centred(WIDTH), last])
+        options = {"layout": name, "precision": "fp64", "batch": BATCH, **cut}
+        with Engine(model, nn.SoftmaxCrossEntropy(), ranks, SGD(lr=0.1), **options) as engine:
+            weights = engine.state_dict()
+            z = x @ weights["0.weight"]
+            report = engine.step(x, y)
+            np.testing.assert_allclose(engine.state_dict()["3.mean"], 0.5 * (z + 4 * z * z).mean(0), rtol=1e-12)
+            found.append([report.loss, engine.step(x, y).loss, engine.evaluate(x, y).loss])
+    np.testing.assert_allclose(*found, rtol=1e-12)

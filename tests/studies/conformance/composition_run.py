@@ -110,8 +110,6 @@ def train(engine: Engine, composition: Composition, steps: range) -> list[Observ
         found += [Observation(f"step {step}: {name}", value) for name, value in report.terms.items()]
         found += [Observation(f"step {step}: {name}", np.array(count)) for name, count in report.counts.items()]
     found.append(Observation("evaluation", engine.evaluate(*data(composition, steps.stop)).loss))
-    biases = inner.state().get("biases", {})
-    found += [Observation(f"bias {name}", np.array(values)) for name, values in biases.items()]
     return found + tensors(inner, inner.tensor_slices(), "state")
 
 
