@@ -29,8 +29,21 @@ from collectives.communicator import Communicator
 from collectives.runtime.requests.request import Request
 from collectives.runtime.requests.request_lists import start_all, test_all, wait_all
 from collectives.selection.select import algorithms, predict
+from collectives.topologies import CartCommunicator, DistGraphCommunicator, GraphCommunicator, TopologyCommunicator
 
 __version__ = "0.1.0"
 """Version of the distribution chorus-mpi; pyproject.toml reads it from here."""
 
-__all__ = ["Communicator", "Request", "algorithms", "predict", "start_all", "test_all", "wait_all"]
+__all__ = [
+    "CartCommunicator",
+    "Communicator",
+    "DistGraphCommunicator",
+    "GraphCommunicator",
+    "Request",
+    "TopologyCommunicator",
+    "algorithms",
+    "predict",
+    "start_all",
+    "test_all",
+    "wait_all",
+]

@@ -24,7 +24,7 @@ from collectives.runtime.arguments.argument_keys import UNCACHEABLE, CallKey
 from collectives.runtime.arguments.call import BYTE, Call, is_in_place
 from collectives.runtime.builders.communicator_transports import Transports
 from collectives.runtime.execution.progress import progress_thread, progress_until
-from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
+from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, Declaration, method_name
 from collectives.runtime.methods.object_methods import ObjectMethods
 from collectives.runtime.planning.agreement import (
     Agreement,
@@ -32,6 +32,7 @@ from collectives.runtime.planning.agreement import (
     agree_on_nodes,
     agree_on_timeout,
     common,
+    counting_communicators,
     gather_or_raise,
     without_attributes,
 )
@@ -74,12 +75,17 @@ def restore(name: str, number: int) -> Any:
     return made.get(number) or next(iter(made.values()), PREDEFINED[name])
 
 
-def _adopting(name: str) -> Callable[..., Any]:
+topology_classes: dict[int, type[Communicator]] = {}
+"""Class of communicators with a topology, by its kind; see `collectives.topologies`."""
+
+
+def adopting(name: str) -> Callable[..., Any]:
     """Method that calls mpi4py's method `name` and wraps its result in a `Communicator`, unless it is MPI.COMM_NULL."""
 
-    @wraps(getattr(MPI.Intracomm, name))
+    @wraps(getattr(MPI.Intracomm, name, MPI.Intracomm.Dup))
     def create(self: Communicator, *arguments: Any, **keywords: Any) -> Any:
-        return self._adopt(self._accompany(partial(getattr(MPI.Intracomm(self), name), *arguments, **keywords)))
+        with counting_communicators():
+            return self._adopt(self._accompany(partial(getattr(self.plain, name), *arguments, **keywords)))
 
     return create
 
@@ -174,6 +180,7 @@ class Communicator(ObjectMethods):
     _has_left = False
     """An error has left a collective on this rank, so that messages of others may be unread."""
 
+    _declarations: Sequence[Declaration] = DECLARATIONS
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
     _start_cached: Callable[..., CallKey | Request] = staticmethod(_uncached)
@@ -197,6 +204,9 @@ class Communicator(ObjectMethods):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
         if comm == MPI.COMM_NULL:
             raise InvalidArgument(MPI.ERR_COMM, "comm: MPI.COMM_NULL has no ranks")
+        if not MPI.Is_initialized():
+            message = "comm: of a session, but MPI is not initialized, as mpi4py.rc.initialize or MPI.Init would do it"
+            raise InvalidArgument(MPI.ERR_COMM, message)
         plain = MPI.Intracomm(comm)
         self.constant = next((name for name, constant in PREDEFINED.items() if comm is constant), None)
         # Also a barrier that progresses all active operations: no rank waits for them in the blocking calls below.
@@ -206,7 +216,8 @@ class Communicator(ObjectMethods):
         given, transfer = agree_on_nodes(plain, nodes), agree_on_gpu(plain, gpu)
         limit = agree_on_timeout(plain, timeout, os.environ.get("CHORUS_TIMEOUT", ""))
         aware = bool(reduced(plain, cuda_support.cuda_aware() if cuda_aware is None else cuda_aware, MPI.LAND))
-        (table, unusable), private = broadcast_table(plain, tuning), without_attributes(plain)
+        with counting_communicators():
+            (table, unusable), private = broadcast_table(plain, tuning), without_attributes(plain)
         placement = place_ranks(private, shared and not aware, given)
         if has_thread and placement.nodes is not None and not threads:
             private.Free()
@@ -240,7 +251,27 @@ class Communicator(ObjectMethods):
 
     # -------------------------------------------------------------------------------- from a call to a program
 
+    def __new__(cls, comm: MPI.Intracomm | None = None, *_: Any, **__: Any) -> Self:
+        """Create an object of mpi4py, of the class for the topology that `comm` has."""
+        if cls is Communicator and isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
+            cls = topology_classes.get(comm.Get_topology(), cls)  # type: ignore[assignment]
+        return super().__new__(cls, comm)
+
+    @property
+    def plain(self) -> MPI.Intracomm:
+        """This communicator as an object of mpi4py's class, with the MPI's own collectives."""
+        return MPI.Intracomm(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attribute of one that a method of mpi4py's classes has made, which calls no `__init__`. Collective then."""
+        if name not in ("_agreed", "_rank", "_size") or self == MPI.COMM_NULL:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        Communicator.__init__(self, MPI.Intracomm(self))
+        return self.__dict__[name]
+
     def _open_planner(self) -> Planner:
+        if self._planner is None and self != MPI.COMM_NULL:
+            self._rank  # noqa: B018 (found by `__getattr__` where this was never opened)
         if self._planner is None:
             raise InvalidArgument(
                 MPI.ERR_COMM, "this communicator was freed, or never made by collectives.Communicator(comm)"
@@ -285,12 +316,12 @@ class Communicator(ObjectMethods):
 
             return call
 
-        for declaration, form in product(DECLARATIONS, FORMS):
+        for declaration, form in product(self._declarations, FORMS):
             self.__dict__[method_name(declaration.name, form)] = reporting(declaration.name, form)
 
     def _limit_calls(self, timeout: float) -> None:
         """Give every blocking collective a default time limit: by attributes of this object, as in debug mode."""
-        for name in (declaration.name for declaration in DECLARATIONS):
+        for name in (declaration.name for declaration in self._declarations):
             self.__dict__[name] = partial(getattr(self, name), timeout=timeout)
 
     def _counts(self, sendbuf: Any, recvbuf: Any, recvcounts: Any) -> Any:
@@ -439,15 +470,20 @@ class Communicator(ObjectMethods):
         """
         if comm == MPI.COMM_NULL:
             return comm
-        group, mine = comm.Get_group(), self.Get_group()
+        is_alike = comm.Get_topology() == self.Get_topology()
+        made = Communicator.__new__(type(self) if is_alike else Communicator, comm)
+        try:
+            private = without_attributes(MPI.Intracomm(comm))
+        except MPI.Exception:
+            MPI.Intracomm(comm).Free()
+            raise
+        group, mine = private.Get_group(), (self if self._planner is None else self._planner.comm).Get_group()
         ranks = group.Translate_ranks(None, mine)
         group.Free()
         mine.Free()
         agreed, placement = self._agreed.part(ranks), None
         if self._planner is not None:
             placement = self._planner.transports.placement.part(ranks)
-        made = type(self).__new__(type(self), comm)
-        private = without_attributes(MPI.Intracomm(comm))
         if placement is None:
             placement = place_ranks(private, agreed.shared and not agreed.aware, agreed.nodes)
         made._open(private, placement, agreed)
@@ -462,7 +498,11 @@ class Communicator(ObjectMethods):
         return MPI.Intracomm(self).Idup_with_info(info)
 
     Clone, Dup, Dup_with_info, Split, Split_type, Create = map(
-        _adopting, ("Clone", "Dup", "Dup_with_info", "Split", "Split_type", "Create")
+        adopting, ("Clone", "Dup", "Dup_with_info", "Split", "Split_type", "Create")
+    )
+
+    Create_cart, Create_graph, Create_dist_graph, Create_dist_graph_adjacent = map(
+        adopting, ("Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent")
     )
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:

@@ -17,6 +17,7 @@ MPI's pair types.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,8 +25,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers.datatypes import ElementType, datatype_name, dense_elements
-from collectives.buffers.memory import MemoryView, memory_of
+from collectives.buffers.datatypes import ElementType, datatype_name, dense_elements, element_of, struct_of
+from collectives.buffers.memory import MemoryView, bytes_before, memory_of
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, OutOfRange
 
 
@@ -151,6 +152,52 @@ def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
     return _buffer(memory, lowest * element.extent, sum(lengths), 0, lengths, places)
 
 
+def blocks_w(spec: Any, size: int, name: str, writable: bool = False) -> tuple[Buffer, tuple[int, ...]]:
+    """Parse a buffer of `size` blocks, each of a datatype: buffers of Alltoallw. Returns it and the blocks' bytes.
+
+    Parameters
+    ----------
+    spec
+        ``[array, datatypes]``, of one element each at the beginning of the array; ``[array, (counts, displs),
+        datatypes]``; ``[array, counts, displs, datatypes]``. Displacements are in bytes.
+    size, name, writable
+        As in `blocks`.
+    """
+    if not isinstance(spec, (list, tuple)) or not 2 <= len(spec) <= 4:
+        raise InvalidArgument(MPI.ERR_ARG, f"{name}: expected [array, counts, displs, datatypes], found {spec!r}")
+    obj, pair, types = spec[0], spec[1:-1], spec[-1]
+    if len(pair) == 1:
+        pair = _split_pair(pair[0], name, (tuple, list))
+    counts, displs = (pair[0], pair[1]) if pair else (None, None)
+    if isinstance(types, str) or not isinstance(types, Sequence) or len(types) != size:
+        raise InvalidArgument(MPI.ERR_TYPE, f"{name}: expected {size} datatypes, one of each block, found {types!r}")
+    if not all(isinstance(datatype, MPI.Datatype) for datatype in types):
+        raise InvalidType(MPI.ERR_TYPE, f"{name}: expected datatypes, found {types!r}")
+    if _is_number(counts):
+        raise InvalidType(MPI.ERR_COUNT, f"{name}: counts: expected {size} integers, found {counts!r}")
+    lengths = (1,) * size if counts is None else numbers(counts, size, f"{name}: counts")
+    places = (0,) * size if displs is None else _to_ints(displs, size, MPI.ERR_ARG, f"{name}: displs")
+    elements = [element_of(datatype, name) for datatype in types]
+    nbytes = tuple(count * element.itemsize for count, element in zip(lengths, elements))
+    if obj is MPI.BOTTOM and any(lengths):  # displacements are addresses
+        ends = [
+            (place + element.low, place + (count - 1) * element.extent + element.high)
+            for count, place, element in zip(lengths, places, elements)
+            if count
+        ]
+        base = min(low for low, _ in ends)
+        obj = MPI.buffer.fromaddress(base, max(high for _, high in ends) - base)
+        places = tuple(place - base for place in places)
+    if all(element.dense or not count for count, element in zip(lengths, elements)):
+        return blocks_v([obj, list(nbytes), list(places), MPI.BYTE], size, name, writable), nbytes
+    memory = memory_of(obj, MPI.BYTE, name, writable)
+    for i, (count, place, element) in enumerate(zip(lengths, places, elements, strict=True)):
+        what = f"block {i} (count {count}, displacement {place})"
+        _check_fits(count, place, memory._replace(element=element), name, what)
+    whole = struct_of(types, lengths, places)
+    return _buffer(memory._replace(element=element_of(whole)), 0, 1, 0), nbytes
+
+
 def numbers(values: Any, size: int, name: str) -> tuple[int, ...]:
     """Convert an argument to `size` non-negative counts. A single number is repeated.
 
@@ -256,25 +303,12 @@ def _check_fits(count: int, offset: int, memory: MemoryView, name: str, what: st
     span = (count - 1) * element.extent
     low = offset + min(0, span) + element.low
     high = offset + max(0, span) + element.high
-    if low < -_bytes_before(memory):
+    if low < -bytes_before(memory):
         raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: {what} begins {-low} bytes before the buffer")
     if high > memory.nbytes:
         have = f" ({memory.nbytes // element.extent} elements)" if element.extent > 0 else ""
         needs = f"{name}: {what} of {datatype_name(element.datatype)} needs {high} bytes"
         raise InvalidBuffer(MPI.ERR_TRUNCATE, f"{needs}, the buffer has {memory.nbytes} bytes{have}")
-
-
-def _bytes_before(memory: MemoryView) -> int:
-    """Bytes before an array's first element that belong to the array of which it is a part.
-
-    Negative displacements and lower bounds reach them, like a pointer to the middle of an array in C.
-    """
-    whole = memory.owner
-    while isinstance(whole, np.ndarray) and isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    if not isinstance(whole, np.ndarray) or not whole.size:
-        return 0
-    return memory.address - np.lib.array_utils.byte_bounds(whole)[0]
 
 
 def _buffer(

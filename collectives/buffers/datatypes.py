@@ -1,7 +1,7 @@
 """Element types: size and layout of one element of an MPI datatype, a NumPy dtype or a buffer format."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -9,6 +9,29 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, UnknownDatatype
+
+
+class Identity:
+    """Hashable key that compares objects by identity; keeps them alive, so that their ids are not reused."""
+
+    __slots__ = ("_ids", "_objects")
+
+    def __init__(self, *objects: object) -> None:
+        self._objects, self._ids = objects, tuple(map(id, objects))
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self._ids == other._ids
+
+
+class OwnedDatatype(MPI.Datatype):
+    """MPI datatype that is freed with its last reference: ``OwnedDatatype(datatype)`` takes ownership."""
+
+    def __del__(self) -> None:
+        if not MPI.Is_finalized():
+            self.free()
 
 
 class ElementType(NamedTuple):
@@ -212,6 +235,23 @@ def _of_pair(dtype: np.dtype[Any], name: str) -> ElementType:
 def _layout(dtype: np.dtype[Any]) -> list[Any]:
     """Layout of a structured dtype, for comparison: its size, and each field's type and offset without the name."""
     return [dtype.itemsize, *(field[:2] for field in (dtype.fields or {}).values())]
+
+
+MOST_STRUCTS = 256
+
+_structs: dict[tuple[Identity, tuple[int, ...], tuple[int, ...]], OwnedDatatype] = {}
+
+
+def struct_of(types: Sequence[MPI.Datatype], counts: tuple[int, ...], places: tuple[int, ...]) -> MPI.Datatype:
+    """Datatype of blocks, each of a datatype, at places in bytes; the same one for the same arguments."""
+    key = Identity(*types), counts, places
+    found = _structs.pop(key, None)
+    if found is None:
+        while len(_structs) >= MOST_STRUCTS:
+            _structs.pop(next(iter(_structs)), None)
+        found = OwnedDatatype(MPI.Datatype.Create_struct(counts, places, [MPI.Datatype(one) for one in types]).Commit())
+    _structs[key] = found
+    return found
 
 
 def datatype_name(datatype: MPI.Datatype | None) -> str:

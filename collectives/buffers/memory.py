@@ -69,6 +69,19 @@ def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryVi
     raise InvalidType(MPI.ERR_BUFFER, f"{name}: {expected}, found {type(obj).__name__!r}")
 
 
+def bytes_before(memory: MemoryView) -> int:
+    """Bytes before an array's first element that belong to the array of which it is a part.
+
+    Negative displacements and lower bounds reach them, like a pointer to the middle of an array in C.
+    """
+    whole = memory.owner
+    while isinstance(whole, np.ndarray) and isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    if not isinstance(whole, np.ndarray) or not whole.size:
+        return 0
+    return memory.address - np.lib.array_utils.byte_bounds(whole)[0]
+
+
 def cuda_interface(obj: Any) -> dict[str, Any] | None:
     """``__cuda_array_interface__`` of an object, or None."""
     try:

@@ -25,12 +25,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.arguments import Buffer
-from collectives.buffers.datatypes import element_of
+from collectives.buffers.datatypes import OwnedDatatype, element_of
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.types import Wait
-
-MOST_RUNS, RUN_BYTES, RUN_SPAN = 1024, 1 << 16, 1 << 20
-"""Most runs of bytes of a buffer that are copied one by one, and most bytes in and between them. MPI packs others."""
 
 Calls = Sequence[Callable[[], object] | Wait]
 """Calls and waits in order. A `Wait` may be tested until it is complete instead."""
@@ -143,26 +140,6 @@ class PackedStaging(Staging):
         """Store step for the same buffer layout at the address of `memory`."""
         return partial(self._whole.Unpack, self.host, 0, _at_address(memory), MPI.COMM_SELF)
 
-    def runs(self) -> list[tuple[int, int]] | None:
-        """Offsets from the buffer's address, and lengths, of the runs of bytes that are packed. None if too many.
-
-        MPI packs the positions of all bytes, a digit at a time. This shows the layout of any datatype.
-        """
-        low, high = self._span
-        if self.host.nbytes > RUN_BYTES or high - low > RUN_SPAN:
-            return None
-        digits = np.ascontiguousarray(np.arange(high - low, dtype="<u4").view(np.uint8).reshape(-1, 4).T)
-        packed = np.empty((4, self.host.nbytes), np.uint8)
-        for digit, into in zip(digits, packed):
-            at = MPI.buffer.fromaddress(MPI.Get_address(digit) - low, 1)
-            self._whole.Pack(at, into, 0, MPI.COMM_SELF)
-        positions = np.ascontiguousarray(packed.T).view("<u4")[:, 0].astype(np.int64) + low
-        starts = np.flatnonzero(np.diff(positions, prepend=-2 + low) != 1)
-        if len(starts) > MOST_RUNS:
-            return None
-        lengths = np.diff(starts, append=len(positions))
-        return list(zip(positions[starts].tolist(), lengths.tolist()))
-
     def free(self) -> None:
         self._whole.free()
 
@@ -171,19 +148,11 @@ def _at_address(memory: np.ndarray) -> MPI.buffer:
     return MPI.buffer.fromaddress(MPI.Get_address(memory), 1)
 
 
-class OwnedDatatype(MPI.Datatype):
-    """MPI datatype that is freed with its last reference: ``OwnedDatatype(datatype)`` takes ownership."""
-
-    def __del__(self) -> None:
-        if not MPI.Is_finalized():
-            self.free()
-
-
 def with_own_datatype(buffer: Buffer | None) -> Buffer | None:
     """Buffer with a duplicate of its derived datatype, so that the user may free the original. Otherwise unchanged."""
     if buffer is None or buffer.datatype is None or buffer.datatype.is_predefined:
         return buffer
-    return replace(buffer, datatype=OwnedDatatype(buffer.datatype.Dup()))
+    return replace(buffer, datatype=OwnedDatatype(MPI.Datatype(buffer.datatype).Dup()))  # not of a subclass
 
 
 class DeviceStaging(Staging):

@@ -15,9 +15,10 @@ from mpi4py import MPI
 
 from collectives.communicator import Communicator
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT
-from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
+from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, NEIGHBOR_DECLARATIONS, method_name
 from collectives.runtime.record.writer import record
 from collectives.runtime.requests.request import Request
+from collectives.topologies import TopologyCommunicator
 
 PACKAGE = __package__.partition(".")[0]
 
@@ -96,8 +97,9 @@ class CallProfile:
         self._under_way: deque[tuple[int, int]] = deque()
         self.kinds: list[CallKind] = []
         self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
-        for declaration, form in product(DECLARATIONS, FORMS):
-            self._watch(Communicator, method_name(declaration.name, form), form == "blocking")
+        for owner, declared in ((Communicator, DECLARATIONS), (TopologyCommunicator, NEIGHBOR_DECLARATIONS)):
+            for declaration, form in product(declared, FORMS):
+                self._watch(owner, method_name(declaration.name, form), form == "blocking")
         for name in ("Start", "Wait", "Test"):
             self._watch(Request, name, False)
 
@@ -114,7 +116,7 @@ class CallProfile:
                 raise
             kind = self.note(sys._getframe(1))
             if is_sampled and self._is_due(comm, name):
-                self._sample(kind, comm, method, getattr(MPI.Intracomm, name), arguments, keywords)
+                self._sample(kind, comm, method, name, arguments, keywords)
             return result
 
         setattr(owner, name, noted)
@@ -187,12 +189,12 @@ class CallProfile:
         kind: int | None,
         comm: Any,
         ours: Callable[..., Any],
-        native: Callable[..., Any],
+        name: str,
         arguments: Any,
         keywords: Any,
     ) -> None:
         """Repeat a call in turns with the MPI's own, unless a rank cannot. What it has received stays."""
-        plain = MPI.Intracomm(comm)
+        plain = comm.plain
         values = *arguments, *keywords.values()
         given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}
         if plain.Get_size() == 1 or not plain.allreduce(_can_repeat(values), MPI.LAND):
@@ -205,7 +207,7 @@ class CallProfile:
                 plain.Barrier()
                 began = perf_counter()
                 if turn % 2:
-                    native(plain, *arguments, **given)
+                    getattr(plain, name)(*arguments, **given)
                 else:
                     ours(comm, *arguments, **keywords)
                 best[turn % 2] = min(best[turn % 2], perf_counter() - began)

@@ -21,7 +21,7 @@ KINDS = {
     "Alltoall": ("blocks", "blocks"),
     "Scatterv": ("unequal", "own"),
     **dict.fromkeys(("Gatherv", "Allgatherv"), ("own", "unequal")),
-    "Alltoallv": ("unequal", "unequal"),
+    **dict.fromkeys(("Alltoallv", "Alltoallw"), ("unequal", "unequal")),
 }
 """Send and receive buffers: a vector, a block of each rank, the own one of unequal blocks, or all of these."""
 
@@ -154,6 +154,16 @@ class DrawnCall:
             return [obj, lengths, displs, datatype]
         return [obj, lengths] if displs is None else [obj, (lengths, displs)]
 
+    def _spelled_w(self, array: np.ndarray, lengths: list[int], displs: Any, datatype: MPI.Datatype) -> Any:
+        """As `_spelled_v`, with a datatype for each block."""
+        extent = datatype.Get_extent()[1]
+        starts = list(accumulate(lengths[:-1], initial=0)) if displs is None else displs
+        if isinstance(starts, int):
+            starts = [block * starts for block in range(len(lengths))]
+        places, types = [start * extent for start in starts], [datatype] * len(lengths)
+        obj = presented(array, self.step.flags)
+        return [obj, lengths, places, types] if "packed" in self.step.flags else [obj, (lengths, places), types]
+
     def _in_place(self) -> Any:
         return None if "None for in place" in self.step.flags else MPI.IN_PLACE
 
@@ -178,14 +188,15 @@ class DrawnCall:
     def _side(self, kind: str, sends: bool, is_input: bool) -> Any:
         """Allocate a send or receive buffer of a kind in `KINDS` and return the argument that describes it."""
         lengths = self._lengths[:, 0].tolist()
-        if self.step.method == "Alltoallv":
+        if self.step.method in ("Alltoallv", "Alltoallw"):
             lengths = (self._lengths[self.rank] if sends else self._lengths[:, self.rank]).tolist()
         element = self.sent if sends else self.received
         lengths, n = [length * element.number for length in lengths], self.step.n * element.number
         if kind == "unequal":
             displs, count = self._displs(lengths, sends and not self.in_place)
             array = self._view(self._allocate(count, is_input, element), sends and is_input)
-            return self._spelled_v(array, lengths, displs, element.datatype)
+            spelled = self._spelled_w if self.step.method == "Alltoallw" else self._spelled_v
+            return spelled(array, lengths, displs, element.datatype)
         count = {"vector": n, "blocks": n * self.size, "own": lengths[self.rank], "total": sum(lengths)}[kind]
         array = self._view(self._allocate(count, is_input, element), sends and is_input)
         return self._spelled(array, n if kind == "blocks" else count, element.datatype)

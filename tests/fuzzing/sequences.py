@@ -6,7 +6,18 @@ from typing import NamedTuple
 from fuzzing.messages import WAYS
 
 REDUCING = ("Reduce", "Allreduce", "Reduce_scatter_block", "Reduce_scatter", "Scan", "Exscan")
-MOVING = ("Bcast", "Scatter", "Gather", "Allgather", "Alltoall", "Scatterv", "Gatherv", "Allgatherv", "Alltoallv")
+MOVING = (
+    "Bcast",
+    "Scatter",
+    "Gather",
+    "Allgather",
+    "Alltoall",
+    "Scatterv",
+    "Gatherv",
+    "Allgatherv",
+    "Alltoallv",
+    "Alltoallw",
+)
 OBJECTS = ("barrier", "bcast", "gather", "scatter", "allgather", "alltoall")
 REDUCED_OBJECTS = ("reduce", "allreduce", "scan", "exscan")
 """Methods for which mpi4py duplicates the communicator when they are first used on it, under a lock of the process: for
@@ -57,6 +68,7 @@ class Step(NamedTuple):
 OTHERS = {
     "object": 8, "complete": 8, "restart": 5, "message": 10, "refusal": 4, "dup": 2, "split": 3, "clone": 1,
     "create": 2, "wrap": 2, "copy": 2, "free": 4, "free out of order": 2, "free op": 3, "copied op": 2,
+    "neighbors": 3,
 }
 """Steps other than calls on arrays, with their frequency in a hundred."""
 

@@ -64,7 +64,15 @@ class StepRunner:
             self.begins(step)
             comm = self.comms[step.comm % len(self.comms)]
             self._prepare_ops(step)
-            if comm == MPI.COMM_NULL and step.kind in ("call", "object", "message", "refusal", "copied op", "copy"):
+            if comm == MPI.COMM_NULL and step.kind in (
+                "call",
+                "object",
+                "message",
+                "refusal",
+                "copied op",
+                "copy",
+                "neighbors",
+            ):
                 continue
             if step.kind not in CREATING:
                 getattr(self, f"_{step.kind.replace(' ', '_')}")(step, comm)
@@ -108,8 +116,8 @@ class StepRunner:
             return {}
         name = step.method.lower()
         name = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter"}.get(name, name)
-        base = name.removesuffix("v")
-        able = [one for one in algorithms(name) if one != "native"]
+        base = name.rstrip("vw")
+        able = [one for one in algorithms(name.replace("allw", "allv")) if one != "native"]
         if step.op == "affine":
             able = [one for one in able if catalog.find(base, one).keeps_order(getattr(comm, "nodes", None))]
         chosen: dict[str, Any] = {"algorithm": able[step.pick % len(able)]}
@@ -248,6 +256,40 @@ class StepRunner:
     def _message(self, step: Step, comm: Any) -> None:
         self.calls += 1
         self.results[step.thread, step.number] = pass_on(comm, step.method, step.pick, step.number)
+
+    def _neighbors(self, step: Step, comm: Any) -> None:
+        """Exchange with the neighbours in a new topology in which no two are the same, where the MPIs agree."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        if step.pick % 2:
+            made = comm.Create_cart([size], [size > 2])
+        else:
+            ahead = range(1, min(size, 4))
+            made = comm.Create_dist_graph_adjacent(
+                [(rank - by) % size for by in ahead], [(rank + by) % size for by in ahead], reorder=False
+            )
+        sources, destinations = (len(side) for side in made.inoutedges)
+        sent = np.random.default_rng([self.seed, step.number, rank]).integers(
+            0, 99, (destinations, step.pick % 700 + 1)
+        )
+        n, found = sent.shape[1], np.full((sources, sent.shape[1]), -1)
+        block = MPI.INT64_T.Create_contiguous(n).Commit()
+        out, into = ([[1] * k, [8 * n * place for place in range(k)], [block] * k] for k in (destinations, sources))
+        calls: dict[str, tuple[Any, Any]] = {
+            "allgather": (np.full(n, rank), found),
+            "alltoall": (sent, found),
+            "alltoallv": ([sent, [n] * destinations], [found, [n] * sources]),
+            "alltoallw": ([sent, *out], [found, *into]),
+        }
+        name = list(calls)[step.pick // 2 % len(calls)]
+        self.calls += 1
+        if self.native or step.pick % 3:
+            getattr(made, f"Neighbor_{name}")(*calls[name])
+        else:
+            getattr(made, f"Ineighbor_{name}")(*calls[name]).Wait()
+        objects = made.neighbor_allgather((rank, "x" * (step.pick % 900)))
+        self.results[step.thread, step.number] = [found.tobytes(), repr(objects).encode()]
+        block.Free()
+        made.Free()
 
     def _refusal(self, step: Step, comm: Any) -> None:
         """Make a call with a wrong argument, which all ranks refuse; record whether it was."""

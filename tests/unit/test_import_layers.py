@@ -48,6 +48,7 @@ LAYERS = [
     "collectives.runtime.planning",
     "collectives.runtime.methods",
     "collectives.communicator",
+    "collectives.topologies",
     "collectives",
     "collectives.compressed",
     "collectives.torch",

@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers import dlpack
+from collectives.buffers.datatypes import Identity
 
 _ndarray, _IN_PLACE = np.ndarray, MPI.IN_PLACE
 
@@ -33,21 +34,6 @@ DENSE = 0x3
 
 _CONSTANTS = {id(value): value for value in vars(MPI).values() if isinstance(value, (MPI.Op, MPI.Datatype))}
 """MPI's predefined operations and datatypes by id. Held here, so that no other object gets their ids."""
-
-
-class Identity:
-    """Hashable key that compares objects by identity; keeps them alive, so that their ids are not reused."""
-
-    __slots__ = ("_ids", "_objects")
-
-    def __init__(self, *objects: object) -> None:
-        self._objects, self._ids = objects, tuple(map(id, objects))
-
-    def __hash__(self) -> int:
-        return hash(self._ids)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self._ids == other._ids
 
 
 def is_handle(value: Any) -> bool:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
+from collectives.algorithms.neighbors import Neighbors
 from collectives.buffers import arguments
 from collectives.buffers.arguments import Buffer
+from collectives.buffers.datatypes import Identity
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.buffers.memory import InPlace
 from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, OutOfRange
-from collectives.runtime.arguments.argument_keys import Identity
 from collectives.runtime.arguments.ops import Combiner, combine
 
 Blocks: TypeAlias = Mapping[int, int]
@@ -52,6 +53,11 @@ class Call(NamedTuple):
         The input is a copy of `target`, made at the start (alltoall in place).
     v_form
         Called by a method for blocks of any length, on all ranks.
+    typed
+        Called by a method with a datatype for each block, on all ranks.
+    neighbors
+        The neighbours with which a rank exchanges blocks, in place of all ranks. The blocks that it sends are numbered
+        first, then those that it receives.
     """
 
     collective: str
@@ -69,10 +75,15 @@ class Call(NamedTuple):
     copy_input: bool = False
     operation: MPI.Op | None = None
     v_form: bool = False
+    typed: bool = False
+    neighbors: Neighbors | None = None
 
     @property
     def nbytes(self) -> int:
         """Message size n of cost formulas in bytes: all blocks of a rank. Same on all ranks unless `local_counts`."""
+        if self.neighbors is not None:
+            sent = sum(self.lengths[block] for block in self.send_blocks)
+            return max(sent, sum(self.lengths) - sent)
         holders = isqrt(len(self.lengths)) if self.collective == "alltoall" else 1
         return sum(self.lengths) * self.unit.itemsize // holders
 
@@ -124,7 +135,7 @@ def _in_place_off_root(sendbuf: Any, root: int) -> InvalidArgument:
     return InvalidArgument(MPI.ERR_BUFFER, f"sendbuf: {name} is for the root, {root}, only")
 
 
-def _same_size(sent: int, received: int, what: str) -> None:
+def same_size(sent: int, received: int, what: str) -> None:
     if sent != received:
         raise InvalidArgument(MPI.ERR_COUNT, f"sendbuf holds {sent} bytes, but {what} holds {received}")
 
@@ -143,18 +154,21 @@ def _type(buffer: Buffer) -> str:
     return str(buffer.dtype) if buffer.dtype is not None else f"of {buffer.itemsize} bytes, a derived datatype"
 
 
-def _blocks(
-    spec: Any, size: int, name: str, v_form: bool, writable: bool = False
+def blocks_of(
+    spec: Any, size: int, name: str, v_form: bool, writable: bool = False, typed: bool = False
 ) -> tuple[Buffer, tuple[int, ...], Blocks]:
     """Parse buffer argument `name` of `size` blocks: buffer, block lengths and offsets (packed if staged), in bytes."""
     if not v_form:
         buffer = arguments.blocks(spec, size, name, writable)
         block = buffer.block * buffer.itemsize
         return buffer, (block,) * size, {rank: rank * block for rank in range(size)}
-    buffer = arguments.blocks_v(spec, size, name, writable)
-    assert buffer.counts is not None and buffer.displs is not None
-    lengths = tuple(count * buffer.itemsize for count in buffer.counts)
+    if typed:
+        buffer, lengths = arguments.blocks_w(spec, size, name, writable)
+    else:
+        buffer = arguments.blocks_v(spec, size, name, writable)
+        lengths = tuple(count * buffer.itemsize for count in buffer.counts or ())
     if buffer.contiguous:
+        assert buffer.displs is not None
         return buffer, lengths, {rank: displ * buffer.itemsize for rank, displ in enumerate(buffer.displs)}
     return buffer, lengths, dict(enumerate(accumulate(lengths[:-1], initial=0)))  # packed without gaps
 
@@ -238,12 +252,12 @@ def scatter(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int, v_form:
         lengths = _known_lengths(target.nbytes, rank, size, v_form)
         call = Call("scatter", lengths, BYTE, None, target, {}, {rank: 0}, root)
     else:
-        source, lengths, starts = _blocks(sendbuf, size, "sendbuf", v_form)
+        source, lengths, starts = blocks_of(sendbuf, size, "sendbuf", v_form)
         if is_in_place(recvbuf):
             call = Call("scatter", lengths, BYTE, source, source, starts, {rank: starts[rank]}, root)
         else:
             target = arguments.vector(recvbuf, "recvbuf", writable=True)
-            _same_size(lengths[rank], target.nbytes, "recvbuf, which takes one of its blocks,")
+            same_size(lengths[rank], target.nbytes, "recvbuf, which takes one of its blocks,")
             call = Call("scatter", lengths, BYTE, source, target, starts, {rank: 0}, root)
     return call._replace(local_counts=True, v_form=True) if v_form else call
 
@@ -262,12 +276,12 @@ def gather(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int, v_form: 
 
 
 def allgather(sendbuf: Any, recvbuf: Any, rank: int, size: int, v_form: bool = False) -> Call:
-    target, lengths, starts = _blocks(recvbuf, size, "recvbuf", v_form, writable=True)
+    target, lengths, starts = blocks_of(recvbuf, size, "recvbuf", v_form, writable=True)
     if is_in_place(sendbuf):
         source, send_blocks = target, {rank: starts[rank]}
     else:
         source, send_blocks = arguments.vector(sendbuf, "sendbuf"), {rank: 0}
-        _same_size(source.nbytes, lengths[rank], "its block of recvbuf")
+        same_size(source.nbytes, lengths[rank], "its block of recvbuf")
     return Call("allgather", lengths, BYTE, source, target, send_blocks, starts, v_form=v_form)
 
 
@@ -302,11 +316,14 @@ def _reduce_scatter(source: Buffer, target: Buffer, counts: tuple[int, ...], op:
     return _with_op(call._replace(separate_output=source is target), source, op)
 
 
-def alltoall(sendbuf: Any, recvbuf: Any, rank: int, size: int, v_form: bool = False) -> Call:
-    target, received, ends = _blocks(recvbuf, size, "recvbuf", v_form, writable=True)
+def alltoall(sendbuf: Any, recvbuf: Any, rank: int, size: int, v_form: bool = False, typed: bool = False) -> Call:
+    """Blocks of equal length, in a `v_form` of any length, and if `typed` of a datatype each."""
+    target, received, ends = blocks_of(recvbuf, size, "recvbuf", v_form, writable=True, typed=typed)
     in_place = is_in_place(sendbuf)
-    source, sent, starts = (target, received, ends) if in_place else _blocks(sendbuf, size, "sendbuf", v_form)
-    _same_size(sent[rank], received[rank], "its own block of recvbuf" if v_form else "a block of recvbuf")
+    source, sent, starts = (
+        (target, received, ends) if in_place else blocks_of(sendbuf, size, "sendbuf", v_form, typed=typed)
+    )
+    same_size(sent[rank], received[rank], "its own block of recvbuf" if v_form else "a block of recvbuf")
     lengths = list(sent) * size
     if v_form:  # only the lengths of this rank's blocks are known
         lengths = [0] * size**2
@@ -316,4 +333,4 @@ def alltoall(sendbuf: Any, recvbuf: Any, rank: int, size: int, v_form: bool = Fa
     recv_blocks = {peer * size + rank: end for peer, end in ends.items()}
     call = Call("alltoall", tuple(lengths), BYTE, source, target, send_blocks, recv_blocks)
     call = call._replace(source=None, copy_input=True) if in_place else call
-    return call._replace(local_counts=True, v_form=True) if v_form else call
+    return call._replace(local_counts=True, v_form=True, typed=typed) if v_form else call

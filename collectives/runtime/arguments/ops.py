@@ -32,9 +32,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.arguments import vector
-from collectives.buffers.datatypes import element_of, kind
+from collectives.buffers.datatypes import OwnedDatatype, element_of, kind
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.buffers.staging import OwnedDatatype, PackedStaging
+from collectives.buffers.staging import PackedStaging
 from collectives.errors import InvalidArgument, InvalidType
 
 Vector = np.ndarray
@@ -246,6 +246,12 @@ def _local(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | Non
     return partial(_dense if element.dense else _spread, op, datatype, element.itemsize)
 
 
+def _reduce_local(op: MPI.Op, source: Any, target: Any) -> None:
+    if op == MPI.OP_NULL:
+        raise InvalidArgument(MPI.ERR_OP, "op: freed before the end of a call that uses it")
+    op.Reduce_local(source, target)
+
+
 def _dense(
     op: MPI.Op, datatype: MPI.Datatype, size: int, left: Vector, right: Vector, out: Vector
 ) -> Callable[[], object]:
@@ -254,7 +260,7 @@ def _dense(
         return lambda: None
     at = MPI.Get_address(out)
     source = np.empty_like(left) if MPI.Get_address(left) == at else left
-    reduce = partial(op.Reduce_local, [source, n, datatype], [out, n, datatype])
+    reduce = partial(_reduce_local, op, [source, n, datatype], [out, n, datatype])
     if source is left and MPI.Get_address(right) == at:
         return reduce
 
@@ -288,7 +294,7 @@ def _spread(
     def run() -> None:
         first.store()
         second.store()
-        op.Reduce_local(*places)
+        _reduce_local(op, *places)
         result.load()
 
     return run

@@ -68,7 +68,7 @@ def build(
         binder.emit_all(first)
     else:
         binder.emit(*map(stepping, first))  # on the caller's
-    copies = work.copies(*zip(*chunks.unchanged())) if chunks.unchanged() else []
+    copies = work.copies(*chunks.unchanged()) if chunks.unchanged() else []
     begins = []
     for index, (steps, shape) in enumerate(zip(schedule, chunks.shapes, strict=True)):
         if steps:

@@ -1,7 +1,7 @@
 """Binding of a collective call: its schedule, chunk locations in memory, staging copies, and the resulting program."""
 
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -10,23 +10,26 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.catalog import blocks, build
+from collectives.algorithms.neighbors import exchange
 from collectives.buffers.arguments import Buffer
+from collectives.buffers.datatypes import Identity
 from collectives.buffers.device_memory import DeviceMemory
+from collectives.buffers.layouts import BufferRows
 from collectives.buffers.memory import view
 from collectives.buffers.staging import stage
 from collectives.engine.assembly import Instruction, MemoryOperand, Place
 from collectives.engine.instructions import SOURCE, TARGET, Kind
 from collectives.errors import InvalidArgument
-from collectives.runtime.arguments.argument_keys import Identity
 from collectives.runtime.arguments.call import Blocks, Call, staged
 from collectives.runtime.arguments.ops import OP_NAMES, Combiner, on_device
 from collectives.runtime.binding.binder import bind
 from collectives.runtime.binding.local_work import copy_array
-from collectives.runtime.binding.packing import Packing, is_packed
+from collectives.runtime.binding.packing import Packing, is_packed, rows_in_place
 from collectives.runtime.execution.program import Local, Program
-from collectives.runtime.execution.program_memory import ElementArray, ScratchMemory, Task
+from collectives.runtime.execution.program_memory import NO_ROWS, ElementArray, ScratchMemory, Task
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
+from collectives.schedule.steps import freeze
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.node.mailbox import MARKS, mark_of
@@ -41,7 +44,10 @@ LINE = 64
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
     """Task of this rank: schedule of the chosen algorithm, chunk lengths, and chunk locations in the call's buffers."""
-    schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments, nodes)
+    if call.neighbors is not None:
+        schedule = freeze(exchange(rank, call.neighbors, len(call.send_blocks)))
+    else:
+        schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments, nodes)
     itemsize = call.unit.itemsize
     memory = TARGET if call.in_place else SOURCE
     sent, received, parts = call.send_blocks, call.recv_blocks, choice.segments
@@ -73,6 +79,7 @@ class BufferEnds(NamedTuple):
     first: list[Local]
     last: list[Local]
     places: tuple[int, int] = (SOURCE, TARGET)
+    rows: Mapping[int, BufferRows] = NO_ROWS
 
 
 def span(call: Call, blocks: Blocks) -> int:
@@ -145,7 +152,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True)
 
     If it `relocates`, copies of buffers on the host are packed by instructions, from any place.
     """
-    packing = Packing()
+    packing, rows = Packing(), dict[int, BufferRows]()
     first, last = packing.first, packing.last
 
     def memory(buffer: Buffer | None, number: int, span: int, load: bool, store: bool) -> ElementArray:
@@ -153,6 +160,10 @@ def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True)
             return ElementArray((device or np).empty(0, call.unit), 0)
         if device is not None or not staged(buffer):
             return ElementArray((device.view if device else view)(buffer.address, span, call.unit), buffer.address)
+        in_place = rows_in_place(call, buffer) if relocates and device is None else None
+        if in_place is not None:
+            rows[number] = in_place
+            return ElementArray(np.empty(0, call.unit), buffer.address)
         if relocates and is_packed(buffer):
             host = packing.copy_of(buffer, number, load, store)
         else:
@@ -183,8 +194,9 @@ def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True)
         first.append(step if isinstance(step, Instruction) or device is None else device.working(step))
     else:
         source = memory(call.source, SOURCE, spans[0], bool(call.send_blocks), False)
-        target = memory(call.target, TARGET, spans[1], False, stores)
-    return BufferEnds(source, target, first, last, (packing.places[0], packing.places[1]))
+        keeps = call.neighbors is not None and -1 in call.neighbors.sources  # blocks that nobody sends
+        target = memory(call.target, TARGET, spans[1], keeps, stores)
+    return BufferEnds(source, target, first, last, (packing.places[0], packing.places[1]), rows)
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
@@ -213,7 +225,7 @@ def bind_call(
     device = None if isinstance(place, ScratchMemory) else place
     ends = buffer_ends(call, device)
     program = bind(
-        call_task(call, choice, rank, size, nodes),
+        call_task(call, choice, rank, size, nodes)._replace(rows=ends.rows),
         ends.source,
         ends.target,
         wire,
@@ -250,7 +262,11 @@ def is_bound_anew(call: Call, choice: AlgorithmChoice, most: float = inf) -> boo
     Staging copies of some buffers belong to the memory of one call, and packed ones may be longer than `most` bytes.
     """
     moves = choice.algorithm != NATIVE
-    kept = [moves and is_packed(buffer) and buffer.nbytes <= most for buffer in call.buffers if staged(buffer)]
+    kept = [
+        moves and (rows_in_place(call, buffer) is not None or (is_packed(buffer) and buffer.nbytes <= most))
+        for buffer in call.buffers
+        if staged(buffer)
+    ]
     return not all(kept)
 
 
@@ -259,7 +275,8 @@ def call_mark(call: Call, choice: AlgorithmChoice) -> int:
 
     By it a receiver detects messages of another call.
     """
-    nbytes = 0 if call.v_form and call.collective in ("scatter", "gather", "alltoall") else call.nbytes
+    unknown = call.collective in ("scatter", "gather", "alltoall") or call.neighbors is not None
+    nbytes = 0 if call.v_form and unknown else call.nbytes
     return mark_of(mark_without_length(call, choice), nbytes)  # in v-forms ranks know their own lengths only
 
 

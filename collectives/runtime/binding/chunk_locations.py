@@ -61,9 +61,10 @@ class ChunkLocations:
         self._location = dict(task.source)
         self.landing_length = max((shape.landing for shape in self.shapes), default=0)
 
-    def unchanged(self) -> list[tuple[MemorySpan, MemorySpan]]:
+    def unchanged(self) -> list[list[MemorySpan]]:
         """Source and target of the chunks that no step writes: they are copied while the first round is under way."""
-        return [(self._task.source[chunk], self._task.target[chunk]) for chunk in self._unchanged]
+        sides = (self._task.source, self._task.target) if self._unchanged else ()
+        return [self._placed(side[chunk] for chunk in self._unchanged) for side in sides]
 
     def copy_unchanged(self) -> None:
         """Record that the unchanged chunks are in the target: beside others there, they are sent in one piece."""
@@ -73,16 +74,28 @@ class ChunkLocations:
         return self._task.lengths[chunk % len(self._task.lengths)]
 
     def locations(self, chunks: Chunks) -> list[MemorySpan]:
-        return [self._location[chunk] for chunk in numbers(chunks)]
+        return self._placed(self._location[chunk] for chunk in numbers(chunks))
 
     def destinations(self, chunks: Chunks) -> list[MemorySpan]:
-        return [self._destination[chunk] for chunk in numbers(chunks)]
+        return self._placed(self._destination[chunk] for chunk in numbers(chunks))
+
+    def _placed(self, spans: Iterable[MemorySpan]) -> list[MemorySpan]:
+        """Spans in memory; those of a memory that has rows are of packed data."""
+        rows = self._task.rows
+        if not rows:
+            return list(spans)
+        places = []
+        for span in spans:
+            if span.memory not in rows:
+                places.append(span)
+            else:
+                places += (MemorySpan(span.memory, *part) for part in rows[span.memory].parts(span.start, span.stop))
+        return places
 
     def write(self, chunks: Chunks) -> list[MemorySpan]:
         """Record that a step writes these chunks: move them to their destinations, and return the destinations."""
-        destinations = self.destinations(chunks)
-        self._location.update(zip(numbers(chunks), destinations, strict=True))
-        return destinations
+        self._location.update((chunk, self._destination[chunk]) for chunk in numbers(chunks))
+        return self.destinations(chunks)
 
     def nbytes(self, chunks: Chunks) -> int:
         return sum(map(self._length, numbers(chunks))) * self._task.itemsize

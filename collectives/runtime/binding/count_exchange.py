@@ -44,6 +44,8 @@ class CountExchange(NamedTuple):
 
 def needs_counts(call: Call, choice: AlgorithmChoice) -> bool:
     """True if the algorithm makes ranks forward blocks whose lengths they do not know."""
+    if call.neighbors is not None:
+        return False
     return call.local_counts and choice.algorithm != NATIVE and not find(call.collective, choice.algorithm).private
 
 

@@ -21,6 +21,7 @@ from collectives.runtime.execution.program import Program, call_rounds
 from collectives.runtime.execution.program_memory import ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form
+from collectives.transport.memory.shared_heap import MOST
 from collectives.transport.node.shm import NodeAwareTransport
 from collectives.transport.wire import Wire
 
@@ -67,6 +68,8 @@ class ProgramBuilder:
         With `any_algorithm` the kernels of a GPU that all ranks share, or the copies of a rank that is alone, may take
         the place of the chosen one.
         """
+        if call.neighbors is not None or call.typed:
+            return call, None
         if self._size == 1:
             return self._alone_on_device(call) if any_algorithm or choice.algorithm != NATIVE else (call, None)
         in_cells = self._transports.fits_cells(channel, call.unit.itemsize) and not needs_counts(call, choice)
@@ -95,6 +98,8 @@ class ProgramBuilder:
         node, streamed = self._transports.node, 0
         if node is not None and not shared and not (self._async_progress and form != BLOCKING):
             streamed = node.streamed if MEANINGS[call.collective].rooted else node.streamed_both_ways
+            if call.typed:  # through bounce buffers, from and to the rows of the datatypes
+                streamed = MOST - 1
             if call.combine is not None and (call.collective != "exscan" or self._size > 2):  # that only copies
                 streamed = node.streamed_reduced
         mark = call_binding.call_mark(call, choice)
@@ -138,8 +143,9 @@ class ProgramBuilder:
         if device is not None and self._size == 1:
             return _own_blocks_program(call, device, self._transports.wire(form, 0, None), first)
         if choice.algorithm == NATIVE:
-            source, target, loading, storing, _ = call_binding.buffer_ends(call, None, relocates=False)
-            return native.program(self._comm, call, form, source.array, target.array, [*first, *loading], storing)
+            ends = call_binding.buffer_ends(call, None, relocates=False)
+            arrays = ends.source.array, ends.target.array
+            return native.program(self._comm, call, form, *arrays, [*first, *ends.first], ends.last)
         exchanges = needs_counts(call, choice)
         wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
         rank, size = self._rank, self._size

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.buffers.layouts import BufferRows
 from collectives.engine.instructions import LINE
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
+
+NO_ROWS: Mapping[int, BufferRows] = MappingProxyType({})
 
 
 class Task(NamedTuple):
@@ -18,7 +22,8 @@ class Task(NamedTuple):
 
     `source` and `target` are the initial locations of the rank's chunks and the final locations of its results.
     Messages longer than `segment` bytes, the same on all ranks, are cut, so that one segment is reduced while the next
-    arrives, and few are in the network at once; 0: never cut.
+    arrives, and few are in the network at once; 0: never cut. In a memory with `rows`, spans are of the packed
+    data, of which rows lie apart.
     """
 
     schedule: Schedule
@@ -27,6 +32,7 @@ class Task(NamedTuple):
     target: Mapping[int, MemorySpan]
     itemsize: int
     segment: int = 0
+    rows: Mapping[int, BufferRows] = NO_ROWS
 
 
 class Scale(NamedTuple):

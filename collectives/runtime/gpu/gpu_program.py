@@ -50,6 +50,8 @@ def kernel_form(call: Call) -> ReductionType | None:
 
 def suits_kernels(call: Call) -> bool:
     """True if the kernels can run a call on device memory, whose blocks all have known lengths."""
+    if call.neighbors is not None or call.typed:
+        return False
     dense = bool(call.buffers) and all(buffer.device and buffer.contiguous for buffer in call.buffers)
     return dense and (call.combine is None or kernel_form(call) is not None)
 

@@ -5,7 +5,7 @@ wrapper that forwards ``*args`` would cost a tenth of that.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from textwrap import fill, indent
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime.arguments import call as calls
+from collectives.runtime.arguments import neighbor_calls
 from collectives.runtime.requests.native_requests import ended_request
 from collectives.runtime.requests.request import Request
 from collectives.transport.waits import Deadline
@@ -24,7 +25,7 @@ FORMS = ("blocking", "non-blocking", "persistent")
 class Declaration(NamedTuple):
     """One collective: `describe` validates the arguments of mpi4py's method `name` and returns the `Call`.
 
-    `v_form`: for blocks of any length.
+    `v_form`: for blocks of any length; `typed`: each of a datatype.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Declaration(NamedTuple):
     summary: str
     buffers: tuple[str, ...] = ()
     v_form: bool = False
+    typed: bool = False
 
 
 _IN_PLACE = "or ``MPI.IN_PLACE`` on all ranks, whose {} are then in `recvbuf`."
@@ -43,6 +45,11 @@ _ROOT_IN_PLACE = "``MPI.IN_PLACE`` at the root, whose {} is then in `recvbuf`."
 _ANY_LENGTH = """`{}` of blocks of any length.
 
 A buffer of several blocks is ``[array, counts]``, ``[array, counts, displs, type]`` and so on."""
+
+_TYPED = """`{}` of blocks that have a datatype each.
+
+A buffer is ``[array, counts, displs, datatypes]`` or ``[array, (counts, displs), datatypes]``, with
+displacements in bytes, or ``[array, datatypes]`` for one element in each block."""
 
 DECLARATIONS = (
     Declaration("Barrier", calls.barrier, "Return once all ranks have entered the barrier."),
@@ -115,6 +122,7 @@ DECLARATIONS = (
             *(("Allgather", calls.allgather), ("Alltoall", calls.alltoall)),
         )
     ),
+    Declaration("Alltoallw", calls.alltoall, _TYPED.format("Alltoall"), v_form=True, typed=True),
     Declaration(
         "Scan",
         calls.scan,
@@ -128,6 +136,38 @@ DECLARATIONS = (
         (_OWN_OPERANDS, _SAME),
     ),
 )
+
+_BLOCKS = "One block for each {}, in the order of the topology."
+
+NEIGHBOR_DECLARATIONS = (
+    Declaration(
+        "Neighbor_allgather",
+        neighbor_calls.neighbor_allgather,
+        "Send one block to all destinations in the topology, receive one of each source; blocks of equal length.",
+        ("One block.", _BLOCKS.format("source")),
+    ),
+    Declaration(
+        "Neighbor_alltoall",
+        neighbor_calls.neighbor_alltoall,
+        "Send a block to each destination in the topology, receive one of each source; blocks of equal length.",
+        (_BLOCKS.format("destination"), _BLOCKS.format("source")),
+    ),
+    *(
+        Declaration(f"Neighbor_{name}v", describe, _ANY_LENGTH.format(f"Neighbor_{name}"), v_form=True)
+        for name, describe in (
+            ("allgather", neighbor_calls.neighbor_allgather),
+            ("alltoall", neighbor_calls.neighbor_alltoall),
+        )
+    ),
+    Declaration(
+        "Neighbor_alltoallw",
+        neighbor_calls.neighbor_alltoall,
+        _TYPED.format("Neighbor_alltoall"),
+        v_form=True,
+        typed=True,
+    ),
+)
+"""Collectives of communicators that have a topology."""
 
 _KEYWORDS = ("*", 'algorithm: str = "auto"', "segments: int | None = None")
 
@@ -146,6 +186,7 @@ _DOCUMENTED = {
 _FROM_COMMUNICATOR = {
     "rank": "self._rank",
     "size": "self._size",
+    "neighbors": "self._neighbors",
     "recvcounts": "self._counts(sendbuf, recvbuf, recvcounts)",
 }
 """Arguments of `Declaration.describe` that the communicator adds."""
@@ -156,9 +197,9 @@ def method_name(name: str, form: str) -> str:
     return {"blocking": name, "non-blocking": f"I{name.lower()}", "persistent": f"{name}_init"}[form]
 
 
-def add_methods(owner: type) -> None:
-    """Add the methods of all collectives in all forms to a class."""
-    for declaration, form in product(DECLARATIONS, FORMS):
+def add_methods(owner: type, declarations: Sequence[Declaration]) -> None:
+    """Add the methods of collectives in all forms to a class."""
+    for declaration, form in product(declarations, FORMS):
         # The file name marks the frame as one of this package, for `desync_check.caller`.
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
         scope: dict[str, Any] = {"describe": declaration.describe}
@@ -174,7 +215,7 @@ def add_methods(owner: type) -> None:
 
 def _source(declaration: Declaration, form: str) -> str:
     names = _arguments(declaration)
-    values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form)}
+    values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form), "typed": repr(declaration.typed)}
     planner = "self._open_planner()"
     call = f"describe({', '.join(values.get(name, name) for name in _parameters(declaration.describe))})"
     if form == "persistent":
@@ -215,7 +256,8 @@ def _source(declaration: Declaration, form: str) -> str:
 
 def _arguments(declaration: Declaration) -> list[str]:
     """Names of the arguments of mpi4py's method for the collective."""
-    return [name for name in _parameters(declaration.describe) if name not in ("rank", "size", "v_form")]
+    added = {"rank", "size", "neighbors", "v_form", "typed"}
+    return [name for name in _parameters(declaration.describe) if name not in added]
 
 
 @cache

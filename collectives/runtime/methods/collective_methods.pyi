@@ -581,6 +581,42 @@ class CollectiveMethods(Inherited):
     ) -> Request:
         """Create a persistent request for `Alltoallv`."""
 
+    def Alltoallw(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """`Alltoall` of blocks that have a datatype each.
+
+        A buffer is ``[array, counts, displs, datatypes]`` or ``[array, (counts, displs), datatypes]``, with
+        displacements in bytes, or ``[array, datatypes]`` for one element in each block.
+        """
+
+    def Ialltoallw(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Start `Alltoallw`."""
+
+    def Alltoallw_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Create a persistent request for `Alltoallw`."""
+
     def Scan(
         self,
         sendbuf: Any,
@@ -670,3 +706,192 @@ class CollectiveMethods(Inherited):
         segments: int | None = None,
     ) -> Request:
         """Create a persistent request for `Exscan`."""
+
+class NeighborMethods(Inherited):
+    """Collectives of neighbours in a topology, each as a blocking, a non-blocking and a persistent method."""
+
+    def Neighbor_allgather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Send one block to all destinations in the topology, receive one of each source; blocks of equal length.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            One block.
+        recvbuf : buffer
+            One block for each source, in the order of the topology.
+        """
+
+    def Ineighbor_allgather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Start `Neighbor_allgather`."""
+
+    def Neighbor_allgather_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Create a persistent request for `Neighbor_allgather`."""
+
+    def Neighbor_alltoall(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Send a block to each destination in the topology, receive one of each source; blocks of equal length.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            One block for each destination, in the order of the topology.
+        recvbuf : buffer
+            One block for each source, in the order of the topology.
+        """
+
+    def Ineighbor_alltoall(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Start `Neighbor_alltoall`."""
+
+    def Neighbor_alltoall_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Create a persistent request for `Neighbor_alltoall`."""
+
+    def Neighbor_allgatherv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """`Neighbor_allgather` of blocks of any length.
+
+        A buffer of several blocks is ``[array, counts]``, ``[array, counts, displs, type]`` and so on.
+        """
+
+    def Ineighbor_allgatherv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Start `Neighbor_allgatherv`."""
+
+    def Neighbor_allgatherv_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Create a persistent request for `Neighbor_allgatherv`."""
+
+    def Neighbor_alltoallv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """`Neighbor_alltoall` of blocks of any length.
+
+        A buffer of several blocks is ``[array, counts]``, ``[array, counts, displs, type]`` and so on.
+        """
+
+    def Ineighbor_alltoallv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Start `Neighbor_alltoallv`."""
+
+    def Neighbor_alltoallv_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Create a persistent request for `Neighbor_alltoallv`."""
+
+    def Neighbor_alltoallw(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """`Neighbor_alltoall` of blocks that have a datatype each.
+
+        A buffer is ``[array, counts, displs, datatypes]`` or ``[array, (counts, displs), datatypes]``, with
+        displacements in bytes, or ``[array, datatypes]`` for one element in each block.
+        """
+
+    def Ineighbor_alltoallw(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Start `Neighbor_alltoallw`."""
+
+    def Neighbor_alltoallw_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Create a persistent request for `Neighbor_alltoallw`."""

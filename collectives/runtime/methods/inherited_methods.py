@@ -32,10 +32,7 @@ _EXCHANGES = ("Sendrecv", "sendrecv")
 
 _PROBES = ("Probe", "Mprobe", "probe", "mprobe")
 
-_WITH_THREAD = (
-    *("Alltoallw", "Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent", "Cart_map"),
-    *("Graph_map", "Create_intercomm", "Spawn", "Spawn_multiple", "Accept", "Connect"),
-)
+_WITH_THREAD = (*("Cart_map", "Graph_map", "Create_intercomm", "Spawn", "Spawn_multiple", "Accept", "Connect"),)
 
 _AFTER_BARRIER = ("reduce", "allreduce", "scan", "exscan")
 
@@ -46,9 +43,9 @@ class Inherited(MPI.Intracomm):
     _threads = True
     """All ranks may progress other operations in a thread while they wait inside MPI."""
 
-    def __new__(cls, comm: MPI.Intracomm | None = None, **_: Any) -> Self:
-        """Create mpi4py's object without the keywords of `Communicator`, which it does not accept."""
-        return super().__new__(cls, comm)
+    def __new__(cls, comm: MPI.Intracomm | None = None, *_: Any, **__: Any) -> Self:
+        """Create mpi4py's object without further arguments of `__init__`, which it does not accept."""
+        return MPI.Intracomm.__new__(cls, comm)
 
     def _accompany(self, call: Callable[[], Result], after_barrier: bool = False) -> Result:
         """Run a collective of mpi4py and return its result, with progress of active requests.

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from collectives.algorithms.neighbors import Neighbors
 from collectives.errors import InvalidArgument
-from collectives.runtime.methods.collective_methods import CollectiveMethods
+from collectives.runtime.methods.collective_methods import CollectiveMethods, NeighborMethods
 
 FRAME, HEAD = 512, 8
 """Bytes of the first message of an object, and of its length in there: short objects take one message."""
@@ -44,7 +45,7 @@ class _Packed:
 
     @classmethod
     def each(cls, values: Any, count: int) -> list["_Packed"]:
-        """`count` values, packed; the same error in place of each if there are not so many."""
+        """`count` values, packed; the same error in place of each, and of at least one, if there are not so many."""
         try:
             found = list(values)
             if len(found) != count:
@@ -52,7 +53,7 @@ class _Packed:
         except Exception as error:
             failed = cls(None)
             failed._fail(error)
-            return [failed] * count
+            return [failed] * max(1, count)
         return [cls(value) for value in found]
 
     def array(self) -> np.ndarray:
@@ -75,11 +76,15 @@ def _object(name: str, sender: int, length: int, data: bytes | memoryview) -> An
     return MPI.pickle.loads(data)
 
 
-def _unpacked(name: str, lengths: Sequence[int], data: memoryview) -> list[Any]:
-    """Objects of all ranks, whose bytes follow one another in `data`; raises the error of the first."""
+def _unpacked(name: str, lengths: Sequence[int], data: memoryview, senders: Sequence[int] | None = None) -> list[Any]:
+    """Objects of all ranks, or of `senders`, whose bytes follow one another in `data`; raises the error of the first.
+
+    None of a sender that does not exist, of which there are no bytes.
+    """
     ends = accumulate(map(_nbytes, lengths), initial=0)
     parts = [data[start:end] for start, end in pairwise(ends)]
-    return [_object(name, *found) for found in zip(range(len(lengths)), lengths, parts)]
+    found = zip(range(len(lengths)) if senders is None else senders, lengths, parts)
+    return [_object(name, *each) if each[1] else None for each in found]
 
 
 def _framed(name: str, lengths: Sequence[int], frames: memoryview) -> list[Any]:
@@ -127,8 +132,7 @@ class ObjectMethods(CollectiveMethods):
         lengths, data = np.empty(self.Get_size() if is_root else 0, LENGTH), None
         self.Gather(np.array([packed.length], LENGTH), lengths, root)
         if is_root:
-            counts = [_nbytes(length) for length in lengths.tolist()]
-            data = np.empty(sum(counts), np.uint8)
+            data, counts = _room(lengths)
         self.Gatherv(packed.array(), None if data is None else [data, counts], root)
         _raised(packed)
         return None if data is None else _unpacked("gather", lengths.tolist(), data.data)
@@ -152,8 +156,7 @@ class ObjectMethods(CollectiveMethods):
         if max(lengths) <= FRAME - HEAD > -min(lengths):
             _raised(packed)
             return _framed("allgather", lengths, frames.data)
-        counts = [_nbytes(length) for length in lengths]
-        data = np.empty(sum(counts), np.uint8)
+        data, counts = _room(np.array(lengths))
         self.Allgatherv(packed.array(), [data, counts])
         _raised(packed)
         return _unpacked("allgather", lengths, data.data)
@@ -163,11 +166,42 @@ class ObjectMethods(CollectiveMethods):
         packed = _Packed.each(sendobj, self.Get_size())
         lengths = np.empty(self.Get_size(), LENGTH)
         self.Alltoall(np.array([one.length for one in packed], LENGTH), lengths)
-        counts = [_nbytes(length) for length in lengths.tolist()]
-        data = np.empty(sum(counts), np.uint8)
+        data, counts = _room(lengths)
         self.Alltoallv(_joined(packed), [data, counts])
         _raised(*packed)
         return _unpacked("alltoall", lengths.tolist(), data.data)
+
+
+class NeighborObjectMethods(NeighborMethods):
+    """Collectives of neighbours in a topology, of objects too, with the arguments and results of mpi4py's."""
+
+    _neighbors: Neighbors
+
+    def neighbor_allgather(self, sendobj: Any) -> list[Any]:
+        """The objects of all sources, as a list; None of a source that does not exist. Collective."""
+        packed = _Packed(sendobj)
+        lengths = np.zeros(len(self._neighbors.sources), LENGTH)
+        self.Neighbor_allgather(np.array([packed.length], LENGTH), lengths)
+        data, counts = _room(lengths)
+        self.Neighbor_allgatherv(packed.array(), [data, counts])
+        _raised(packed)
+        return _unpacked("neighbor_allgather", lengths.tolist(), data.data, self._neighbors.sources)
+
+    def neighbor_alltoall(self, sendobj: Any) -> list[Any]:
+        """The objects of all sources, as a list; `sendobj` has one for each destination. Collective."""
+        packed = _Packed.each(sendobj, len(self._neighbors.destinations))
+        lengths = np.zeros(len(self._neighbors.sources), LENGTH)
+        self.Neighbor_alltoall(np.array([one.length for one in packed], LENGTH), lengths)
+        data, counts = _room(lengths)
+        self.Neighbor_alltoallv(_joined(packed), [data, counts])
+        _raised(*packed)
+        return _unpacked("neighbor_alltoall", lengths.tolist(), data.data, self._neighbors.sources)
+
+
+def _room(lengths: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Memory for objects of these lengths, and their bytes."""
+    counts = [_nbytes(length) for length in lengths.tolist()]
+    return np.empty(sum(counts), np.uint8), counts
 
 
 def _joined(packed: list[_Packed]) -> list[Any]:

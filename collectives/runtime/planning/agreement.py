@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import InvalidArgument, InvalidInput, InvalidType
+from collectives.errors import InvalidArgument, InvalidInput, InvalidType, OutOfMemory
 from collectives.runtime.arguments.call import Call, staged
 from collectives.runtime.binding.call_binding import buffer_spans
 from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.requests.program_end import open_communicators
 from collectives.selection.select import forwards_data
 from collectives.selection.timing_table import TimingTable
 from collectives.transport.node.mailbox import NodeMemory
@@ -20,6 +22,9 @@ from collectives.transport.node.mailbox_layout import CHANNELS, NONBLOCKING
 from collectives.transport.waits import seconds_of
 
 Value = TypeVar("Value")
+
+MANY = 100
+"""Open communicators from which on an error of the MPI may be due to their number."""
 
 
 def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Value]:
@@ -34,10 +39,25 @@ def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Va
 
 def without_attributes(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Duplicate a communicator, but not its attributes: users see how often these are copied. Collective."""
+    if comm.Get_topology() != MPI.UNDEFINED:  # MPICH 5.0 gives a grid of some of the ranks the group of all
+        return MPI.Intracomm(MPI.Intracomm.Split(comm, 0, comm.Get_rank()))
     group = comm.Get_group()
     duplicate = MPI.Intracomm(MPI.Intracomm.Create(comm, group))
     group.Free()
     return duplicate
+
+
+@contextmanager
+def counting_communicators() -> Iterator[None]:
+    """Add to an error of the MPI that there are many communicators, of which each takes two of its contexts."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if isinstance(error, InvalidInput) or len(open_communicators) < MANY:
+            raise
+        text = f"{len(open_communicators)} communicators are open, and each takes 2 of the contexts that the MPI has"
+        found = f"{error.Get_error_string()}: {text}; Free() or close() those that are no longer used"
+        raise OutOfMemory(error.Get_error_class(), found) from error
 
 
 def common(comm: MPI.Intracomm, bits: int) -> int:

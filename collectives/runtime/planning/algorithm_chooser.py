@@ -18,6 +18,9 @@ from collectives.selection.expected_time import MeasuredSpeed, TimedCall, expect
 from collectives.selection.select import CallTraits, Selection, Selector, catalog_name, has_local_counts
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form, TimingTable
 
+NEIGHBORS = "neighbors"
+"""The algorithm of collectives among the neighbours in a topology."""
+
 
 class AlgorithmChooser:
     """Chooses algorithm and segments of each call on a communicator, by a table of times or the speed of messages.
@@ -39,6 +42,10 @@ class AlgorithmChooser:
         self, call: Call, algorithm: Any, segments: Any, form: Form, memory: MemoryVisibility = UNKNOWN
     ) -> AlgorithmChoice:
         """Validate `algorithm` and `segments` and return the choice: without communication, but equal on all ranks."""
+        if call.neighbors is not None:
+            if algorithm not in ("auto", NEIGHBORS):
+                raise InvalidArgument(MPI.ERR_ARG, f"algorithm: expected 'auto' or {NEIGHBORS!r}, found {algorithm!r}")
+            return AlgorithmChoice(NEIGHBORS)
         if algorithm == "auto":
             may_native = self._native and segments is None and native.refusal(call, form) is None
             traits = CallTraits(

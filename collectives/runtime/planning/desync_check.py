@@ -64,7 +64,7 @@ def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[st
     facts["algorithm"], facts["segments"] = choice
     if choice.algorithm == NATIVE and form == "blocking":  # the MPI's collectives of other forms do not match
         facts["timeout"] = "given" if has_deadline() else "none"
-    lengths = list(call.lengths) if call.local_counts else []
+    lengths = list(call.lengths) if call.local_counts and call.neighbors is None else []
     return {"facts": facts, "where": caller(), "rank": rank, "lengths": lengths}
 
 

@@ -45,7 +45,7 @@ def close_all() -> None:
     """Release all communicators at exit, so that MPI reports no leaks; not if the job is aborted after an exception."""
     progress_thread.end()
     free_unused_handles()
-    if MPI.Is_finalized() or (_has_peers() and _aborts()):
+    if MPI.Is_finalized() or not MPI.Is_initialized() or (_has_peers() and _aborts()):
         _note_end()
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):

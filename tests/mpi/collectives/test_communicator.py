@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator
+from collectives import Communicator, communicator
+from collectives.runtime.planning import agreement
 from collectives.transport import waits
 from collectives.transport.node import placement
 
@@ -27,6 +28,8 @@ MAKERS = {
     "Create": lambda c: c.Create(c.Get_group()),
     "Create_group": lambda c: c.Create_group(c.Get_group()),
     "constructor": lambda c: Communicator(MPI.Intracomm(c).Dup()),
+    "mpi4py's Dup": MPI.Comm.Dup,
+    "mpi4py's Clone": MPI.Comm.Clone,
 }
 
 
@@ -49,6 +52,65 @@ def test_what_it_makes_is_one_too(comm, name):
     made.Free()
     assert made == MPI.COMM_NULL
     works(comm)
+
+
+@pytest.mark.parametrize("first", ["_rank", "Iallreduce", "Allreduce_init", "Dup", "empty", "allgather", "timeout"])
+def test_one_made_by_mpi4py_s_class_is_finished_on_its_first_use(comm, first):
+    uses = {
+        "_rank": lambda made: made._rank,
+        "Iallreduce": lambda made: made.Iallreduce(np.ones(2), np.zeros(2)).Wait(),
+        "Allreduce_init": lambda made: made.Allreduce_init(np.ones(2), np.zeros(2)).Free(),
+        "Dup": lambda made: made.Dup().Free(),
+        "empty": lambda made: made.empty(3),
+        "allgather": lambda made: made.allgather(None),
+        "timeout": lambda made: made.Barrier(timeout=60),
+    }
+    made = MPI.Intracomm.Dup(comm)
+    assert type(made) is Communicator and not hasattr(made, "not_there")
+    uses[first](made)
+    works(made)
+    made.Free()
+    with pytest.raises(ValueError, match="was freed"):
+        made.Barrier()
+
+
+def test_classes_with_a_constructor_of_their_own(comm):
+    class Named(Communicator):
+        def __init__(self, comm, name):
+            super().__init__(comm)
+            self.title = name
+
+    class Picky(Named):
+        def __new__(cls, comm, name):
+            return super().__new__(cls, comm)
+
+    for kind in (Named, Picky):
+        named = kind(comm, "first")
+        works(named)
+        for made in (named.Dup(), named.Split(0), named.Create_group(named.Get_group())):
+            assert type(made) is kind and not hasattr(made, "title")
+            works(made)
+            made.Free()
+        named.close()
+
+
+def test_the_error_at_the_limit_of_communicators_names_it(comm, monkeypatch):
+    def refuse(*_):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    monkeypatch.setattr(agreement, "MANY", 0)
+    monkeypatch.setattr(communicator, "without_attributes", refuse)
+    for make in (comm.Dup, lambda: Communicator(comm)):
+        with pytest.raises(MemoryError, match=r"communicators are open, and each takes 2 .* Free\(\) or close\(\)"):
+            make()
+    monkeypatch.undo()
+    works(comm)
+
+
+def test_a_session_without_mpi_is_refused(world, monkeypatch):
+    monkeypatch.setattr(MPI, "Is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="of a session, but MPI is not initialized"):
+        Communicator(world)
 
 
 def test_ranks_of_a_split_are_ordered_by_key(comm):

@@ -6,8 +6,8 @@ from mpi4py import MPI
 from support.engines import find, use_interpreter
 
 from collectives import Communicator
-from collectives.buffers import staging
 from collectives.engine.extension import available
+from collectives.runtime.binding import packing
 from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 N = 12
@@ -64,7 +64,7 @@ def own(request, world, monkeypatch):
 
 @pytest.fixture(params=[1024, 1], ids=["copied", "packed by MPI"])
 def runs(request, monkeypatch):
-    monkeypatch.setattr(staging, "MOST_RUNS", request.param)
+    monkeypatch.setattr(packing, "MOST_RUNS", request.param)
 
 
 def combining(ufunc):

@@ -155,7 +155,7 @@ OF_THE_MPI = {
     "bcast of the plain communicator": (lambda c: MPI.Intracomm(c), lambda c, plain: plain.bcast(1, c.size - 1)),
     "a window": (lambda c: MPI.Win.Create(np.zeros(1), comm=c), fence),
     "a new window": (lambda c: None, lambda c, _: MPI.Win.Allocate(8, comm=c).Free()),
-    "neighbours": (lambda c: c.Create_cart([c.size], [True]), neighbours),
+    "neighbours": (lambda c: c.plain.Create_cart([c.size], [True]), neighbours),
 }
 
 

@@ -12,7 +12,15 @@ import pytest
 
 from collectives import Communicator
 from collectives.runtime.methods import collective_methods
-from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, documentation, method_name, signature
+from collectives.runtime.methods.collective_forms import (
+    DECLARATIONS,
+    FORMS,
+    NEIGHBOR_DECLARATIONS,
+    documentation,
+    method_name,
+    signature,
+)
+from collectives.topologies import CartCommunicator
 
 STUB = Path(collective_methods.__file__).with_suffix(".pyi")
 
@@ -26,15 +34,18 @@ from mpi4py import MPI
 
 from collectives.runtime.methods.inherited_methods import Inherited
 from collectives.runtime.requests.request import Request
-
-class CollectiveMethods(Inherited):
-    \"""Collectives on arrays, each as a blocking, a non-blocking and a persistent method.\"""
 """
+
+OWNERS = {collective_methods.CollectiveMethods: DECLARATIONS, collective_methods.NeighborMethods: NEIGHBOR_DECLARATIONS}
 
 
 def stub():
-    lines = [HEADING]
-    for declaration in DECLARATIONS:
+    return HEADING + "".join(f"\n{stub_of(owner, declared)}" for owner, declared in OWNERS.items())
+
+
+def stub_of(owner, declarations):
+    lines = [f"class {owner.__name__}(Inherited):", f'    """{owner.__doc__}"""', ""]
+    for declaration in declarations:
         for form in FORMS:
             lines += [f"    def {method_name(declaration.name, form)}("]
             lines += [f"        {part}," for part in signature(declaration, form)]
@@ -51,11 +62,11 @@ def test_the_stub_is_up_to_date():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_signatures_and_docstrings_of_the_stub_are_those_of_the_methods(form):
-    (owner,) = (node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ClassDef))
-    written = {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
-    for declaration in DECLARATIONS:
+    owners = (node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ClassDef))
+    written = {node.name: node for owner in owners for node in owner.body if isinstance(node, ast.FunctionDef)}
+    for declaration in (*DECLARATIONS, *NEIGHBOR_DECLARATIONS):
         name = method_name(declaration.name, form)
-        method = getattr(Communicator, name)
+        method = getattr(CartCommunicator, name)
         arguments = written[name].args
         assert list(inspect.signature(method).parameters) == [a.arg for a in arguments.args + arguments.kwonlyargs]
         assert inspect.getdoc(method) == ast.get_docstring(written[name])

@@ -214,6 +214,14 @@ def test_user_operation_on_padded_pairs():
     op.Free()
 
 
+def test_an_operation_freed_before_the_end_of_its_call_is_named():
+    op = affine(np.dtype("d"))
+    run = combine(op, np.dtype("d"), MPI.DOUBLE).bind(np.ones(2), np.ones(2), np.zeros(2))
+    op.Free()
+    with pytest.raises(InvalidArgument, match="op: freed before the end of a call that uses it"):
+        run()
+
+
 @pytest.mark.parametrize("op", [MPI.SUM, MPI.MAXLOC, MPI.REPLACE, "user"])
 def test_empty(op):
     user = op == "user"

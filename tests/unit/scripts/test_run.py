@@ -132,6 +132,16 @@ def test_a_profile_names_the_late_rank_and_its_line(tmp_path, late):
     assert len(spans) == sum(line["calls"] for line in found["lines"])
 
 
+def test_a_profile_has_the_exchanges_of_neighbours(tmp_path):
+    text = "from mpi4py import MPI\nimport numpy as np\ngrid = MPI.COMM_WORLD.Create_cart([2])\n"
+    text += "found = np.zeros((2, 8))\nfor _ in range(20): grid.Neighbor_alltoall(np.ones((2, 8)), found)\n"
+    output, status = run(2, "--profile", "--profile-files", tmp_path / "found", "-c", text)
+    assert status == 0
+    (line,) = json.loads((tmp_path / "found.json").read_text())["lines"]
+    assert (line["collective"], line["algorithm"], line["calls"]) == ("alltoall", "neighbors", 40)
+    assert line["of_native"] > 0 and "alltoall (neighbors)" in output
+
+
 def test_an_exception_of_one_rank_ends_all_with_its_own_lines():
     text = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank: raise KeyError('mine')\nMPI.COMM_WORLD.Barrier()"
     output, status = run(2, "-c", text)
