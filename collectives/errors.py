@@ -97,5 +97,5 @@ class PeerLeft(InvalidInput, ConnectionError):
     """Wait for a rank that has left the program: by an exception, `sys.exit` or its end, and will make no call."""
 
 
-class PeerFailed(InvalidInput, ConnectionError):
-    """Wait for a rank whose process has died."""
+class PeerFailed(InvalidInput, ConnectionResetError):
+    """Wait for a rank whose process has died. A ConnectionResetError, as of a socket."""

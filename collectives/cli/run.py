@@ -29,8 +29,10 @@ from types import TracebackType
 from mpi4py import MPI
 
 from collectives.cli.arguments import expect_writable
+from collectives.cli.faults import fault, inject
 from collectives.cli.launcher import LauncherParser
 from collectives.communicator import PREDEFINED, Communicator
+from collectives.runtime.requests.program_end import note_end
 
 FORMS = "program.py | -m module | -c text"
 
@@ -43,7 +45,7 @@ def program_at(words: Sequence[str]) -> int:
     """
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-c"):
-        at += 2 if words[at] == "--profile-files" else 1
+        at += 2 if words[at] in ("--profile-files", "--fault") else 1
     return min(at, len(words))
 
 
@@ -56,6 +58,7 @@ def parse(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--profile-files", type=Path, metavar="PREFIX", default=Path("out/profile"), help="default out/profile"
     )
+    parser.add_argument("--fault", type=fault, metavar="KIND@RANK:CALL", help="inject a fault, as chorus drill does")
     parser.add_argument("program", nargs=REMAINDER, metavar=FORMS, help="and its arguments")
     at = program_at(words)
     if any(word.startswith("-n") for word in words[:at]):
@@ -130,6 +133,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the program of the command line; exits with its status, and ends all ranks after an exception."""
     options = parse(words)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a program of its own
+    if options.fault is not None:
+        inject(options.fault)
     install()
     profile = None
     if options.profile:
@@ -144,6 +149,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except BaseException as error:
         error.__traceback__ = of_program(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
+        note_end(error)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         PREDEFINED["COMM_WORLD"].Abort(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)

@@ -220,7 +220,7 @@ class CallState(IntEnum):
     IS_ACTIVE = 0  # the call has started
     HAS_ENDED = 1
     HAS_FAILED = 2
-    WAS_LEFT = 3  # its program was started again before the call had ended
+    WAS_LEFT = 3  # before its end, by an error or Ctrl-C, or by another call of the same program
 
 
 CALL_RECORD = np.dtype(
@@ -234,7 +234,7 @@ CALL_RECORD = np.dtype(
         ("channel", "i4"),  # of the communicator's mailboxes; -1: without
         ("root", "i4"),  # -1: none
         ("round", "i4"),  # that the call waits for if it waits long, else -1
-        ("peer", "i4"),  # the same: the rank in the communicator, else -1
+        ("peer", "i4"),  # the same: the rank in MPI.COMM_WORLD, else -1
         ("state", "u1"),  # a `CallState`
         ("form", "u1"),  # 0 blocking, 1 non-blocking, 2 persistent
         ("collective", "S14"),

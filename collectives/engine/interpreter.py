@@ -116,15 +116,18 @@ class RowProgram(MailboxRows):
     def begin(self) -> None:
         """Begin a call."""
         if recorder.words is not None and self._entry is not None:
-            self._note_end(CallState.WAS_LEFT)
+            self.note_end(CallState.WAS_LEFT)
             nbytes = None if self._scale is None else int(self._scale["length"] * self._scale["call_bytes"])
             self.number = recorder.start(self._entry, self._turns, nbytes)
         self.is_running = True
 
-    def _note_end(self, state: CallState) -> None:
+    def note_end(self, state: int) -> None:
+        """Note in the record that the call has ended by itself (`HAS_ENDED`), or that this rank has left it."""
         if self.number:
             recorder.end(self.number, state)
             self.number = 0
+        if state == CallState.HAS_ENDED:
+            self.is_running = False
 
     def accepts(self, *arrays: np.ndarray) -> bool:
         """True if `run` would start the program on these arrays."""
@@ -190,7 +193,7 @@ class RowProgram(MailboxRows):
             left = polls
             while waiting := [stream for stream in streams if self.failed >= 0 or not self._run_stream(stream)]:
                 if self.failed >= 0:  # then no stream after it has run
-                    self._note_end(CallState.HAS_FAILED)
+                    self.note_end(CallState.HAS_FAILED)
                     return MISMATCH
                 if self._has_moved:
                     self._has_moved, left = False, polls
@@ -205,8 +208,8 @@ class RowProgram(MailboxRows):
             for stream in self._rounds[self.round]:
                 self._positions[stream] = self._stops[stream][0]
             self.round += 1
-        self.round, self.is_running = 0, False
-        self._note_end(CallState.HAS_ENDED)
+        self.round = 0
+        self.note_end(CallState.HAS_ENDED)
         return DONE
 
     def _run_stream(self, stream: int) -> bool:

@@ -140,7 +140,7 @@ typedef enum {
     IS_ACTIVE,  /* the call has started */
     HAS_ENDED,
     HAS_FAILED,
-    WAS_LEFT,   /* its program was started again before the call had ended */
+    WAS_LEFT,   /* before its end, by an error or Ctrl-C, or by another call of the same program */
 } CallState;
 
 /* A call in the record of a rank. */

@@ -220,6 +220,15 @@ static PyObject *program_begin(Program *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* note_end(state): note in the record that the call has ended by itself (1), or that this rank has left it. */
+static PyObject *program_note_end(Program *self, PyObject *state) {
+    long found = PyLong_AsLong(state);
+    if (found == -1 && PyErr_Occurred()) return NULL;
+    note_end(self, (CallState)found);
+    if (found == HAS_ENDED) self->is_running = 0;
+    Py_RETURN_NONE;
+}
+
 /* resize(elements): set operands and labels for calls of a length. */
 static PyObject *program_resize(Program *self, PyObject *length) {
     long long elements = PyLong_AsLongLong(length);
@@ -361,6 +370,7 @@ static PyObject *program_is_idle(Program *self, void *closure) {
 
 static PyMethodDef methods[] = {
     {"begin", (PyCFunction)program_begin, METH_NOARGS, NULL},
+    {"note_end", (PyCFunction)program_note_end, METH_O, NULL},
     {"describe", (PyCFunction)program_describe, METH_VARARGS, NULL},
     {"scale", (PyCFunction)program_scale, METH_VARARGS, NULL},
     {"resize", (PyCFunction)program_resize, METH_O, NULL},

@@ -5,7 +5,7 @@ from struct import Struct
 
 import numpy as np
 
-from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
+from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT
 
 _PLACES = {name: place for name, (_, place, *_) in (CALL_RECORD.fields or {}).items()}
 
@@ -42,7 +42,7 @@ class Recorder:
         _WORD.pack_into(self.entries, at, number)
         return number
 
-    def end(self, number: int, state: CallState) -> None:
+    def end(self, number: int, state: int) -> None:
         """Note the end of a call."""
         at = number % CALLS_KEPT * _CALL_BYTES
         if _WORD.unpack_from(self.entries, at)[0] == number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
@@ -24,7 +24,7 @@ The second number holds if they do not: then polls between two yields take longe
 NAP = 2e-5
 """Seconds of such a sleep. The kernel's timer adds about 50 us."""
 
-LONG = 1.0
+LONG = 0.5
 """Seconds without progress after which a wait leaves the core to others, by naps between its polls."""
 
 LOOKS = 10
@@ -56,6 +56,9 @@ WATCHED_PAUSES = 200
 
 watchers: list[Callable[[], object]] = []
 """Functions that waits for other ranks call now and then. One that raises an error ends the wait."""
+
+explainers: list[Callable[[], Sequence[str]]] = []
+"""Functions that return sentences on why ranks wait."""
 
 _pauses = 0
 
@@ -163,9 +166,10 @@ class Deadline:
         _limits.current = self._outer
 
     def error(self, awaited: Awaited) -> Timeout:
-        """Error of a wait at the end of the time."""
+        """Error of a wait at the end of the time; of a long one, it has the causes."""
         text = awaited.describe(f"rank {self._rank} waited {self._seconds:.6g} s")
-        return Timeout(MPI.ERR_PENDING, text)
+        causes = [cause for explain in explainers for cause in explain()] if self._seconds >= LONG else []
+        return Timeout(MPI.ERR_PENDING, "\ncause: ".join([text, *causes]))
 
 
 def limited(timeout: float | None, rank: int) -> AbstractContextManager[object]:
@@ -187,7 +191,6 @@ class Pauses:
     __slots__ = (
         "_awaited",
         "_deadline",
-        "_idle_looks",
         "_moved",
         "_moves",
         "_nap",
@@ -200,7 +203,7 @@ class Pauses:
     def __init__(self, awaited: Awaited) -> None:
         self._awaited, self._moves = awaited, awaited.moves
         self._deadline, self._next_look = _limits.current, time.monotonic() + LONG / LOOKS
-        self._yields, self._idle_looks = YIELDS if _cores_are_shared else FEW_YIELDS, 0
+        self._yields = YIELDS if _cores_are_shared else FEW_YIELDS
         self._nap, self.is_long = NAP, False
         self._moved, self._next_stall = time.monotonic(), 0.0
 
@@ -211,10 +214,10 @@ class Pauses:
         if not _pauses % WATCHED_PAUSES:
             call_watchers()
         self._yields -= count
-        if self._yields >= 0:
+        now = time.monotonic()
+        if self._yields >= 0 and now < self._next_look:  # a yield may take long beside other programs
             _yield_core()
             return
-        now = time.monotonic()
         if self._deadline is not None and now >= self._deadline.end:
             raise self._deadline.error(self._awaited)
         if now >= self._next_look:
@@ -227,10 +230,9 @@ class Pauses:
     def _nap_or_go_on(self, now: float) -> None:
         """Look for progress, and nap if there was none for long."""
         moves = self._awaited.moves
-        self._idle_looks = self._idle_looks + 1 if moves == self._moves else 0
         if moves != self._moves:
-            self._moved = now
-        self._moves, self.is_long = moves, self._idle_looks >= LOOKS
+            self._moves, self._moved = moves, now
+        self.is_long = now - self._moved >= LONG
         if self.is_long and now >= self._next_stall:
             self._next_stall = now + STALL
             self._awaited.stall(now - self._moved)

@@ -72,9 +72,13 @@ def find(words: list[str]) -> tuple[str, list[str]]:
 def own_words(words: list[str]) -> int:
     """Number of words that are for `chorus`: all, but of ``run`` an option -n at most, as others may be the program's.
 
+    ``drill`` starts ranks again and again, and takes -n itself.
+
     >>> own_words(["run", "-n", "4", "program.py", "-n", "7"]), own_words(["train", "-n", "4"])
     (3, 3)
     """
+    if words[0] == "drill":
+        return 1
     if words[0] != "run":
         return len(words)
     return min(len(words), 3 if words[1:2] == ["-n"] else 2)

@@ -48,6 +48,7 @@ PROGRAMS = {
     "ps": CommandEntry("collectives.cli.ps", "what the ranks of running programs do, or wait for", mpi=False),
     "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
     "run": CommandEntry("collectives.cli.run", "run a program of mpi4py on Chorus, and profile its collectives"),
+    "drill": CommandEntry("collectives.cli.drill", "inject faults into a program: a table of reports", mpi=False),
     "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True, stops=True),
     "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
     "plan --graph": CommandEntry("parallel.cli.plan_graph", "placement of operators on a mesh", mpi=False),

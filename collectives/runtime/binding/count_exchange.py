@@ -60,7 +60,6 @@ def bind_count_exchange(
     known = np.zeros(count, np.int64)
     memory = ElementArray(known, MPI.Get_address(known))
     program = bind(Task(schedule, (1,) * count, sent, places, known.itemsize), memory, memory, wire)
-    program.label = f"block lengths of {call.collective} ({choice.algorithm})"
     return CountExchange(known, program)
 
 

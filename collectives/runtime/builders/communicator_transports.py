@@ -52,6 +52,15 @@ PROBES = 2
 """Probes for messages at the end: the first one may only take in what has arrived (Intel MPI)."""
 
 
+def _world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Ranks in MPI.COMM_WORLD of a communicator's, negative for those of another world."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = group.Translate_ranks(None, world)
+    group.Free()
+    world.Free()
+    return list(ranks)
+
+
 class Transports:
     """Shared-memory and MPI transports of one communicator, and the tags of its calls. Creation is collective.
 
@@ -60,13 +69,14 @@ class Transports:
     transfer of device memory to use where that is possible: "kernel", by the kernels of a GPU that all ranks share, or
     between GPUs with peer access; "pinned", through pinned memory; "staged". Arguments are equal on all ranks.
 
-    `number` is one that all ranks know the communicator by.
+    `number` is one that all ranks know the communicator by, `world_ranks` are their ranks in MPI.COMM_WORLD.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: NodePlacement, aware: bool, gpu: str = "staged") -> None:
         self.comm, self.placement, self.nodes, self.aware = comm, placement, placement.nodes, aware
         number = MPI.COMM_WORLD.Get_rank() << RANK_SHIFT | next(_numbers)
         self.node, has_cupy, self.number = open_mailboxes(comm, placement, "cupy" in sys.modules, number)
+        self.world_ranks = _world_ranks(comm)
         self.heap = SharedHeap(comm) if self.node is None else self.node.heap
         everyone = self.node if self.nodes is None else None
         self.alone = comm.Get_size() == 1

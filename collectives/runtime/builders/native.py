@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from collectives.engine.instructions import CallState
 from collectives.errors import InvalidArgument
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding.call_binding import overlaps
@@ -117,7 +118,7 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 # ------------------------------------------------------------------------------------------ programs
 
 
-def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], bool]:
+def _on_arrays(method: Callable[..., None], call: Call, program: Program) -> Callable[[Any, Any], bool]:
     """Function (sendbuf, recvbuf) that runs the MPI's blocking collective on the arrays given, and returns True."""
     op, byte = call.operation, MPI.BYTE
     root = (call.root,) if MEANINGS[call.collective].rooted else ()
@@ -126,12 +127,15 @@ def _on_arrays(method: Callable[..., None], call: Call) -> Callable[[Any, Any], 
         dense = send.flags.forc and recv.flags.forc and recv.flags.writeable
         if not dense or overlaps(send, recv) or has_deadline():
             return False
+        engine = program.engine
+        engine.begin()
         if call.collective == "broadcast":
             method([recv, byte], *root)
         elif op is None:
             method([send, byte], [recv, byte], *root)
         else:
             method(send, recv, op, *root)
+        engine.note_end(CallState.HAS_ENDED)
         return True
 
     return run
@@ -199,7 +203,7 @@ def program(
     bound = Program(call_rounds([*first, *middle, *last]), wire, memories=memories)
     bound.waits_in_mpi = form == "blocking"
     if form == "blocking" and not first and not last and not call.v_form:
-        bound.runs_native = _on_arrays(getattr(comm, method), call)
+        bound.runs_native = _on_arrays(getattr(comm, method), call, bound)
     return bound
 
 

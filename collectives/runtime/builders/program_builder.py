@@ -117,15 +117,15 @@ class ProgramBuilder:
     ) -> Program:
         """Build the program of a call on its own memory; `first` runs before all else."""
         program = self._bind(call, choice, form, device, first, channel, shared)
-        return self._described(program, call, choice, form, channel)
+        return self.described(program, call, choice, form, channel)
 
-    def _described(
+    def described(
         self, program: Program, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None
     ) -> Program:
-        """The program, with its label, and the entry of its calls in the record."""
+        """Program with its label, and the entry of its calls in the record."""
         number = NO_CHANNEL if channel is None else channel
         turns = self._turns.setdefault(number, np.zeros(1, np.int64))
-        program.label = f"{call.collective} ({choice.algorithm})"
+        program.label, program.world_ranks = f"{call.collective} ({choice.algorithm})", self._transports.world_ranks
         program.recorded = call_entry(call, choice, form, number, self._transports.number), turns
         return program
 
@@ -181,7 +181,7 @@ class ProgramBuilder:
         scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
         program = bind_any_length(call, choice, self._rank, self._size, wire, nodes, scratch, short)
         if program is not None:
-            self._guard(self._described(program, call, choice, form, channel), call)
+            self._guard(self.described(program, call, choice, form, channel), call)
         return program
 
     def _guard(self, program: Program, call: Call) -> None:

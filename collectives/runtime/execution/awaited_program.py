@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from collectives.engine.assembly import Instruction
-from collectives.engine.instructions import Kind
+from collectives.engine.instructions import CallState, Kind
 from collectives.runtime.record.watcher import look
 from collectives.runtime.record.writer import record
 
@@ -27,10 +27,14 @@ class AwaitedProgram:
     Attributes
     ----------
     label : collective and algorithm
+    broken : a run was aborted, and its messages may still be active
+    world_ranks : ranks in MPI.COMM_WORLD of those of the communicator
     begins : rounds of the schedule that are not empty, and the number of the first round of each in `rounds`
     """
 
     label = "a call"
+    world_ranks: Sequence[int] = ()
+    broken = False
     begins: tuple[tuple[int, int], ...] = ()
     rows: Any
     instructions: Any
@@ -43,12 +47,25 @@ class AwaitedProgram:
 
     def stall(self, idle: float) -> None:
         """Look at the ranks that the program has waited for, `idle` seconds without progress; see `watcher.look`."""
-        number = int(self.engine.round)
-        peers = {one.link.rank: int(one.link.link["pid"][0]) for one in self._waiting(number) if one.link is not None}
-        far = [one.message.peer for one in self._waiting(number) if one.message is not None]
+        number, peers = int(self.engine.round), dict[int, tuple[int, int]]()
+        for one in self._waiting(number):
+            if one.link is not None:
+                peers[one.link.rank] = self._world(one.link.rank), int(one.link.link["pid"][0])
+            elif one.message is not None:
+                peers[one.message.peer] = self._world(one.message.peer), 0
         if (found := record()) is not None:
-            found.stall(int(self.engine.number), self._round_of(number), [*peers, *far])
+            first = min((world for world, _ in peers.values()), default=-1)
+            found.stall(int(self.engine.number), self._round_of(number), first)
             look(self.label, peers, idle)
+
+    def leave(self) -> None:
+        """Mark the run as aborted, also in the record: this rank has left the call before its end."""
+        self.broken = True
+        self.engine.note_end(CallState.WAS_LEFT)
+
+    def _world(self, rank: int) -> int:
+        """Rank in MPI.COMM_WORLD of one in the communicator; negative if it is in another world, or unknown."""
+        return self.world_ranks[rank] if rank < len(self.world_ranks) else -1
 
     def _round_of(self, number: int) -> int:
         """Round of the schedule, from 1, that a round of the program belongs to; -1 if unknown."""

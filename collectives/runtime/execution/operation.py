@@ -274,7 +274,7 @@ class Operation:
             self.error = error
         self._broken = True
         if in_program:
-            self.program.broken = True
+            self.program.leave()
             orphans.append(self)
         self._end()
 

@@ -89,8 +89,6 @@ class Program(AwaitedProgram):
         program for any length.
     stream
         In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
-    broken
-        A run was aborted; its messages may still be active.
     waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
     relocatable
@@ -99,7 +97,7 @@ class Program(AwaitedProgram):
         `start` runs nothing: the progress thread begins the work, or the first `advance`.
     """
 
-    broken = waits_in_mpi = deferred = relocatable = False
+    waits_in_mpi = deferred = relocatable = False
     scale: Scale | None = None
     places = (SOURCE, TARGET)
     recorded: tuple[np.ndarray, np.ndarray] | None = None

@@ -124,7 +124,25 @@ class ActiveRequests:
     @property
     def moves(self) -> int:
         """Number that changes with progress."""
-        return self._awaited.moves + sum(request.program.moves for request in tuple(active_requests))
+        return self._awaited.moves + request_moves()
+
+
+def request_moves() -> int:
+    """Number that changes with progress of any active request."""
+    return sum(request.program.moves for request in tuple(active_requests))
+
+
+def stall_requests(idle: float) -> list[BaseException]:
+    """Let active requests look at the ranks they wait for, `idle` seconds without progress; return their errors.
+
+    Those abort requests, so that waits of mpi4py for them raise an error, too, without a text.
+    """
+    with progress_lock:
+        requests = [one for one in active_requests if not one.is_queued]
+        for request in requests:
+            request.take_back()
+            request._do(partial(request.program.stall, idle))
+        return [request.error for request in requests if request.error is not None]
 
 
 SOMETHING = Others("a wait")

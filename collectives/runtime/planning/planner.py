@@ -371,6 +371,8 @@ class Planner:
         if exchange is None:
             wire = self._builder.wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
+            lengths = choice._replace(algorithm="block lengths")
+            self._builder.described(exchange.program, call, lengths, "blocking", BLOCKING_CHANNEL)
         exchange.load(call)
         with self.cache.poisoning(call, exchange.program):
             run_program(exchange.program)

@@ -238,8 +238,10 @@ class ProgramCache:
         """
         for bound in [bound for bound, found in self.bound.items() if found is program]:
             self.evict(bound)
+        if program is not None:
+            program.leave()
         form = "blocking" if self._blocking else "non-blocking"
-        cause = "" if error is None else f" by {type(error).__name__}: {error}".removesuffix(": ")
+        cause = "" if error is None else f" by {type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         self.broken = f"a {form} {name.lower()} was broken off on rank {self._rank}{cause}"
         orphans.extend((program, *(tuple(one) if type(one) is list else one for one in memory)))
         self._forget_calls()

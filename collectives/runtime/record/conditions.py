@@ -1,13 +1,13 @@
 """Text on what ranks do, from their records."""
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from collectives.engine.instructions import CallState
 from collectives.runtime.record.layout import RankState
-from collectives.runtime.record.reader import RankRecord
+from collectives.runtime.record.reader import RankRecord, is_active
+
+COUNT_MASK = (1 << 24) - 1
+"""Bits of the number of a communicator that count those of its first rank, see `Transports`."""
 
 STOPPED = "Tt"
 """States of a process in /proc that SIGSTOP, or a debugger, has stopped."""
@@ -18,7 +18,7 @@ def describe_call(call: Any) -> str:
     root = "" if call["root"] < 0 else f" with root {call['root']}"
     kinds = [text.decode() for text in (call["dtype"], call["op"]) if text]
     data = ", ".join([size(call["nbytes"]), *[" ".join(kinds)] * bool(kinds)])
-    return f"{call['collective'].decode()}{root} ({call['algorithm'].decode()}, {data})"
+    return f"{call['collective'].decode()}{root} ({call['algorithm'].decode()}, {data}) #{call['turn']}"
 
 
 def size(nbytes: int) -> str:
@@ -39,52 +39,38 @@ def seconds(nanoseconds: int) -> str:
 
 def condition(record: RankRecord, now: int) -> str:
     """Text on a rank: the call that it waits in, or where else it is, at a time of the monotonic clock."""
+    calls, words = record.calls, record.text("last_words")
     if record.state == RankState.HAS_RAISED:
-        return f"has ended by {record.text('last_words')}"
+        return f"has ended by {words}{_after(calls)}"
+    failed = f"; an exception before: {words}" if words else ""
     if record.state == RankState.HAS_LEFT:
-        return "has left the program"
+        return f"has left the program{_after(calls)}{failed}"
     if not record.is_alive:
-        return f"has died{_last(record)}"
-    stopped = "is stopped, and " if _process_state(record.header["pid"]) in STOPPED else ""
-    active = record.active
-    if len(active):
-        call = active[0]
-        wait = "" if call["round"] < 0 and call["peer"] < 0 else _awaited(call)
-        return f"{stopped}waits {seconds(now - call['started'])} in {describe_call(call)} #{call['turn']}{wait}"
-    since = record.calls[-1]["ended"] if len(record.calls) else record.header["opened"]
+        return f"has died{_after(calls)}{failed}"
+    stopped = "is stopped, and " if is_stopped(record) else ""
+    active = [call for call in calls if is_active(call)]
+    if active:
+        text, since = f"waits {seconds(now - active[0]['started'])} in {_awaited(active[0])}", active[0]["started"]
+    else:
+        since = calls[-1]["ended"] if len(calls) else record.header["opened"]
+        text = f"is in its own code since {seconds(now - since)}{_after(calls)}"
     line = f", at {record.text('line')}" if record.header["line_seen"] > since else ""
-    return f"{stopped}is in its own code since {seconds(now - since)}{_last(record)}{line}"
+    return f"{stopped}{text}{line}{failed}"
 
 
 def _awaited(call: Any) -> str:
-    where = f", in round {call['round']}" if call["round"] > 0 else ""
-    return where + (f", for rank {call['peer']}" if call["peer"] >= 0 else "")
+    text = f"{describe_call(call)} of communicator {call['communicator'] & COUNT_MASK}"
+    text += f", in round {call['round']}" if call["round"] > 0 else ""
+    return text + (f", for rank {call['peer']}" if call["peer"] >= 0 else "")
 
 
-def _last(record: RankRecord) -> str:
-    if not len(record.calls):
-        return ", before its first call"
-    call = record.calls[-1]
-    return f", after {describe_call(call)} #{call['turn']}"
+def _after(calls: Any) -> str:
+    return f", after {describe_call(calls[-1])}" if len(calls) else ", before its first call"
 
 
-def _process_state(pid: int) -> str:
+def is_stopped(record: RankRecord) -> bool:
+    """True if a signal or a debugger has stopped the process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{record.header['pid']}/stat").read_text().rpartition(")")[2].split()[0] in STOPPED
     except (OSError, IndexError):
-        return ""
-
-
-def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]:
-    """Lines on ranks, by job."""
-    ordered = sorted(records, key=lambda one: (one.text("job"), one.rank))
-    for job, group in groupby(ordered, lambda one: one.text("job")):
-        ranks = list(group)
-        size = ranks[0].header["size"].item()
-        yield f"job {job}: {len(ranks)} of {size} rank{'s' * (size > 1)}, {ranks[0].text('command')}"
-        for one in ranks:
-            yield f"  rank {one.rank} (pid {one.header['pid']}) {condition(one, now)}"
-            for call in one.calls[len(one.calls) - calls :] if calls else ():
-                end = CallState(call["state"]).name.lower().replace("_", " ")
-                took = seconds(call["ended"] - call["started"]) if call["ended"] else "under way"
-                yield f"      #{call['turn']} {describe_call(call)}: {end}, {took}"
+        return False

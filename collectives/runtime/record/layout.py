@@ -9,7 +9,7 @@ from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT
 MAGIC, VERSION = b"chorus record", 1
 
 NAME = "chorus-record"
-"""Name of the memory files of records."""
+"""Name of the memory files of records, and suffix of their files."""
 
 
 class RankState(IntEnum):
@@ -35,8 +35,8 @@ _FIELDS = [
     ("job", "S64"),  # the same for all ranks of a launch on a node
     ("host", "S64"),
     ("command", "S512"),
-    ("last_words", "S1024"),  # of an exception that ends the rank
-    ("line", "S512"),  # that the program is at if it has made no call for long: file, number, function
+    ("last_words", "S1024"),  # of an exception that has ended the rank, or one of its threads
+    ("line", "S512"),  # that the program has been at for long: file, number, function, and its text
     ("line_seen", "i8"),  # nanoseconds of the monotonic clock when it was
 ]
 

@@ -1,7 +1,7 @@
 """Records of other processes: found and read without MPI."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,14 +10,22 @@ import numpy as np
 
 from collectives.engine.instructions import CALLS_KEPT
 from collectives.runtime.record.layout import MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.transport.memory.memory_file import map_file
+from collectives.transport.node.peer_watch import has_ended
 
 
 class RankRecord(NamedTuple):
-    """Record of one rank, as it was when it was read."""
+    """Record of one rank, in memory that may change with it."""
 
     header: Any
-    calls: np.ndarray
-    """The calls that are still kept, the oldest first."""
+    entries: np.ndarray
+
+    @property
+    def calls(self) -> np.ndarray:
+        """Copy of the calls that are still kept, the oldest first."""
+        found = self.entries[(self.entries["number"] > self.header["last"] - CALLS_KEPT) & (self.entries["number"] > 0)]
+        ordered: np.ndarray = found[np.argsort(found["number"])]
+        return ordered
 
     @property
     def rank(self) -> int:
@@ -31,71 +39,62 @@ class RankRecord(NamedTuple):
     @property
     def is_alive(self) -> bool:
         """True if its process exists on this host."""
-        return Path(f"/proc/{self.header['pid']}").exists()
-
-    @property
-    def active(self) -> np.ndarray:
-        """Calls that have started and not ended."""
-        found: np.ndarray = self.calls[self.calls["ended"] == 0]
-        return found
+        return not has_ended(int(self.header["pid"]))
 
     def text(self, field: str) -> str:
         """A field of the header that is text."""
-        found: str = self.header[field].decode("ascii", "replace")
+        found: str = self.header[field].decode("utf-8", "replace")
         return found
 
 
-def read_record(path: Path) -> RankRecord:
-    """Read a record; ValueError for other files, OSError if it cannot be read."""
-    memory = np.fromfile(path, np.uint8, NBYTES)
+def is_active(call: Any) -> bool:
+    """True if a call has started, and this rank has neither ended nor left it."""
+    return bool(call["ended"] == 0)
+
+
+def _of_memory(memory: np.ndarray, path: Path) -> RankRecord:
     if memory.size < NBYTES:
         raise ValueError(f"{path}: expected a record of {NBYTES} bytes, found {memory.size}")
     header, entries = parts(memory)
     if header["magic"][0] != MAGIC or header["version"][0] != VERSION:
         raise ValueError(f"{path}: expected a record of version {VERSION}")
-    last = header["last"][0]
-    numbers = entries["number"]
-    kept = entries[(numbers > last - CALLS_KEPT) & (numbers > 0)]
-    return RankRecord(header[0], kept[np.argsort(kept["number"])])
+    return RankRecord(header[0], entries)
 
 
-def open_record(pid: int) -> RankRecord | None:
-    """Record of a process of this user, whose header changes with it; None if there is none."""
-    with suppress(OSError, ValueError):
-        for path in _paths(Path(f"/proc/{pid}")):
-            memory = np.memmap(path, np.uint8, "r", shape=(NBYTES,))
-            header, entries = parts(memory)
-            if header["pid"][0] == pid:
-                return RankRecord(header[0], entries)
-    return None
+def read_record(path: Path) -> RankRecord:
+    """Read a record; ValueError for other files, OSError if it cannot be read."""
+    return _of_memory(np.fromfile(path, np.uint8, NBYTES), path)
 
 
-def running() -> Iterator[RankRecord]:
+def map_record(path: Path) -> RankRecord:
+    """As `read_record`; it changes with that of the process, and remains when that has ended."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        nbytes = min(os.fstat(descriptor).st_size, NBYTES)
+        return _of_memory(map_file(descriptor, 0, nbytes), path)
+    finally:
+        os.close(descriptor)
+
+
+def running(take: Callable[[Path], RankRecord] = read_record) -> Iterator[RankRecord]:
     """Records of the processes of this user on this host."""
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             with suppress(OSError):  # ended meanwhile, or of another user
                 if process.stat().st_uid == os.geteuid():
-                    yield from _of_process(process)
+                    yield from _of_process(process, take)
 
 
-def _of_process(process: Path) -> Iterator[RankRecord]:
-    for path in _paths(process):
-        with suppress(OSError, ValueError):
-            found = read_record(path)
-            if str(found.header["pid"]) == process.name:  # not a child that has inherited the descriptor
-                yield found
-                return
-
-
-def _paths(process: Path) -> Iterator[Path]:
-    """Descriptors of a process that may be those of records."""
+def _of_process(process: Path, take: Callable[[Path], RankRecord]) -> Iterator[RankRecord]:
     for entry in (process / "fd").iterdir():
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             if NAME in os.readlink(entry):
-                yield entry
+                found = take(entry)
+                if str(found.header["pid"]) == process.name:  # not a child that has inherited the descriptor
+                    yield found
+                    return
 
 
 def in_folder(folder: Path) -> list[RankRecord]:
     """Records in a folder of ``CHORUS_RECORD``; ValueError for damaged ones."""
-    return [read_record(path) for path in sorted(folder.glob("*.record"))]
+    return [read_record(path) for path in sorted(folder.glob(f"*.{NAME}"))]

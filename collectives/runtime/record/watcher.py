@@ -3,38 +3,44 @@
 A rank that has waited long looks at the records of the ranks it waits for: one that has died or left the program ends
 the wait by an error. If nothing moves for `patience` seconds, one rank of the node prints what all its ranks do.
 
-A rank that computes for long, or hangs outside of calls, has a thread that notes its source line now and then.
+Each rank has a thread that notes the source line of a program that makes no calls, and that reports in the place of a
+rank which waits in a collective of the MPI.
 """
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from mpi4py import MPI
 
 from collectives.errors import PeerFailed, PeerLeft
-from collectives.runtime.record.conditions import report
+from collectives.runtime.record.causes import causes, report
+from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.layout import RankState
-from collectives.runtime.record.reader import RankRecord, open_record, running
-from collectives.runtime.record.source_line import caller
-from collectives.runtime.record.writer import Record, job_name, record
+from collectives.runtime.record.reader import RankRecord, is_active, map_record, running
+from collectives.runtime.record.source_line import caller_with_text, is_own
+from collectives.runtime.record.writer import WATCH, Record, job_name, record
 from collectives.transport.node.peer_watch import has_ended
+from collectives.transport.waits import explainers
 
 PATIENCE = 30.0
 """Seconds without progress after which a report is printed; again after 2, 8 and 32 times as many."""
 
 TIMES = (1, 2, 8, 32)
 
-LOOK = 2.0
+LOOK = 1.0
 """Seconds from one look of the thread at the program's line to the next."""
 
 SETTLED = 0.5
 """Seconds that messages of a rank that has left may take."""
 
 _left_since: dict[int, float] = {}
+_known: dict[int, RankRecord] = {}
+"""Records of ranks of this job by rank in MPI.COMM_WORLD: they remain when a rank has died."""
+
 _reports = 0
 
 
@@ -47,22 +53,27 @@ def patience() -> float:
         return 0.0
 
 
-@cache
-def _record_of(pid: int) -> RankRecord | None:
-    return open_record(pid)
+def neighbours() -> Mapping[int, RankRecord]:
+    """Records of the ranks of this job on this node, by rank in MPI.COMM_WORLD."""
+    if len(_known) < MPI.COMM_WORLD.Get_size():
+        for one in running(map_record):
+            if one.text("job") == job_name():
+                _known.setdefault(one.rank, one)
+    return _known
 
 
-def look(label: str, peers: Mapping[int, int], idle: float) -> None:
-    """Look at the ranks that a call waits for: `peers` has their processes by rank in the communicator.
+def look(label: str, peers: Mapping[int, tuple[int, int]], idle: float) -> None:
+    """Look at the ranks that a call waits for, by rank in the communicator: rank in MPI.COMM_WORLD, and process or 0.
 
     Raises PeerLeft or PeerFailed if one of them makes no more calls. `idle`: seconds without progress.
     """
-    for rank, pid in peers.items():
-        found = _record_of(pid)
+    for rank, (world, pid) in peers.items():
+        found = _known.get(world)
+        pid = pid or (0 if found is None else int(found.header["pid"]))
         has_left = found is not None and found.state != RankState.RUNS
-        if not has_left and not has_ended(pid):
-            _left_since.pop(pid, None)
-        elif time.monotonic() - _left_since.setdefault(pid, time.monotonic()) > SETTLED:
+        if not has_left and not (pid and has_ended(pid)):
+            _left_since.pop(world, None)
+        elif time.monotonic() - _left_since.setdefault(world, time.monotonic()) > SETTLED:
             raise _error(label, rank, found if has_left else None)
     _report_if_due(idle)
 
@@ -70,12 +81,17 @@ def look(label: str, peers: Mapping[int, int], idle: float) -> None:
 def _error(label: str, rank: int, found: RankRecord | None) -> PeerLeft | PeerFailed:
     if found is None:
         return PeerFailed(MPI.ERR_OTHER, f"{label}: the process of rank {rank} has died, and this one waits for it")
-    how = f" by {found.text('last_words')}" if found.state == RankState.HAS_RAISED else ""
-    return PeerLeft(MPI.ERR_OTHER, f"{label}: rank {rank} has left the program{how}, and this one waits for it")
+    text = f"{label}: rank {rank} has left the program, and this one waits for it"
+    return PeerLeft(MPI.ERR_OTHER, f"{text}\ncause: rank {found.rank} {condition(found, time.monotonic_ns())}")
+
+
+def current_causes() -> list[str]:
+    """Sentences on why ranks of this node wait."""
+    return causes(neighbours().values(), time.monotonic_ns())
 
 
 def _report_if_due(idle: float) -> None:
-    """Print what the ranks of this node do, on one of those that wait, if it is time."""
+    """Print what the ranks of this node do, on the first of those that wait, if it is time."""
     global _reports
     limit = patience()
     due = sum(idle >= limit * times for times in TIMES) if limit else 0
@@ -83,10 +99,11 @@ def _report_if_due(idle: float) -> None:
         _reports = min(due, _reports)
         return
     _reports = due
-    ranks = [one for one in running() if one.text("job") == job_name()]
-    waiting = [one.rank for one in ranks if len(one.active)]
-    if min(waiting, default=-1) == MPI.COMM_WORLD.Get_rank():
-        lines = "\n".join(report(ranks, 0, time.monotonic_ns()))
+    now, ranks = time.monotonic_ns(), list(neighbours().values())
+    due_from = now - 9e8 * limit
+    late = [one.rank for one in ranks if any(is_active(call) and call["started"] <= due_from for call in one.calls)]
+    if min(late, default=-1) == MPI.COMM_WORLD.Get_rank():
+        lines = "\n".join(report(ranks, 0, now))
         print(
             f"chorus: nothing has moved for {idle:.0f} s (CHORUS_PATIENCE sets the time)\n{lines}",
             file=sys.stderr,
@@ -98,27 +115,54 @@ def _note_line(found: Record, ident: int) -> None:
     """Note the line of a thread; a function of its own, as frames keep what is in them alive."""
     frame = sys._current_frames().get(ident)
     if frame is not None:
-        found.at_line(caller(frame))
+        found.at_line(caller_with_text(frame))
 
 
 class LineWatch(threading.Thread):
-    """Thread that notes the line of the main thread, if that has made no call for `LOOK` seconds."""
+    """Thread that notes the line of the main thread, if that has made no call for `LOOK` seconds.
 
-    def __init__(self) -> None:
-        super().__init__(name="chorus line watch", daemon=True)
-        self._last = -1
+    A rank in a collective of the MPI, or in a wait of mpi4py for active requests, cannot look at others, so that the
+    thread does: `moves()` changes with progress of the requests, and ``stall(idle)`` looks.
+    """
+
+    def __init__(self, moves: Callable[[], int], stall: Callable[[float], list[BaseException]]) -> None:
+        super().__init__(name=WATCH, daemon=True)
+        self._moves, self._stall = moves, stall
+        self._state: tuple[int, int] | None = None
+        self._since = 0.0
 
     def run(self) -> None:
         ident = threading.main_thread().ident or 0
         while (found := record()) is not None:
             time.sleep(LOOK)
-            if found.last == self._last:
-                _note_line(found, ident)
-            self._last = found.last
+            if not _known:
+                neighbours()  # before one of them dies
+            state, now = (found.last, self._moves()), time.monotonic()
+            if state == self._state:
+                self._look(found, ident, now - self._since)
+            else:
+                self._state, self._since = state, now
+
+    def _look(self, found: Record, ident: int, idle: float) -> None:
+        call = found.active
+        if call is None:
+            _note_line(found, ident)
+        elif call["algorithm"].startswith(b"native") or not _is_inside(ident):
+            for error in self._stall(idle):
+                print(f"chorus: {error}", file=sys.stderr, flush=True)
+            _note_line(found, ident)
+            _report_if_due(idle)
+
+
+def _is_inside(ident: int) -> bool:
+    """True if a thread runs code of this package, where waits look at other ranks."""
+    frame = sys._current_frames().get(ident)
+    return frame is not None and is_own(frame)
 
 
 @cache
-def start() -> None:
-    """Start the thread, once."""
+def start(moves: Callable[[], int], stall: Callable[[float], list[BaseException]]) -> None:
+    """Start the thread, once; see `LineWatch`."""
     if record() is not None:
-        LineWatch().start()
+        explainers.append(current_causes)
+        LineWatch(moves, stall).start()

@@ -7,9 +7,10 @@ folder ``CHORUS_RECORD``, which outlives it.
 import os
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -17,9 +18,14 @@ from mpi4py import MPI
 from collectives.engine.extension import set_record
 from collectives.engine.instructions import CALLS_KEPT
 from collectives.runtime.record.layout import MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.runtime.record.reader import is_active
+from collectives.runtime.record.source_line import caller_with_text
 from collectives.transport.memory.memory_file import create_file, map_file
 
 FOLDER = "CHORUS_RECORD"
+
+WATCH = "chorus line watch"
+"""Name of the thread that looks at other ranks in the place of one that waits in the MPI."""
 
 
 class Record:
@@ -40,24 +46,36 @@ class Record:
 
     def end(self, error: BaseException | None) -> None:
         """Note the end of the program, by an uncaught exception or in order."""
-        self._header["state"] = RankState.HAS_LEFT if error is None else RankState.HAS_RAISED
         if error is not None:
-            self._header["last_words"] = f"{type(error).__name__}: {error}".encode("ascii", "replace")
+            self.note_error(error)
+        self._header["state"] = RankState.HAS_LEFT if error is None else RankState.HAS_RAISED
+
+    def note_error(self, error: BaseException) -> None:
+        """Note an exception that has ended the program, a thread, or a function called at the exit."""
+        self._header["last_words"] = f"{type(error).__name__}: {error}".partition("\n")[0].encode()[:1024]
 
     def at_line(self, line: str) -> None:
         """Note the line that the program is at."""
-        self._header["line"], self._header["line_seen"] = line.encode("ascii", "replace"), time.monotonic_ns()
+        self._header["line"], self._header["line_seen"] = line.encode()[:512], time.monotonic_ns()
 
     @property
     def last(self) -> int:
         """Number of the last call."""
         return int(self._header["last"][0])
 
-    def stall(self, number: int, round: int, peers: Sequence[int]) -> None:
-        """Note what the active call with a number has waited for long: a round, and the first of these peers."""
+    @property
+    def active(self) -> Any:
+        """Last call, if it has not ended; None otherwise."""
+        entry = self.entries[self.last % CALLS_KEPT]
+        return entry if entry["number"] and is_active(entry) else None
+
+    def stall(self, number: int, round: int, peer: int) -> None:
+        """Note what the active call with a number has waited for long, a round and a rank, and the line it is at."""
         entry = self.entries[number % CALLS_KEPT]
-        if entry["number"] == number:
-            entry["round"], entry["peer"] = round, min(peers, default=-1)
+        if number and entry["number"] == number:
+            entry["round"], entry["peer"] = round, peer
+        if threading.current_thread().name != WATCH:
+            self.at_line(caller_with_text())
 
 
 def job_name() -> str:
@@ -75,14 +93,12 @@ def _memory() -> np.ndarray:
     """Memory of a new record; OSError or AttributeError if the system refuses."""
     folder = os.environ.get(FOLDER, "")
     if folder:
-        path = Path(folder) / f"{job_name()}-{MPI.COMM_WORLD.Get_rank()}.record"
+        path = Path(folder) / f"{job_name()}-{MPI.COMM_WORLD.Get_rank()}.{NAME}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(descriptor, NBYTES)
-            return map_file(descriptor, 0, NBYTES)
-        finally:
-            os.close(descriptor)
-    return map_file(create_file(NBYTES, NAME), 0, NBYTES)  # others find it by the open descriptor
+        os.ftruncate(descriptor, NBYTES)
+    else:
+        descriptor = create_file(NBYTES, NAME)
+    return map_file(descriptor, 0, NBYTES)  # others find it by the open descriptor
 
 
 _current: Record | None = None

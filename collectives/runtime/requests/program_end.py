@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from traceback import walk_stack
 from types import TracebackType
@@ -20,6 +21,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, Mismatch
 from collectives.runtime.execution.progress import progress, progress_thread
+from collectives.runtime.record.watcher import current_causes
 from collectives.runtime.record.writer import record
 from collectives.runtime.requests.native_requests import free_unused_handles
 
@@ -46,7 +48,7 @@ def close_all() -> None:
     progress_thread.end()
     free_unused_handles()
     if MPI.Is_finalized() or not MPI.Is_initialized() or (_has_peers() and _aborts()):
-        _note_end()
+        note_end(uncaught_exception())
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):
         try:
@@ -54,17 +56,19 @@ def close_all() -> None:
         except Mismatch as error:
             _report_at_exit(error)
     _finish_active()
-    _note_end()
+    note_end(uncaught_exception())
     for comm in list(open_communicators.values()):
         text = f"{comm._closing.active} collectives are still under way"
         sys.excepthook(InvalidArgument, InvalidArgument(MPI.ERR_PENDING, text), None)
         comm._release()
 
 
-def _note_end() -> None:
-    """Note in the record that this rank makes no more calls."""
+def note_end(error: BaseException | None) -> None:
+    """Note in the record that this rank makes no more calls; if it fails, print which ranks wait for it."""
     if (found := record()) is not None:
-        found.end(uncaught_exception())
+        found.end(error)
+        for text in current_causes() if error is not None or _abort_status else ():
+            print(f"chorus: {text}", file=sys.stderr)
 
 
 def _finish_active() -> None:
@@ -80,12 +84,13 @@ def _finish_active() -> None:
 
 
 def _report_at_exit(error: Exception) -> None:
-    """Print an error, and let mpi4py end the program with status 1 for it."""
+    """Print an error with its causes, and let mpi4py end the program with status 1 for it."""
     sys.excepthook(type(error), error, None)
+    _set_abort_status(1)
+    note_end(None)
     for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
         with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
             stream.flush()
-    _set_abort_status(1)
 
 
 def _finalize() -> None:
@@ -152,6 +157,22 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
             _await_threads(_status_of(error))
 
 
+def _noting(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Replacement of a hook for exceptions of threads, or of functions called at the exit: they are in the record.
+
+    One that has left a collective lets the program end with an error.
+    """
+
+    def note(arguments: Any) -> Any:
+        if arguments.exc_value is not None and (found := record()) is not None:
+            found.note_error(arguments.exc_value)
+        if getattr(arguments.exc_value, "left_collective", False):
+            _set_abort_status(1)
+        return hook(arguments)
+
+    return note
+
+
 def _await_threads(status: int) -> None:
     """Abort if threads do not leave their collectives, or return to them: the interpreter would wait for them."""
     try:
@@ -204,4 +225,5 @@ def _in_collectives(threads: set[int | None]) -> bool:
 
 setattr(MPI, "_set_abort_status", _set_abort_status)  # noqa: B010
 sys.excepthook = _hook
+threading.excepthook, sys.unraisablehook = _noting(threading.excepthook), _noting(sys.unraisablehook)
 setattr(MPI, "Finalize", _finalize)  # noqa: B010

@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from mpi4py import MPI
+
+from collectives.errors import PeerFailed
+
 PERIOD = 0.25
 """Seconds between two checks of a wait."""
 
@@ -41,7 +45,7 @@ class PeerWatch:
         return True
 
     def check(self, ranks: Iterable[int]) -> None:
-        """Raise ConnectionResetError if the process of one of the ranks has ended."""
+        """Raise PeerFailed if the process of one of the ranks has ended."""
         ended = [rank for rank in sorted(ranks) if has_ended(self._pids[rank])]
         if ended:
-            raise ConnectionResetError(f"the process of rank {ended[0]} has ended, and this one waits for it")
+            raise PeerFailed(MPI.ERR_OTHER, f"the process of rank {ended[0]} has ended, and this one waits for it")

@@ -1,10 +1,16 @@
 """The record of each rank: calls that belong together have equal numbers, on all ranks and in all forms."""
 
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from collectives import Communicator
 from collectives.engine.instructions import CallState
+from collectives.errors import Mismatch, Timeout
 from collectives.runtime.record.writer import record
 
 
@@ -59,3 +65,62 @@ def test_lengths_of_calls_that_share_a_program(comm):
 
         found, _ = calls_of(made)
         assert [nbytes for *_, nbytes, _ in found] == [8 * length for length in lengths]
+
+
+def test_collectives_of_the_mpi_and_of_objects(comm):
+    with Communicator(comm) as ours:
+        x, y = np.ones(4), np.empty(4)
+
+        def made():
+            for _ in range(4):
+                ours.Allreduce(x, y, algorithm="native")
+            ours.allgather({"rank": 1})
+
+        found, _ = calls_of(made)
+        assert [name for name, *_ in found] == [b"allreduce"] * 4 + [b"allgather"]
+        assert [turn for _, _, _, turn, *_ in found] == list(range(found[0][3], found[0][3] + 5))
+        assert {state for *_, state in found} == {CallState.HAS_ENDED}
+
+
+def test_lengths_of_blocks_are_exchanged_in_a_call_of_their_own(comm):
+    """Ranks wait there, too."""
+    with Communicator(comm) as ours:
+        mine = np.ones(3)
+        found, _ = calls_of(lambda: ours.Gatherv(mine, [np.empty(3 * comm.size), [3] * comm.size], algorithm="mst"))
+    assert [name for name, *_ in found] == [b"gather"] * len(found)
+    assert comm.allgather([turn for _, _, _, turn, *_ in found]) == [[1, 2][: len(found)]] * comm.size
+
+
+def resources():
+    """Descriptors, threads and pages of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages
+
+
+@pytest.mark.full
+def test_ten_thousand_calls_need_no_more_resources(comm):
+    x, y = np.ones(1), np.empty(1)
+    with Communicator(comm) as ours:
+        for _ in range(1000):
+            ours.Allreduce(x, y)
+        *before, pages = resources()
+        for _ in range(10_000):
+            ours.Allreduce(x, y)
+        *after, more = resources()
+        ours.Barrier()
+    assert before == after and more - pages < 100
+
+
+def test_a_call_that_a_rank_has_left(world):
+    with suppress(Mismatch), Communicator(world) as ours:
+
+        def made():
+            if world.Get_rank():
+                return
+            with suppress(Timeout):
+                ours.Reduce(np.ones(4), np.empty(4), algorithm="linear", timeout=0.2)
+
+        found, _ = calls_of(made)
+        ended = CallState.HAS_ENDED if world.Get_size() == 1 else CallState.WAS_LEFT
+        assert [state for *_, state in found] == [ended] * (world.Get_rank() == 0)
+        world.Barrier()

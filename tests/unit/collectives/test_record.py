@@ -1,20 +1,24 @@
 """The record of a rank: entries that the engines write, its memory, and the text on what ranks do."""
 
 import os
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from collectives.engine import interpreter
 from collectives.engine.assembly import assemble, calling, new_bases
 from collectives.engine.extension import available, engine
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
 from collectives.engine.recorder import Recorder
-from collectives.runtime.record import writer
-from collectives.runtime.record.conditions import condition, report
-from collectives.runtime.record.layout import HEADER, MAGIC, NBYTES, VERSION, RankState, parts
-from collectives.runtime.record.reader import RankRecord, in_folder, open_record, read_record, running
+from collectives.runtime.record import watcher, writer
+from collectives.runtime.record.causes import causes, report
+from collectives.runtime.record.conditions import condition
+from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.runtime.record.reader import RankRecord, in_folder, is_active, map_record, read_record, running
 
 ENGINES = [pytest.param("interpreter", id="Python")]
 if available():
@@ -85,6 +89,17 @@ def test_a_call_that_is_left(recorded):
     assert [entries[1]["state"], entries[2]["state"]] == [CallState.WAS_LEFT, CallState.IS_ACTIVE]
 
 
+def test_a_call_that_an_error_has_left(recorded):
+    kind, _, entries = recorded
+    made = program(kind, lambda: False, np.zeros(1, np.int64))
+    made.begin()
+    made.note_end(CallState.WAS_LEFT)
+    assert entries[1]["state"] == CallState.WAS_LEFT and entries[1]["ended"] and made.is_running
+    made.begin()
+    made.note_end(CallState.HAS_ENDED)
+    assert entries[2]["state"] == CallState.HAS_ENDED and not made.is_running
+
+
 def test_programs_without_a_description(recorded):
     kind, words, _ = recorded
     made = kind(*assemble([[[calling(lambda: True)]]], new_bases()))
@@ -95,12 +110,12 @@ def test_programs_without_a_description(recorded):
 # ------------------------------------------------------------------------------------------ memory and text
 
 
-def record(rank=0, state=RankState.RUNS, calls=(), pid=None):
-    """Record of a rank with calls of (turn, started, ended, round, peer)."""
+def record(rank=0, rank_state=RankState.RUNS, calls=(), pid=None, **more):
+    """Record of a rank with calls of (turn, started, ended, round, peer), and `more` fields of its last one."""
     memory = np.zeros(NBYTES, np.uint8)
     header, entries = parts(memory)
     header["magic"], header["version"], header["rank"], header["size"] = MAGIC, VERSION, rank, 4
-    header["pid"], header["state"], header["job"] = os.getpid() if pid is None else pid, state, "7"
+    header["pid"], header["state"], header["job"] = os.getpid() if pid is None else pid, rank_state, "7"
     header["command"], header["last"] = "train.py", len(calls)
     for number, (turn, started, ended, place, peer) in enumerate(calls, 1):
         entry = entries[number]
@@ -108,25 +123,27 @@ def record(rank=0, state=RankState.RUNS, calls=(), pid=None):
         entry["round"], entry["peer"], entry["root"], entry["nbytes"] = place, peer, -1, 1 << 20
         entry["collective"], entry["algorithm"], entry["dtype"], entry["op"] = "allreduce", "ring", "float32", "SUM"
         entry["state"] = CallState.HAS_ENDED if ended else CallState.IS_ACTIVE
+    for name, value in more.items():
+        entries[len(calls)][name] = value
     return memory
 
 
 def of(memory):
     header, entries = parts(memory)
-    return RankRecord(header[0], entries[entries["number"] > 0])
+    return RankRecord(header[0], entries)
 
 
-CALL = "allreduce (ring, 1 MiB, float32 SUM)"
+CALL = "allreduce (ring, 1 MiB, float32 SUM) #3"
 
 
 @pytest.mark.parametrize(
     "memory, expected",
     [
-        (record(calls=[(3, 10**9, 0, -1, -1)]), f"waits 4 s in {CALL} #3"),
-        (record(calls=[(3, 10**9, 0, 2, 1)]), f"waits 4 s in {CALL} #3, in round 2, for rank 1"),
-        (record(calls=[(3, 10**9, 2 * 10**9, 2, 1)]), f"is in its own code since 3 s, after {CALL} #3"),
+        (record(calls=[(3, 10**9, 0, -1, -1)]), f"waits 4 s in {CALL} of communicator 0"),
+        (record(calls=[(3, 10**9, 0, 2, 1)]), f"waits 4 s in {CALL} of communicator 0, in round 2, for rank 1"),
+        (record(calls=[(3, 10**9, 2 * 10**9, 2, 1)]), f"is in its own code since 3 s, after {CALL}"),
         (record(), "is in its own code since 5 s, before its first call"),
-        (record(state=RankState.HAS_LEFT), "has left the program"),
+        (record(rank_state=RankState.HAS_LEFT), "has left the program, before its first call"),
         (record(pid=(1 << 22) + 1), "has died, before its first call"),
     ],
     ids=["waits", "for a rank", "ended", "no call", "left", "died"],
@@ -142,22 +159,77 @@ def test_report_by_jobs():
 
 
 def test_files_of_records(tmp_path):
-    (tmp_path / "7-1.record").write_bytes(record(1, calls=[(1, 1, 2, -1, -1)]).tobytes())
+    (tmp_path / f"7-1.{NAME}").write_bytes(record(1, calls=[(1, 1, 2, -1, -1)]).tobytes())
     (found,) = in_folder(tmp_path)
-    assert found.rank == 1 and len(found.calls) == 1 and not len(found.active)
+    assert found.rank == 1 and len(found.calls) == 1 and not any(map(is_active, found.calls))
     for text in (b"", bytes(NBYTES)):
-        (tmp_path / "8-1.record").write_bytes(text)
-        with pytest.raises(ValueError, match="expected a record"):
-            read_record(tmp_path / "8-1.record")
+        (tmp_path / f"8-1.{NAME}").write_bytes(text)
+        for read in (read_record, map_record):
+            with pytest.raises((ValueError, OSError)):
+                read(tmp_path / f"8-1.{NAME}")
 
 
 def test_the_record_of_a_process_is_found(tmp_path):
     memory = writer._memory()
     header, _ = parts(memory)
     header["magic"], header["version"], header["pid"], header["rank"] = MAGIC, VERSION, os.getpid(), 5
-    assert 5 in [found.rank for found in running()] or writer.record() is not None
-    found = open_record(os.getpid())
-    assert found is not None and found.header["pid"] == os.getpid()
+    for take in (read_record, map_record):
+        found = [one for one in running(take) if one.header["pid"] == os.getpid()]
+        assert 5 in [one.rank for one in found] or writer.record() is not None
+
+
+def test_records_in_a_folder_are_found_while_their_process_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv(writer.FOLDER, str(tmp_path))
+    header, _ = parts(writer._memory())
+    header["magic"], header["version"], header["pid"], header["rank"] = MAGIC, VERSION, os.getpid(), 6
+    assert [one.rank for one in in_folder(tmp_path)] == [6]
+    (path,) = tmp_path.iterdir()
+    found = map_record(path)
+    header["rank"] = 4
+    assert found.rank == 4
+    assert str(path) in [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+
+
+WAITS, MADE = (3, 10**9, 0, 1, 2), (2, 1, 2, -1, -1)
+
+
+@pytest.mark.parametrize(
+    "memories, expected",
+    [
+        ([record(0, calls=[MADE]), record(1, calls=[MADE])], []),
+        (
+            [record(0, calls=[MADE, WAITS]), record(1, calls=[MADE, WAITS]), record(2, calls=[MADE])],
+            [r"rank 2 is in its own code since .*; ranks 0, 1 wait for it in allreduce .* #3"],
+        ),
+        (
+            [record(0, calls=[MADE, WAITS]), record(2, calls=[MADE], rank_state=RankState.HAS_LEFT)],
+            [r"rank 2 has left the program, after .* #2; rank 0 waits for it in allreduce .* #3"],
+        ),
+        (
+            [record(0, calls=[WAITS]), record(2)],
+            [r"rank 2 is in its own code since .*, before its first call; rank 0 waits for it in allreduce .* #3"],
+        ),
+        (
+            [record(0, calls=[WAITS]), record(1, calls=[WAITS], root=1, collective="reduce")],
+            [r"ranks make different calls: rank 0 allreduce \(.*\) #3, rank 1 reduce with root 1 \(.*\) #3"],
+        ),
+        (
+            [record(0, calls=[(3, 1, 0, 1, 1)]), record(1, calls=[(7, 1, 0, 1, 0)], communicator=2)],
+            [r"ranks wait for each other in different calls: rank 1 waits .* 2, in .*; rank 0 waits .* 0, in .*"],
+        ),
+        ([record(0, calls=[WAITS])], ["rank 2 has no record on this node"]),
+        (
+            [record(0, calls=[WAITS]), record(2, calls=[(3, 1, 2, -1, -1)], state=CallState.WAS_LEFT)],
+            [r"rank 2 has left allreduce .* #3 before its end"],
+        ),
+        ([record(0, calls=[(3, 1, 0, -1, 2)], pid=(1 << 22) + 1)], ["rank 2 has no record.*", "rank 0 has died.*"]),
+    ],
+    ids=["none", "own code", "left", "never", "other call", "order", "unknown", "left the call", "dead"],
+)
+def test_causes_of_waits(memories, expected):
+    found = causes(map(of, memories), 5 * 10**9)
+    assert len(found) == len(expected), found
+    assert all(re.fullmatch(one, text) for one, text in zip(expected, found)), found
 
 
 def test_a_forked_process_leaves_the_record_alone():
@@ -179,3 +251,20 @@ def test_the_header_is_a_page():
         and CALL_RECORD.itemsize == 128
         and max(place + kind.itemsize for kind, place in HEADER.fields.values()) <= 4096
     )
+
+
+def test_times_of_reports(monkeypatch, capsys):
+    """Once the patience is over, and after 2, 8 and 32 times as long; and anew for the next wait."""
+    found = of(record(calls=[(3, 1, 0, 2, 1)]))
+    found.header["rank"] = MPI.COMM_WORLD.Get_rank()
+    monkeypatch.setenv("CHORUS_PATIENCE", "3")
+    monkeypatch.setattr(watcher, "neighbours", lambda: {0: found})
+    monkeypatch.setattr(watcher, "_reports", 0)
+    printed = []
+    for idle in (1, 2.9, 3, 5, 6, 6.1, 23, 24, 95, 96, 97, 1, 3.5):
+        watcher._report_if_due(idle)
+        printed += [idle] * capsys.readouterr().err.count("nothing has moved")
+    assert printed == [3, 6, 24, 96, 3.5]
+    monkeypatch.setenv("CHORUS_PATIENCE", "0")
+    watcher._report_if_due(1000)
+    assert not capsys.readouterr().err

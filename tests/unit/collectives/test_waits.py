@@ -56,7 +56,7 @@ def test_limits_of_waits(naps):
                 pauses.pause()
         with limited(2 * LONG, 1):
             pauses = Pauses(Others("barrier"))
-            with pytest.raises(TimeoutError, match=r"rank 1 waited 2 s"):
+            with pytest.raises(TimeoutError, match=rf"rank 1 waited {2 * LONG:g} s"):
                 for _ in range(1000 + int(2 * LONG / LONGEST_NAP)):
                     pauses.pause()
         assert waits._limits.current is outer

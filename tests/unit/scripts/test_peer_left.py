@@ -1,5 +1,8 @@
 """A rank whose program ends while others wait for it in a collective: they raise an error that names it."""
 
+import re
+import time
+
 import pytest
 from support.launches import ended, needs_mpiexec, start_ranks
 from support.tiers import default
@@ -42,8 +45,10 @@ def test_a_program_that_ends_on_one_rank(tmp_path, call, end):
     path.write_text(PROGRAM.replace("CALL", call).replace("END", end))
     text = ended(process := start_ranks(3, [path]))
     assert process.returncode, text
-    assert f"s: {CALLS[call]} (" in text and "rank 1 has left the program, and this one waits for it" in text, text
-    seconds = [int(line.split(" after ")[1].split()[0]) for line in text.splitlines() if " after " in line]
+    assert f"s: {CALLS[call]} (" in text, text
+    assert "rank 1 has left the program, and this one waits for it" in text, text
+    assert re.search(r"cause: rank 1 has left the program, after barrier \(.*\) #\d+$", text, re.MULTILINE), text
+    seconds = [int(found) for found in re.findall(r"rank \d after (\d+) s:", text)]
     assert max(seconds) <= 3, text
 
 
@@ -54,5 +59,96 @@ def test_a_report_of_what_the_ranks_do(tmp_path):
     text = ended(process := start_ranks(3, [path], CHORUS_PATIENCE="3"))
     assert not process.returncode, text
     assert text.count("nothing has moved for 3 s") == 1, text
+    cause = r"cause: rank 1 is in its own code .*program.py:\d+ in <module>: time.sleep\(6\); ranks 0, 2 wait for it"
+    assert re.search(cause, text), text
     assert "in broadcast with root 1" in text and ", for rank 1" in text, text
     assert "rank 1 " in text and "is in its own code since" in text and "after barrier" in text, text
+
+
+HANGS = """
+import atexit, os, signal, sys, threading, time
+import numpy as np
+from mpi4py import MPI
+from collectives import Communicator
+
+comm, x, y = Communicator(MPI.COMM_WORLD), np.ones(100), np.empty(100)
+for _ in range(5):
+    comm.Allreduce(x, y)
+other, is_last = comm.Dup(), comm.rank == comm.size - 1
+began = time.monotonic()
+PROGRAM
+"""
+
+ALONE, WAIT = r"rank {last} ", r"; ranks? [\d, ]+ waits? for it in allreduce \(.*\) #\d+"
+
+THREAD = """
+def work():
+    comm.Allreduce(x, y)
+    if is_last:
+        raise ValueError("mine")
+    comm.Allreduce(x, y)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+AT_EXIT = """
+@atexit.register
+def work():
+    if is_last:
+        raise ValueError("mine")
+    comm.Allreduce(x, y)
+"""
+
+LEFT = ALONE + r"has left the program, after allreduce \(.*\) #\d+"
+
+ROWS = {
+    "exit": ("if is_last: sys.exit(3)\ncomm.Allreduce(x, y)", LEFT),
+    "thread": (THREAD, LEFT + "; an exception before: ValueError: mine"),
+    "at exit": (AT_EXIT, LEFT + "; an exception before: ValueError: mine"),
+    "raise": ("if is_last: raise ValueError('mine')\ncomm.Allreduce(x, y)", ALONE + "has ended by ValueError: mine"),
+    "no call": ("if is_last: time.sleep(60)\ncomm.Allreduce(x, y)", ALONE + r"is in its own code.*sleep\(60\)" + WAIT),
+    "one more": ("comm.Allreduce(x, y)\nif is_last: comm.Allreduce(x, y)", r"rank \d has left the program, after"),
+    "order": (
+        "for one in (other, comm) if is_last else (comm, other): one.Allreduce(x, y)",
+        r"wait for each other in different calls: rank \d waits .* of communicator \d.*of communicator \d",
+    ),
+    "receive": (
+        "comm.Recv(x, source=0) if is_last else comm.Allreduce(x, y)",
+        ALONE + r"is in its own code.*comm.Recv\(x, source=0\)" + ".*" + WAIT,
+    ),
+    "root": (
+        "comm.Reduce(x, y, root=1 if is_last else 0)",
+        r"ranks make different calls: rank \d reduce with root 0 \(.*\) #6, rank {last} reduce with root 1 \(.*\) #6",
+    ),
+    "stopped": (
+        "if is_last: os.kill(os.getpid(), signal.SIGSTOP)\ncomm.Allreduce(x, y)",
+        ALONE + r"is stopped, and is in its own code" + ".*" + WAIT,
+    ),
+    "exit of a request": (
+        "if is_last: sys.exit(3)\nMPI.Request.Waitall([comm.Iallreduce(x, y)])",
+        LEFT,
+    ),
+    "native": (
+        "if is_last: time.sleep(60)\ncomm.Allreduce(x, y, algorithm='native')",
+        ALONE + r"is in its own code.*sleep\(60\); ranks? [\d, ]+ waits? for it in allreduce \(native, .*\) #6",
+    ),
+}
+"""Programs that hang, or end on one rank only, and the cause that is named."""
+
+
+@pytest.mark.parametrize("ranks", default([2, 3], 3))
+@pytest.mark.parametrize("row", default(ROWS, "exit", "thread", "no call", "order", "root"))
+def test_hangs_end_with_their_cause(tmp_path, row, ranks):
+    program, cause = ROWS[row]
+    path = tmp_path / "program.py"
+    path.write_text(HANGS.replace("PROGRAM", program))
+    began = time.monotonic()
+    text = ended(process := start_ranks(ranks, [path], CHORUS_PATIENCE="3", CHORUS_TIMEOUT="6"))
+    assert time.monotonic() - began < LONGEST, text
+    assert process.returncode, text
+    assert re.search(cause.replace("{last}", str(ranks - 1)), text), text
+
+
+LONGEST = 20.0
+"""Seconds of a program: 8, the time to start, and room for machines with much else to do."""

@@ -1,0 +1,144 @@
+"""Causes of waits, derived from the records of ranks, and reports on all of them.
+
+All ranks of a communicator make the same calls in the same order on each of its channels, and number them. A rank is
+waited for if it has not made a call that another rank is in. If it waits itself, the search goes on from its call.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.engine.instructions import CallState
+from collectives.runtime.record.conditions import condition, describe_call, is_stopped, seconds
+from collectives.runtime.record.layout import RankState
+from collectives.runtime.record.reader import RankRecord, is_active
+
+COMPARED = 32
+"""Last calls of each rank that are compared with those of others."""
+
+PERSISTENT = 2
+"""`form` of persistent calls: without mailboxes, ranks may start them in any order."""
+
+OF_OWN_LENGTH = (b"gather", b"scatter", b"allgather", b"alltoall")
+"""Collectives whose bytes may differ between ranks."""
+
+Place = tuple[int, int, int]
+"""Communicator, channel and number of a call: equal on all ranks."""
+
+
+def place(call: Any) -> Place:
+    """Place of a call."""
+    communicator, channel, turn = (int(call[name]) for name in ("communicator", "channel", "turn"))
+    return communicator, channel, turn
+
+
+def _facts(call: Any) -> tuple[Any, ...]:
+    """Properties of a call that are equal on all ranks."""
+    nbytes = None if call["collective"] in OF_OWN_LENGTH else call["nbytes"]
+    return *(call[name] for name in ("collective", "root", "dtype", "op", "algorithm")), nbytes
+
+
+class Calls(NamedTuple):
+    """Kept calls of one rank, and those that it has not ended."""
+
+    record: RankRecord
+    calls: np.ndarray
+    active: list[Any]
+
+    def has_made(self, call: Any) -> bool | None:
+        """True if this rank has made a call of another rank too; None if it has made none on its channel."""
+        same = self.calls[
+            (self.calls["communicator"] == call["communicator"]) & (self.calls["channel"] == call["channel"])
+        ]
+        return bool(same["turn"].max() >= call["turn"]) if len(same) else None
+
+    @property
+    def is_well(self) -> bool:
+        """True unless the rank has ended, or is stopped."""
+        record = self.record
+        return record.state == RankState.RUNS and record.is_alive and not is_stopped(record)
+
+
+def calls_of(record: RankRecord) -> Calls:
+    """Calls in a record."""
+    calls = record.calls
+    return Calls(record, calls, [call for call in calls if is_active(call)])
+
+
+def different_calls(ranks: Sequence[Calls]) -> str:
+    """Text on the first of the last calls that differ between ranks; empty if there is none."""
+    found: defaultdict[Place, dict[tuple[Any, ...], tuple[int, Any]]] = defaultdict(dict)
+    for one in ranks:
+        for call in one.calls[-COMPARED:]:
+            if call["form"] != PERSISTENT or call["channel"] >= 0:
+                found[place(call)].setdefault(_facts(call), (one.record.rank, call))
+    differing = [tuple(made.values()) for made in found.values() if len(made) > 1]
+    if not differing:
+        return ""
+    made = min(differing, key=lambda several: min(call["started"] for _, call in several))
+    texts = [f"rank {rank} {describe_call(call)}" for rank, call in made]
+    return f"ranks make different calls: {', '.join(texts)}"
+
+
+def causes(records: Iterable[RankRecord], now: int) -> list[str]:
+    """Sentences on why ranks wait, at a time of the monotonic clock; none if no rank does."""
+    ranks = sorted(map(calls_of, records), key=lambda one: one.record.rank)
+    waiting = [(one, call) for one in ranks for call in one.active]
+    if not waiting:
+        return []
+    missing: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+    for one, call in waiting:
+        for other in ranks:
+            made = other.has_made(call)
+            if made is False or (made is None and other.record.rank == call["peer"]):
+                missing[other.record.rank].append((one.record.rank, call))
+    found = [text] if (text := different_calls(ranks)) else []
+    by_rank = {one.record.rank: one for one in ranks}
+    free = [rank for rank in missing if not (by_rank[rank].active and by_rank[rank].is_well)]
+    for rank in free:
+        who = {waiter for waiter, _ in missing[rank]}
+        wait = f"rank{'s'[: len(who) > 1]} {', '.join(map(str, sorted(who)))} wait{'s'[len(who) > 1 :]}"
+        found.append(
+            f"rank {rank} {condition(by_rank[rank].record, now)}; {wait} for it in {describe_call(missing[rank][0][1])}"
+        )
+    if missing and not free:
+        texts = [f"rank {rank} {condition(by_rank[rank].record, now)}" for rank in missing]
+        found.append(f"ranks wait for each other in different calls: {'; '.join(texts)}")
+    return found or [*_without_record(waiting, by_rank), *_in_the_call(ranks, waiting, now)]
+
+
+def _without_record(waiting: Sequence[tuple[Calls, Any]], known: Mapping[int, Calls]) -> Iterator[str]:
+    """Ranks that are waited for, and of which nothing is known here."""
+    size = int(waiting[0][0].record.header["size"])
+    for rank in sorted({int(call["peer"]) for _, call in waiting if 0 <= call["peer"] < size} - set(known)):
+        yield f"rank {rank} has no record on this node"
+
+
+def _in_the_call(ranks: Sequence[Calls], waiting: Sequence[tuple[Calls, Any]], now: int) -> Iterator[str]:
+    """Ranks that have made the calls of the waiting ones, and do not go on in them."""
+    places = {place(call) for _, call in waiting}
+    for one in ranks:
+        if not one.is_well:
+            yield f"rank {one.record.rank} {condition(one.record, now)}"
+        for call in one.calls[-COMPARED:]:
+            if call["state"] in (CallState.WAS_LEFT, CallState.HAS_FAILED) and place(call) in places:
+                yield f"rank {one.record.rank} has left {describe_call(call)} before its end"
+
+
+def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]:
+    """Lines on ranks, with their last calls, by job."""
+    ordered = sorted(records, key=lambda one: (one.text("job"), one.rank))
+    for job, group in groupby(ordered, lambda one: one.text("job")):
+        ranks = list(group)
+        size = ranks[0].header["size"].item()
+        yield f"job {job}: {len(ranks)} of {size} rank{'s' * (size > 1)}, {ranks[0].text('command')}"
+        for one in ranks:
+            yield f"  rank {one.rank} (pid {one.header['pid']}) {condition(one, now)}"
+            for call in one.calls[-calls:] if calls else ():
+                end = CallState(call["state"]).name.lower().replace("_", " ")
+                took = seconds(call["ended"] - call["started"]) if call["ended"] else "under way"
+                yield f"      {describe_call(call)}: {end}, {took}"
+        yield from (f"  cause: {text}" for text in causes(ranks, now))
