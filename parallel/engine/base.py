@@ -21,7 +21,7 @@ from parallel.engine.data_parallel.run_context import RunContext
 from parallel.engine.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer, copies
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.fingerprint import Fingerprint
-from parallel.engine.microbatch_pass import Measure
+from parallel.engine.microbatch_pass import Measure, Prediction, counted_by
 from parallel.engine.model_on_mesh import ModelOnMesh
 from parallel.engine.model_ownership import ModelOwnership
 from parallel.engine.operator_records import OperatorRecords
@@ -356,13 +356,15 @@ class TrainEngine(BaseEngine):
             return self._evaluated(batches, measure)
 
     def _evaluated(self, batches: Sequence[Batch], measure: Measure | None) -> Evaluation:
-        given = self._checked(batches)
+        given = self._checked(batches, measure)
         moment = [("steps", self.steps), ("updates", self.updates)]
         assignment, count, _ = self._sync.begin(given, moment, call="evaluate")
         with deferred() as numbers, self._sharded.passes():
             losses, problem, measured = self._scores(given.mine, assignment, measure)
         losses, problem = read_losses(numbers, losses if self._counts else [], self._errors.take() or problem)
         loss = self._sync.losses(losses, problem, self.steps)
+        if isinstance(measure, Prediction) and not self._counts:
+            measure.drop()
         if measure:
             measured = self._comm.allreduce(measured if self._counts else 0.0)
         if not count:
@@ -370,8 +372,9 @@ class TrainEngine(BaseEngine):
         # Divided rather than multiplied by 1 / count, so that all engines round alike.
         return Evaluation(loss / count, measured / count if measure else None, in_units(count))
 
-    def _checked(self, batches: Iterable[Batch]) -> CheckedBatches:
-        found = checked(batches, self.context.memory.xp, self._loss, self._sync.compares_batches)
+    def _checked(self, batches: Iterable[Batch], measure: Measure | None = None) -> CheckedBatches:
+        loss = counted_by(self._loss, measure)
+        found = checked(batches, self.context.memory.xp, loss, self._sync.compares_batches)
         try:
             self._foresee(found.mine)
         except BaseException as error:

@@ -23,9 +23,11 @@ from parallel.engine.gradient_hooks import HookedGradients
 from parallel.engine.step_sync import Losses
 from parallel.nn.array_checks import checked, expect_gradient, expect_type, float_type, label, named, type_after
 from parallel.nn.kernels.deferred import is_deferred
+from parallel.nn.kernels.storage import HALVES, widen
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, arrays_of, forward_of, spec_of
 from parallel.nn.own_arrays import watched
 from parallel.runtime.validation import real_number
+from parallel.runtime.vector_memory import to_host
 from parallel.sharding.context.models_by_length import LengthModel
 from quant.types import Array
 
@@ -53,6 +55,52 @@ Result = TypeVar("Result")
 
 Measure = Callable[[Array, Array], float]
 """Function of scores and targets, summed over a micro-batch."""
+
+
+class Prediction:
+    """Measure of an evaluation that collects scores in the place of losses; targets are places in the result.
+
+    `places` are targets for inputs x, of shape (samples, length of axis 1 of x), so that they are divided as sequences
+    are. They number positions, for models with scores of each, and else samples.
+    """
+
+    def __init__(self, x: Any):
+        shape = (*np.shape(x), 1)[:2]
+        self.places = np.arange(math.prod(shape)).reshape(shape)
+        self._found: list[tuple[tuple[int, ...], np.ndarray, np.ndarray]] = []
+
+    def count(self, targets: Array) -> float:
+        """Number of places, as of a loss."""
+        return targets.size  # type: ignore[no-any-return]
+
+    def __call__(self, scores: Array, places: Array) -> float:
+        """Keep the scores of a micro-batch on the host, half types as float32."""
+        scores, places = to_host(widen(scores) if scores.dtype in HALVES else scores), to_host(places)
+        lead = self.places.shape if scores.shape[:2] == places.shape else self.places.shape[:1]
+        rows = places.reshape(-1) if len(lead) == 2 else places[:, 0] // self.places.shape[1]
+        if len(scores) != len(places):
+            raise ValueError(f"predict: expected scores of {len(places)} samples, found shape {scores.shape}")
+        self._found.append((lead, rows, scores.reshape(len(rows), *scores.shape[len(lead) :])))
+        return 0.0
+
+    def drop(self) -> None:
+        """Leave the scores to another rank, which has the same."""
+        self._found.clear()
+
+    def gathered(self, comm: Any) -> np.ndarray:
+        """Scores of all samples, in their order. Collective."""
+        every = [one for found in comm.allgather(self._found) for one in found]
+        lead, _, scores = every[0]
+        whole = np.empty((math.prod(lead), *scores.shape[1:]), scores.dtype)
+        for _, rows, scores in every:
+            whole[rows] = scores
+        return whole.reshape(*lead, *whole.shape[1:])
+
+
+def counted_by(loss: Any, measure: Measure | None) -> Any:
+    """Object whose `count` counts targets: the loss, or a `Prediction` in its place."""
+    return measure if isinstance(measure, Prediction) else loss
+
 
 QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
 """Suppressed NumPy warnings: non-finite losses and gradients are found when ranks synchronise."""
@@ -109,10 +157,11 @@ class MicrobatchPass:
 
     @guarded
     def score(self, measure: Measure | None = None) -> None:
-        found, self._saved_loss = self._loss.forward(self._x, self._y)
-        terms = found if isinstance(found, tuple) else (found,)
-        with self._noted():
-            self.losses = tuple(term if is_deferred(term) else real_number(term) for term in terms)
+        if not isinstance(measure, Prediction):
+            found, self._saved_loss = self._loss.forward(self._x, self._y)
+            terms = found if isinstance(found, tuple) else (found,)
+            with self._noted():
+                self.losses = tuple(term if is_deferred(term) else real_number(term) for term in terms)
         if measure:
             whole = getattr(self._loss, "whole", None)  # of a loss whose scores are cut over ranks
             scores = whole(self._x) if whole else self._x

@@ -74,7 +74,8 @@ class ModelOwnership:
             return ()
         return (
             f"parameter {lost[0].name} starts at its initial values: an engine of layout {lost[0].trained_in} has "
-            "trained it, and left no values in the model; load_state_dict continues from the state_dict of that engine",
+            "trained it, and left no values in the model; load_state_dict continues from the state_dict of that "
+            "engine, and so does an engine of its model_on_one_rank()",
         )
 
     def start(self) -> None:

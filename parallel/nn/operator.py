@@ -123,6 +123,14 @@ class Operator:
     writes_records: bool = False
     """True if forward passes write `PassMode.terms` or `PassMode.records`."""
 
+    @property
+    def continues(self) -> bool:
+        """True if a pass takes `PassMode.past`: results at a position depend on earlier ones in it only, or on none.
+
+        Of an operator on sequences of shape (batch, positions, ...); those in it have a value of their own.
+        """
+        return self.mixes is not None and 1 not in self.mixes
+
     chooses_tokens: bool = False
     """True if only some tokens reach the operators in it."""
 
@@ -158,6 +166,17 @@ class Operator:
     def __getstate__(self) -> dict[str, Any]:
         """Attributes, for `copy` and `pickle`; links to copies that engines have are those of this object."""
         return {name: value for name, value in vars(self).items() if name not in ("_copies", "_original")}
+
+    def __call__(self, x: Any) -> Array:
+        """Result for inputs x, outside of a training: without dropout, from the values that the parameters have.
+
+        Floating-point inputs are converted to the dtype of the parameters. ParameterNotGathered if a parameter has no
+        values here: `parallel.Engine.model_on_one_rank` returns a model that has all.
+        """
+        x = x if hasattr(x, "__cuda_array_interface__") else np.asarray(x)
+        dtypes = {one.dtype for one in self.parameters()} if x.dtype.kind == "f" else set()
+        x = x.astype(dtypes.pop(), copy=False) if len(dtypes) == 1 else x
+        return forward_of(self, x, PassMode(training=False, samples=np.arange(len(x))))[0]
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""

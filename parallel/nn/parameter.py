@@ -200,8 +200,8 @@ class Parameter:
         if self.is_held:
             return (
                 f"parameter {self.name} of shape {self.shape} has no values here: this rank's engine has them only "
-                "while they are in use, or has a part of them, or other ranks have them. `Engine.state_dict()` returns "
-                "whole tensors, and `Engine.load_state_dict(values, strict=False)` sets some"
+                "while they are in use, or has a part of them, or other ranks have them. `Engine.model_on_one_rank()` "
+                "and `Engine.state_dict()` have whole tensors, `Engine.load_state_dict(values, strict=False)` sets some"
             )
         return (
             f"parameter {self.name} of shape {self.shape} has no values here: an engine gives it some; without an "

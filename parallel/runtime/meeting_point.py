@@ -31,7 +31,7 @@ LONGEST = 1000
 """Characters of a notice: short messages are sent without a receiver."""
 
 CALLS = (
-    *("construction", "step", "draw", "evaluate", "state_dict", "load_state_dict", "save", "load"),
+    *("construction", "step", "draw", "evaluate", "predict", "state_dict", "load_state_dict", "save", "load"),
     *("consensus", "failures", "close"),
 )
 """Calls of engines in which all ranks meet: methods, draws from a shared queue, and the exchange of errors."""

@@ -19,7 +19,7 @@ from parallel.data.sampler import Batch, Dataset, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.base import check
 from parallel.engine.memory_ledger import MemoryLedger
-from parallel.engine.microbatch_pass import Measure
+from parallel.engine.microbatch_pass import Measure, Prediction
 from parallel.engine.model_ownership import expect_free
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.array_checks import whole_number
@@ -32,7 +32,7 @@ from parallel.runtime.left_windows import free_left
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.trainer import engine_checkpoint
-from parallel.trainer.engine_arguments import expect_data, expect_parts, expect_same, with_options
+from parallel.trainer.engine_arguments import expect_data, expect_parts, expect_room, expect_same, with_options
 from parallel.trainer.model_transforms import with_transforms
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import FailedBatches, TrainableEngine, TrainJob, batches_of, strategy_of
@@ -200,6 +200,44 @@ class Engine:
             expect_same(self._comm, x, y)
             return self.inner.evaluate(list(self._cut(x, y, None, training=False)), measure)
 
+    def predict(self, x: Any, out: np.ndarray | None = None, *, ema: bool = False) -> np.ndarray:
+        """Scores of the model for all inputs, without dropout, on all ranks.
+
+        Parameters
+        ----------
+        x : array with an axis of samples first, the same on all ranks
+            Cut into micro-batches as large as those of a step.
+        out : array, optional
+            Of the shape of the scores, which are written into it and not returned in an array of their own.
+        ema : bool
+            True to predict by the moving average of the weights.
+
+        Returns
+        -------
+        array, of the length of x, in the order of x
+            float64, or float32 of float32 and half types.
+        """
+        with self._call("predict"), self._average(ema):
+            prediction = Prediction(x)
+            expect_same(self._comm, x, prediction.places)
+            mine = self._cut(x, prediction.places, None, training=False, batch=self.settings.batch)
+            self.inner.evaluate(list(mine), prediction)
+            scores = prediction.gathered(self._comm)
+            if out is None:
+                return scores
+            collective_call(self._comm, lambda: expect_room(out, scores), "out")
+            out[...] = scores
+            return out
+
+    def model_on_one_rank(self, *, ema: bool = False) -> Operator:
+        """Copy of the model with whole weights, or with `ema` their moving average, in any layout; on every rank.
+
+        No engine has the copy: ``model_on_one_rank()(x)`` returns its scores on this rank alone. Its weights are those
+        of `state_dict`, of which pruned ones are 0.
+        """
+        state = self.state_dict(ema=ema)
+        return engine_checkpoint.model_with(self.model, state, self.settings, self.steps)
+
     def batches(
         self, data: Dataset, batch: int | None = None, *, epoch: int = 0, shuffle: bool = True
     ) -> Iterator[Sequence[Batch]]:
@@ -224,9 +262,12 @@ class Engine:
             return (step.batches(data, pool.draw(len(step.parts))) for step in sampler.steps(epoch))  # type: ignore
         return prefetch(batches_of(self._strategy, self.inner, step, data) for step in sampler.steps(epoch))
 
-    def _cut(self, x: Any, y: Any, samples: Array, training: bool) -> Iterable[Batch]:
-        """Micro-batches of this rank. Errors come in the iteration, where the step shares them with all ranks."""
-        micro = replace(self.settings, batch=max(1, len(x))).micro(self._workers)
+    def _cut(self, x: Any, y: Any, samples: Array, training: bool, batch: int | None = None) -> Iterable[Batch]:
+        """Micro-batches of this rank, as of a step of `batch` samples, by default all.
+
+        Errors come in the iteration, where the step shares them with all ranks.
+        """
+        micro = replace(self.settings, batch=max(1, min(batch or len(x), len(x)))).micro(self._workers)
         starts = range(0, len(x), micro)
         share = self.inner.train_share if training else self.inner.share
         numbers: Iterable[int] = share(len(starts))

@@ -38,6 +38,14 @@ def expect_data(data: Any) -> None:
         raise TypeError(f"data: expected len(data) and data.take(indices), as ArrayDataset(x, y); found a {found}")
 
 
+def expect_room(out: Any, scores: np.ndarray) -> None:
+    """Raise ValueError for an array `out` that cannot take scores: of another shape, or of numbers that lose more."""
+    fits = isinstance(out, np.ndarray) and out.shape == scores.shape and out.flags.writeable
+    if not fits or not np.can_cast(scores.dtype, out.dtype, "same_kind"):
+        found = f"{getattr(out, 'dtype', type(out).__name__)} of shape {np.shape(out)}"
+        raise ValueError(f"expected a writable array of {scores.dtype} and shape {scores.shape}, found {found}")
+
+
 def _form_of(array: Any) -> tuple[tuple[int, ...], bool]:
     """Shape of an array, or of nested lists, and True if it has numbers. () of lists of unequal lengths."""
     try:

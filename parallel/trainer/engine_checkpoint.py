@@ -4,6 +4,7 @@ import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.step_folders import expect_shallow
 from parallel.checkpoint.tensor_slices import TensorSlice, whole_tensors, within_family
 from parallel.engine.fingerprint import array_text
+from parallel.engine.operator_records import buffers_of
+from parallel.engine.settings import Settings
+from parallel.nn.operator import Operator
+from parallel.nn.rewrite import operators_in
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.validation import expect_integer, expect_mapping, is_real
+from parallel.trainer.model_transforms import prune
 from parallel.trainer.strategies import TrainableEngine
 from quant.kernels import array_namespace
 
@@ -117,6 +123,17 @@ def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping
     for name in engine.buffers.keys() & given.keys():
         engine.buffers[name].load(given[name])
     engine.refresh()
+
+
+def model_with(model: Operator, state: Mapping[str, np.ndarray], settings: Settings, step: int) -> Operator:
+    """Copy of a model with the weights and buffers of a `state_dict`, pruned as after `step` steps."""
+    made = deepcopy(model)
+    for parameter in made.parameters():
+        parameter.data = state[parameter.name]
+    for name, buffer in buffers_of(operators_in(made)).items():
+        buffer.load(state[name])
+    prune(made, settings, settings.steps or 0, step)  # type: ignore[arg-type]
+    return made
 
 
 def _shapes(engine: TrainableEngine) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from parallel.engine.base import type_of
 from parallel.engine.data_parallel.grad_bucket import GradBucket, of, users_of
 from parallel.engine.data_parallel.partition_spec import PartitionSpec
 from parallel.engine.memory_ledger import MemoryLedger, predict_activations
-from parallel.engine.microbatch_pass import MicrobatchPass
+from parallel.engine.microbatch_pass import MicrobatchPass, counted_by
 from parallel.engine.operator_records import PartRecords
 from parallel.engine.step_sync import count_of
 from parallel.nn.flat_params import Span
@@ -166,7 +166,7 @@ class WorkerTrainer:
         self._context.flat.bind(self.client.copy())
         try:
             mine = [batch_of(some, at) for at, some in enumerate(batches)]
-            counts = {batch.number: count_of(self._loss, batch.y) for batch in mine}
+            counts = {batch.number: count_of(counted_by(self._loss, measure), batch.y) for batch in mine}
         except BaseException as error:
             return [], error
         for batch in mine:

@@ -173,7 +173,7 @@ def problem(cell: Cell, found: Sequence[Outcome]) -> str:
 
 def _of_all(found: Sequence[Observation]) -> list[Observation]:
     """Observations that are equal on all ranks, bit for bit."""
-    return [one for one in found if ": state " in one.name or one.name.endswith(": evaluation")]
+    return [one for one in found if any(word in one.name for word in (": state ", ": prediction", ": evaluation"))]
 
 
 def _wrong_refusal(found: Sequence[Outcome], refused: Sequence[Refusal], rules: Sequence[Rule]) -> str:

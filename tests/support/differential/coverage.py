@@ -19,10 +19,13 @@ from support.differential.cells import Cell, play
 from support.differential.columns import COLUMNS, Column
 from support.differential.rows import ROWS
 
-METHODS = ("__init__", "step", "evaluate", "batches", "state_dict", "load_state_dict", "save", "load")
+METHODS = (
+    *("__init__", "step", "evaluate", "predict", "model_on_one_rank", "batches", "state_dict", "load_state_dict"),
+    *("save", "load"),
+)
 """Methods of `Engine` with options."""
 
-INTERFACES = ("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode")
+INTERFACES = ("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode", "generate")
 """Public names of `parallel.nn` without options of a training."""
 
 

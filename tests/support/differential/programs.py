@@ -36,11 +36,11 @@ def do(name: str, **options: Any) -> Action:
     return Action(name, options)
 
 
-STEP, TEST, STATE = do("step"), do("evaluate"), do("state")
+STEP, TEST, STATE, PREDICT = do("step"), do("evaluate"), do("state"), do("predict")
 OWN = "raised by the user's own code"
 """Attribute of errors that no engine raises on all ranks: they end the program of one rank, and so the job."""
 
-PLAIN = (STEP, STEP, STEP, TEST, STATE)
+PLAIN = (STEP, STEP, STEP, TEST, PREDICT, STATE)
 """Program of most rows."""
 
 
@@ -189,6 +189,17 @@ class EnginePlayer(Player):
         self.note("evaluation", found.loss)
         self.note("measure", found.measure)
         self.note("targets", found.count)
+
+    def predict(self, ema: bool = False, room: bool = False) -> None:
+        """Predict into a new array or a given one, and by a copy of the model outside of the engine."""
+        (x, _), options = self.batch(50, self.samples), {"ema": True} if ema else {}
+        scores = self.engine.predict(x, **options)
+        if room:
+            out = np.zeros_like(scores)
+            assert self.engine.predict(x, out, **options) is out
+            self.note("prediction into an array", out)
+            self.note("prediction by a copy", self.engine.model_on_one_rank(**options)(x))
+        self.note("prediction", scores)
 
     # ------------------------------------------------------------------------------------------ state
 

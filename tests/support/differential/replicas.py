@@ -71,6 +71,22 @@ class AveragedReplicas:
             engine.load_state_dict(state)
         return found
 
+    def predict(self, x: Any, out: Any = None, ema: bool = False) -> np.ndarray:
+        if not ema:
+            return self.engines[0].predict(x, out)
+        before, average = [engine.state_dict() for engine in self.engines], self.state_dict(ema=True)
+        self.load_state_dict(average)
+        found = self.engines[0].predict(x, out)
+        for engine, state in zip(self.engines, before):
+            engine.load_state_dict(state)
+        return found
+
+    def model_on_one_rank(self, ema: bool = False) -> Any:
+        made = self.engines[0].model_on_one_rank()
+        for parameter in made.parameters():
+            parameter.data = self.state_dict(ema=ema)[parameter.name]
+        return made
+
     def state_dict(self, ema: bool = False) -> dict[str, np.ndarray]:
         states = [engine.state_dict(**({"ema": True} if ema else {})) for engine in self.engines]
         return {name: np.mean([state[name] for state in states], axis=0) for name in states[0]}

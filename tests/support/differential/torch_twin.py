@@ -147,6 +147,14 @@ class TorchPlayer(Player):
         self.note("measure", right / count if measure else None)
         self.note("targets", count)
 
+    def predict(self, ema: bool = False, room: bool = False) -> None:
+        values = self._average if ema else self._values
+        with self._torch.no_grad():
+            scores = self.task.twin(self._torch, values, self.task.batch(50, self.samples)[0]).numpy()
+        names = ("prediction into an array", "prediction by a copy", "prediction") if room else ("prediction",)
+        for name in names:
+            self.note(name, scores)
+
     # ------------------------------------------------------------------------------------------ state
 
     def state(self, ema: bool = False) -> None:
