@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from parallel.data.sampler import Dataset
-from parallel.data.shards import OPEN_SHARDS, ShardIndex
+from parallel.data.shards import INDEX, OPEN_SHARDS, ShardIndex
+from parallel.data.text import text_files, text_form
 from parallel.runtime.validation import exact_integers
 
 HELD_OUT = 10
@@ -299,11 +300,19 @@ def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> ArrayDataset:
     return ArrayDataset(*pair)
 
 
-def from_text(path: Path, seed: int = 0, length: int = 128) -> LearningTask:
-    """Data set of windows of the bytes of a user's file. The last tenth of the file is the test set."""
-    text = np.frombuffer(path.read_bytes(), np.uint8)
-    cut = len(text) - len(text) // HELD_OUT
-    return _text(path.name, text[:cut], text[cut:], length)
+def from_text(path: Path, seed: int = 0, length: int = 128, tokenizer: str = "") -> LearningTask:
+    """Data set of windows of the bytes, or tokens, of a file, or of all ``*.txt`` in a folder.
+
+    The last tenth of each file is for the test.
+    """
+    form, parts = text_form(tokenizer), ([], [])  # type: ignore[var-annotated]
+    for file in text_files(path):
+        numbers = form.encode(file.read_bytes())
+        cut = len(numbers) - len(numbers) // HELD_OUT
+        for part, some in zip(parts, (numbers[:cut], numbers[cut:])):
+            part.append(some)
+    train, test = map(np.concatenate, parts)
+    return _text(path.name, train, test, length, form.kind, form.size)
 
 
 def from_shards(folder: Path, seed: int = 0, length: int = 128) -> LearningTask:
@@ -333,19 +342,23 @@ TASKS: dict[str, Callable[[int, int], LearningTask]] = {
 }
 
 
-def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
-    """Load a data set by name (a key of `TASKS`) or path: a folder of shards, an .npz file of arrays, or text.
+def load(source: str, *, seed: int = 0, length: int = 128, tokenizer: str = "") -> LearningTask:
+    """Load a data set by name (a key of `TASKS`) or path: shards, arrays in a .npz file, else text.
 
-    `seed` is for the split and generated data, `length` for sequences in tasks that have them.
+    Shards are in a folder with an index. `seed` is that of the split and of generated data, `length` that of sequences
+    in tasks that have them, and `tokenizer` a file for text of files, which is taken as bytes without one.
     """
+    path = Path(source)
+    is_shards = path.is_dir() and (path / INDEX).is_file()
+    if tokenizer and (source in TASKS or is_shards or path.suffix == ".npz"):
+        raise ValueError(f"tokenizer: expected a text file, or a folder of them, as data; found {source}")
     if source in TASKS:
         return TASKS[source](seed, length)
-    path = Path(source)
-    if path.is_dir():
+    if is_shards:
         return from_shards(path, seed, length)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"data {source!r}: neither a file nor one of {', '.join(TASKS)}")
-    return (from_npz if path.suffix == ".npz" else from_text)(path, seed, length)
+    return from_npz(path, seed, length) if path.suffix == ".npz" else from_text(path, seed, length, tokenizer)
 
 
 def _split(whole: ArrayDataset, seed: int, share: int) -> tuple[ArrayDataset, ArrayDataset]:
@@ -364,11 +377,13 @@ def _classes(name: str, train: ArrayDataset, test: ArrayDataset, outputs: int = 
     return LearningTask(name, train, test, "classes", train.x.shape[1:], outputs)
 
 
-def _text(name: str, train: np.ndarray, test: np.ndarray, length: int) -> LearningTask:
+def _text(
+    name: str, train: np.ndarray, test: np.ndarray, length: int, kind: str = "bytes", size: int = 256
+) -> LearningTask:
     parts = TokenWindows(train, length), TokenWindows(test, length)
     if not len(parts[0]):
         raise ValueError(
-            f"{name}: expected {length} + 1 bytes for training or more, found {len(train)}, too few for one window; "
+            f"{name}: expected {length} + 1 {kind} for training or more, found {len(train)}, too few for one window; "
             "a shorter length may do"
         )
-    return LearningTask(name, *parts, "bytes", (length,), 256)
+    return LearningTask(name, *parts, kind, (length,), size)

@@ -68,6 +68,7 @@ class DataOptions(OptionGroup):
 
     data: str = of_program("digits", "{names}, a text or .npz file, or shards (default {default})", "NAME", names=TASKS)
     length: int = of_program(128, "tokens per sequence of a text", "N", least=1)
+    tokenizer: str = of_program("", "tokenizer.json of the library tokenizers (default: a text's bytes)", "FILE")
     window: int | None = option(None, "neighbouring samples to shuffle (default: all, or some shards)", "N", least=1)
     batch: int = option(64, "samples per step, over all ranks; federated: per client and local step", "N", least=1)
     batch_tokens: int | None = option(None, "tokens per step, over all ranks, of a text", "N", least=1)
@@ -302,7 +303,7 @@ BUILD_FIELDS = tuple(name for name in names_in(ModelOptions) if OPTIONS[name].ow
 TRANSFORM_FIELDS = tuple(name for name in names_in(ModelOptions) if not OPTIONS[name].owner)
 """Options that describe transforms of a model (`parallel.nn.transforms`)."""
 
-MODEL_FIELDS = ("data", "length", *names_in(ModelOptions))
+MODEL_FIELDS = ("data", "length", "tokenizer", *names_in(ModelOptions))
 """Options that determine the model that is trained, and the shapes of its samples."""
 
 LAYOUT_FIELDS = names_in(MeshOptions, PipelineOptions, ServerOptions, DecentralizedOptions)

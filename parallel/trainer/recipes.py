@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.data.datasets import TASKS
+from parallel.data.shards import INDEX
 from parallel.engine.settings import ALTERNATIVES, LAYOUT_FIELDS, OPTIONS, RUN_FIELDS, Settings
 from parallel.optim.optimizers import OPTIMIZERS
 
@@ -93,9 +94,9 @@ def _is_text(data: str) -> bool:
     """True for texts: bytes of a file, or the tokens of a sharded data set."""
     if data in TASKS:
         return data in TEXTS
-    if Path(data).is_dir():
+    if Path(data, INDEX).is_file():
         with suppress(OSError, ValueError):  # an error of the index is raised where data are loaded
-            return bool(json.loads(Path(data, "index.json").read_text())["kind"] == "tokens")
+            return bool(json.loads(Path(data, INDEX).read_text())["kind"] == "tokens")
         return False
     return not data.endswith(".npz")
 

@@ -1,7 +1,7 @@
 """Construction of data, model, loss, optimizer and sampler from settings."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     strategy.check(settings, ranks)
     if settings.batch_tokens is None:
         strategy.check_batch(settings, ranks)
-    task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
+    task = datasets.load(settings.data, seed=settings.seed, length=settings.length, tokenizer=settings.tokenizer)
     if settings.batch_tokens is not None:  # the batch depends on the data
         strategy.check_batch(sized(settings, task.train), ranks)
     family = expect_fit(settings.model, task)
@@ -43,10 +43,14 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
         task = _map_inputs(task, lambda x: x.astype(np.float32, copy=False))
     if family == "convnet" and len(task.inputs) == 2:
         task = replace(_map_inputs(task, lambda x: x[:, None]), inputs=(1, *task.inputs))
-    options: dict[str, Any] = {name: getattr(settings, name) for name in BUILD_FIELDS}
     steps = steps_of(settings, task)
-    model = transformed(build(settings.model, task.inputs, task.outputs, **options), settings, steps)
-    return task, model, _optimizer(settings, steps)
+    return task, build_model(settings, task.inputs, task.outputs, steps), _optimizer(settings, steps)
+
+
+def build_model(settings: Settings, inputs: Sequence[int], outputs: int, steps: int) -> Sequential:
+    """Model that settings name, with their transforms, for samples of shape `inputs` and a training of `steps`."""
+    options: dict[str, Any] = {name: getattr(settings, name) for name in BUILD_FIELDS}
+    return transformed(build(settings.model, tuple(inputs), outputs, **options), settings, steps)
 
 
 def expect_fit(model: str, task: LearningTask) -> str:

@@ -296,7 +296,7 @@ for kind in [kind for kind in OPTIMIZERS.values() if kind not in (SGD, Adam, Ada
 row(
     "ema",
     optimizer=lambda model: SGD(lr=0.2, ema=0.7),
-    program=(*PLAIN, do("evaluate", ema=True), do("state", ema=True), STEP, STATE),
+    program=(*PLAIN, do("evaluate", ema=True), do("predict", ema=True, room=True), do("state", ema=True), STEP, STATE),
     refusals=(NO_AVERAGE,),
 )
 SCHEDULES = {
@@ -657,6 +657,7 @@ OTHERS: dict[str, Any] = {
     "epochs": 2.0,
     "warm_up": 3,
     "length": 16,
+    "tokenizer": "t.json",
     "dropout": 0.1,
     "experts": "4",
     "depths": "0.5",

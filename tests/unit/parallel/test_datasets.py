@@ -16,6 +16,7 @@ from parallel.data import datasets
 from parallel.data.datasets import TASKS, ArrayDataset, TokenWindows, documentation, from_npz, load
 from parallel.data.sampler import Sampler
 from parallel.data.sequences import PaddedSequences, TokenSampler
+from parallel.data.text import TextBytes
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -296,6 +297,56 @@ def test_a_users_text(tmp_path):
     assert (task.name, task.kind, task.inputs, task.outputs) == ("text.txt", "bytes", (8,), 256)
     assert bytes(task.train.text) + bytes(task.test.text) == bytes(range(200))
     assert (len(task.train), len(task.test)) == (22, 2)
+
+
+def test_a_folder_of_texts(tmp_path):
+    """The last tenth of each file is for the test; other files do not count."""
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    for name, first in (("b.txt", 100), ("a.txt", 0), ("more/c.txt", 150), ("a.md", 200)):
+        (tmp_path / "texts" / name).write_bytes(bytes(range(first, first + 50)))
+    task = load(str(tmp_path / "texts"), length=8)
+    assert (task.name, task.kind, task.outputs) == ("texts", "bytes", 256)
+    assert bytes(task.train.text) == bytes([*range(45), *range(100, 145), *range(150, 195)])
+    assert bytes(task.test.text) == bytes([*range(45, 50), *range(145, 150), *range(195, 200)])
+
+
+def test_a_folder_without_texts(tmp_path):
+    with pytest.raises(ValueError, match=r"expected index.json, of shards, or files \*.txt; found neither"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve ﬁ 𝒳", ""])
+def test_text_streams_by_characters(text):
+    form = TextBytes()
+    numbers = form.encode(text.encode()).tolist()
+    pieces = list(form.stream(numbers))
+    assert "".join(pieces) == text and len(pieces) == len(numbers) + 1
+    assert "".join(form.stream(numbers[:-1])) == (text[:-1] if text.isascii() else text[:-1] + "\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("data", "content", "error", "text"),
+    [
+        ("pydoc", "", ValueError, "tokenizer: expected a text file, or a folder of them, as data; found pydoc"),
+        ("t.txt", None, FileNotFoundError, "there is no such file"),
+        ("t.txt", "{}", ValueError, "expected a file of the library tokenizers"),
+    ],
+)
+def test_tokenizers_that_do_not_fit(tmp_path, data, content, error, text):
+    if data != "pydoc":
+        pytest.importorskip("tokenizers")
+    (tmp_path / "t.txt").write_text("some text")
+    if content is not None:
+        (tmp_path / "t.json").write_text(content)
+    with pytest.raises(error, match=text):
+        load(data if data == "pydoc" else str(tmp_path / data), tokenizer=str(tmp_path / "t.json"))
+
+
+def test_a_tokenizer_without_the_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "t.txt").write_text("some text")
+    with pytest.raises(ImportError, match=r"pip install 'chorus-mpi\[text\]'"):
+        load(str(tmp_path / "t.txt"), tokenizer="other.json")
 
 
 @pytest.mark.parametrize("text", [b"", b"a", b"12345678"])
