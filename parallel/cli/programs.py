@@ -63,6 +63,8 @@ PROGRAMS = {
         "parallel.cli.plan_layout", "train with the fastest layout", guarded=True, blas_threads=True, stops=True
     ),
     "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
+    "generate": CommandEntry("parallel.cli.generate", "write text with a trained model"),
+    "predict": CommandEntry("parallel.cli.predict", "apply a trained model to a file of inputs"),
     "trace": CommandEntry("collectives.cli.trace", "record the steps of one collective call on every rank"),
     "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
     "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),

@@ -12,6 +12,7 @@ from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.gated import SwiGLU, gated_transformer
+from parallel.nn.generation import generate
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, Loss, SoftmaxCrossEntropy
 from parallel.nn.models import build, convnet, mlp, transformer
@@ -63,6 +64,7 @@ __all__ = [
     "from_autograd",
     "from_torch",
     "gated_transformer",
+    "generate",
     "mlp",
     "normal",
     "self_attention",

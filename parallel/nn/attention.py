@@ -23,6 +23,7 @@ class CausalAttention(Operator):
     """
 
     fixed = ("heads",)
+    continues = True
 
     def __init__(self, heads: int):
         self.heads = whole_number("heads", heads)
@@ -38,13 +39,15 @@ class CausalAttention(Operator):
         """
         self._expect(x)
         xp, heads = kernels.array_namespace(x), causal_attention.split_heads(x, 3, self.heads)
-        q, k, v = heads
+        q, (k, v) = heads[0], heads[1:] if run.past is None else run.past.extended(heads[1:], 3, xp)
+        before = k.shape[2] - q.shape[2]
         result, scale, probabilities = causal_attention.empty_heads(q, 1, x.dtype), _scale(q), []
         for first, last in causal_attention.blocks(x.shape[1], x):
-            scores = xp.empty((*q.shape[:2], last - first, last), kernels.wide(x.dtype))
-            kernels.matmul(q[:, :, first:last], k[:, :, :last].swapaxes(2, 3), out=scores)
-            p = causal_attention.causal_probabilities(scores, scale, first, x.dtype)
-            kernels.matmul(p, v[:, :, :last], out=result[0, :, :, first:last])
+            seen = before + last
+            scores = xp.empty((*q.shape[:2], last - first, seen), kernels.wide(x.dtype))
+            kernels.matmul(q[:, :, first:last], k[:, :, :seen].swapaxes(2, 3), out=scores)
+            p = causal_attention.causal_probabilities(scores, scale, before + first, x.dtype)
+            kernels.matmul(p, v[:, :, :seen], out=result[0, :, :, first:last])
             probabilities.append(p)
         return causal_attention.merge_heads(result, x.dtype), (heads, tuple(probabilities))
 

@@ -87,6 +87,11 @@ class BlockwiseAttention(Operator):
     def __init__(self, heads: int, kv_heads: int | None = None, mask: AttentionMask = CAUSAL):
         self.heads, self.mask = Heads.of(heads, kv_heads), mask
 
+    @property
+    def continues(self) -> bool:
+        """True of causal attention."""
+        return self.mask.causal
+
     def _expect(self, x: Any) -> None:
         fits = len(x.shape) == 3 and x.shape[2] % self.heads.packed == 0
         expect(fits, self, f"an array of shape (batch, length, multiple of {self.heads.packed} heads)", x)
@@ -95,6 +100,7 @@ class BlockwiseAttention(Operator):
         """Attention; saves x, the result, and the log of the sum of exponentials of each query and head."""
         self._expect(x)
         q, kv = self.heads.split(x)
+        kv = kv if run.past is None else run.past.extended(kv, 3, kernels.array_namespace(x))
         out, log_sum = self._attend(q, kv)
         y = self.heads.merge(out)
         return y, (x, y, log_sum)
@@ -106,9 +112,9 @@ class BlockwiseAttention(Operator):
         return self.heads.join(dq, dkv, x.dtype)
 
     def _attend(self, q: Array, kv: Array) -> tuple[Array, Array]:
-        """Result, of the shape and dtype of q, and log of the sum of exponentials."""
-        blocks = (range(q.shape[3]),)
-        return attention(q, kv, blocks, blocks, self.mask)
+        """Result, of the shape and dtype of q, the last positions of kv, and log of the sum of exponentials."""
+        keys = range(kv.shape[3])
+        return attention(q, kv, (keys[len(keys) - q.shape[3] :],), (keys,), self.mask)
 
     def _attend_backward(self, q: Array, kv: Array, out: Array, log_sum: Array, dout: Array) -> tuple[Array, Array]:
         """Gradients of q and kv, wide."""

@@ -28,6 +28,7 @@ class Sequential(Operator):
     """
 
     fixed = ("cuts",)
+    continues = True
 
     def __init__(self, *items: Operator | Iterable[Operator], cuts: Mapping[str, str] | None = None):
         given: Any = items[0] if len(items) == 1 and isinstance(items[0], Iterable) else items
@@ -78,6 +79,8 @@ class Sequential(Operator):
 class Residual(Operator):
     """Residual (skip) connection, y = x + inner(x)."""
 
+    continues = True
+
     def __init__(self, inner: Operator):
         self.inner = inner
 
@@ -103,6 +106,8 @@ class Residual(Operator):
 
 class Wrapper(Operator):
     """Base class of operators around one other, whose name and members they have: names are as without the wrapper."""
+
+    continues = True
 
     def __init__(self, inner: Operator):
         self.inner = inner

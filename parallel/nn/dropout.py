@@ -16,6 +16,7 @@ class Dropout(Operator):
     (`PassMode.use`), the sample's number and the element.
     """
 
+    continues = True
     part: Any = None
     """Of a shard: its features."""
 

@@ -86,6 +86,7 @@ class PositionEmbedding(Operator):
     """
 
     fixed = ("context", "width")
+    continues = True
 
     def __init__(self, context: int, width: int, *, init: Init | None = None):
         self.context, self.width = whole_number("context", context), whole_number("width", width)
@@ -97,7 +98,9 @@ class PositionEmbedding(Operator):
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         self._expect(x)
-        return x + self.weight.data[: x.shape[1]], ()
+        first = 0 if run.past is None else run.past.length
+        expect(first + x.shape[1] <= self.context, self, f"at most {self.context} positions, {first} before", x)
+        return x + self.weight.data[first : first + x.shape[1]], ()
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         """Return dy as dx; the table's gradient is the sum of dy over the batch, 0 for unused positions."""

@@ -95,7 +95,7 @@ class ExpertGroup(Operator):
         Number of the first of them in the mixture, for names.
     """
 
-    chooses_tokens = True
+    chooses_tokens = continues = True
     errors: Any = None
     """Notes errors of this rank's experts, in place of which zeros go on their way (its method `add`); None: raise."""
 

@@ -58,6 +58,32 @@ def user_of(use: str) -> str:
     return use.partition(USE)[0]
 
 
+class Past:
+    """Earlier positions of the sequences of a pass: their number, and their keys and values (a KV cache).
+
+    A pass then has the positions that follow. Operators for which `Operator.continues` is true compute what they would
+    for these in a pass over all positions: those that mix positions take the earlier ones here, in the order of calls.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: list[Array] = []
+        self._calls = 0
+
+    def extended(self, new: Array, axis: int, xp: Any) -> Array:
+        """Arrays of the earlier positions and `new` along an axis, which are kept for the next pass."""
+        call, self._calls = self._calls, self._calls + 1
+        if call == len(self._kept):
+            self._kept.append(new)
+        else:
+            self._kept[call] = xp.concatenate([self._kept[call], new], axis)
+        return self._kept[call]
+
+    def end_pass(self, positions: int) -> None:
+        """End a pass of so many positions, which are earlier ones from then on."""
+        self.length, self._calls = self.length + positions, 0
+
+
 @dataclass(frozen=True)
 class PassMode:
     """Mode of one forward pass: training or evaluation, and the keys of its random numbers.
@@ -78,6 +104,8 @@ class PassMode:
 
     Operators that evaluate sequences one by one make `passes` at least, perhaps without tokens: the ranks of replicas
     that share experts then make equally many exchanges.
+
+    In an evaluation with a `past` the inputs continue sequences, position by position (`Past`).
     """
 
     training: bool = True
@@ -86,6 +114,7 @@ class PassMode:
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     scale: float = 1.0
     passes: int = 0
+    past: Past | None = None
     terms: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
     records: dict[tuple[str, str], Array] = field(default_factory=dict, compare=False)
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)

@@ -152,6 +152,11 @@ class Router(Operator):
         self.noise = Parameter((width, experts), normal(0.0)) if self.settings.noise else None
         self.bias = SelectionBias(experts, self.settings.bias_rate) if self.settings.bias_rate else None
 
+    @property
+    def continues(self) -> bool:
+        """True without a capacity, for which the tokens of a whole sequence compete."""
+        return self.settings.capacity is None
+
     def __setattr__(self, name: str, value: Any) -> None:
         """As of any operator; ValueError for settings of a router with other parameters or biases."""
         if name == "settings" and "bias" in vars(self):

@@ -14,15 +14,16 @@ from parallel.data.datasets import LearningTask
 from parallel.engine.grad_compression import NONE
 from parallel.engine.operator_records import buffers_of, load_buffers
 from parallel.engine.settings import DEFAULTS, LAYOUT_FIELDS, TRANSFORM_FIELDS, Settings
+from parallel.nn.compose import Sequential
 from parallel.nn.operator import Operator, name_all
 from parallel.nn.rewrite import operators_in
 from parallel.nn.transforms.quantizable_layers import expect_finite, layers_of
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.validation import expect_mapping
+from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.model_transforms import prune
 from parallel.trainer.recipes import complete
-from parallel.trainer.task_setup import loss_of, measure_of, prepare, steps_of
+from parallel.trainer.task_setup import build_model, loss_of, measure_of, prepare, steps_of
 from parallel.trainer.trainer import settings_in
 from quant import QuantizedArray, QuantSpec
 from quant.io import safetensors_file
@@ -53,29 +54,59 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
 
     CheckpointError on all ranks if there is none or it is damaged. ValueError if a value is not finite.
     """
+    found = _opened(comm, path)
+    before = settings_in(found)
+    settings = _single_rank_settings(before)
+    task, model, _ = collective_call(comm, lambda: prepare(settings, 1), f"the model of {found.path} cannot be made")
+    _load_weights(comm, found, model, steps_of(complete({}, before), task), f"{settings.model} for {task.name}")
+    return TrainedModel(settings, task, model)
+
+
+def model_alone(comm: Any, path: Path) -> tuple[Settings, Operator]:
+    """Settings and model of a checkpoint of `chorus train`, as `from_checkpoint`, without the data. Collective."""
+    found = _opened(comm, path)
+    if "sampler" not in found.facts:
+        raise CheckpointError(f"{found.path} is not of chorus train: the program that wrote it has its model")
+    if "task" not in found.facts:  # of an earlier release
+        trained = from_checkpoint(comm, path)
+        return trained.settings, trained.model
+    settings = _single_rank_settings(settings_in(found))
+
+    def make() -> tuple[Sequential, int]:
+        about = expect_mapping(found.facts["task"], "task")
+        steps = expect_integer(about, "steps")
+        return build_model(settings, about["inputs"], expect_integer(about, "outputs"), steps), steps
+
+    model, steps = collective_call(comm, make, f"the model of {found.path} cannot be made")
+    _load_weights(comm, found, model, steps, settings.model)
+    return settings, model
+
+
+def _opened(comm: Any, path: Path) -> Checkpoint:
+    """A checkpoint, or the newest in a folder. Collective."""
     newest = path if NAME.fullmatch(path.name) else latest(comm, path)
     if newest is None:
         raise CheckpointError(f"{path} has no checkpoints")
-    found = Checkpoint(comm, newest)
-    before = settings_in(found)
-    settings, trained = _single_rank_settings(before), complete({}, before)
-    task, model, _ = collective_call(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
+    return Checkpoint(comm, newest)
+
+
+def _load_weights(comm: Any, found: Checkpoint, model: Sequential, steps: int, expected_model: str) -> None:
+    """Set the values of a model, pruned as in its training of so many steps, to those of a checkpoint. Collective."""
     parameters = {f"model/{parameter.name}": parameter for parameter in name_all(model)}
     stored = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
     expected = {name: parameter.shape for name, parameter in parameters.items()}
     if wrong := sorted(name for name, _ in stored.items() ^ expected.items()):
-        shapes = f"shape {stored.get(wrong[0])} in it, and {expected.get(wrong[0])} in {settings.model} for {task.name}"
-        raise CheckpointError(f"{newest} is of another model: {wrong[0]} has {shapes}")
+        shapes = f"shape {stored.get(wrong[0])} in it, and {expected.get(wrong[0])} in {expected_model}"
+        raise CheckpointError(f"{found.path} is of another model: {wrong[0]} has {shapes}")
 
     def read() -> None:
         load_buffers(model, {within_family(name): found.tensor(name) for name in found.entries if _is_buffer(name)})
         for name, parameter in parameters.items():
             parameter.data = found.tensor(name).astype(np.float32)
-        prune(model, trained, steps_of(trained, task), found.step)
+        prune(model, complete({}, settings_in(found)), steps, found.step)
         expect_finite(model)
 
-    collective_call(comm, read, f"{newest} cannot be used")
-    return TrainedModel(settings, task, model)
+    collective_call(comm, read, f"{found.path} cannot be used")
 
 
 def _single_rank_settings(before: dict[str, Any]) -> Settings:

@@ -202,6 +202,7 @@ class Training(TrainingPlan):
             "random": {"seed": self.settings.seed, "step": self.done},
             "optimizer": self._job.optimizer.describe(),
             "ranks": self._comm.Get_size(),
+            "task": {"inputs": self.task.inputs, "outputs": self.task.outputs, "steps": self.steps},
         }
         return save_engine(self.engine, directory, facts, keep, Owner(self.run_id, overwrite))
 

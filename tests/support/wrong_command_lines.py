@@ -75,6 +75,8 @@ SHORT = {
     "plan --run": "--run --model mlp:tiny --steps 1 --batch 8",
     "plan --measure-scaling": "--measure-scaling out/new.json --replicas nosuch --pipelines nosuch",
     "quantize": "--checkpoint files/made/checkpoints --samples 64",
+    "generate": "--checkpoint files/made/checkpoints --length 2",
+    "predict": "--checkpoint files/made/checkpoints --data files/made/x.npy --out files/made/scores.npy",
     "trace": "--bytes 64",
     "simulate": "--ranks 8 --up-to 64",
     "draw collective": "--collective allreduce --algorithm ring",
@@ -98,7 +100,7 @@ MAKERS = {
 
 INPUTS = ("FILE", "DIR", "CHECKPOINT", "DATA", "folder", "file")
 EVERY = 5  # of so many changes of a file, one is taken
-OUTPUTS = ("json", "plot", "output", "pareto", "trace", "record", "plan_plot", "plan_json")
+OUTPUTS = ("json", "plot", "out", "output", "pareto", "trace", "record", "plan_plot", "plan_json")
 
 
 class Case(NamedTuple):

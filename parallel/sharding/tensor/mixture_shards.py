@@ -64,6 +64,8 @@ class GroupShards(Operator):
         Of the sums.
     """
 
+    continues = True
+
     def __init__(self, axis: Any, groups: Mapping[int, ExpertGroup], experts: int, algorithm: str):
         self.axis, self.numbers, self.groups = axis, tuple(groups), list(groups.values())
         self.algorithm, self._experts = algorithm, experts

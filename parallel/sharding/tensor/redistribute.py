@@ -60,6 +60,8 @@ class Redistribute(Operator):
 class CopyToShards(Redistribute):
     """f: identity. The gradients of the ranks' copies are summed."""
 
+    continues = True
+
     takes, gives = Replicate(), Replicate(partial=True)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
@@ -81,6 +83,8 @@ class CopyToShards(Redistribute):
 
 class SumShards(Redistribute):
     """g: sum of the ranks' partial results. In the backward pass every rank has the whole gradient already."""
+
+    continues = True
 
     takes, gives = Partial(), Replicate()
 

@@ -43,6 +43,8 @@ class Shards(Operator):
         Along the axis. `Shard` has the units of all shards.
     """
 
+    continues = True
+
     def __init__(self, axis: str, operators: Mapping[int, Operator], takes: Placement, gives: Placement):
         self.axis, self.takes, self.gives = axis, takes, gives
         self.numbers, self.operators = tuple(operators), tuple(operators.values())
@@ -110,6 +112,8 @@ class Shards(Operator):
 
 class CutOperator(Operator):
     """Operators that together replace one that was cut, under its name."""
+
+    continues = True
 
     def __init__(self, items: Sequence[Operator]):
         self.inner = Sequential(items)
