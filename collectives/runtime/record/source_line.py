@@ -14,17 +14,26 @@ def is_own(frame: FrameType) -> bool:
     return os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE)
 
 
-def caller(frame: FrameType | None = None) -> str:
-    """Source line ``file:line in function`` of the innermost frame outside the package, by default of this thread."""
-    frame = sys._getframe(1) if frame is None else frame
+def _outside(frame: FrameType) -> FrameType:
+    """Innermost frame outside the package."""
     while frame.f_back is not None and is_own(frame):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return frame
+
+
+def caller(frame: FrameType | None = None) -> str:
+    """Source line ``file:line in function`` of the innermost frame outside the package, by default of this thread."""
+    found = _outside(sys._getframe(1) if frame is None else frame)
+    return f"{found.f_code.co_filename}:{_line(found)} in {found.f_code.co_name}"
+
+
+def _line(frame: FrameType) -> int:
+    """Line of a frame. 0 if none of its lines runs: Python then has None."""
+    return frame.f_lineno or 0
 
 
 def caller_with_text(frame: FrameType | None = None) -> str:
-    """As `caller`, with the text of the line: in a call of another library it has the name of that."""
-    found = caller(sys._getframe(1) if frame is None else frame)
-    path, _, rest = found.rpartition(":")
-    text = linecache.getline(path, int(rest.partition(" ")[0])).strip()
-    return f"{found}: {text}" if text else found
+    """`caller`, with the text of the line. In a call of another library the text names that."""
+    found = _outside(sys._getframe(1) if frame is None else frame)
+    text = linecache.getline(found.f_code.co_filename, _line(found)).strip()
+    return f"{caller(found)}: {text}" if text else caller(found)

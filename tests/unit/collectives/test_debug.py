@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from collectives.runtime.arguments import call as calls
 from collectives.runtime.arguments.call import Call
 from collectives.runtime.planning import desync_check
 from collectives.runtime.planning.desync_check import RECORD
+from collectives.runtime.record import source_line
 from collectives.selection.select import AlgorithmChoice
 
 RING = AlgorithmChoice("ring")
@@ -160,3 +162,8 @@ def test_the_caller_is_outside_of_the_package():
     where = desync_check.caller()
     assert str(Path(collectives.__file__).parent) not in where
     assert record(calls.barrier())["where"].split(":")[0].endswith("test_debug.py")
+
+
+def test_a_frame_between_lines_has_line_0():
+    frame = SimpleNamespace(f_code=test_a_frame_between_lines_has_line_0.__code__, f_lineno=None, f_back=None)
+    assert source_line.caller_with_text(frame) == f"{__file__}:0 in test_a_frame_between_lines_has_line_0"
