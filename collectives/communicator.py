@@ -23,12 +23,7 @@ from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Misma
 from collectives.runtime.arguments.argument_keys import UNCACHEABLE, CallKey
 from collectives.runtime.arguments.call import BYTE, Call, is_in_place
 from collectives.runtime.builders.communicator_transports import Transports
-from collectives.runtime.execution.progress import (
-    progress_thread,
-    progress_until,
-    request_moves,
-    stall_requests,
-)
+from collectives.runtime.execution.progress import progress_thread, progress_until, request_moves, stall_requests
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, Declaration, method_name
 from collectives.runtime.methods.object_methods import ObjectMethods
 from collectives.runtime.planning.agreement import (

@@ -42,6 +42,12 @@ from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_i
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
 
+def job_of(comm: Communicator) -> BatchJob | None:
+    """Job of the ranks, as rank 0 finds it. Collective."""
+    found: BatchJob | None = comm.bcast(find_job(os.environ) if comm.Get_rank() == 0 else None)
+    return found
+
+
 def resumed(comm: Communicator, args: argparse.Namespace, job: BatchJob | None) -> Checkpoint | None:
     """Verified checkpoint to resume, or None. CheckpointError if damaged. Collective.
 
@@ -166,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(ValueError):  # raised again on all ranks
         namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
     comm = Communicator(MPI.COMM_WORLD)
-    job = comm.bcast(find_job(os.environ) if comm.Get_rank() == 0 else None)
+    job = job_of(comm)
     try:
         training = begin(comm, args, job)
     except (CheckpointError, OutOfMemory, ValueError) as error:

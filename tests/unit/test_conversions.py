@@ -30,7 +30,13 @@ ROUNDED = "rounding to the type of training, as documented"
 ALLOWED = {
     "collectives/buffers/device_memory.py DeviceMemory._number": NUMBER,
     "collectives/buffers/dlpack.py read": "an IntEnum",
+    "collectives/buffers/layouts.py _placement": "integers of MPI_Type_get_contents",
     "collectives/cli/arguments.py numbers": TEXT,
+    "collectives/cli/faults.py fault": CHECKED,
+    "collectives/cli/record_files.py _entry": COMPUTED,
+    "collectives/cli/record_files.py _frames": CHECKED,
+    "collectives/runtime/record/causes.py place": COMPUTED,
+    "collectives/runtime/record/causes.py _without_record": COMPUTED,
     "collectives/runtime/planning/agreement.py _number": TEXT,
     "collectives/runtime/arguments/argument_keys.py _part": "integers of NumPy",
     "collectives/runtime/arguments/call.py _root": CHECKED,

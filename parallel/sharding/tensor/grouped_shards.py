@@ -18,7 +18,16 @@ from typing import Any, cast
 
 from parallel.nn import kernels
 from parallel.nn.kernels.storage import narrow
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Member,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    sum_flops,
+)
 from parallel.nn.placement import Copies, Placement, Replicate, Shard
 from parallel.sharding.tensor.exchange import allreduce_among, tree_sum
 from parallel.sharding.tensor.shards import Shards
@@ -78,7 +87,7 @@ class GroupedShards(Shards):
         self.shared = tuple(shared.values())
         self._of = [next((k for k, some in enumerate(self._sharers) if n in some), None) for n in self.numbers]
 
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+    def members(self) -> Iterator[tuple[str, Member]]:
         """Yield each shard and each shared part, in place of the operator that was cut."""
         yield from super().members()
         yield from (("", operator) for operator in self.shared)

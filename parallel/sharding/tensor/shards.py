@@ -22,7 +22,16 @@ from parallel.nn import kernels
 from parallel.nn.array_checks import as_matrix
 from parallel.nn.compose import Sequential, Wrapper
 from parallel.nn.dropout import Dropout
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, sum_flops
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Member,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    sum_flops,
+)
 from parallel.nn.placement import Placement, Shard
 from parallel.nn.rewrite import inherit
 from parallel.sharding.tensor.exchange import tree_sum
@@ -49,7 +58,7 @@ class Shards(Operator):
         self.axis, self.takes, self.gives = axis, takes, gives
         self.numbers, self.operators = tuple(operators), tuple(operators.values())
 
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+    def members(self) -> Iterator[tuple[str, Member]]:
         """Yield each shard, in place of the operator that was cut."""
         yield from (("", operator) for operator in self.operators)
 
@@ -118,7 +127,7 @@ class CutOperator(Operator):
     def __init__(self, items: Sequence[Operator]):
         self.inner = Sequential(items)
 
-    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+    def members(self) -> Iterator[tuple[str, Member]]:
         for item in self.inner.items:
             yield from item.members()
 
