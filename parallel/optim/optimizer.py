@@ -72,8 +72,7 @@ class Optimizer(metaclass=TorchNames):
 
     Hyperparameters may be assigned between steps, equally on all ranks.
 
-    Bias corrections count the updates of each parameter, without those in which it was frozen
-    (`OptimizerSpan.missed`).
+    Bias corrections do not count updates in which a parameter was frozen (`OptimizerSpan.missed`).
 
     Parameters
     ----------
@@ -212,8 +211,7 @@ class Optimizer(metaclass=TorchNames):
         step : int
             Number of earlier updates.
         scale : float
-            Factor of the gradients: 1 / (global count x loss scale) x clip factor. Must be finite: do not call this
-            for a step whose gradient is not. ValueError otherwise. Nothing is changed.
+            Factor of the gradients: 1 / (global count x loss scale) x clip factor. ValueError if it is not finite.
         gather : callable
             Collective. Only LAMB needs it.
         clock : RateClock
