@@ -2,15 +2,16 @@
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2.
 
-Rank s has layer s. The batch is cut into m micro-batches. The forward pass F of a micro-batch needs the output of rank
-s-1, its backward pass B the gradient from rank s+1. Here p = 3, m = 5, and B takes twice the time of F:
+Rank s is stage s, with layer s. The batch is cut into m micro-batches. The forward pass F of a micro-batch needs the
+output of rank s-1, its backward pass B the gradient from rank s+1. Here p = 3, m = 5, and B takes twice the time of F:
 
     rank 0   F0 F1 F2             B0--- F3 B1--- F4 B2---    B3---    B4---
     rank 1      F0 F1       B0--- F2 B1--- F3 B2--- F4 B3---    B4---
     rank 2         F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4---
 
-Rank s does p-s-1 forward passes (warm-up), then F and B in turn (steady state), then the remaining B (cool-down). It
-saves at most p-s micro-batches; GPipe, all F before all B, saves m. Both are idle (p-1) / (m+p-1) of the time.
+Rank s does p-s-1 forward passes (warm-up), then F and B in turn (steady state), then the remaining B (cool-down). With
+one more F before its first B, it keeps x and y of p-s micro-batches at most (GPipe, all F before all B, keeps all m).
+In both, a rank is idle (p-1) / (m+p-1) of the time. Losses are divided by the whole batch: gradients just add up.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ def schedule(stage, stages, microbatches):
 
 
 class Stage:
-    """y = relu(x W), which saves x and y of every micro-batch between its F and its B."""
+    """y = relu(x W). Keeps x and y of each micro-batch between its F and its B."""
 
     def __init__(self, w):
         self.w, self.grad, self.saved = w, np.zeros_like(w), {}
@@ -47,15 +48,14 @@ class Stage:
 def step(comm, stage, x, target):
     """Run all F and B of micro-batches x[k], target[k]; returns the loss and the most micro-batches saved at once."""
     before, after, last = comm.rank - 1, comm.rank + 1, comm.rank == comm.size - 1
-    loss, most, sends = 0.0, 0, {before: MPI.REQUEST_NULL, after: MPI.REQUEST_NULL}
+    loss, most, sends = 0.0, 0, dict.fromkeys((before, after), MPI.REQUEST_NULL)
 
     def receive(source):
-        array = np.empty_like(x[0])  # all layers have the same width
-        comm.Recv(array, source)
+        comm.Recv(array := np.empty_like(x[0]), source)  # all layers have the same width
         return array
 
     def send(array, to):  # non-blocking: in the steady state, neighbours send to each other at the same time
-        sends[to].Wait()
+        sends[to].Wait()  # for an earlier message, which the neighbour takes before it needs anything later of us
         sends[to] = comm.Isend(array, to)
 
     for action, k in schedule(comm.rank, comm.size, len(x)):
@@ -78,14 +78,14 @@ def step(comm, stage, x, target):
 def main(comm):
     random = np.random.default_rng(0)  # the same numbers on all ranks
     weights = random.normal(0, 0.5, (comm.size, 8, 8))
-    x, target = random.normal(size=(6, 4, 8)), random.random((6, 4, 8))  # 6 micro-batches of 4 samples
+    x, target = random.normal(size=(5, 4, 8)), random.random((5, 4, 8))  # 5 micro-batches of 4 samples
     stage = Stage(weights[comm.rank])
     loss, most = step(comm, stage, x, target)
-    stages, y = [Stage(w) for w in weights], x.reshape(24, 8)  # all layers, on the whole batch
+    stages, y = [Stage(w) for w in weights], x.reshape(20, 8)  # all layers, on the whole batch
     for one in stages:
         y = one.forward(0, y)
-    dy = 2 * (y - target.reshape(24, 8)) / target.size
-    np.testing.assert_allclose(loss, np.mean((y - target.reshape(24, 8)) ** 2))
+    dy = 2 * (y - target.reshape(20, 8)) / target.size
+    np.testing.assert_allclose(loss, np.mean((y - target.reshape(20, 8)) ** 2))
     for one in reversed(stages):
         dy = one.backward(0, dy)
     np.testing.assert_allclose(stage.grad, stages[comm.rank].grad, atol=1e-12)

@@ -3,14 +3,15 @@
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 
 Plain data parallelism stores four numbers per parameter on every rank: weight, gradient, and two moments of Adam.
-Here each layer's W is flattened and cut into p equal shards, and rank r stores shard r of all four. One step:
+Here each layer's W is flattened and cut into p equal shards. Rank r stores shard r of all four. One step:
 
     forward,  first to last layer:  all-gather W;  y = relu(x W);              drop W
-    backward, last to first layer:  all-gather W;  dx = dz W^T;  dW = x^T dz;  drop W
+    backward, last to first layer:  all-gather W;  dz = dy where y > 0;  dx = dz W^T;  dW = x^T dz;  drop W
                                     reduce-scatter dW: rank r gets shard r of the sum over ranks;  drop dW
     update:                         Adam on the own shard, without messages
 
-Ranks have different samples: the sum of dW is the batch's gradient. A rank sends 3 (p-1)/p numbers per weight (DDP: 2).
+Ranks have different samples, and each divides its loss by the size of the whole batch: the sum of dW is the batch's
+gradient. Each of the three exchanges sends (p-1)/p numbers per weight and rank (DDP: two). Activations are not cut.
 """
 
 import numpy as np
@@ -42,9 +43,8 @@ class Layer:
         self.grad, self.m, self.v = np.zeros((3, self.shard.size))
 
     def gather(self):
-        shards = np.empty((self.comm.size, self.shard.size))
-        self.comm.Allgather(self.shard, shards)
-        return shards.ravel()[: np.prod(self.shape)].reshape(self.shape)  # W, until the caller drops it
+        self.comm.Allgather(self.shard, shards := np.empty((self.comm.size, self.shard.size)))
+        return shards.ravel()[: np.prod(self.shape)].reshape(self.shape)  # W: freed after its use
 
     def forward(self, x):
         self.x, self.y = x, np.maximum(x @ self.gather(), 0)
@@ -53,12 +53,12 @@ class Layer:
     def backward(self, dy):
         dz = dy * (self.y > 0)
         dx, dw = dz @ self.gather().T, self.x.T @ dz
-        self.comm.Reduce_scatter_block(cut(dw, self.comm.size), self.grad)
+        self.comm.Reduce_scatter_block(cut(dw, self.comm.size), self.grad)  # the sum, in place of the last one
         return dx
 
 
 def step(layers, x, target, count, t):
-    """Train on this rank's samples; returns their part of the loss, the mean over `count` numbers of all ranks."""
+    """Train on this rank's samples; returns their part of the loss. `count` is the number of outputs of all ranks."""
     for layer in layers:
         x = layer.forward(x)
     loss, dy = np.sum((x - target) ** 2) / count, 2 * (x - target) / count

@@ -22,7 +22,7 @@ from parallel.runtime.vector_memory import to_host
 
 
 class StepRecords(NamedTuple):
-    """Records of a step over all ranks, by operator and word.
+    """Records of a step over all ranks. Keys are the name of an operator and of its record, as "1.router chosen".
 
     Attributes
     ----------

@@ -72,7 +72,7 @@ def check(operator: Operator, x: np.ndarray) -> float:
 def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
     """Check a loss's gradient with respect to y (finite differences): raise, or return the largest error.
 
-    Also its outline, if it has one. Raises GradientMismatch, and measures errors, as `check`.
+    Also checks its outline (shapes and bytes without data), if it has one. `check` describes errors and the result.
     """
     y = np.array(y)
     sum_, saved = loss.forward(y, targets)

@@ -143,7 +143,7 @@ def workers(settings: Settings, ranks: int) -> int:
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
-    """Number of micro-batches of a step in each pipeline, that of the pipeline with the most."""
+    """Number of micro-batches of a step in a pipeline. The largest number if pipelines differ."""
     if settings.microbatches is not None and settings.micro_batch is None:
         return settings.microbatches
     pipelines = workers(settings, ranks)

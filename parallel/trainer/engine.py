@@ -187,8 +187,8 @@ class Engine:
 
         Parameters
         ----------
-        x, y : see `step` Cut
-            like a step with this number of samples.
+        x, y : see `step`
+            Cut like a step with this number of samples.
         measure : function of (scores, targets), optional
             Summed over micro-batches, such as ``loss.correct``.
         ema : bool

@@ -82,7 +82,7 @@ enum { INTEGER, FLOAT, TABLE };
 enum { CODE_ARGUMENTS = 12 };
 
 typedef struct {
-    int kind;     /* INTEGER, FLOAT or TABLE */
+    int kind;     /* INTEGER, FLOAT, or TABLE (NF4, k-means) */
     int rounding;
     int bits;     /* of a code in memory */
     int width;    /* FLOAT: bits of the format */

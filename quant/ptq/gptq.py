@@ -57,7 +57,7 @@ def check_moments(w: np.ndarray, moments: np.ndarray) -> None:
 
 
 def product_loss(off: np.ndarray, moments: np.ndarray) -> float:
-    """Sum of squares of the products of inputs with these moments and weights `off` of shape (outputs, inputs)."""
+    """Squared error of the output, summed: ||X off^T||^2, for moments X^T X and `off` of shape (outputs, inputs)."""
     return float(np.einsum("oi,oi->", off @ moments.astype(np.float64), off))
 
 

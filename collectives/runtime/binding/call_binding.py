@@ -24,7 +24,7 @@ from collectives.runtime.arguments.call import Blocks, Call, staged
 from collectives.runtime.arguments.ops import OP_NAMES, Combiner, on_device
 from collectives.runtime.binding.binder import bind
 from collectives.runtime.binding.local_work import copy_array
-from collectives.runtime.binding.packing import Packing, is_packed, rows_in_place
+from collectives.runtime.binding.packing import Packing, needs_packing, rows_in_place
 from collectives.runtime.execution.program import Local, Program
 from collectives.runtime.execution.program_memory import NO_ROWS, ElementArray, ScratchMemory, Task
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
@@ -164,7 +164,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True)
         if in_place is not None:
             rows[number] = in_place
             return ElementArray(np.empty(0, call.unit), buffer.address)
-        if relocates and is_packed(buffer):
+        if relocates and needs_packing(buffer):
             host = packing.copy_of(buffer, number, load, store)
         else:
             staging = stage(buffer, load, store)
@@ -238,7 +238,7 @@ def bind_call(
         program.nbytes += (ends.target if call.separate_output else ends.source).array.nbytes
     if ends.places != program.places:
         program.places = ends.places
-        program.nbytes += sum(buffer.nbytes for buffer in call.buffers if is_packed(buffer))
+        program.nbytes += sum(buffer.nbytes for buffer in call.buffers if needs_packing(buffer))
         program.place(memories(call))
     return program
 
@@ -263,7 +263,7 @@ def is_bound_anew(call: Call, choice: AlgorithmChoice, most: float = inf) -> boo
     """
     moves = choice.algorithm != NATIVE
     kept = [
-        moves and (rows_in_place(call, buffer) is not None or (is_packed(buffer) and buffer.nbytes <= most))
+        moves and (rows_in_place(call, buffer) is not None or (needs_packing(buffer) and buffer.nbytes <= most))
         for buffer in call.buffers
         if staged(buffer)
     ]

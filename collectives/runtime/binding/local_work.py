@@ -47,7 +47,7 @@ class LocalWork:
         self.memories = [*self.memories, *more]
 
     def place(self, span: MemorySpan) -> Place:
-        """Place of a span."""
+        """Memory of a span, and the byte at which the span begins in it."""
         return Place(span.memory, span.start * self.itemsize)
 
     def piece(self, span: MemorySpan) -> Piece:

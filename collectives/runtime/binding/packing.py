@@ -17,8 +17,8 @@ from collectives.runtime.arguments.call import BYTE, Call, staged
 from collectives.runtime.execution.program import Local
 
 
-def is_packed(buffer: Buffer) -> bool:
-    """True for buffers with gaps on the host, of which programs at any place make packed copies."""
+def needs_packing(buffer: Buffer) -> bool:
+    """True for buffers with gaps on the host. Programs for any address make packed copies of them."""
     return staged(buffer) and not buffer.device and buffer.address != 0
 
 
@@ -39,7 +39,7 @@ def rows_in_place(call: Call, buffer: Buffer) -> BufferRows | None:
     The rows of a datatype for each block are cut to parts of a bounce buffer. Of others the peer may read each by a
     system call.
     """
-    if not is_packed(buffer) or call.combine is not None or call.copy_input:
+    if not needs_packing(buffer) or call.combine is not None or call.copy_input:
         return None
     rows = _known_rows(buffer)
     return rows if rows is not None and rows.mean_bytes >= (SHORT_ROW if call.typed else LONG_ROW) else None

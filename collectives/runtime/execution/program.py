@@ -219,7 +219,7 @@ class Program(AwaitedProgram):
             self.engine.expect(number, memory in self._written, *place, nbytes, per_element)
 
     def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
-        """Bytes of an array for each element of a program for any length; 0 if it is not used."""
+        """Bytes by which an array grows with each element of a call, in a program for any length; 0 in others."""
         return 0 if self.scale is None or address is None else array.nbytes // length
 
     def shorten_calls(self) -> None:

@@ -121,12 +121,10 @@ class ProgramCache:
     # -------------------------------------------------------------------------------- new calls
 
     def store(self, key: CallKey, bound: tuple[Any, ...], call: Call, channel: int = 0, classes: int = 0) -> None:
-        """Let later calls with these arguments find the program already stored under `bound`; no-op where impossible.
+        """Register `key`, which `find` returned, for the program already stored under `bound`.
 
-        `classes`: the size classes of calls that may use a program for any length, with a bit for each. Those of the
-        other channels then are found, too.
-
-        `key` is what `find` returned. A no-op for `UNCACHEABLE`, an evicted program and a full cache.
+        `classes` has a bit for each size class of calls that may use a program for any length. Calls of these classes
+        then find the programs of other channels, too. A no-op for `UNCACHEABLE`, an evicted program and a full cache.
         """
         program = self.bound.get(bound)
         if (

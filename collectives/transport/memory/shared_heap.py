@@ -89,7 +89,7 @@ class SharedHeap:
         return self._mapped[place]
 
     def add(self, place: int, segment: HeapSegment) -> None:
-        """Add memory of the rank with node rank `place` that is mapped already. Not for arrays."""
+        """Add a segment, mapped already, of the rank with node rank `place`. `allocate` takes no arrays from it."""
         self._mapped[place].append(segment)
 
     def is_shared(self, address: int, nbytes: int) -> bool:

@@ -94,8 +94,8 @@ class ShardStore:
 class AsyncStore(ShardStore):
     """Store that updates the weights with each gradient as it arrives.
 
-    The learning rate of a step is divided by its number of parts, so that a step moves the weights as far as one
-    update.
+    The learning rate is divided by the number of gradients in a step (`parts`), so that together they move the weights
+    about as far as one update with their mean.
     """
 
     def __init__(self, key_states: Sequence[ShardState], *options: Any):

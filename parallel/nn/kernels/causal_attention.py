@@ -35,7 +35,7 @@ def blocks(length: int, x: Array = None) -> list[tuple[int, int]]:
 
 @contextmanager
 def outlines_on(device: str) -> Iterator[None]:
-    """Make outlines of passes on a device, "cpu" or "cuda"."""
+    """Context in which outlines (shapes and bytes without data) are made for a device, "cpu" or "cuda"."""
     token = _outlined.set(device)
     try:
         yield

@@ -73,7 +73,7 @@ template <typename E> __device__ inline void store(E* x, long long pack, Pack<E>
 
 @cache
 def formulas() -> str:
-    """Formulas for one element, those of the kernels in C."""
+    """CUDA source of formulas for one element, such as GELU: the headers of the kernels in C."""
     own = "INLINE W same(W x) { return x; }\nINLINE W add(W x, W y) { return x + y; }\n"
     return "#define CUDA_SOURCE\n" + headers.text(headers.PORTABLE, FORMULAS) + own
 

@@ -79,7 +79,8 @@ class Link:
 class Cluster:
     """Nodes of `per_node` devices each, and the links of a device within and between nodes.
 
-    `direct`: without a switch, number of devices of the node that share the rate of a device's links. 0 with a switch.
+    `direct`: 0 if a switch connects the devices of a node. Otherwise the number of devices among which a device divides
+    the rate of its links.
     """
 
     device: str

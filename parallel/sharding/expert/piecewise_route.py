@@ -29,7 +29,7 @@ class RowPieces(NamedTuple):
 
     @property
     def own(self) -> Array:
-        """Rows of this rank in the first piece."""
+        """Rows of the first piece that stay on this rank."""
         return self.pieces[0].own
 
     @property
