@@ -100,6 +100,8 @@ MAKERS = {
 
 INPUTS = ("FILE", "DIR", "CHECKPOINT", "DATA", "folder", "file")
 EVERY = 5  # of so many changes of a file, one is taken
+ENDLESS = ("watch",)
+"""Options by which a program runs until Ctrl-C."""
 OUTPUTS = ("json", "plot", "out", "output", "pareto", "trace", "record", "plan_plot", "plan_json")
 
 
@@ -183,7 +185,7 @@ def others(program: str, parser: argparse.ArgumentParser, tested: argparse.Actio
 def cases_of(program: str, files: list[str], count: int) -> list[Case]:
     """Single wrong values of any option, and as many random options together."""
     parser, rng = parser_of(program), random.Random(f"{program} {count}")
-    options = [one for one in parser._actions if not isinstance(one, argparse._HelpAction)]
+    options = [one for one in parser._actions if not isinstance(one, argparse._HelpAction) and one.dest not in ENDLESS]
     valued = [one for one in options if one.nargs != 0 and not isinstance(one, argparse.BooleanOptionalAction)]
     cases = []
     for _ in range(count if valued else 0):
