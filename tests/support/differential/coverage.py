@@ -25,8 +25,11 @@ METHODS = (
 )
 """Methods of `Engine` with options."""
 
-INTERFACES = ("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode", "generate")
-"""Public names of `parallel.nn` without options of a training."""
+INTERFACES = (
+    *("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode", "StateBuffer", "generate"),
+    *("from_autograd", "from_torch"),
+)
+"""Public names of `parallel.nn` without options of a training. `test_torch_modules` has the last two in all layouts."""
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -536,7 +536,7 @@ ROUTERS = {
     "experts": {"experts": 3},
 }
 for name, router in ROUTERS.items():
-    biased = on("expected routers without selection biases, which it does not update", *STYLES, "ps")
+    biased = on("expected operators without buffers, which it does not update", *STYLES, "ps")
     task = replace(MIXTURE, name=f"mixture {name}", model=mixture(**router))
     row(f"router {name}", tasks=(task,), in_torch=False, refusals=(biased,) if name == "biases" else ())
 
