@@ -12,8 +12,8 @@ import numpy as np
 
 
 def text_files(path: Path) -> list[Path]:
-    """A file, or the files ``*.txt`` of a folder and the folders in it, by name; ValueError if there are none."""
-    files = sorted(one for one in path.rglob("*.txt") if one.is_file()) if path.is_dir() else [path]
+    """A file, or the files ``*.txt`` of a folder, by name. ValueError if there are none."""
+    files = sorted(one for one in path.glob("*.txt") if one.is_file()) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path}: expected index.json, of shards, or files *.txt; found neither")
     return files

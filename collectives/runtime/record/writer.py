@@ -50,6 +50,11 @@ class Record:
             self.note_error(error)
         self._header["state"] = RankState.HAS_LEFT if error is None else RankState.HAS_RAISED
 
+    @property
+    def has_ended(self) -> bool:
+        """True after `end`."""
+        return bool(self._header["state"][0] != RankState.RUNS)
+
     def note_error(self, error: BaseException) -> None:
         """Note an exception that has ended the program, a thread, or a function called at the exit."""
         self._header["last_words"] = f"{type(error).__name__}: {error}".partition("\n")[0].encode()[:1024]

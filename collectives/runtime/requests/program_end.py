@@ -64,8 +64,8 @@ def close_all() -> None:
 
 
 def note_end(error: BaseException | None) -> None:
-    """Note in the record that this rank makes no more calls; if it fails, print which ranks wait for it."""
-    if (found := record()) is not None:
+    """Note in the record, once, that this rank makes no more calls. If it fails, print which ranks wait for it."""
+    if (found := record()) is not None and not found.has_ended:
         found.end(error)
         for text in current_causes() if error is not None or _abort_status else ():
             print(f"chorus: {text}", file=sys.stderr)
@@ -87,7 +87,7 @@ def _report_at_exit(error: Exception) -> None:
     """Print an error with its causes, and let mpi4py end the program with status 1 for it."""
     sys.excepthook(type(error), error, None)
     _set_abort_status(1)
-    note_end(None)
+    note_end(uncaught_exception())
     for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
         with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
             stream.flush()

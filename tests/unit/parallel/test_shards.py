@@ -223,7 +223,7 @@ def test_what_is_wrong_with_a_folder(tmp_path, change, told):
 
 
 def test_a_folder_without_an_index(tmp_path):
-    with pytest.raises(ValueError, match="expected a sharded data set with a file"):
+    with pytest.raises(ValueError, match=r"expected index.json, of shards, or files \*.txt; found neither"):
         load(str(tmp_path))
 
 

@@ -30,7 +30,7 @@ def run(*words, ranks=1, **variables):
         ("bench quant --turns 0", "expected a whole number from 1 on, found '0'"),
         ("bench quant --size zz", "expected a number and perhaps K, M or G, as in 64K; found 'zz'"),
         ("bench layouts --data nosuch", "neither a file nor one of digits"),
-        ("bench layouts --data /", "expected a sharded data set"),
+        ("bench layouts --data /", "expected index.json, of shards, or files *.txt; found neither"),
     ],
 )
 def test_one_line(words, expected):

@@ -151,7 +151,7 @@ def test_units_of_another_model_are_measured_again(monkeypatch):
     others = {"data": "copy", "length": 7, "model": "convnet", "dropout": 0.5, "recompute": True, "experts": "2"}
     others |= {"depths": "0.5", "products": "fp8", "fake_quant": "int4", "fake_quant_inputs": "int8", "prune": 0.5}
     others |= {"prune_pattern": "rows", "precision": "fp64", "sequence_parallel": True, "tensor_shards": 2}
-    others |= {"reproducible": True, "sequence_parts": 4, "context": "ring"}
+    others |= {"reproducible": True, "sequence_parts": 4, "context": "ring", "tokenizer": "words.json"}
     assert others.keys() == set(UNIT_FIELDS)
     options = [one for one in inspect.signature(build_model).parameters.values() if one.kind is one.KEYWORD_ONLY]
     assert tuple(one.name for one in options) == BUILD_FIELDS
