@@ -168,15 +168,15 @@ class Operator:
         return {name: value for name, value in vars(self).items() if name not in ("_copies", "_original")}
 
     def __call__(self, x: Any) -> Array:
-        """Result for inputs x, outside of a training: without dropout, from the values that the parameters have.
+        """Result for inputs x, an array or a tuple, outside of a training: without dropout, by the present values.
 
         Floating-point inputs are converted to the dtype of the parameters. ParameterNotGathered if a parameter has no
         values here: `parallel.Engine.model_on_one_rank` returns a model that has all.
         """
-        x = x if hasattr(x, "__cuda_array_interface__") else np.asarray(x)
-        dtypes = {one.dtype for one in self.parameters()} if x.dtype.kind == "f" else set()
-        x = x.astype(dtypes.pop(), copy=False) if len(dtypes) == 1 else x
-        return forward_of(self, x, PassMode(training=False, samples=np.arange(len(x))))[0]
+        dtypes = {one.dtype for one in self.parameters()}
+        parts = tuple(_input(one, dtypes) for one in parts_of(x))
+        given = parts if type(x) is tuple else parts[0]
+        return forward_of(self, given, PassMode(training=False, samples=np.arange(len(parts[0]))))[0]
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""
@@ -298,6 +298,13 @@ def set_names(model: Operator) -> list[Parameter]:
 
 DEPTH = 3
 """Nesting depth up to which containers are searched."""
+
+
+def _input(x: Any, dtypes: set[np.dtype]) -> Array:
+    """Array of an input, floating-point numbers in the dtype of the parameters if they have one."""
+    x = x if hasattr(x, "__cuda_array_interface__") else np.asarray(x)
+    return x.astype(*dtypes, copy=False) if len(dtypes) == 1 and x.dtype.kind == "f" else x
+
 
 _NAMED = (Parameter, StateBuffer, Operator)
 _CONTAINERS = (dict, list, tuple)

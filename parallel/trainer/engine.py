@@ -223,9 +223,9 @@ class Engine:
             mine = self._cut(x, prediction.places, None, training=False, batch=self.settings.batch)
             self.inner.evaluate(list(mine), prediction)
             scores = prediction.gathered(self._comm)
+            collective_call(self._comm, lambda: None if out is None else expect_room(out, scores), "out")
             if out is None:
                 return scores
-            collective_call(self._comm, lambda: expect_room(out, scores), "out")
             out[...] = scores
             return out
 
@@ -384,6 +384,8 @@ class Engine:
             return dict(found.facts.get("user", {}))
 
     def _average(self, ema: bool) -> Any:
+        if not self.settings.fault_tolerant:  # there ranks may be dead
+            check_equal(self._comm, [("ema", ema)])
         if not ema:
             return nullcontext()
         if not self.optimizer.ema:

@@ -103,7 +103,7 @@ ALLOWED = {
     "parallel/asynchronous/server/worker_trainer.py WorkerTrainer._pass": ROUNDED,
     "parallel/cli/predict.py scores_of": ROUNDED,
     "parallel/data/text.py TextTokens.encode": "the library's numbers have 32 bits",
-    "parallel/nn/operator.py Operator.__call__": ROUNDED,
+    "parallel/nn/operator.py _input": ROUNDED,
     "parallel/pipeline/config.py _numbers": TEXT,
     "parallel/ptq/load_model.py _load_weights.read": ROUNDED,
     "parallel/pipeline/config.py resolve.layers": ROUNDED,

@@ -27,7 +27,6 @@ CASES = [
 def test_scores_of_every_layout(comm, task, column):
     if column.ranks != comm.size:
         pytest.skip(f"for {column.ranks} ranks")
-    pytest.importorskip("torch")
     found = comm.allgather(prediction_problem(comm, task, column))
     assert found == [""] * comm.size
 

@@ -1,5 +1,6 @@
-"""Predictions of an engine beside the scores of the same model in PyTorch, or on one rank of Chorus."""
+"""Predictions of an engine beside the scores of the same model on one rank, and in PyTorch where it is installed."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def prediction_problem(comm: Any, task: Task, column: Column) -> str:
         out = np.zeros_like(engine.predict(x))
         found, state, alone = engine.predict(x, out), engine.state_dict(), engine.model_on_one_rank()
     expected = [alone(x)]
-    if task.twin is not None:
+    if task.twin is not None and find_spec("torch"):
         import torch
 
         tensors = {name: torch.tensor(values) for name, values in state.items()}

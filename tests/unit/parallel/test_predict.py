@@ -9,6 +9,7 @@ from support.differential.rules import trainable
 from support.differential.tasks import GPT, MIXTURE, MLP
 
 from parallel import AdamW, Engine, nn
+from parallel.runtime.consistency_check import RankMismatch
 
 CASES = [
     (task, column) for column in COLUMNS for task in (GPT, MLP, MIXTURE) if column.threads and trainable(task, column)
@@ -17,7 +18,6 @@ CASES = [
 
 @pytest.mark.parametrize(("task", "column"), CASES, ids=lambda one: getattr(one, "name", str(one)))
 def test_scores_of_every_layout(task, column):
-    pytest.importorskip("torch")
     assert run_threads(column.ranks, lambda comm: prediction_problem(comm, task, column)) == [""] * column.ranks
 
 
@@ -101,3 +101,44 @@ def test_an_array_with_room():
             return np.abs(out - made.predict(X)).max()
 
     assert run_threads(2, main) == [0, 0]
+
+
+def test_an_array_on_one_rank():
+    """The other rank has an array of its own, and an error is one of both."""
+
+    def main(comm):
+        with engine(comm) as made:
+            expected = made.predict(X)
+            out = np.zeros((40, 4), np.float32) if comm.Get_rank() else None
+            with pytest.raises(ValueError, match="out: expected a writable array"):
+                made.predict(X, None if out is None else out[:3])
+            return np.array_equal(made.predict(X, out), expected)
+
+    assert run_threads(2, main) == [True, True]
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3", "local"])
+def test_averages_on_one_rank_are_refused(layout):
+    def main(comm):
+        with engine(comm, layout=layout) as made:
+            for call in (made.predict, made.state_dict):
+                with pytest.raises(RankMismatch, match="ema"):
+                    call(*([X] if call == made.predict else []), ema=bool(comm.Get_rank()))
+            return made.predict(X).shape
+
+    assert run_threads(2, main) == [(40, 4)] * 2
+
+
+class Sum(nn.Operator):
+    """Sum of a tuple of two arrays, one of integers."""
+
+    def forward(self, x, run):
+        return x[0] + x[1], None
+
+    def backward(self, dy, saved, grads):
+        return dy, None
+
+
+def test_operators_of_tuples():
+    """Outside of an engine too they get the arrays, not one of both."""
+    assert Sum()((np.ones((3, 2)), np.arange(6).reshape(3, 2))).tolist() == [[1, 2], [3, 4], [5, 6]]
