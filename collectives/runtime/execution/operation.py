@@ -132,6 +132,7 @@ class Operation:
     def begin(self, gate: Callable[[], bool] | None) -> None:
         """Activate the request and start its program: now, or if there is a `gate` as soon as that returns True."""
         with progress_lock:
+            self.program.assemble()
             if self.device is not None:
                 self._context = self.device.capture()
             self._gate = gate or _open  # should Ctrl-C come before the start, the next progress starts it
@@ -288,13 +289,14 @@ class Operation:
         """
         if self._ending:
             return
-        collects = gc.isenabled()
+        collects, outer = gc.isenabled(), Operation.stepped
         try:
             gc.disable()
+            Operation.stepped = self  # requests queued behind it start only after this: a handler cannot wait for them
             self._ending = True
             self._release()
         finally:
-            self._ending = False
+            self._ending, Operation.stepped = False, outer
             if collects:
                 gc.enable()
         if not (self.persistent or self._broken):

@@ -145,6 +145,10 @@ class Program(AwaitedProgram):
             engine.scale(self.scale.record, units, order, bounds, may_choose)
         return engine
 
+    def assemble(self) -> None:
+        """Make the engine's rows now: a signal handler that finds a program half assembled would make others."""
+        self.engine  # noqa: B018
+
     @cached_property
     def spins(self) -> int:
         """Polls of the engine in a wait, before the core is yielded."""

@@ -71,6 +71,9 @@ class ProgramOwner(Protocol):
     def release(self, operation: Any) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
 
+    def catch_up(self, operation: Any) -> None:
+        """Advance the requests that an operation is queued behind."""
+
 
 progress_words = np.zeros(PROGRESS_WORDS, np.int64)
 """Words of the process, which the engine shares."""

@@ -381,6 +381,11 @@ class Planner:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
         return exchange.with_counts(call)
 
+    def catch_up(self, request: Request) -> None:
+        """Advance the requests that a non-blocking request is queued behind."""
+        with progress_lock:
+            self._channel_queues[request.channel].catch_up()
+
     def release(self, request: Request) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
         program, request.holds_program = request.program, False

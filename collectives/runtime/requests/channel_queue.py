@@ -35,6 +35,7 @@ class ChannelQueue:
         Otherwise a rank that has fallen behind once would queue all later calls, until it waits.
         """
         while (running := self._running) is not None and not self._starts:
+            running._complete_if_ended()  # a frame that this one has interrupted may have been about to
             running._advance()
             if self._running is running:
                 break

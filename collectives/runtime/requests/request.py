@@ -235,7 +235,12 @@ class Request(Operation):
         if self._is_lone and self.program.is_reentrant:
             self.program.finish()
         elif not (may_block and len(active_requests) == 1 and self._finish_alone()):
-            progress_until(lambda: self.is_done, self)
+            progress_until(self._has_ended, self)
+
+    def _has_ended(self) -> bool:
+        if self.is_queued:
+            self.owner.catch_up(self)
+        return self.is_done
 
     def _end_soon(self) -> bool:
         """Poll for messages within the node; True if that, and no other thread, has ended the program."""
