@@ -383,8 +383,9 @@ class Planner:
 
     def catch_up(self, request: Request) -> None:
         """Advance the requests that a non-blocking request is queued behind."""
-        with progress_lock:
-            self._channel_queues[request.channel].catch_up()
+        if request.channel is not None:
+            with progress_lock:
+                self._channel_queues[request.channel].catch_up()
 
     def release(self, request: Request) -> None:
         """Take back the program of a non-blocking request that has ended, or a persistent one that is freed."""
