@@ -219,6 +219,7 @@ class Communicator(ObjectMethods):
         with counting_communicators():
             (table, unusable), private = broadcast_table(plain, tuning), without_attributes(plain)
         placement = place_ranks(private, shared and not aware, given)
+        watcher.know(private, placement.nodes)
         if has_thread and placement.nodes is not None and not threads:
             private.Free()
             raise InvalidArgument(

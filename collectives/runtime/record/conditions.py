@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.runtime.record.layout import RankState
-from collectives.runtime.record.reader import RankRecord, is_active
+from collectives.runtime.record.reader import ProcessState, RankRecord, is_active
 
 COUNT_MASK = (1 << 24) - 1
 """Bits of the number of a communicator that count those of its first rank, see `Transports`."""
@@ -41,19 +41,22 @@ def condition(record: RankRecord, now: int) -> str:
     """Text on a rank: the call that it waits in, or where else it is, at a time of the monotonic clock."""
     calls, words = record.calls, record.text("last_words")
     if record.state == RankState.HAS_RAISED:
-        return f"has ended by {words}{_after(calls)}"
+        return f"has ended by {words}{_after(record)}"
     failed = f"; an exception before: {words}" if words else ""
     if record.state == RankState.HAS_LEFT:
-        return f"has left the program{_after(calls)}{failed}"
+        return f"has left the program{_after(record)}{failed}"
     if not record.is_alive:
-        return f"has died{_after(calls)}{failed}"
+        ended = "has died" if record.process is None else "has ended"
+        return f"{ended}{_after(record)}{failed}"
     stopped = "is stopped, and " if is_stopped(record) else ""
+    if record.process == ProcessState.IS_SILENT:
+        return f"does not answer: it is stopped, or its node cannot be reached{_after(record)}{failed}"
     active = [call for call in calls if is_active(call)]
     if active:
         text, since = f"waits {seconds(now - active[0]['started'])} in {_awaited(active[0])}", active[0]["started"]
     else:
         since = calls[-1]["ended"] if len(calls) else record.header["opened"]
-        text = f"is in its own code since {seconds(now - since)}{_after(calls)}"
+        text = f"is in its own code since {seconds(now - since)}{_after(record)}"
     line = f", at {record.text('line')}" if record.header["line_seen"] > since else ""
     return f"{stopped}{text}{line}{failed}"
 
@@ -64,12 +67,16 @@ def _awaited(call: Any) -> str:
     return text + (f", for rank {call['peer']}" if call["peer"] >= 0 else "")
 
 
-def _after(calls: Any) -> str:
-    return f", after {describe_call(calls[-1])}" if len(calls) else ", before its first call"
+def _after(record: RankRecord) -> str:
+    if len(calls := record.calls):
+        return f", after {describe_call(calls[-1])}"
+    return "" if record.header["last"] else ", before its first call"
 
 
 def is_stopped(record: RankRecord) -> bool:
     """True if a signal or a debugger has stopped the process."""
+    if record.process is not None:
+        return record.process == ProcessState.STOPPED
     try:
         return Path(f"/proc/{record.header['pid']}/stat").read_text().rpartition(")")[2].split()[0] in STOPPED
     except (OSError, IndexError):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,21 @@ from collectives.transport.memory.memory_file import map_file
 from collectives.transport.node.peer_watch import has_ended
 
 
+class ProcessState(IntEnum):
+    """State of a process on another host."""
+
+    LIVES = 0
+    STOPPED = 1  # by a signal, or a debugger
+    HAS_ENDED = 2
+    IS_SILENT = 3  # it does not answer: it is stopped, or its host cannot be reached
+
+
 class RankRecord(NamedTuple):
-    """Record of one rank, in memory that may change with it."""
+    """Record of one rank, in memory that may change with it; `process` is given if that is on another host."""
 
     header: Any
     entries: np.ndarray
+    process: ProcessState | None = None
 
     @property
     def calls(self) -> np.ndarray:
@@ -38,7 +49,9 @@ class RankRecord(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """True if its process exists on this host."""
+        """True if its process exists."""
+        if self.process is not None:
+            return self.process != ProcessState.HAS_ENDED
         return not has_ended(int(self.header["pid"]))
 
     def text(self, field: str) -> str:

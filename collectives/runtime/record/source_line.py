@@ -6,12 +6,22 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep
 
 
 def is_own(frame: FrameType) -> bool:
     """True for a frame of this package's code."""
     return os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE)
+
+
+def is_inside(frame: FrameType) -> bool:
+    """True if a frame is of this package's code, or of Python's library called by that."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        if "site-packages" in frame.f_code.co_filename:
+            break
+        frame = frame.f_back
+    return is_own(frame)
 
 
 def _outside(frame: FrameType) -> FrameType:

@@ -3,15 +3,19 @@
 A rank that has waited long looks at the records of the ranks it waits for: one that has died or left the program ends
 the wait by an error. If nothing moves for `patience` seconds, one rank of the node prints what all its ranks do.
 
+Records of ranks on other nodes are asked for over TCP (`far_records`), once a rank has waited long for one of them.
+
 Each rank has a thread that notes the source line of a program that makes no calls, and that reports in the place of a
 rank which waits in a collective of the MPI.
 """
 
+import atexit
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 
 from mpi4py import MPI
@@ -19,9 +23,10 @@ from mpi4py import MPI
 from collectives.errors import PeerFailed, PeerLeft
 from collectives.runtime.record.causes import causes, report
 from collectives.runtime.record.conditions import condition
+from collectives.runtime.record.far_records import Answers, FarRecords
 from collectives.runtime.record.layout import RankState
 from collectives.runtime.record.reader import RankRecord, is_active, map_record, running
-from collectives.runtime.record.source_line import caller_with_text, is_own
+from collectives.runtime.record.source_line import caller_with_text, is_inside
 from collectives.runtime.record.writer import WATCH, Record, job_name, record
 from collectives.transport.node.peer_watch import has_ended
 from collectives.transport.waits import explainers
@@ -41,6 +46,8 @@ _left_since: dict[int, float] = {}
 _known: dict[int, RankRecord] = {}
 """Records of ranks of this job by rank in MPI.COMM_WORLD: they remain when a rank has died."""
 
+_far = FarRecords()
+_answers: Answers | None = None
 _reports = 0
 
 
@@ -67,11 +74,12 @@ def look(label: str, peers: Mapping[int, tuple[int, int]], idle: float) -> None:
 
     Raises PeerLeft or PeerFailed if one of them makes no more calls. `idle`: seconds without progress.
     """
+    _far.want(world for world, _ in peers.values() if world not in _known)
     for rank, (world, pid) in peers.items():
-        found = _known.get(world)
-        pid = pid or (0 if found is None else int(found.header["pid"]))
+        found = _known.get(world) or _far.get(world)
         has_left = found is not None and found.state != RankState.RUNS
-        if not has_left and not (pid and has_ended(pid)):
+        has_died = has_ended(pid) if pid else found is not None and not found.is_alive
+        if not (has_left or has_died):
             _left_since.pop(world, None)
         elif time.monotonic() - _left_since.setdefault(world, time.monotonic()) > SETTLED:
             raise _error(label, rank, found if has_left else None)
@@ -80,14 +88,33 @@ def look(label: str, peers: Mapping[int, tuple[int, int]], idle: float) -> None:
 
 def _error(label: str, rank: int, found: RankRecord | None) -> PeerLeft | PeerFailed:
     if found is None:
-        return PeerFailed(MPI.ERR_OTHER, f"{label}: the process of rank {rank} has died, and this one waits for it")
+        return PeerFailed(MPI.ERR_OTHER, f"{label}: the process of rank {rank} has ended, and this one waits for it")
     text = f"{label}: rank {rank} has left the program, and this one waits for it"
     return PeerLeft(MPI.ERR_OTHER, f"{text}\ncause: rank {found.rank} {condition(found, time.monotonic_ns())}")
 
 
 def current_causes() -> list[str]:
     """Sentences on why ranks of this node wait."""
-    return causes(neighbours().values(), time.monotonic_ns())
+    return causes(_all_known(), time.monotonic_ns())
+
+
+def _all_known() -> list[RankRecord]:
+    """Records of this node's ranks, and those of others that waits have asked for."""
+    here = neighbours()
+    return [*here.values(), *(one for one in _far.all() if one.rank not in here)]
+
+
+def know(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
+    """Exchange where ranks answer, if they are on several `nodes`. Collective."""
+    global _answers
+    if nodes is None:
+        return
+    if _answers is None and record() is not None:
+        with suppress(OSError):  # no socket for this process: it asks others, and does not answer
+            _answers = Answers(lambda: neighbours().values())
+            atexit.register(_answers.close)  # from then on its thread does not run
+    mine = MPI.COMM_WORLD.Get_rank(), None if _answers is None else _answers.address
+    _far.know({world: (node, address) for node, (world, address) in zip(nodes, comm.allgather(mine))})
 
 
 def _report_if_due(idle: float) -> None:
@@ -99,7 +126,7 @@ def _report_if_due(idle: float) -> None:
         _reports = min(due, _reports)
         return
     _reports = due
-    now, ranks = time.monotonic_ns(), list(neighbours().values())
+    now, ranks = time.monotonic_ns(), _all_known()
     due_from = now - 9e8 * limit
     late = [one.rank for one in ranks if any(is_active(call) and call["started"] <= due_from for call in one.calls)]
     if min(late, default=-1) == MPI.COMM_WORLD.Get_rank():
@@ -134,7 +161,11 @@ class LineWatch(threading.Thread):
     def run(self) -> None:
         ident = threading.main_thread().ident or 0
         while (found := record()) is not None:
-            time.sleep(LOOK)
+            if _answers is None:
+                time.sleep(LOOK)
+            else:
+                _far.refresh()
+                _answers.give(LOOK)
             if not _known:
                 neighbours()  # before one of them dies
             state, now = (found.last, self._moves()), time.monotonic()
@@ -157,7 +188,7 @@ class LineWatch(threading.Thread):
 def _is_inside(ident: int) -> bool:
     """True if a thread runs code of this package, where waits look at other ranks."""
     frame = sys._current_frames().get(ident)
-    return frame is not None and is_own(frame)
+    return frame is not None and is_inside(frame)
 
 
 @cache

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -176,6 +177,50 @@ def test_a_crash_of_the_program(nothing_left, start):
     cluster = start("--hosts", "2", "--", "python", "-c", "import os; os.kill(os.getpid(), 11)")
     assert cluster.end()[0] != 0
     assert cluster.alive() == []
+
+
+WAITING = """
+import os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+from collectives import Communicator
+comm, data = Communicator(MPI.COMM_WORLD), np.ones(4)
+comm.Bcast(data)
+if comm.Get_rank() == 1:
+    {}
+try:
+    comm.Allreduce(MPI.IN_PLACE, data)
+except MPI.Exception as error:
+    print(f"{{type(error).__name__}}: {{error}}", file=sys.stderr, flush=True)
+    os._exit(0)
+"""
+
+
+@needs_cluster
+@pytest.mark.parametrize(
+    "what, hosts, expected",
+    [
+        ("sys.exit()", "1,1", "PeerFailed: .*the process of rank 1 has ended"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)", "1,1", "Timeout: .*cause: rank 1 does not answer",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "time.sleep(20); sys.exit()", "2,1", r"Timeout: .*cause: rank 1 is in its own code .* time.sleep\(20\)",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "time.sleep(20); sys.exit()", "1,2", r"Timeout: .*cause: rank 1 is in its own code .* time.sleep\(20\)",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_waits_for_a_rank_of_another_host(nothing_left, start, what, hosts, expected, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(WAITING.format(what))
+    cluster = start("--per-host", hosts, "--", "python", str(program), CHORUS_TIMEOUT="5")
+    _, _, err = cluster.end()
+    assert re.search(expected, err, re.DOTALL), err
 
 
 @needs_cluster
