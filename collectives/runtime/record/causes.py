@@ -19,6 +19,12 @@ from collectives.runtime.record.reader import RankRecord, is_active
 COMPARED = 32
 """Last calls of each rank that are compared with those of others."""
 
+SLOW = 0.1e9
+"""Nanoseconds by which a slow rank comes last to most of its calls."""
+
+FEW, MOST = 5, 0.8
+"""Calls, and the share of them, to which it comes last."""
+
 PERSISTENT = 2
 """`form` of persistent calls: without mailboxes, ranks may start them in any order."""
 
@@ -83,6 +89,24 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     return f"ranks make different calls: {', '.join(texts)}"
 
 
+def slowness(rank: int, ranks: Sequence[Calls]) -> str:
+    """Text on a rank that came last to most of the last calls; empty for others."""
+    starts: defaultdict[Place, dict[int, int]] = defaultdict(dict)
+    for one in ranks:
+        for call in one.calls[-COMPARED:]:
+            starts[place(call)][one.record.rank] = int(call["started"])
+    late = [made[rank] - max(others) for made in starts.values() if (others := _others(made, rank))]
+    last = sorted(time for time in late if time > 0)
+    if len(late) < FEW or len(last) < MOST * len(late) or last[len(last) // 2] < SLOW:
+        return ""
+    return f", is slow (it came last to {len(last)} of {len(late)} calls, by {seconds(last[len(last) // 2])})"
+
+
+def _others(made: Mapping[int, int], rank: int) -> list[int]:
+    """Starts of a call on other ranks, if this one has made it too."""
+    return [start for other, start in made.items() if other != rank] if rank in made else []
+
+
 def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     """Sentences on why ranks wait, at a time of the monotonic clock; none if no rank does."""
     ranks = sorted(map(calls_of, records), key=lambda one: one.record.rank)
@@ -101,9 +125,8 @@ def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     for rank in free:
         who = {waiter for waiter, _ in missing[rank]}
         wait = f"rank{'s'[: len(who) > 1]} {', '.join(map(str, sorted(who)))} wait{'s'[len(who) > 1 :]}"
-        found.append(
-            f"rank {rank} {condition(by_rank[rank].record, now)}; {wait} for it in {describe_call(missing[rank][0][1])}"
-        )
+        text = f"{condition(by_rank[rank].record, now)}{slowness(rank, ranks) if by_rank[rank].is_well else ''}"
+        found.append(f"rank {rank} {text}; {wait} for it in {describe_call(missing[rank][0][1])}")
     if missing and not free:
         texts = [f"rank {rank} {condition(by_rank[rank].record, now)}" for rank in missing]
         found.append(f"ranks wait for each other in different calls: {'; '.join(texts)}")

@@ -232,6 +232,19 @@ def test_causes_of_waits(memories, expected):
     assert all(re.fullmatch(one, text) for one, text in zip(expected, found)), found
 
 
+@pytest.mark.parametrize(
+    "late, expected", [(range(9), r", is slow \(it came last to 9 of 9 calls, by 300 ms\)"), ([3], "")]
+)
+def test_a_rank_that_comes_last_to_most_calls_is_slow(late, expected):
+    def calls(delays):
+        return [(turn, 10**9 * turn + delay, 10**9 * turn + 5 * 10**8, -1, -1) for turn, delay in enumerate(delays, 1)]
+
+    slow = calls([3 * 10**8 if turn in late else -1 for turn in range(9)])
+    even = [*calls([0] * 9), (10, 10**10, 0, 1, 2)]
+    (text,) = causes(map(of, [record(0, calls=even), record(2, calls=slow)]), 11 * 10**9)
+    assert re.fullmatch(rf"rank 2 is in its own code since .* #9{expected}; rank 0 waits for it in .*", text), text
+
+
 def test_a_forked_process_leaves_the_record_alone():
     found = writer.record()
     assert found is not None
