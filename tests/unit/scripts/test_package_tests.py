@@ -1,4 +1,4 @@
-"""tests/studies/package_tests.py: its table of tests that pass, fail on Chorus only, are skipped and end the process."""
+"""tests/studies/package_tests.py: tests that pass, fail on Chorus only, are skipped and end the process."""
 
 import package_tests
 import pytest
