@@ -94,13 +94,14 @@ PATH="$(dirname "$python"):$PATH"
 [ "$mpi" != slurm ] || . scripts/_slurm.sh
 trap - ERR
 
+# Waiting ranks of Open MPI yield, since no host knows that others use its cores.
+export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle-1}"
 case "$mpi" in
     mpich) start=(-launcher ssh -launcher-exec "$room/on" -iface eth0 -f "$room/hostfile") ;;
     openmpi)
         # TCP is the only transport of this network. Ranks are not bound to cores: every host would take the first
-        # ones. Waiting ranks yield, since no host knows that others use its cores.
+        # ones.
         export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_btl_tcp_if_include="$network.0/24"
-        export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle-1}"
         export PRTE_MCA_plm_ssh_agent="$room/on" PRTE_MCA_prte_if_include="$network.0/24"
         export PRTE_MCA_prte_tmpdir_base="$room/daemons"
         start=(--hostfile "$room/hostfile" --map-by slot:oversubscribe --bind-to none)

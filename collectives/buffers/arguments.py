@@ -169,6 +169,8 @@ def blocks_w(spec: Any, size: int, name: str, writable: bool = False) -> tuple[B
     if len(pair) == 1:
         pair = _split_pair(pair[0], name, (tuple, list))
     counts, displs = (pair[0], pair[1]) if pair else (None, None)
+    if obj is MPI.BOTTOM and (counts is None or displs is None):
+        raise InvalidArgument(MPI.ERR_ARG, f"{name}: MPI.BOTTOM needs counts and displacements of all blocks")
     if isinstance(types, str) or not isinstance(types, Sequence) or len(types) != size:
         raise InvalidArgument(MPI.ERR_TYPE, f"{name}: expected {size} datatypes, one of each block, found {types!r}")
     if not all(isinstance(datatype, MPI.Datatype) for datatype in types):

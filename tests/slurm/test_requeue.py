@@ -84,9 +84,13 @@ SINGLE = {
     "signal": (scancel, "ended by SIGUSR1", 0.3, []),
     "requeue": (requeue, "ended by SIGTERM", 0.3, []),
     "time limit": (None, "ended before the time limit", 2, ["--time=2"]),
-    "signal before the time limit": (None, "ended by SIGUSR1", 1.2, ["--time=2", "--signal=USR1@100"]),
+    "signal before the time limit": (None, "ended by SIGUSR1", 1.6, ["--time=3", "--signal=USR1@90"]),
 }
-"""Preemptions of one job: how, words in its output, seconds after a step, and options of its submission."""
+"""Preemptions of one job: how, words in its output, seconds after a step, and options of its submission.
+
+Slurm looks for times once in 30 s, and sends the signal up to 30 s early, here 60 to 90 s after the job's start: then
+the training runs, and has not ended by itself. A signal that comes before the step of srun is lost.
+"""
 
 CASES = [
     ("dp", "signal"), ("zero3", "requeue"), ("pp", "time limit"), ("tp", "signal before the time limit"),

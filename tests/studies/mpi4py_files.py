@@ -44,23 +44,34 @@ def reason(name: str) -> str | None:
     return next((text for pattern, text in EXCLUDED if fnmatchcase(name, pattern)), None)
 
 
+def cache_folder() -> Path:
+    """Folder of what is downloaded, in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
+def download(package: str, release: str, folder: Path) -> Path:
+    """Archive of a package's source distribution, downloaded by pip into a folder; RuntimeError if that fails."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-binary", package, "--dest", str(folder), f"{package}=={release}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    archives = list(folder.glob("*.tar.gz"))
+    if done.returncode or not archives:
+        last = "\n".join(done.stdout.splitlines()[-5:])
+        raise RuntimeError(f"pip cannot download the source distribution of {package} {release}:\n{last}")
+    return archives[0]
+
+
 def fetched() -> Path:
     """Folder of mpi4py's tests, downloaded by pip the first time into the user's cache; RuntimeError if that fails."""
     release = version("mpi4py")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus"
+    cache = cache_folder()
     tests = cache / f"mpi4py-{release}" / "test"
     if tests.is_dir():
         return tests
-    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--no-binary", "mpi4py", "--dest", folder, f"mpi4py=={release}"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
-        archives = list(Path(folder).glob("mpi4py-*.tar.gz"))
-        if done.returncode or not archives:
-            last = "\n".join(done.stdout.splitlines()[-5:])
-            raise RuntimeError(f"pip cannot download the source distribution of mpi4py {release}:\n{last}")
-        with tarfile.open(archives[0]) as archive:
+        with tarfile.open(download("mpi4py", release, Path(folder))) as archive:
             archive.extractall(folder, filter="data")
         try:
             (Path(folder) / f"mpi4py-{release}").rename(tests.parent)

@@ -116,6 +116,9 @@ def test_displacements_from_the_bottom_are_addresses():
         ([np.zeros(4), [1, 1], [0, 30], [MPI.INT] * 2], ValueError, "needs 34 bytes"),
         ([np.zeros(4), [1, 1], [0, 0.5], [MPI.INT] * 2], TypeError, "expected an integer"),
         ([np.zeros(4), [MPI.INT, MPI.DATATYPE_NULL]], ValueError, "DATATYPE_NULL"),
+        ([MPI.BOTTOM, [1, 1], None, [MPI.INT] * 2], ValueError, "MPI.BOTTOM needs counts and displacements"),
+        ([MPI.BOTTOM, None, [0, 0], [MPI.INT] * 2], ValueError, "MPI.BOTTOM needs counts and displacements"),
+        ([MPI.BOTTOM, [MPI.INT] * 2], ValueError, "MPI.BOTTOM needs counts and displacements"),
     ],
 )
 def test_wrong_blocks(spec, error, text):
