@@ -20,8 +20,8 @@ from parallel.runtime.vector_memory import to_host
 from quant.kernels import array_namespace
 
 MAGIC = b"chorus 1"
-ROOM = 1 << 16
-"""Bytes for facts, besides twice those of the first ones: ranges and counters are added while a model trains."""
+ROOM, ROOM_OF_SLICE = 1 << 16, 1 << 9
+"""Bytes for facts, and besides for each slice of a tensor: settings, names, ranges and counters."""
 
 HEADER = np.dtype(
     [

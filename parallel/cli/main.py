@@ -123,7 +123,7 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
     try:
         if program.stops:
             most = restarts.restarts_in(words) if name == "train" else None
-            start = launched_ranks.run if most is None else partial(restarts.run, restarts=most)
+            start = launched_ranks.run if most is None else partial(restarts.run, ranks=ranks, restarts=most)
             sys.exit(start(command, environment))
         os.execvpe(mpiexec, command, environment)
     except ValueError as error:  # another training has the folder of kept states

@@ -55,7 +55,7 @@ def survive_error(args: argparse.Namespace) -> str | None:
 
 def restarts_in(words: Sequence[str]) -> int | None:
     """Number of restarts that a command line allows. None without --survive, or if the ranks will refuse it."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_survive(parser)
     try:
         found: int | None = parser.parse_known_args(words)[0].survive
@@ -64,8 +64,8 @@ def restarts_in(words: Sequence[str]) -> int | None:
     return found if found is not None and found >= 1 else None
 
 
-def run(command: list[str], environment: Mapping[str, str], restarts: int) -> int:
-    """Run the launcher of a training, again after a rank has died. Returns its exit status.
+def run(command: list[str], environment: Mapping[str, str], ranks: int, restarts: int) -> int:
+    """Run the launcher of a training on some ranks, again after a rank has died. Returns its exit status.
 
     OSError if it cannot be started. ValueError if the same command runs already, started in this directory.
     """
@@ -86,10 +86,9 @@ def run(command: list[str], environment: Mapping[str, str], restarts: int) -> in
 
         first = [*command, "--survive-in", str(folder), "0"]
         status = launched_ranks.run(first, dict(environment), again)
-        if status:  # ranks that were killed have removed nothing from their nodes
-            python = command.index(sys.executable) + 1
+        if len({path.name.split("-")[1] for path in folder.glob("rank-*")}) < ranks:  # others have been on other nodes
             with contextlib.suppress(subprocess.TimeoutExpired):
-                clear = [*command[:python], "-c", CLEARED, str(folder)]
+                clear = [*command[: command.index(sys.executable) + 1], "-c", CLEARED, str(folder)]
                 quiet = subprocess.DEVNULL
                 subprocess.run(clear, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, timeout=CLEARING)
         return status

@@ -162,8 +162,7 @@ class TrainingRun:
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
             for index, record in enumerate(training.run(lambda: self._stops(interrupt))):
-                if self._keeper is not None:
-                    self._keeper.keep()
+                self._keep()
                 is_tested = self._record(record, test_every)
                 if index in TRACED:
                     self._events += training.engine.events
@@ -186,6 +185,14 @@ class TrainingRun:
                 text = f"ended {cause} after step {training.done}; {checkpoints.resume_text()}"
                 print(text, file=output, flush=True) if output else say(text)
             return 128 + number if number else 0
+
+    def _keep(self) -> None:
+        """Keep the state, and print every how many steps once that is chosen."""
+        if (keeper := self._keeper) is not None:
+            before = keeper.every
+            keeper.keep()
+            if keeper.every != before and keeper.every != 1:
+                say(f"the state is kept in memory every {keeper.every} steps")
 
     def _stops(self, interrupt: InterruptFlag) -> bool:
         """True if this step is the last one: after a signal, or near the end of the job."""

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from collectives.errors import PeerFailed
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
-from parallel.checkpoint.state_segment import HEADER, ROOM, StateSegment, padded
+from parallel.checkpoint.state_segment import HEADER, ROOM, ROOM_OF_SLICE, StateSegment, padded
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.engine.settings import Settings
 from parallel.nn.operator import ArraySpec
@@ -197,12 +197,11 @@ class StateKeeper:
             return self._remove("rank-*", "copy-*")
         self._training = training
         slices = list(training.engine.tensor_slices())
-        facts = len(str(self._facts(slices)))
-        capacity = padded(sum(one.array.nbytes for one in slices) + 2 * facts + ROOM)
+        capacity = padded(sum(one.array.nbytes for one in slices) + ROOM + ROOM_OF_SLICE * len(slices))
         sizes, sources = self._comm.allgather(capacity), self._nodes.sources()
         total = 2 * (capacity + sum(sizes[rank] for rank in sources))
         if training.settings.device == "cpu":
-            resources.check_memory(self._comm, training.forecast.needed | {"kept states": total})
+            resources.check_memory(self._comm, {**training.forecast.needed, "kept states": total})
 
         def reserve(kind: str, rank: int) -> list[StateSegment]:
             return [StateSegment(self._folder / _name(kind, rank, number), sizes[rank]) for number in range(2)]

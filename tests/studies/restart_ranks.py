@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kill_ranks import descendants
+from kill_ranks import ranks_of
 from mpi_launches import ROOT, find_mpiexec
 
 from collectives.cli.launcher import ProgramParser, at_least
@@ -31,7 +31,6 @@ LAYOUTS = {
     "pp": ("--parallel", "pp", "--stages", "2"),
     "dp x tp": ("--parallel", "dp", "--tensor", "2"),
 }
-RANK = re.compile(rb"(?:^|\0)(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=(\d+)")
 STEPS = 40
 LONGEST = 120.0  # seconds of a training
 
@@ -41,18 +40,6 @@ def command(args, layout, folder):
     model = ["--data", args.data, "--model", args.model, "--steps", str(args.steps)]
     files = ["--checkpoint", str(folder / "c"), "--every", str(args.steps), "--json", str(folder / "m.jsonl")]
     return [*start, *model, *LAYOUTS[layout], *files]
-
-
-def ranks_of(launcher):
-    """Process of each rank, by rank."""
-    found = {}
-    for process in descendants(launcher):
-        try:
-            if rank := RANK.search(Path(f"/proc/{process}/environ").read_bytes()):
-                found.setdefault(int(rank[1]), process)
-        except OSError:
-            continue
-    return found
 
 
 def rows(path):
@@ -135,8 +122,8 @@ def main():
                 wrong += [f"{path} is left" for path in MEMORY.glob(f"chorus-{os.geteuid()}-*")]
                 failed += bool(wrong)
                 took = "-" if seconds is None else f"{seconds:.2f} s"
-                text = f"{layout:<8} rank {rank} killed after {before} steps, went on from {after}, next step after {took}"
-                print(f"{text}: {', '.join(wrong) or 'same bits'}", flush=True)
+                text = f"{layout:<8} rank {rank} killed after {before} steps, went on from {after}"
+                print(f"{text}, next step after {took}: {', '.join(wrong) or 'same bits'}", flush=True)
                 if wrong:
                     print(output)
     return int(failed > 0)
