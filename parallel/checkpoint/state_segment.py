@@ -121,7 +121,7 @@ class StateSegment:
             array[...] = array_namespace(array).asarray(values)
             at += array.nbytes
 
-    def _sum(self, step: int) -> np.uint64:
+    def _sum(self, step: int) -> Any:
         """Checksum of what the header describes, modulo 2**64."""
         sizes = self._header["arrays"], self._header["facts"]
         words = self._body[: padded(int(sum(sizes)))].view(np.uint64)

@@ -46,7 +46,7 @@ def survive_error(args: argparse.Namespace) -> str | None:
     for name, value in (("--survive", args.survive), ("--survive-every", args.survive_every)):
         if value is not None and value < 1:
             return f"{name}: expected 1 or more, found {value}"
-    if args.survive_in is None:
+    if args.survive_in is None or not args.survive_in[1].isdecimal():
         return "--survive: expected chorus train -n N --survive, which starts the ranks, and starts them again"
     if args.plot is not None and args.json is None:
         return "--survive: with --plot expected --json FILE, which keeps the learning curve of all starts"

@@ -7,6 +7,7 @@ A training passes if it exits with status 0, its last checkpoint has the bits of
 most the given number of steps before the kill, and leaves no memory. MPIEXEC names the mpiexec.
 """
 
+import argparse
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from kill_ranks import ranks_of
 from mpi_launches import ROOT, find_mpiexec
@@ -35,27 +37,36 @@ STEPS = 40
 LONGEST = 120.0  # seconds of a training
 
 
-def command(args, layout, folder):
+def command(args: argparse.Namespace, layout: str, folder: Path) -> list[str]:
     start = [sys.executable, "-m", "parallel.cli.main", "train", "-n", str(args.ranks), "--threads", "1"]
     model = ["--data", args.data, "--model", args.model, "--steps", str(args.steps)]
     files = ["--checkpoint", str(folder / "c"), "--every", str(args.steps), "--json", str(folder / "m.jsonl")]
     return [*start, *model, *LAYOUTS[layout], *files]
 
 
-def rows(path):
-    """Number of complete lines of a file, and its inode. None without it."""
+def rows(path: Path) -> tuple[int, int | None]:
+    """Number of complete lines of a file, and its inode. 0 and None without it."""
     try:
         return path.read_bytes().count(b"\n"), path.stat().st_ino
     except FileNotFoundError:
         return 0, None
 
 
-def train(words, folder, rank=None, at=0, delay=0.0):
-    """Train, killing `rank`, if given, `delay` seconds after step `at`. Returns status, output, steps, seconds.
+class RestartedRun(NamedTuple):
+    """Result of a training: exit status, output, steps at the kill and at the restart, seconds to the next step."""
 
-    Steps are those at the kill and those at the restart. Seconds are from the kill to the end of the next step.
-    """
-    path, kill, again = folder / "m.jsonl", None, None
+    status: int
+    output: str
+    before: int | None
+    after: int | None
+    seconds: float | None
+
+
+def train(words: list[str], folder: Path, rank: int | None = None, at: int = 0, delay: float = 0.0) -> RestartedRun:
+    """Train, killing `rank`, if given, `delay` seconds after step `at`."""
+    path = folder / "m.jsonl"
+    kill: tuple[int, int | None, float] | None = None
+    again: float | None = None
     with (folder / "output").open("wb") as file:
         environment = os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -69,23 +80,39 @@ def train(words, folder, rank=None, at=0, delay=0.0):
                 os.kill(victim, signal.SIGKILL)
         elif kill and again is None and inode not in (None, kill[1]):
             start = count
-            while (found := rows(path)[0]) <= start and process.poll() is None:
+            while rows(path)[0] <= start and process.poll() is None:
                 time.sleep(0.005)
-            again = (found - 1, time.monotonic() - kill[2])
+            again = time.monotonic() - kill[2]
         time.sleep(0.005)
     if process.poll() is None:
         process.terminate()
     process.wait()
     output = (folder / "output").read_text(errors="replace")
     resumed = re.findall(r"resumed .*?: (\d+) steps were made", output)
-    return process.returncode, output, (kill and kill[0], int(resumed[-1]) if resumed else None), again and again[1]
+    after = int(resumed[-1]) if resumed else None
+    return RestartedRun(process.returncode, output, kill[0] if kill else None, after, again)
 
 
-def tensors(folder):
+def tensors(folder: Path) -> list[tuple[str, bytes]]:
     return [(name, values.tobytes()) for name, values in tensors_in(all_in(folder / "c")[-1])]
 
 
-def main():
+def verdict(run: RestartedRun, folder: Path, usual: list[tuple[str, bytes]], every: int) -> list[str]:
+    """List of what is wrong with a training of which a rank was killed."""
+    if run.status:
+        return [f"status {run.status}"]
+    if run.before is None:
+        return ["ended before the kill"]
+    wrong = {
+        "other bits": tensors(folder) != usual,
+        "lost more steps": (run.after or 0) < run.before - every,
+        "memory is left": any(MEMORY.glob(f"chorus-{os.geteuid()}-*")),
+    }
+    return [text for text, failed in wrong.items() if failed]
+
+
+def main() -> int:
+    """Kill ranks and print a line for each. Exit status 1 if a training did not end as required."""
     made = ProgramParser(__doc__)
     add = made.add_argument
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -100,32 +127,25 @@ def main():
     os.environ.setdefault("MPIEXEC", find_mpiexec() or "mpiexec")
     rng = random.Random(args.seed)
     for layout in args.layouts:
-        with tempfile.TemporaryDirectory() as folder:
-            status, output, *_ = train(command(args, layout, Path(folder)), Path(folder))
-            if status:
-                print(output)
+        with tempfile.TemporaryDirectory() as name:
+            run = train(command(args, layout, Path(name)), Path(name))
+            if run.status:
+                print(run.output)
                 return 1
-            usual = tensors(Path(folder))
+            usual = tensors(Path(name))
         for _ in range(args.times):
             rank, at = rng.randrange(args.ranks), rng.randrange(1, args.steps - 3)
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 words = [*command(args, layout, folder), "--survive", "--survive-every", str(args.survive_every)]
-                status, output, (before, after), seconds = train(words, folder, rank, at, rng.random() * 0.03)
-                wrong = [f"status {status}"] if status else []
-                if not wrong and before is None:
-                    wrong.append("ended before the kill")
-                if not wrong and tensors(folder) != usual:
-                    wrong.append("other bits")
-                if not wrong and (after or 0) < before - args.survive_every:
-                    wrong.append("lost more steps")
-                wrong += [f"{path} is left" for path in MEMORY.glob(f"chorus-{os.geteuid()}-*")]
-                failed += bool(wrong)
-                took = "-" if seconds is None else f"{seconds:.2f} s"
-                text = f"{layout:<8} rank {rank} killed after {before} steps, went on from {after}"
-                print(f"{text}, next step after {took}: {', '.join(wrong) or 'same bits'}", flush=True)
-                if wrong:
-                    print(output)
+                run = train(words, folder, rank, at, rng.random() * 0.03)
+                wrong = verdict(run, folder, usual, args.survive_every)
+            failed += bool(wrong)
+            took = "-" if run.seconds is None else f"{run.seconds:.2f} s"
+            text = f"{layout:<8} rank {rank} killed after {run.before} steps, went on from {run.after}"
+            print(f"{text}, next step after {took}: {', '.join(wrong) or 'same bits'}", flush=True)
+            if wrong:
+                print(run.output)
     return int(failed > 0)
 
 
