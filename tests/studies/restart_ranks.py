@@ -53,19 +53,21 @@ def rows(path: Path) -> tuple[int, int | None]:
 
 
 class RestartedRun(NamedTuple):
-    """Result of a training: exit status, output, steps at the kill and at the restart, seconds to the next step."""
+    """Result of a training of which a rank was killed, or none."""
 
-    status: int
+    status: int  # of the launcher
     output: str
-    before: int | None
-    after: int | None
-    seconds: float | None
+    first: float | None  # seconds from the start to the end of the first step
+    before: int | None  # steps at the kill
+    after: int | None  # steps at the restart
+    seconds: float | None  # from the kill to the end of the next step
 
 
 def train(words: list[str], folder: Path, rank: int | None = None, at: int = 0, delay: float = 0.0) -> RestartedRun:
     """Train, killing `rank`, if given, `delay` seconds after step `at`."""
     path = folder / "m.jsonl"
     kill: tuple[int, int | None, float] | None = None
+    first: float | None = None
     again: float | None = None
     with (folder / "output").open("wb") as file:
         environment = os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT)}
@@ -73,6 +75,7 @@ def train(words: list[str], folder: Path, rank: int | None = None, at: int = 0, 
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < LONGEST:
         count, inode = rows(path)
+        first = first or (time.monotonic() - began if count else None)
         if rank is not None and kill is None and count >= at:
             time.sleep(delay)
             if (victim := ranks_of(process.pid).get(rank)) is not None:
@@ -90,7 +93,7 @@ def train(words: list[str], folder: Path, rank: int | None = None, at: int = 0, 
     output = (folder / "output").read_text(errors="replace")
     resumed = re.findall(r"resumed .*?: (\d+) steps were made", output)
     after = int(resumed[-1]) if resumed else None
-    return RestartedRun(process.returncode, output, kill[0] if kill else None, after, again)
+    return RestartedRun(process.returncode, output, first, kill[0] if kill else None, after, again)
 
 
 def tensors(folder: Path) -> list[tuple[str, bytes]]:
@@ -143,7 +146,8 @@ def main() -> int:
             failed += bool(wrong)
             took = "-" if run.seconds is None else f"{run.seconds:.2f} s"
             text = f"{layout:<8} rank {rank} killed after {run.before} steps, went on from {run.after}"
-            print(f"{text}, next step after {took}: {', '.join(wrong) or 'same bits'}", flush=True)
+            text += f", first step {run.first or 0:.2f} s after the start, next one {took} after the kill"
+            print(f"{text}: {', '.join(wrong) or 'same bits'}", flush=True)
             if wrong:
                 print(run.output)
     return int(failed > 0)
