@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.cli import batch_job, launched_ranks, start_up, watchdog
+from parallel.cli import batch_job, launched_ranks, restarts, start_up, watchdog
 from parallel.cli.programs import PROGRAMS, CommandEntry, group_usage, members, usage
 from parallel.planning.analytic.checked import suggestion
 
@@ -121,8 +122,12 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
     environment |= {EXPECTED: str(ranks), "PATH": path}
     try:
         if program.stops:
-            sys.exit(launched_ranks.run(command, environment))
+            most = restarts.restarts_in(words) if name == "train" else None
+            start = launched_ranks.run if most is None else partial(restarts.run, ranks=ranks, restarts=most)
+            sys.exit(start(command, environment))
         os.execvpe(mpiexec, command, environment)
+    except ValueError as error:  # another training has the folder of kept states
+        raise UsageError(str(error)) from error
     except OSError as error:
         advice = "pip install 'chorus-mpi[mpich]', or set MPIEXEC to one"
         raise UsageError(f"-n: cannot start {mpiexec} ({error.strerror}); {advice}") from error

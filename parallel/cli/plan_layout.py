@@ -138,7 +138,7 @@ def _check_files(comm: Communicator, args: argparse.Namespace) -> None:
             check = check_folder if name == "checkpoint" else expect_writable
             collective_call(comm, partial(check, path), f"--{name.replace('_', '-')}", root=0)
     if args.run and (args.resume or args.checkpoint):
-        train.resumed(comm, args, train.job_of(comm))
+        train.resumed(comm, args, train.is_restarted(train.job_of(comm)))
 
 
 def _searched_for(args: argparse.Namespace) -> str | None:

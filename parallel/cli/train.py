@@ -29,6 +29,7 @@ from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
 from parallel.cli.batch_job import BatchJob, cpus_of, find_job
 from parallel.cli.reports.training_output import OutputError, short
+from parallel.cli.restarts import add_survive, survive_error
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
 from parallel.engine import settings
@@ -37,6 +38,7 @@ from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
 from parallel.runtime.vector_memory import keep_freed_memory, namespace
 from parallel.trainer.recipes import complete
+from parallel.trainer.state_keeper import StateKeeper
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
 
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
@@ -48,14 +50,14 @@ def job_of(comm: Communicator) -> BatchJob | None:
     return found
 
 
-def resumed(comm: Communicator, args: argparse.Namespace, job: BatchJob | None) -> Checkpoint | None:
+def resumed(comm: Communicator, args: argparse.Namespace, is_restart: bool) -> Checkpoint | None:
     """Verified checkpoint to resume, or None. CheckpointError if damaged. Collective.
 
-    Without --overwrite also if --checkpoint has others that are newer, or of another run. A job that its scheduler has
-    started again goes on from the newest one, if there is any.
+    Without --overwrite also if --checkpoint has others that are newer, or of another run. A training that is started
+    again goes on from the newest one, if there is any.
     """
     present = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
-    if job is not None and job.restarts and not args.overwrite and (present or args.resume is True):
+    if is_restart and not args.overwrite and (present or args.resume is True):
         args.resume = True if present else None
     if args.resume is None:
         if present and not args.overwrite:
@@ -94,16 +96,34 @@ def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
     return ""
 
 
-def begin(comm: Communicator, args: argparse.Namespace, job: BatchJob | None) -> Training:
+def is_restarted(job: BatchJob | None) -> bool:
+    """True in a job that its scheduler has started again."""
+    return job is not None and job.restarts > 0
+
+
+def keeper_of(comm: Communicator, args: argparse.Namespace) -> StateKeeper | None:
+    """Keeper of the state with --survive, else None. Collective."""
+    if args.survive is None:
+        return None
+    folder, attempt = args.survive_in
+    return StateKeeper(comm, Path(folder), int(attempt), args.survive, args.survive_every)
+
+
+def begin(
+    comm: Communicator, args: argparse.Namespace, job: BatchJob | None, keeper: StateKeeper | None = None
+) -> Training:
     """Set up a new or resumed training, lock or check its output files, print a description. Collective, errors too."""
     if job is not None:
         say(job.title(comm.Get_size(), resources.node_count(comm)))
-    found = resumed(comm, args, job)
+    kept = keeper.newest() if keeper else None
+    found = kept or resumed(comm, args, is_restarted(job) or (keeper is not None and keeper.attempt > 0))
     given = {name: getattr(args, name, None) for name in settings.OPTIONS}
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
     chosen = complete(given, settings_in(found) if found else None)
+    if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in settings.MESHES:
+        raise ValueError(f"--survive: expected --parallel {', '.join(settings.MESHES)}, found {layout}")
     limit_threads(comm, args, chosen)
-    training = Training(chosen, comm)
+    training = Training(chosen, comm, kept.resolved() if kept else None)
     if found is not None:
         training.resume(found)
     for option, check in FILE_CHECKS.items():
@@ -111,6 +131,9 @@ def begin(comm: Communicator, args: argparse.Namespace, job: BatchJob | None) ->
             collective_call(comm, partial(check, path), f"--{option}", root=0)
     if found is not None:
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
+    if keeper is not None:
+        keeper.begin(training)
+    if found is not None:
         for name, (there, here) in changed(found, chosen).items():
             say(f"  {name} was {there}, and is {here} now")
     describe(comm, args, training)
@@ -166,27 +189,31 @@ def main(argv: list[str] | None = None) -> int:
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     add_files(parser)
+    add_survive(parser)
     args = parser.parse_args(argv)
-    if problem := argument_error(args):
+    if problem := argument_error(args) or survive_error(args):
         parser.error(problem)
     with contextlib.suppress(ValueError):  # raised again on all ranks
         namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
     comm = Communicator(MPI.COMM_WORLD)
     job = job_of(comm)
-    try:
-        training = begin(comm, args, job)
-    except (CheckpointError, OutOfMemory, ValueError) as error:
-        parser.error(str(error))
-    with training:
+    with keeper_of(comm, args) or contextlib.nullcontext() as keeper:
         try:
-            code = train(comm, args, training, job)
-        except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
-            text = f"{parser.prog}: error: {error}"
-            alone = training.fault_tolerant and not training.is_reporter
-            if alone and isinstance(error, StepFailed) and not error.elsewhere:
-                print(text, file=sys.stderr)  # the reporter has no error
-            say(text)
-            code = 1
+            training = begin(comm, args, job, keeper)
+        except (CheckpointError, OutOfMemory, ValueError) as error:
+            parser.error(str(error))
+        with training:
+            try:
+                code = train(comm, args, training, job, keeper)
+            except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
+                text = f"{parser.prog}: error: {error}"
+                alone = training.fault_tolerant and not training.is_reporter
+                if alone and isinstance(error, StepFailed) and not error.elsewhere:
+                    print(text, file=sys.stderr)  # the reporter has no error
+                say(text)
+                code = 1
+                if keeper is not None:
+                    keeper.problem = error
     if training.fault_tolerant:
         launcher.exit_now(code)
     return code

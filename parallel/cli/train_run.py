@@ -39,6 +39,7 @@ from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.signals import InterruptFlag
 from parallel.runtime.throughput import Throughput, ThroughputMeter
 from parallel.trainer.records import EvalScore, StepRecord
+from parallel.trainer.state_keeper import StateKeeper
 from parallel.trainer.trainer import Training
 
 INTERVALS = 10  # default number of tests and checkpoints of a training
@@ -48,12 +49,18 @@ REFRESH = 0.2  # seconds between two updates of the progress bar
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxrss`
 
 
-def train(comm: Communicator, args: argparse.Namespace, training: Training, job: BatchJob | None = None) -> int:
+def train(
+    comm: Communicator,
+    args: argparse.Namespace,
+    training: Training,
+    job: BatchJob | None = None,
+    keeper: StateKeeper | None = None,
+) -> int:
     """Run a training to its end or a signal, with console output and all files. Returns the exit status. Collective.
 
-    With --checkpoint it also ends before the time limit of `job`, as if SIGUSR1 had come.
+    With --checkpoint it also ends before the time limit of `job`, as if SIGUSR1 had come. `keeper` keeps its state.
     """
-    run = TrainingRun(comm, args, training, job)
+    run = TrainingRun(comm, args, training, job, keeper)
     return run.steps() or run.finish()
 
 
@@ -115,8 +122,15 @@ class CheckpointWriter:
 class TrainingRun:
     """Loop over training steps, with progress bar, metrics, tests, checkpoints and plots."""
 
-    def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training, job: BatchJob | None):
-        self._args, self._training = args, training
+    def __init__(
+        self,
+        comm: Communicator,
+        args: argparse.Namespace,
+        training: Training,
+        job: BatchJob | None,
+        keeper: StateKeeper | None,
+    ):
+        self._args, self._training, self._keeper = args, training, keeper
         self._began = time.perf_counter()
         self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
         storage = PRECISIONS[training.settings.precision].storage
@@ -143,11 +157,12 @@ class TrainingRun:
         save_every = args.every or tenth
         bar = launcher.progress(training.steps, training.task.name, "step")
         output, errors = (launcher.launcher_stream(number) if self._reporter else None for number in (1, 2))
-        notice = ExitNotice(self._reporter and not training.fault_tolerant, errors)
+        notice = ExitNotice(self._reporter and not training.fault_tolerant and self._keeper is None, errors)
         with output or nullcontext(), errors or nullcontext(), bar, notice, InterruptFlag() as interrupt:
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
             for index, record in enumerate(training.run(lambda: self._stops(interrupt))):
+                self._keep()
                 is_tested = self._record(record, test_every)
                 if index in TRACED:
                     self._events += training.engine.events
@@ -170,6 +185,14 @@ class TrainingRun:
                 text = f"ended {cause} after step {training.done}; {checkpoints.resume_text()}"
                 print(text, file=output, flush=True) if output else say(text)
             return 128 + number if number else 0
+
+    def _keep(self) -> None:
+        """Keep the state, and print every how many steps once that is chosen."""
+        if (keeper := self._keeper) is not None:
+            before = keeper.every
+            keeper.keep()
+            if keeper.every != before and keeper.every != 1:
+                say(f"the state is kept in memory every {keeper.every} steps")
 
     def _stops(self, interrupt: InterruptFlag) -> bool:
         """True if this step is the last one: after a signal, or near the end of the job."""

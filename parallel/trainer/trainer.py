@@ -31,7 +31,7 @@ from parallel.runtime.validation import expect_mapping
 from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
 from parallel.trainer.samplers import sized
-from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, loaded, strategy_of
+from parallel.trainer.strategies import Resolved, TrainableEngine, TrainJob, batches_of, loaded, strategy_of
 from parallel.trainer.task_setup import flops, loss_of, measure_of, prepare, sampler_of, specs, steps_of
 
 PARTS_PER_EVALUATION = 16
@@ -59,7 +59,8 @@ class TrainingPlan:
 
     It raises ValueError on all ranks if the settings contradict each other, do not fit the ranks, or differ.
 
-    `settings` are a result of `parallel.trainer.recipes.complete`.
+    `settings` are a result of `parallel.trainer.recipes.complete`. `resolved` is the attribute of an earlier start of
+    the same training, whose decisions are then taken.
 
     Attributes
     ----------
@@ -76,7 +77,7 @@ class TrainingPlan:
     remarks : decisions that a user should see
     """
 
-    def __init__(self, settings: Settings, comm: Communicator):
+    def __init__(self, settings: Settings, comm: Communicator, resolved: Settings | None = None):
         self._comm = comm
         self.task, model, optimizer = collective_call(
             comm, lambda: prepare(settings, comm.Get_size()), "this cannot be trained"
@@ -88,8 +89,10 @@ class TrainingPlan:
         self.model = model
         self._job = TrainJob(model, loss_of(self.task), comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
-        self.resolved, remarks = strategy.resolve(
-            self._job, settings, lambda count: data.take(np.arange(count) % len(data))
+        self.resolved, remarks = (
+            strategy.resolve(self._job, settings, lambda count: data.take(np.arange(count) % len(data)))
+            if resolved is None
+            else Resolved(resolved)
         )
         self.trains = strategy.trains(self.resolved, comm.Get_rank())
         self.sampler = sampler_of(self.resolved, self.task, ranks)
@@ -120,8 +123,8 @@ class Training(TrainingPlan):
     `engine` belongs to the strategy that `Settings.layout` names. `run_id` identifies the run in its checkpoints.
     """
 
-    def __init__(self, settings: Settings, comm: Communicator):
-        super().__init__(settings, comm)
+    def __init__(self, settings: Settings, comm: Communicator, resolved: Settings | None = None):
+        super().__init__(settings, comm, resolved)
         if self.settings.device == "cpu":
             resources.check_memory(comm, self.forecast.needed)
         self.engine: TrainableEngine = self._engine_class(*self._job, self.resolved)
@@ -196,7 +199,11 @@ class Training(TrainingPlan):
         Returns its folder. CheckpointError if it cannot be written, or if the directory has checkpoints of another run:
         with `overwrite`, these are removed afterwards.
         """
-        facts = {
+        return save_engine(self.engine, directory, self.facts(), keep, Owner(self.run_id, overwrite))
+
+    def facts(self) -> dict[str, Any]:
+        """State of a checkpoint besides the engine's: settings, position in the data, and what they belong to."""
+        return {
             "settings": asdict(self.settings),
             "sampler": self.sampler.position(),
             "random": {"seed": self.settings.seed, "step": self.done},
@@ -204,7 +211,6 @@ class Training(TrainingPlan):
             "ranks": self._comm.Get_size(),
             "task": {"inputs": self.task.inputs, "outputs": self.task.outputs, "steps": self.steps},
         }
-        return save_engine(self.engine, directory, facts, keep, Owner(self.run_id, overwrite))
 
     def resume(self, found: Checkpoint) -> None:
         """Load a checkpoint, written with any number of ranks and layout, to continue from it. Collective.
@@ -249,10 +255,10 @@ class Training(TrainingPlan):
             self.engine.__exit__(kind, error, traceback)
 
 
-def settings_in(found: Checkpoint) -> dict[str, Any]:
+def settings_in(found: Checkpoint, name: str = "settings") -> dict[str, Any]:
     """Settings, as a dict, of the run that wrote a checkpoint. CheckpointError if they are invalid."""
     try:
-        there = dict(expect_mapping(found.facts.get("settings"), "settings"))
+        there = dict(expect_mapping(found.facts.get(name), name))
         Settings(**{name: value for name, value in there.items() if name in OPTIONS})
     except ValueError as error:
         raise CheckpointError(f"{found.path} is no training's: {error}") from error

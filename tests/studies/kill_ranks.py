@@ -75,11 +75,15 @@ def command(args: argparse.Namespace, mpiexec: str, metrics: Path) -> list[str]:
     return start + [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
+RANK = re.compile(rb"(?:^|\0)(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=(\d+)")
+
+
 def ranks_of(launcher: int) -> dict[int, int]:
+    """Process of every rank that a launcher has started."""
     found: dict[int, int] = {}
     for process in descendants(launcher):
         with suppress(OSError):
-            if rank := re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)", Path(f"/proc/{process}/environ").read_bytes()):
+            if rank := RANK.search(Path(f"/proc/{process}/environ").read_bytes()):
                 found.setdefault(int(rank[1]), process)  # not processes that a rank has started
     return found
 

@@ -1,0 +1,208 @@
+"""`chorus train --survive`: a training goes on after the death of a rank, and ends after anything else."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("threadpoolctl")
+
+from kill_ranks import ranks_of
+from mpi_launches import ROOT
+from support.launched_training import course, lines, same, until
+from support.launches import ended, needs_mpiexec, start_command
+from support.program_runs import call
+from support.tiers import default
+
+from parallel.checkpoint.checkpoint_files import all_in
+from parallel.cli import restarts, train
+from parallel.cli.restarts import MEMORY
+
+TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--dropout", "0.1", "--threads", "1"]
+STEPS, AT = 12, 7
+
+FAULTS = """
+import os, signal, sys
+
+words = sys.orig_argv
+rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+if rank is not None and "--survive-in" in words:
+    from parallel.trainer.trainer import Training
+    run, kind = Training.run, os.environ["FAULT"]
+
+    def failing(self, stop):
+        for record in run(self, stop):
+            yield record
+            if rank == "1" and self.done >= AT and (words[-1] == "0" or kind == "always"):
+                if kind == "raise":
+                    raise RuntimeError("broken on purpose")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    Training.run = failing
+"""
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Starts a training whose rank 1 fails after step `AT`: at the first start (kill, raise), or at every one."""
+    (tmp_path / "sitecustomize.py").write_text(FAULTS.replace("AT", str(AT)))
+
+    def made(fault, *words, ranks=2, steps=STEPS):
+        environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FAULT": fault} if fault else {}
+        files = ["--checkpoint", tmp_path / "c", "--every", 5, "--json", tmp_path / "m.jsonl"]
+        return start_command(ranks, ["train", *TASK, *files, "--steps", steps, *words], **environment)
+
+    return made
+
+
+def folders():
+    return set(MEMORY.glob("chorus-*"))
+
+
+LAYOUTS = {
+    "dp": (2, []),
+    "zero3": (2, ["--parallel", "zero3", "--precision", "bf16"]),
+    "zero3 of 3": (3, ["--parallel", "zero3"]),
+    "compressed": (2, ["--compress", "topk:0.1"]),
+    "pp": (2, ["--parallel", "pp", "--cuts", "0,1,2"]),
+    "dp x tp": (4, ["--tensor", "2"]),
+}
+
+
+@pytest.mark.parametrize("name", default(LAYOUTS, "zero3"))
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_a_killed_rank_changes_no_bit(begin, tmp_path, name):
+    ranks, words = LAYOUTS[name]
+    before = folders()
+    output = ended(begin(None, *words, ranks=ranks))
+    (tmp_path / "c").rename(tmp_path / "usual")
+    (tmp_path / "m.jsonl").rename(tmp_path / "usual.jsonl")
+    process = begin("kill", *words, "--survive", "--survive-every", 1, ranks=ranks)
+    output = ended(process)
+    assert process.returncode == 0, output
+    assert "restart 1 of at most 10" in output and "restart 2" not in output
+    assert f": {AT - 1} steps were made" in output or f": {AT} steps were made" in output
+    assert same(all_in(tmp_path / "usual")[-1], all_in(tmp_path / "c")[-1])
+    assert course(tmp_path / "usual.jsonl") == course(tmp_path / "m.jsonl")
+    assert folders() == before
+
+
+@pytest.mark.full
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_an_error_is_not_repeated(begin):
+    before = folders()
+    process = begin("raise", "--survive")
+    output = ended(process)
+    assert process.returncode == 1 and "broken on purpose" in output and "restart" not in output
+    assert folders() == before
+
+
+@pytest.mark.full
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_a_rank_that_always_dies(begin):
+    before = folders()
+    process = begin("always", "--survive", 2)
+    output = ended(process)
+    assert process.returncode not in (0, 1, 2)
+    assert "restart 2 of at most 2" in output and "after 2 restarts: no further one" in output
+    assert output.count("restart ") == 2 and folders() == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_a_stop_is_no_death(begin, tmp_path, number):
+    before = folders()
+    process = begin(None, "--survive", steps=100000)
+    until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
+    process.send_signal(number)
+    output = ended(process)
+    assert process.returncode == 128 + number and "restart" not in output
+    assert folders() == before
+
+
+@pytest.mark.full
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_the_next_start_removes_what_was_left(begin, tmp_path):
+    """Everything is killed at once. The same command then begins anew, and leaves nothing."""
+    before = folders()
+    process = begin(None, "--survive", "--overwrite", steps=2000)
+    until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
+    ranks = ranks_of(process.pid).values()
+    for one in (process.pid, *ranks):
+        subprocess.run(["kill", "-9", str(one)], check=False)
+    ended(process)
+    (left,) = folders() - before
+    assert list(left.glob("rank-*"))
+    (tmp_path / "m.jsonl").unlink()
+    process = begin(None, "--survive", "--overwrite", steps=2000)
+    until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
+    process.send_signal(signal.SIGTERM)
+    output = ended(process)
+    assert process.returncode == 128 + signal.SIGTERM and "resumed" not in output
+    assert folders() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--survive"], "--survive: expected chorus train -n N --survive, which starts the ranks"),
+        (["--survive", "0"], "--survive: expected 1 or more, found 0"),
+        (["--survive", "--survive-every", "0"], "--survive-every: expected 1 or more, found 0"),
+        (["--survive-every", "3"], "--survive-every: expected --survive"),
+        (["--survive", "--survive-in", "FOLDER", "0", "--plot", "a.png"], "--survive: with --plot expected --json"),
+        (["--survive", "--survive-in", "FOLDER", "0", "--parallel", "local"], "--survive: expected --parallel dp"),
+    ],
+)
+def test_refusals(tmp_path, words, text):
+    done = call(train.main, *TASK, *(str(tmp_path / "job") if word == "FOLDER" else word for word in words))
+    assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], None), (["--survive"], 10), (["--survive", "3", "--seed", "1"], 3), (["--survive=4"], 4),
+        (["--surv", "5"], None), (["--seed", "1", "--survive", "--json", "x"], 10),
+        (["--survive", "x"], None), (["--survive", "0"], None),
+    ],
+)  # fmt: skip
+def test_number_of_restarts(words, found):
+    assert restarts.restarts_in(words) == found
+
+
+DEATHS = [  # files of the folder, exit statuses of a death, and others
+    (["lock"], [9, 137, 255, 11, 139], [0, 1, 2, 130, 143, 15, -15, -2]),
+    (["lock", "rank-00000-0"], [9, 137, 255, 11, 139, 1], [0, 2, 130, 143]),
+    (["lock", "rank-00000-0", "ended-00001"], [], [0, 1, 2, 9, 137, 143]),
+]
+
+
+@pytest.mark.parametrize(("names", "deaths", "others"), DEATHS)
+def test_exit_statuses_of_a_death(tmp_path, names, deaths, others):
+    for name in names:
+        (tmp_path / name).touch()
+    assert [status for status in (*deaths, *others) if restarts._is_death(status, tmp_path)] == deaths
+
+
+def test_one_training_has_the_folder(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "rank-00000-0").touch()
+    with restarts._claimed(folder):
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+        with pytest.raises(ValueError, match="--survive: the same command already runs"), restarts._claimed(folder):
+            pass
+    assert not folder.exists()
+
+
+def test_a_machine_without_memory_files(tmp_path):
+    with pytest.raises(ValueError, match="--survive: expected a folder in memory"), restarts._claimed(Path("/no/job")):
+        pass
