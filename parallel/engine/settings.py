@@ -11,6 +11,7 @@ from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.grad_compression import AUTO, COMPRESSORS, NONE
 from parallel.engine.option import MODEL, OPTIMIZER, PROGRAM, Option, OptionGroup, names_in, option, options_in
 from parallel.nn.expert_layers import WORDS
+from parallel.nn.loss import LOSSES
 from parallel.nn.models import MODELS
 from parallel.nn.recompute import KINDS
 from parallel.nn.transforms.few_bit_product import PRODUCTS
@@ -88,6 +89,10 @@ class ModelOptions(OptionGroup):
         "NAME",
         names=[f"{name} ({' '.join(family.sizes)})" for name, family in MODELS.items()],
     )
+    loss: str = of_program(
+        "", "{names}, with a number as in huber:0.5 or cross_entropy:0.1 (smoothing)", "NAME", names=LOSSES
+    )
+    class_weights: str = of_program("", "weights of the classes, 1,0.5,2, in cross_entropy or bce", "W,...")
     dropout: float = of_model(0.0, "dropout probability", "P", least=0, below=1)
     recompute: bool | str = of_model(
         "none",

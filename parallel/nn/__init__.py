@@ -14,7 +14,7 @@ from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.gated import SwiGLU, gated_transformer
 from parallel.nn.generation import generate
 from parallel.nn.linear import Flatten, Linear
-from parallel.nn.loss import MSE, Loss, SoftmaxCrossEntropy
+from parallel.nn.loss import L1, MSE, BCEWithLogits, Huber, Loss, SoftmaxCrossEntropy
 from parallel.nn.models import build, convnet, mlp, transformer
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import (
@@ -27,18 +27,22 @@ from parallel.nn.operator import (
     constant,
     normal,
 )
+from parallel.nn.target_weights import with_weights
 from quant.types import Array
 
 __all__ = [
     "GELU",
+    "L1",
     "MSE",
     "ArraySpec",
     "AvgPool2d",
+    "BCEWithLogits",
     "CausalAttention",
     "Conv2d",
     "Dropout",
     "Embedding",
     "Flatten",
+    "Huber",
     "LayerNorm",
     "Linear",
     "Loss",
@@ -69,6 +73,7 @@ __all__ = [
     "normal",
     "self_attention",
     "transformer",
+    "with_weights",
 ]
 
 
@@ -121,6 +126,7 @@ def from_autograd(function: Callable[..., Array], /, **weights: Parameter) -> Op
 
 
 TORCH_CLASSES = {"Module": "Operator", "CrossEntropyLoss": "SoftmaxCrossEntropy", "MSELoss": "MSE"}
+TORCH_CLASSES |= {"L1Loss": "L1", "HuberLoss": "Huber", "BCEWithLogitsLoss": "BCEWithLogits"}
 """Names that stand in `torch.nn` for what has another name, and perhaps another interface, here."""
 
 if not TYPE_CHECKING:

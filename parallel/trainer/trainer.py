@@ -86,7 +86,7 @@ class TrainingPlan:
         self.fault_tolerant = settings.fault_tolerant and strategy.survives_failures
         self.settings = settings = replace(sized(settings, self.task.train), fault_tolerant=self.fault_tolerant)
         self.model = model
-        self._job = TrainJob(model, loss_of(self.task), comm, optimizer)
+        self._job = TrainJob(model, loss_of(self.task, settings), comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
         self.resolved, remarks = strategy.resolve(
             self._job, settings, lambda count: data.take(np.arange(count) % len(data))
@@ -186,7 +186,7 @@ class Training(TrainingPlan):
         for start in range(0, max(1, len(parts)), each):
             some = StepBatches(0, 0, tuple(parts[start : start + each]))
             mine = loaded(some, subset, self.engine.share(len(some.parts)))
-            found.append(self.engine.evaluate(mine, measure_of(self.task)))
+            found.append(self.engine.evaluate(mine, measure_of(self.task, self.settings)))
             tell(sum(map(len, parts[: start + each])), count)
         return EvalScore.of(combine_evaluations(found), self.task)
 

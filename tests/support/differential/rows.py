@@ -36,10 +36,12 @@ from support.differential.tasks import (
     GATED_TASKS,
     GPT,
     HEADS,
+    LOSS_TASKS,
     MIXTURE,
     MLP,
     REGRESSION,
     SHARED_DROPOUT,
+    TEXT_LOSS_TASKS,
     WEIGHTED,
     Task,
     full_tokens,
@@ -513,6 +515,18 @@ row(
     ),
 )
 row("weighted loss", tasks=(WEIGHTED,))
+for task in LOSS_TASKS:
+    row(f"loss of {task.name}", tasks=(task,))
+for task in TEXT_LOSS_TASKS:
+    row(
+        f"loss of {task.name}",
+        tasks=(task,),
+        refusals=(
+            along(
+                "(loss: scores are cut along tp, and|VocabularyCrossEntropy: expected targets that are integers)", "tp"
+            ),
+        ),
+    )
 row(
     "depths",
     tasks=(
@@ -658,6 +672,8 @@ OTHERS: dict[str, Any] = {
     "warm_up": 3,
     "length": 16,
     "tokenizer": "t.json",
+    "loss": "l1",
+    "class_weights": "1,2",
     "dropout": 0.1,
     "experts": "4",
     "depths": "0.5",
