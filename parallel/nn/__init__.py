@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
 from parallel.nn.autograd_function import AutogradFunction
+from parallel.nn.batch_norm import BatchNorm
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
@@ -37,6 +38,7 @@ __all__ = [
     "ArraySpec",
     "AvgPool2d",
     "BCEWithLogits",
+    "BatchNorm",
     "CausalAttention",
     "Conv2d",
     "Dropout",

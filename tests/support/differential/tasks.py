@@ -190,6 +190,23 @@ BUILT = (
 )
 FROZEN_GAIN = Task("scaled", frozen_gain, vectors)
 REGRESSION = Task("mlp regression", lambda: mlp(WIDTHS), values, MSE)
+
+
+def normed(sync: bool = False) -> Callable[[], Any]:
+    """Maker of a multilayer perceptron with batch normalisation, or with that of all replicas."""
+    return lambda: nn.Sequential(
+        [nn.Linear(6, 8), nn.BatchNorm(8, eps=1e-3, momentum=0.3, sync=sync), nn.ReLU(), nn.Linear(8, 5)],
+        cuts={"0": "column", "3": "row"},
+    )
+
+
+def normed_images() -> Any:
+    unit = nn.Sequential([nn.Conv2d(2, 3, 3), nn.BatchNorm(3), nn.ReLU()])
+    return nn.Sequential([unit, nn.Recompute(nn.BatchNorm(3)), nn.Sequential([nn.Flatten(), nn.Linear(108, 5)])])
+
+
+NORMED = (Task("mlp normed", normed(), vectors), Task("convnet normed", normed_images, images))
+SYNCHRONISED = Task("mlp synchronised", normed(sync=True), vectors)
 CLASS_WEIGHTS = [0.3, 0.5, 0.2, 1.7, 0.1]
 WEIGHTED = Task("mlp weighted", lambda: mlp(WIDTHS), vectors, lambda: SoftmaxCrossEntropy(class_weights=CLASS_WEIGHTS))
 
