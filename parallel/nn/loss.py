@@ -139,7 +139,7 @@ class SoftmaxCrossEntropy:
             counted = classes >= 0
             if self.class_weights is not None:
                 expect_range(self, classes, len(self.class_weights), "target")
-                counted = counted * xp.asarray(self.class_weights)[xp.maximum(classes, 0)]
+                counted = counted * xp.asarray(np.array(self.class_weights))[xp.maximum(classes, 0)]
         return classes, counted if weights is None else counted * weights[..., 0]
 
     def _distributions(self, y: Array, targets: Array) -> tuple[Array, Array]:
@@ -161,7 +161,7 @@ class SoftmaxCrossEntropy:
             found[here] = self.smoothing / size
             found[here, flat[here]] += 1 - self.smoothing
         if self.class_weights is not None:
-            found = found * xp.asarray(self.class_weights, rows.dtype)
+            found = found * xp.asarray(np.array(self.class_weights, rows.dtype))
         return rows, found if weights is None else found * weights.reshape(-1, 1)
 
 
@@ -294,7 +294,7 @@ class BCEWithLogits(ElementLoss):
         if self.pos_weights is None:
             return kernels.array_namespace(y).ones_like(y)
         expect(len(self.pos_weights) == y.shape[-1], self, f"{len(self.pos_weights)} features", y)
-        return 1 + (kernels.array_namespace(y).asarray(self.pos_weights, y.dtype) - 1) * targets
+        return 1 + (kernels.array_namespace(y).asarray(np.array(self.pos_weights, y.dtype)) - 1) * targets
 
 
 LOSSES: dict[str, Callable[..., Any]] = {

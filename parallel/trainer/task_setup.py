@@ -18,6 +18,7 @@ from parallel.nn.operator import ArraySpec
 from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
+from parallel.optim.plateau import ReduceLROnPlateau
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.model_transforms import transformed
 from parallel.trainer.samplers import sized
@@ -70,7 +71,9 @@ def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) 
 
 def _optimizer(settings: Settings, steps: int) -> Optimizer:
     rate, warm_up = settings.rate, min(settings.warm_up, steps)
-    schedule = LRSchedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FINAL_RATE * rate)
+    schedule: Any = LRSchedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FINAL_RATE * rate)
+    if settings.plateau is not None:
+        schedule = ReduceLROnPlateau(schedule, settings.plateau, settings.plateau_factor)
     kind = OPTIMIZERS[settings.optimizer]
     options = {one.name: getattr(settings, one.name) for one in fields(kind) if one.name in OPTIONS}
     return kind(**options | {"rate": schedule})

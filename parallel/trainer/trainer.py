@@ -17,18 +17,19 @@ from typing import Any, Self
 import numpy as np
 
 from collectives import Communicator
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, new_run
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Kept, Owner, new_run
 from parallel.data.sampler import Batch, Dataset, Sampler, StepBatches, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import OPTIONS, RUN_FIELDS, Settings
 from parallel.nn.flat_params import FlatParams
+from parallel.optim.plateau import EarlyStop, ReduceLROnPlateau
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_mapping
-from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine
+from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine, score_facts
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import TrainableEngine, TrainJob, batches_of, loaded, strategy_of
@@ -127,6 +128,9 @@ class Training(TrainingPlan):
         self.engine: TrainableEngine = self._engine_class(*self._job, self.resolved)
         self.remarks = (*self.remarks, *self.engine.remarks)
         self._pool = WorkQueue(comm) if self.settings.pool else None
+        rate, patience = self._job.optimizer.rate, self.settings.early_stop
+        self._plateau = rate if isinstance(rate, ReduceLROnPlateau) else None
+        self._early_stop = None if patience is None else EarlyStop(patience)
         self.run_id = new_run(comm)  # now, while all ranks are alive
 
     @property
@@ -190,21 +194,51 @@ class Training(TrainingPlan):
             tell(sum(map(len, parts[: start + each])), count)
         return EvalScore.of(combine_evaluations(found), self.task)
 
-    def save(self, directory: Path, *, keep: int = 3, overwrite: bool = False) -> Path:
+    def observe(self, score: EvalScore) -> bool:
+        """Apply a score, the same on all ranks, to `plateau` and `early_stop`. True to end the training."""
+        if self._plateau is not None:
+            self._plateau.observe(score.loss)
+        return self._early_stop is not None and self._early_stop.observe(score.loss)
+
+    def save(
+        self,
+        directory: Path,
+        *,
+        keep: int = 3,
+        keep_best: int = 0,
+        score: float | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Write a checkpoint of the current step, and keep the newest `keep` of this run. Collective.
 
-        Returns its folder. CheckpointError if it cannot be written, or if the directory has checkpoints of another run:
-        with `overwrite`, these are removed afterwards.
+        Also the `keep_best` with the lowest `score`, of those that have one. Returns its folder. CheckpointError if it
+        cannot be written, or if the directory has checkpoints of another run: with `overwrite`, these are removed
+        afterwards.
         """
         facts = {
             "settings": asdict(self.settings),
             "sampler": self.sampler.position(),
             "random": {"seed": self.settings.seed, "step": self.done},
             "optimizer": self._job.optimizer.describe(),
+            "watched": {name: one.state() for name, one in self._watched.items()},
+            **score_facts(score),
             "ranks": self._comm.Get_size(),
             "task": {"inputs": self.task.inputs, "outputs": self.task.outputs, "steps": self.steps},
         }
-        return save_engine(self.engine, directory, facts, keep, Owner(self.run_id, overwrite))
+        kept = Kept(keep, keep_best)
+        return save_engine(self.engine, directory, facts, kept, Owner(self.run_id, overwrite))
+
+    @property
+    def _watched(self) -> dict[str, Any]:
+        """Watches of scores, by setting."""
+        every = {"plateau": self._plateau, "early_stop": self._early_stop}
+        return {name: one for name, one in every.items() if one is not None}
+
+    def _load_watched(self, found: Checkpoint) -> None:
+        states = expect_mapping(found.facts.get("watched", {}), "watched")
+        for name, one in self._watched.items():
+            if name in states:
+                one.load(states[name])
 
     def resume(self, found: Checkpoint) -> None:
         """Load a checkpoint, written with any number of ranks and layout, to continue from it. Collective.
@@ -227,6 +261,10 @@ class Training(TrainingPlan):
                 f"{found.path}: {found.step} steps were made already, and this training is to have {self.steps}; "
                 f"expected {found.step} or more, since steps and epochs count from the beginning"
             )
+        try:
+            self._load_watched(found)
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} is no training's: {error}") from error
         restore_engine(found, self.engine, lambda: self.sampler.load(found.facts["sampler"]))
         self.run_id = found.run
 

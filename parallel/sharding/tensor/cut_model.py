@@ -102,10 +102,6 @@ def cut(
     ours = with_gradient_sums(ours, axis, algorithm)
     y = ours.place(axis.name, Replicate(), set())
     if isinstance(y, Shard) and type(loss) is SoftmaxCrossEntropy:
-        if not loss.is_plain:
-            raise PlacementError(
-                f"loss: scores are cut along {axis.name}, and class_weights and weighted need whole ones"
-            )
         assert y.units is not None
         loss = VocabularyCrossEntropy(axis, y.units, algorithm, loss)
     return ours, loss
