@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # the names of `EXPORTS`, for type checkers
     from parallel.optim.optimizers import Adam as Adam
     from parallel.optim.optimizers import AdamW as AdamW
     from parallel.optim.param_groups import ParamGroup as ParamGroup
+    from parallel.optim.plateau import EarlyStop as EarlyStop
+    from parallel.optim.plateau import ReduceLROnPlateau as ReduceLROnPlateau
     from parallel.runtime.consistency_check import ParameterMismatch as ParameterMismatch
     from parallel.runtime.consistency_check import RankMismatch as RankMismatch
     from parallel.runtime.consistency_check import StepFailed as StepFailed
@@ -50,6 +52,7 @@ EXPORTS = {
     "parallel.optim.optimizers": "SGD Adam AdamW LAMB",
     "parallel.optim.param_groups": "ParamGroup",
     "parallel.optim.lr_schedules": "LRSchedule",
+    "parallel.optim.plateau": "EarlyStop ReduceLROnPlateau",
     "parallel.data.datasets": "ArrayDataset",
     "parallel.data.sampler": "Batch Sampler",
     "parallel.runtime.step_report": "Evaluation StepReport",

@@ -27,6 +27,7 @@ from mpi4py import MPI
 from parallel.checkpoint.safetensors_writer import SafetensorsReader, SafetensorsWriter, digest_of
 from parallel.checkpoint.step_folders import (
     CheckpointError,
+    Kept,
     NotRemoved,
     Owner,
     all_in,
@@ -49,7 +50,7 @@ from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.vector_memory import to_host
 from quant.kernels import array_namespace
 
-__all__ = ["Checkpoint", "CheckpointError", "NotRemoved", "Owner", "all_in", "latest", "name_of", "new_run"]
+__all__ = ["Checkpoint", "CheckpointError", "Kept", "NotRemoved", "Owner", "all_in", "latest", "name_of", "new_run"]
 __all__ += ["save", "tensors_in"]
 
 TAG = 1
@@ -77,7 +78,7 @@ def save(
     slices: Iterable[TensorSlice],
     facts: Mapping[str, Any],
     *,
-    keep: int = 3,
+    keep: int | Kept = 3,
     owner: Owner = NO_RUN,
 ) -> Path:
     """Write a checkpoint atomically, remove the oldest others, return its path. Collective.
@@ -96,8 +97,9 @@ def save(
         This rank's slices of tensors. Every element is written by one rank.
     facts : mapping
         Other state, equal on all ranks; becomes JSON.
-    keep : int
-        Number of checkpoints to keep, the new one and the newest others; the rest is removed afterwards.
+    keep : int or Kept
+        Number of checkpoints to keep, the new one and the newest others, or also of the best, by the fact ``score``.
+        The rest is removed afterwards.
     owner : Owner
         Run that writes.
 
@@ -107,7 +109,8 @@ def save(
         On all ranks, if any of them fails, or if the directory has checkpoints of another run; earlier checkpoints are
         unchanged. `NotRemoved` if the new one was written.
     """
-    keep = whole_number("keep", keep, 1)
+    newest, best = keep if isinstance(keep, Kept) else Kept(keep)
+    kept = Kept(whole_number("keep", newest, 1), whole_number("keep_best", best))
     held = [piece for piece in slices if piece.mine and len(piece.array)]
     target = directory / name_of(step)
     trouble = f"checkpoint {target} was not written"
@@ -120,7 +123,7 @@ def save(
         fields = {"step": step, "facts": facts, "files": files}
         collective_call(comm, lambda: _finish(folder, target, owner, fields), trouble, CheckpointError, 0)
     trouble = f"{target} is there, but older ones cannot be removed"
-    collective_call(comm, lambda: remove_old(target, keep, owner), trouble, NotRemoved, 0)
+    collective_call(comm, lambda: remove_old(target, kept, owner), trouble, NotRemoved, 0)
     return target
 
 

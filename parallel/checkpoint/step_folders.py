@@ -61,6 +61,13 @@ class Owner(NamedTuple):
     overwrite: bool = False
 
 
+class Kept(NamedTuple):
+    """Numbers of checkpoints of a run to keep: the newest, and the best by their score, the lowest."""
+
+    newest: int = 3
+    best: int = 0
+
+
 class Origin(NamedTuple):
     """Run and branch of a checkpoint."""
 
@@ -193,16 +200,28 @@ def _clear_unfinished(directory: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)  # otherwise it only costs space
 
 
-def remove_old(written: Path, keep: int, owner: Owner) -> None:
+def score_of(path: Path) -> float | None:
+    """Score of a checkpoint, or None."""
+    try:
+        score = json.loads((path / STATE).read_text(encoding="utf-8"))["facts"].get("score")
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+    return score if type(score) is float else None
+
+
+def remove_old(written: Path, keep: Kept, owner: Owner) -> None:
     """Remove checkpoints beside `written`: rename, then delete. Links and other folders stay.
 
-    Of those of the same run, `written` and the newest others stay, `keep` altogether; those of other runs are removed
-    if `owner.overwrite`.
+    Of those of the same run, `written`, the newest others, and the best stay; those of other runs are removed if
+    `owner.overwrite`.
     """
     origins = {path: origin_of(path) for path in all_in(written.parent) if _is_ours(path) and path != written}
     others = [path for path, origin in origins.items() if origin and origin.run != owner.run]
     mine = [path for path, origin in origins.items() if origin and origin.run == owner.run]
-    for old in (others if owner.overwrite else []) + mine[: max(0, len(mine) + 1 - keep)]:
+    scores = {path: score for path in (*mine, written) if keep.best and (score := score_of(path)) is not None}
+    best = sorted(scores, key=scores.__getitem__)[: keep.best]
+    old_ones = [path for path in mine[: max(0, len(mine) + 1 - keep.newest)] if path not in best]
+    for old in (others if owner.overwrite else []) + old_ones:
         hidden = _hidden(old)
         with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it too
             old.rename(hidden)

@@ -219,7 +219,7 @@ def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
 def tuned(job: QuantizeJob, made: Operator, specs: list[QuantSpec], data: LearningTask) -> Operator:
     """Train a model for its format, by layer: levels of k-means with the codes of `made`, else weights. Collective."""
     settings = job.trained.settings
-    tuning = FineTuning(job.args.tune, settings.batch, settings.seed)
+    tuning = FineTuning(job.args.tune, settings.batch, settings.seed, settings)
     if job.spec.code == "kmeans":
         return tune_levels(job.trained.model, made, data, job.comm, tuning)
     return tune_weights(job.trained.model, specs, data, job.comm, tuning)

@@ -28,6 +28,7 @@ from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, al
 from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
 from parallel.cli.batch_job import BatchJob, cpus_of, find_job
+from parallel.cli.reports.metrics import check_tensorboard
 from parallel.cli.reports.training_output import OutputError, short
 from parallel.cli.restarts import add_survive, survive_error
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
@@ -180,7 +181,11 @@ def lock_checkpoints(folder: Path) -> None:
             time.sleep(0.1)
 
 
-FILE_CHECKS = {"checkpoint": lock_checkpoints, "json": check_writable, "plot": check_writable, "trace": check_writable}
+FILE_CHECKS = {
+    "checkpoint": lock_checkpoints,
+    "tensorboard": check_tensorboard,
+    **dict.fromkeys(("json", "csv", "plot", "trace"), check_writable),
+}
 """Checks of the files to write, by option."""
 
 

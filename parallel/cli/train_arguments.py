@@ -29,6 +29,13 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints")
     add("--every", type=int, metavar="N", help="steps between checkpoints (default: ten in all)")
     add("--keep", type=int, default=3, metavar="K", help="number of checkpoints to keep (default 3)")
+    add(
+        "--keep-best",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep also those of the K best tests, and write one at each",
+    )
     add("--overwrite", action="store_true", help="replace the checkpoints in --checkpoint, once a new one is complete")
     add("--resume", nargs="?", const=True, metavar="CHECKPOINT", help="continue from this checkpoint, or the newest")
     add("--test-every", type=int, metavar="N", help="steps between tests (default: an epoch, or ten in all)")
@@ -39,6 +46,8 @@ def add_files(parser: argparse.ArgumentParser) -> None:
         help="most samples of a test (default: all; 256 of a text before the end)",
     )
     add("--json", type=Path, metavar="FILE", help="metrics, a line per step and a summary")
+    add("--csv", type=Path, metavar="FILE", help="metrics as a table, a row per step")
+    add("--tensorboard", type=Path, metavar="DIR", help="event files for TensorBoard (needs tensorboardX)")
     add("--plot", type=Path, metavar="FILE", help="learning curve as a picture")
     add("--trace", type=Path, metavar="FILE", help="trace of a few steps for ui.perfetto.dev")
 
@@ -58,6 +67,8 @@ def argument_error(args: argparse.Namespace) -> str | None:
         value = getattr(args, name)
         if value is not None and value < 1:
             return f"--{name.replace('_', '-')}: expected 1 or more, found {value}"
+    if args.keep_best < 0 or (args.keep_best and args.checkpoint is None):
+        return f"--keep-best: expected a number from 0 on, and --checkpoint DIR; found {args.keep_best}"
     if problem := threads_error(args):
         return problem
     if args.resume is True and args.checkpoint is None:

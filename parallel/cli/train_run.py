@@ -1,6 +1,7 @@
 """Training loop of `chorus train`: progress bar, metrics file, checkpoints, learning curve and trace."""
 
 import argparse
+import math
 import resource
 import signal
 import sys
@@ -8,6 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -21,7 +23,7 @@ from collectives.selection.timing_file import machine
 from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
 from parallel.cli import watchdog
 from parallel.cli.batch_job import BatchJob, TimeLimit
-from parallel.cli.reports.metrics import Metrics
+from parallel.cli.reports.metrics import CsvMetrics, Metrics, TensorBoardMetrics
 from parallel.cli.reports.training_output import (
     OutputError,
     format_loss,
@@ -46,6 +48,7 @@ INTERVALS = 10  # default number of tests and checkpoints of a training
 TEST_SAMPLES = 256  # windows of text in a test during the training; the final one takes all
 TRACED = range(2, 7)  # steps of this run in its trace
 REFRESH = 0.2  # seconds between two updates of the progress bar
+LOGS = {"json": Metrics, "csv": CsvMetrics, "tensorboard": TensorBoardMetrics}  # by option
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxrss`
 
 
@@ -79,8 +82,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training):
-        self._folder, self._keep, self._training = args.checkpoint, args.keep, training
-        self._overwrite = args.overwrite
+        self._folder, self._training = args.checkpoint, training
+        self._options = {"keep": args.keep, "keep_best": args.keep_best, "overwrite": args.overwrite}
         self.step = self.tried = collective_call(comm, self._resumed_step, "--checkpoint", CheckpointError, root=0)
         self.problem: CheckpointError | None = None
 
@@ -88,11 +91,15 @@ class CheckpointWriter:
         done = self._training.done
         return done if self._folder and (self._folder / name_of(done)).is_dir() else 0
 
-    def save(self) -> None:
-        """Write a checkpoint of this step. After an error, print a warning and keep it in `problem`. Collective."""
+    def save(self, score: EvalScore | None = None) -> None:
+        """Write a checkpoint of this step, with a score if it has been tested. Collective.
+
+        After an error, print a warning and keep it in `problem`.
+        """
         self.tried, self.problem = self._training.done, None
         try:
-            self._training.save(self._folder, keep=self._keep, overwrite=self._overwrite)
+            loss = score.loss if score is not None and math.isfinite(score.loss) else None
+            self._training.save(self._folder, score=loss, **self._options)
         except NotRemoved as error:
             say(f"warning: {error}")
         except CheckpointError as error:
@@ -143,11 +150,20 @@ class TrainingRun:
         self._comm = comm
         self._limit = TimeLimit(job.end if job and args.checkpoint and self._reporter else None)
         self._is_limited = False
-        path = args.json if self._reporter else None
-        self._metrics = collective_call(comm, lambda: Metrics(path, training.done), "--json", OutputError)
+        self._logs = {
+            name: collective_call(comm, partial(kind, self._path(name), training.done), f"--{name}", OutputError)
+            for name, kind in LOGS.items()
+        }
+        self._metrics = self._logs["json"]
         self._checkpoints = CheckpointWriter(comm, args, training)
         self._events: list[ProfilerEvent] = []
         self._test_text = ""
+        self._is_early = False  # ended by its tests
+
+    def _path(self, log: str) -> Path | None:
+        """Path of a log, on the rank that reports."""
+        path: Path | None = getattr(self._args, log)
+        return path if self._reporter else None
 
     def steps(self) -> int:
         """Train to the last step, with tests and checkpoints. Returns 0, or 128 + number after a signal. Collective."""
@@ -162,20 +178,20 @@ class TrainingRun:
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
             for index, record in enumerate(training.run(lambda: self._stops(interrupt))):
-                self._keep()
-                is_tested = self._record(record, test_every)
+                score = self._record(record, test_every)
+                self._keep()  # after the test, whose score may change the learning rate
                 if index in TRACED:
                     self._events += training.engine.events
                 training.engine.events.clear()
-                if args.checkpoint and training.done % save_every == 0:
-                    checkpoints.save()
+                if args.checkpoint and (training.done % save_every == 0 or (score and args.keep_best)):
+                    checkpoints.save(score)
                     notice.set_text(checkpoints.killed_text())
-                if is_tested or self._meter.window_seconds > REFRESH:
+                if score or self._meter.window_seconds > REFRESH:
                     loss, speed = format_loss(training, record.report.loss), self._meter.recent()
                     text = f"{loss}{self._test_text}, {format_speed(training, speed)}"
                     bar.set_postfix_str(text, refresh=False)
                 bar.update()
-                if is_tested:
+                if score:
                     bar.refresh()
             if args.checkpoint and training.done > checkpoints.tried:
                 checkpoints.save()
@@ -184,6 +200,9 @@ class TrainingRun:
                 cause = "before the time limit" if self._is_limited else f"by {signal.Signals(number).name}"
                 text = f"ended {cause} after step {training.done}; {checkpoints.resume_text()}"
                 print(text, file=output, flush=True) if output else say(text)
+            elif self._is_early:
+                tests = training.settings.early_stop
+                say(f"ended after step {training.done}: {tests} tests in a row had no better loss (--early-stop)")
             return 128 + number if number else 0
 
     def _keep(self) -> None:
@@ -199,22 +218,29 @@ class TrainingRun:
         if not interrupt.seen and self._limit.is_near():
             self._is_limited = True
             signal.raise_signal(signal.SIGUSR1)
-        return interrupt.seen
+        return interrupt.seen or self._is_early
 
-    def _record(self, record: StepRecord, test_every: int) -> bool:
-        """Add a step to meter and metrics file. Every `test_every` steps, except the last, also test: returns True."""
-        training, metrics = self._training, self._metrics
+    def _record(self, record: StepRecord, test_every: int) -> EvalScore | None:
+        """Add a step to meter and logs. Every `test_every` steps also test, and return the score.
+
+        Not at the end, where `finish` tests, unless the best checkpoints are kept.
+        """
+        training, score = self._training, None
         self._meter.add(record.samples, record.seconds, record.report.communication)
         done, line = training.done, record.line()
-        if is_tested := done % test_every == 0 and done < training.steps and not record.report.stop:
+        is_end = (done >= training.steps or record.report.stop) and not self._args.keep_best
+        if done % test_every == 0 and not is_end:
             score = training.score(self._args.test_samples or TEST_SAMPLES * training.task.is_text or None)
             line |= score.line()
             self._test_text = f", {format_score(score)}"
-        intact = metrics.problem is None
-        metrics.add(line)
-        if intact and metrics.problem:
-            say(f"warning: {self._args.json} has no line of step {done} yet: {metrics.problem}; the training goes on")
-        return is_tested
+            self._is_early = training.observe(score)
+        for name, log in self._logs.items():
+            intact = log.problem is None
+            log.add(line)
+            if intact and log.problem:
+                path = getattr(self._args, name)
+                say(f"warning: {path} has no line of step {done} yet: {log.problem}; the training goes on")
+        return score
 
     def _summary(self, score: EvalScore, tested: int, speed: Throughput) -> dict[str, Any]:
         """Summary of the run for the last line of the metrics file. Collective."""
@@ -242,7 +268,7 @@ class TrainingRun:
 
         Collective.
         """
-        args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
+        args, training, comm = self._args, self._training, self._comm
         checkpoints = self._checkpoints
         every = len(training.task.test)
         count = min(every, args.test_samples or every)
@@ -250,10 +276,12 @@ class TrainingRun:
             score = training.score(count, tell=lambda done, count: bar.update(done - bar.n))
         speed = self._meter.overall(comm)
         final = self._summary(score, count, speed)
-        metrics.add(final)
-        metrics.close()
-        if args.json and training.is_reporter and not self._reporter:  # the first reporter is dead
-            collective_call(comm, partial(metrics.copy, args.json), "--json", OutputError)
+        for name, log in self._logs.items():
+            log.add(final)
+            log.close()
+            path = getattr(args, name)
+            if path and training.is_reporter and not self._reporter and name != "tensorboard":  # the first one is dead
+                collective_call(comm, partial(log.copy, path), f"--{name}", OutputError)
         if checkpoints.problem and not training.fault_tolerant:  # else other ranks may not try again with this one
             checkpoints.save()
         spent = f"{training.done} steps and {final['seconds']:.1f} s"
@@ -268,7 +296,8 @@ class TrainingRun:
             say(f"{args.plot} drawn")
         if args.trace:
             write_trace(args.trace, comm, self._events, traces.offset(comm), settings=str(asdict(training.settings)))
-        collective_call(comm, metrics.complete, f"{args.json} is not complete", OutputError, root=0)
+        for name, log in self._logs.items():
+            collective_call(comm, log.complete, f"{getattr(args, name)} is not complete", OutputError, root=0)
         if checkpoints.problem:
             raise OutputError(f"no checkpoint has the end of the training; {checkpoints.resume_text()}")
         return 0

@@ -126,6 +126,8 @@ class Sampler:
         False keeps the data set's order.
     window : int, optional
         Neighbouring samples that are shuffled among themselves. Default: all samples.
+    drop_last : bool
+        True to leave out the last step of an epoch if it is short. Other samples each epoch, if shuffled.
 
     Attributes
     ----------
@@ -154,12 +156,17 @@ class Sampler:
         *,
         shuffle: bool = True,
         window: int | None = None,
+        drop_last: bool = False,
     ):
         micro_batch = global_batch if micro_batch is None else micro_batch
         self.count, self.global_batch = whole_number("count", count), whole_number("global_batch", global_batch, 1)
         self.micro_batch, self.seed = whole_number("micro_batch", micro_batch, 1), whole_number("seed", seed)
         self.shuffle, self.window = shuffle, None if window is None else whole_number("window", window, 1)
-        self.steps_per_epoch = -(-count // global_batch)
+        self.drop_last, self.steps_per_epoch = drop_last, -(-count // global_batch)
+        if drop_last:
+            self.steps_per_epoch = count // global_batch
+            if not self.steps_per_epoch:
+                raise ValueError(f"drop_last: {count} samples make no step of {global_batch}")
         self.epoch = self.step = 0
         self._size = max(1, count if window is None or not shuffle else min(window, count))
         self._windows = lru_cache(1)(self._window_order)
@@ -222,7 +229,7 @@ class Sampler:
         >>> Sampler(5, global_batch=4, micro_batch=2).sizes(3), Sampler(5, global_batch=4, micro_batch=2).sizes(1)
         ([(2, 2), (1,)], [(2, 2)])
         """
-        starts, micro = range(0, self.count, self.global_batch)[:steps], self.micro_batch
+        starts, micro = range(0, self.count, self.global_batch)[: min(steps, self.steps_per_epoch)], self.micro_batch
         batches = (min(self.global_batch, self.count - start) for start in (*starts[:1], *starts[-1:]))
         return [tuple(min(micro, batch - at) for at in range(0, batch, micro)) for batch in dict.fromkeys(batches)]
 
@@ -254,7 +261,7 @@ class Sampler:
         ValueError if count, global batch, seed or shuffle is another, or it is no position. The sampler is unchanged.
         """
         try:
-            known = {"window": 0} | dict(expect_mapping(position, "position"))
+            known = {"window": 0, "drop_last": 0} | dict(expect_mapping(position, "position"))
             for name, mine in self._fixed().items():
                 if (there := expect_integer(known, name)) != mine:
                     raise ValueError(f"it was saved with {name} {there}, this run has {mine}")
@@ -269,7 +276,7 @@ class Sampler:
 
     def _fixed(self) -> dict[str, int]:
         fixed = {"count": self.count, "global_batch": self.global_batch, "seed": self.seed}
-        return fixed | {"shuffle": int(self.shuffle), "window": self.window or 0}
+        return fixed | {"shuffle": int(self.shuffle), "window": self.window or 0, "drop_last": int(self.drop_last)}
 
 
 def contiguous(count: int, rank: int, size: int) -> range:

@@ -23,10 +23,12 @@ from parallel.engine.model_on_mesh import check_on_mesh, divide_model, mesh_of, 
 from parallel.engine.replica_teams import Teams
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.engine.step_sync import CheckedBatches, Losses
+from parallel.engine.synchronised_norm import is_synchronised
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizer import Optimizer
+from parallel.runtime.collective_errors import raise_shared
 from parallel.runtime.interleaving import interleave
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import StepReport
@@ -94,7 +96,7 @@ class DataParallelEngine(TrainEngine):
         self._teams = Teams.of(self._mesh.mesh.alike)
         self._sequences = here.sequences
         self._model = LengthModel(here.model, here.loss)
-        self._is_guarded = here.is_guarded
+        self._is_guarded, self._passes_together = here.is_guarded, is_synchronised(here.model)
         self._in_flight = 1  # micro-batches of this rank at a time
         teams = self._mesh.mesh.teams
         spans = parts[0].spans
@@ -195,6 +197,9 @@ class DataParallelEngine(TrainEngine):
         assignment = self._teams.leaves(assignment)
         self._expect(assignment)
         gradients = self._gradients
+        if self._passes_together and len({*map(len, assignment)}) > 1:
+            found = ", ".join(str(len(one)) for one in assignment)
+            raise_shared(ValueError(f"BatchNorm: sync needs as many micro-batches on all ranks; found {found}"), None)
         turns = self._begin_turns(mine, assignment)
         units = range(len(self._units))
         self._weights.begin([*units, *reversed(units)] * turns)

@@ -13,6 +13,7 @@ from parallel.engine.data_parallel.logical_blocks import LogicalBlocks, tensors_
 from parallel.engine.data_parallel.partition_spec import PartitionSpec, units_of
 from parallel.engine.exchange_guard import PassErrors
 from parallel.engine.settings import Settings
+from parallel.engine.synchronised_norm import is_synchronised, synchronised
 from parallel.nn.expert_group import ExpertGroup
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator, Parameter, name_all
@@ -147,7 +148,8 @@ def place_model(model: Operator, loss: Any, mesh: DeviceMesh, settings: Settings
     every, _ = (model, None) if shards == 1 else cut(model, loss, one, shards, experts=expert_cut(settings, mesh.mesh))
     here = divide_model(model, loss, mesh, settings)
     blocks = None if shards == 1 else _logical_blocks(every, here.whole, axis)
-    is_guarded = axis.size * mesh.axis(CONTEXT.name).size * mesh.mesh.expert_replicas > 1
+    here = here._replace(model=synchronised(here.model, settings, mesh.mesh, replicas))
+    is_guarded = axis.size * mesh.axis(CONTEXT.name).size * mesh.mesh.expert_replicas > 1 or is_synchronised(here.model)
     finish = (errors.guard,) if is_guarded else ()
     sequences = collective_call(  # shards differ in their heads
         mesh.comm, lambda: sequence_models(here.model, here.loss, mesh, settings, *finish), "mesh", PlacementError

@@ -11,6 +11,7 @@ from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.engine.grad_compression import AUTO, COMPRESSORS, NONE
 from parallel.engine.option import MODEL, OPTIMIZER, PROGRAM, Option, OptionGroup, names_in, option, options_in
 from parallel.nn.expert_layers import WORDS
+from parallel.nn.loss import LOSSES
 from parallel.nn.models import MODELS
 from parallel.nn.recompute import KINDS
 from parallel.nn.transforms.few_bit_product import PRODUCTS
@@ -72,6 +73,7 @@ class DataOptions(OptionGroup):
     window: int | None = option(None, "neighbouring samples to shuffle (default: all, or some shards)", "N", least=1)
     batch: int = option(64, "samples per step, over all ranks; federated: per client and local step", "N", least=1)
     batch_tokens: int | None = option(None, "tokens per step, over all ranks, of a text", "N", least=1)
+    drop_last: bool = option(False, "leave out an epoch's last step if it is short", layouts=(*MESHES, "ps", *REPLICAS))
     micro_batch: int | None = option(None, "samples per micro-batch", "N", least=1)
     accumulate: int | None = option(None, "micro-batches of each rank in a step (default 1)", "K", least=1)
     epochs: float = of_program(10, "passes over the training set", "N", least=0)
@@ -88,6 +90,10 @@ class ModelOptions(OptionGroup):
         "NAME",
         names=[f"{name} ({' '.join(family.sizes)})" for name, family in MODELS.items()],
     )
+    loss: str = of_program(
+        "", "{names}, with a number as in huber:0.5 or cross_entropy:0.1 (smoothing)", "NAME", names=LOSSES
+    )
+    class_weights: str = of_program("", "weights of the classes, 1,0.5,2, in cross_entropy or bce", "W,...")
     dropout: float = of_model(0.0, "dropout probability", "P", least=0, below=1)
     recompute: bool | str = of_model(
         "none",
@@ -119,6 +125,13 @@ class OptimizerOptions(OptionGroup):
     decay: float = of_optimizer(0.01, "weight decay", "D", least=0)
     momentum: float = of_optimizer(0.9, "momentum of sgd", "M", least=0, below=1)
     beta2: float = of_optimizer(0.999, "decay of the second moment, of the others", "B", least=0, below=1)
+    plateau: int | None = of_program(
+        None, "tests in a row without a better loss, after which one more lowers the rate", "N", least=0
+    )
+    plateau_factor: float = of_program(0.1, "factor of that (default {default})", "F", least=0, below=1)
+    early_stop: int | None = of_program(
+        None, "tests in a row without a better loss that end the training", "N", least=1
+    )
     clip: float = option(0.0, "limit of the gradient norm, 0 for none", "NORM", least=0)
 
 

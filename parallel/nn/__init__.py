@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
 from parallel.nn.autograd_function import AutogradFunction
+from parallel.nn.batch_norm import BatchNorm
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
@@ -14,7 +15,7 @@ from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.gated import SwiGLU, gated_transformer
 from parallel.nn.generation import generate
 from parallel.nn.linear import Flatten, Linear
-from parallel.nn.loss import MSE, Loss, SoftmaxCrossEntropy
+from parallel.nn.loss import L1, MSE, BCEWithLogits, Huber, Loss, SoftmaxCrossEntropy
 from parallel.nn.models import build, convnet, mlp, transformer
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import (
@@ -27,18 +28,23 @@ from parallel.nn.operator import (
     constant,
     normal,
 )
+from parallel.nn.target_weights import with_weights
 from quant.types import Array
 
 __all__ = [
     "GELU",
+    "L1",
     "MSE",
     "ArraySpec",
     "AvgPool2d",
+    "BCEWithLogits",
+    "BatchNorm",
     "CausalAttention",
     "Conv2d",
     "Dropout",
     "Embedding",
     "Flatten",
+    "Huber",
     "LayerNorm",
     "Linear",
     "Loss",
@@ -69,6 +75,7 @@ __all__ = [
     "normal",
     "self_attention",
     "transformer",
+    "with_weights",
 ]
 
 
@@ -121,6 +128,7 @@ def from_autograd(function: Callable[..., Array], /, **weights: Parameter) -> Op
 
 
 TORCH_CLASSES = {"Module": "Operator", "CrossEntropyLoss": "SoftmaxCrossEntropy", "MSELoss": "MSE"}
+TORCH_CLASSES |= {"L1Loss": "L1", "HuberLoss": "Huber", "BCEWithLogitsLoss": "BCEWithLogits"}
 """Names that stand in `torch.nn` for what has another name, and perhaps another interface, here."""
 
 if not TYPE_CHECKING:

@@ -112,7 +112,7 @@ def rate_at(rate: Rate, step: int) -> float:
 
 
 def describe(rate: Rate) -> Any:
-    """Description of a rate for a checkpoint: the number, `LRSchedule.describe()`, or another function's name."""
-    if isinstance(rate, LRSchedule):
+    """Description of a rate for a checkpoint: the number, that of its `describe`, or another function's name."""
+    if hasattr(rate, "describe"):
         return rate.describe()
     return getattr(rate, "__qualname__", type(rate).__qualname__) if callable(rate) else rate

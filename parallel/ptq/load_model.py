@@ -41,12 +41,12 @@ class TrainedModel:
 
     @property
     def loss(self) -> Any:
-        return loss_of(self.task)
+        return loss_of(self.task, self.settings)
 
     @property
     def measure(self) -> Any:
         """Function that counts correct predictions, or None for regression."""
-        return measure_of(self.task)
+        return measure_of(self.task, self.settings)
 
 
 def from_checkpoint(comm: Any, path: Path) -> TrainedModel:

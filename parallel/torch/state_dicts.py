@@ -13,6 +13,7 @@ import torch
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 from parallel.checkpoint.step_folders import NAME
 from parallel.checkpoint.tensor_slices import BUFFERS, within_family
+from parallel.nn.batch_norm import BatchNorm
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.compose import Wrapper
 from parallel.nn.linear import Linear
@@ -65,8 +66,8 @@ class Entry(NamedTuple):
         return values.T if self.transposed else values
 
 
-IGNORED = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
-"""Constants in older files of Hugging Face."""
+IGNORED = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq", "*.num_batches_tracked")
+"""Constants in older files of Hugging Face, and counts of batches that no mean depends on."""
 
 
 def to_torch(
@@ -193,7 +194,7 @@ def _plain_entries(model: Operator) -> list[Entry]:
         for name, value in held:
             if isinstance(value, Operator):
                 continue
-            theirs = "weight" if isinstance(operator, LayerNorm) and name == "gain" else name
+            theirs = "weight" if isinstance(operator, LayerNorm | BatchNorm) and name == "gain" else name
             theirs = f"{path}.{theirs}".lstrip(".")
             transposed = isinstance(operator, Linear) and name == "weight"
             known = found.setdefault(id(value), Entry(value.name, (theirs,), transposed))

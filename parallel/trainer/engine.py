@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import Mismatch
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, latest, new_run
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Kept, Owner, latest, new_run
 from parallel.checkpoint.step_folders import NAME
 from parallel.data.sampler import Batch, Dataset, prefetch
 from parallel.data.work_queue import WorkQueue
@@ -342,24 +342,36 @@ class Engine:
         with self._call("load_state_dict"):
             engine_checkpoint.load_state_dict(self.inner, self._comm, state, strict)
 
-    def save(self, directory: str | Path, *, keep: int = 3, overwrite: bool = False, **facts: Any) -> Path:
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        keep_best: int = 0,
+        score: float | None = None,
+        overwrite: bool = False,
+        **facts: Any,
+    ) -> Path:
         """Write a checkpoint into a directory that all ranks see, keep the newest `keep`. Returns its folder.
 
         A directory belongs to one run. Engines that `load` its checkpoints continue the run. CheckpointError if
         it has checkpoints of another run, unless `overwrite`: these are removed after the new one is written. A
-        checkpoint of the same step is replaced. After `load` of an earlier step the new checkpoints are the newest.
+        checkpoint of the same step is replaced. The `keep_best` with the lowest `score`, such as a loss of a test, stay
+        too. After `load` of an earlier step the new checkpoints are the newest.
 
         `facts`, such as ``epoch=3``, are values for JSON, equal on all ranks, that `load` returns. ValueError for
         others. CheckpointError if the checkpoint cannot be written.
         """
         with self._call("save"):
             collective_call(self._comm, lambda: engine_checkpoint.expect_json(facts), "facts")
-            keep = whole_number("keep", keep, 1)
-            check_equal(self._comm, [("keep", keep), *((name, json.dumps(facts[name])) for name in sorted(facts))])
+            scored = collective_call(self._comm, lambda: engine_checkpoint.score_facts(score), "score")
+            kept = Kept(whole_number("keep", keep, 1), whole_number("keep_best", keep_best))
+            facts |= scored
+            check_equal(self._comm, [("keep", kept), *((name, json.dumps(facts[name])) for name in sorted(facts))])
             about: dict[str, Any] = {"settings": asdict(self.settings), "optimizer": self.optimizer.describe()}
-            about |= {"ranks": self._comm.Get_size(), "user": facts}
+            about |= {"ranks": self._comm.Get_size(), "user": facts} | scored
             return engine_checkpoint.save_engine(
-                self.inner, Path(directory), about, keep, Owner(self._run_id, overwrite)
+                self.inner, Path(directory), about, kept, Owner(self._run_id, overwrite)
             )
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """State of any training engine: checkpoints, whole tensors, and an exchange of weights and their moving average."""
 
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from parallel.nn.rewrite import operators_in
 from parallel.optim.optimizer import EMA, Optimizer
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
-from parallel.runtime.validation import expect_integer, expect_mapping, is_real
+from parallel.runtime.validation import expect_integer, expect_mapping, is_real, real_number
 from parallel.trainer.model_transforms import prune
 from parallel.trainer.strategies import TrainableEngine
 from quant.kernels import array_namespace
@@ -34,7 +35,11 @@ WEIGHTS, AVERAGE = "model/", f"optimizer/{EMA}/"
 
 
 def save_engine(
-    engine: TrainableEngine, directory: Path, facts: Mapping[str, Any], keep: int, owner: checkpoint_files.Owner
+    engine: TrainableEngine,
+    directory: Path,
+    facts: Mapping[str, Any],
+    keep: checkpoint_files.Kept,
+    owner: checkpoint_files.Owner,
 ) -> Path:
     """Write a checkpoint of an engine with `facts` (see `checkpoint_files.save`). Returns its folder. Collective."""
     step, facts = engine.steps, {"engine": engine.state()} | dict(facts)
@@ -44,6 +49,16 @@ def save_engine(
 
     engine.save(write)
     return directory / checkpoint_files.name_of(step)
+
+
+def score_facts(score: float | None) -> dict[str, float]:
+    """Facts of a checkpoint's score. ValueError for a number that is not finite."""
+    if score is None:
+        return {}
+    value = real_number(score)
+    if not math.isfinite(value):
+        raise ValueError(f"score: expected a finite number, found {value}")
+    return {"score": value}
 
 
 def expect_json(facts: Mapping[str, Any]) -> None:

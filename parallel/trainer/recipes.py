@@ -78,6 +78,8 @@ def _refuse_unknown(names: Iterable[str]) -> None:
 def _refuse_unused(settings: Settings, given: set[str]) -> None:
     if "length" in given and not _is_text(settings.data):
         raise ValueError(f"length: it belongs to texts, of which it cuts sequences, and the data are {settings.data}")
+    if "plateau_factor" in given and settings.plateau is None:
+        raise ValueError("plateau_factor: it belongs to plateau, which is not given")
     for name in given:
         owners = [kind for kind, made in OPTIMIZERS.items() if name in {one.name for one in fields(made)}]
         if owners and settings.optimizer not in owners:

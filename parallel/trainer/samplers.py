@@ -17,7 +17,9 @@ def batch_sampler(
     options: dict[str, Any] = {"seed": settings.seed, "shuffle": shuffle, "window": settings.window or window}
     if settings.batch_tokens is None or not hasattr(data, "lengths"):
         settings = sized(settings, data)
-        return Sampler(len(data), settings.batch, settings.micro(workers), **options)
+        return Sampler(len(data), settings.batch, settings.micro(workers), **options, drop_last=settings.drop_last)
+    if settings.drop_last:
+        raise ValueError("drop_last: steps of sequences of unequal lengths have unequal sizes, and none is short")
     if settings.micro_batch is not None:
         raise ValueError(f"micro_batch: it counts samples, batch_tokens tokens; found {settings.micro_batch}")
     options["most"] = _most_parts(settings, workers)

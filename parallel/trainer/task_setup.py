@@ -10,14 +10,15 @@ import numpy as np
 from parallel.data import datasets
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Sampler
-from parallel.engine.settings import BUILD_FIELDS, OPTIONS, Settings
+from parallel.engine.settings import BUILD_FIELDS, DEFAULTS, OPTIONS, Settings
 from parallel.nn.compose import Sequential
-from parallel.nn.loss import MSE, SoftmaxCrossEntropy
+from parallel.nn.loss import LOSSES
 from parallel.nn.models import MODELS, build
 from parallel.nn.operator import ArraySpec
 from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizer import Optimizer
 from parallel.optim.optimizers import OPTIMIZERS
+from parallel.optim.plateau import ReduceLROnPlateau
 from parallel.optim.precision import PRECISIONS
 from parallel.trainer.model_transforms import transformed
 from parallel.trainer.samplers import sized
@@ -37,6 +38,7 @@ def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, O
     if settings.batch_tokens is not None:  # the batch depends on the data
         strategy.check_batch(sized(settings, task.train), ranks)
     family = expect_fit(settings.model, task)
+    loss_of(task, settings)
     if ranks > len(task.train):
         raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
     if not task.is_text:
@@ -69,19 +71,49 @@ def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) 
 
 def _optimizer(settings: Settings, steps: int) -> Optimizer:
     rate, warm_up = settings.rate, min(settings.warm_up, steps)
-    schedule = LRSchedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FINAL_RATE * rate)
+    schedule: Any = LRSchedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FINAL_RATE * rate)
+    if settings.plateau is not None:
+        schedule = ReduceLROnPlateau(schedule, settings.plateau, settings.plateau_factor)
     kind = OPTIMIZERS[settings.optimizer]
     options = {one.name: getattr(settings, one.name) for one in fields(kind) if one.name in OPTIONS}
     return kind(**options | {"rate": schedule})
 
 
-def loss_of(task: LearningTask) -> Any:
-    return MSE() if task.kind == "values" else SoftmaxCrossEntropy()
+def loss_of(task: LearningTask, settings: Settings = DEFAULTS) -> Any:
+    """Loss that settings name, by default the usual one of the task's targets. ValueError if it does not fit them."""
+    names = {"values": ("mse", "l1", "huber", "bce")}.get(task.kind, ("cross_entropy",))
+    name, _, number = (settings.loss or names[0]).partition(":")
+    if name not in names:
+        raise ValueError(f"loss: expected one of {', '.join(names)} for {task.name}, found {settings.loss}")
+    options: dict[str, Any] = {}
+    if number:
+        if name not in LOSS_NUMBERS or task.is_text:
+            raise ValueError(f"loss: expected {name} without a number for {task.name}, found {settings.loss}")
+        options[LOSS_NUMBERS[name]] = _number("loss", number)
+    if settings.class_weights:
+        weights = [_number("class_weights", text) for text in settings.class_weights.split(",")]
+        if name not in LOSS_WEIGHTS or task.is_text or len(weights) != task.outputs:
+            fits = f"{task.outputs} weights of classes, for cross_entropy or bce and no text"
+            raise ValueError(f"class_weights: expected {fits}; found {len(weights)} for {name} of {task.name}")
+        options[LOSS_WEIGHTS[name]] = weights
+    return LOSSES[name](**options)
 
 
-def measure_of(task: LearningTask) -> Any:
+LOSS_NUMBERS = {"cross_entropy": "smoothing", "huber": "delta"}
+LOSS_WEIGHTS = {"cross_entropy": "class_weights", "bce": "pos_weights"}
+"""Arguments of losses that settings have."""
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}: expected numbers, found {text!r}") from None
+
+
+def measure_of(task: LearningTask, settings: Settings = DEFAULTS) -> Any:
     """Metric for `evaluate`: function that counts correct predictions, or None for regression."""
-    return None if task.kind == "values" else SoftmaxCrossEntropy().correct
+    return getattr(loss_of(task, settings), "correct", None)
 
 
 def steps_of(settings: Settings, task: LearningTask) -> int:

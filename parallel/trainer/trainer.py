@@ -17,18 +17,19 @@ from typing import Any, Self
 import numpy as np
 
 from collectives import Communicator
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Owner, new_run
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, Kept, Owner, new_run
 from parallel.data.sampler import Batch, Dataset, Sampler, StepBatches, prefetch
 from parallel.data.work_queue import WorkQueue
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import OPTIONS, RUN_FIELDS, Settings
 from parallel.nn.flat_params import FlatParams
+from parallel.optim.plateau import EarlyStop, ReduceLROnPlateau
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import check_equal
 from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_mapping
-from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine
+from parallel.trainer.engine_checkpoint import fit_engine, restore_engine, save_engine, score_facts
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
 from parallel.trainer.samplers import sized
 from parallel.trainer.strategies import Resolved, TrainableEngine, TrainJob, batches_of, loaded, strategy_of
@@ -87,7 +88,7 @@ class TrainingPlan:
         self.fault_tolerant = settings.fault_tolerant and strategy.survives_failures
         self.settings = settings = replace(sized(settings, self.task.train), fault_tolerant=self.fault_tolerant)
         self.model = model
-        self._job = TrainJob(model, loss_of(self.task), comm, optimizer)
+        self._job = TrainJob(model, loss_of(self.task, settings), comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
         self.resolved, remarks = (
             strategy.resolve(self._job, settings, lambda count: data.take(np.arange(count) % len(data)))
@@ -130,6 +131,9 @@ class Training(TrainingPlan):
         self.engine: TrainableEngine = self._engine_class(*self._job, self.resolved)
         self.remarks = (*self.remarks, *self.engine.remarks)
         self._pool = WorkQueue(comm) if self.settings.pool else None
+        rate, patience = self._job.optimizer.rate, self.settings.early_stop
+        self._plateau = rate if isinstance(rate, ReduceLROnPlateau) else None
+        self._early_stop = None if patience is None else EarlyStop(patience)
         self.run_id = new_run(comm)  # now, while all ranks are alive
 
     @property
@@ -189,17 +193,33 @@ class Training(TrainingPlan):
         for start in range(0, max(1, len(parts)), each):
             some = StepBatches(0, 0, tuple(parts[start : start + each]))
             mine = loaded(some, subset, self.engine.share(len(some.parts)))
-            found.append(self.engine.evaluate(mine, measure_of(self.task)))
+            found.append(self.engine.evaluate(mine, measure_of(self.task, self.settings)))
             tell(sum(map(len, parts[: start + each])), count)
         return EvalScore.of(combine_evaluations(found), self.task)
 
-    def save(self, directory: Path, *, keep: int = 3, overwrite: bool = False) -> Path:
+    def observe(self, score: EvalScore) -> bool:
+        """Apply a score, the same on all ranks, to `plateau` and `early_stop`. True to end the training."""
+        if self._plateau is not None:
+            self._plateau.observe(score.loss)
+        return self._early_stop is not None and self._early_stop.observe(score.loss)
+
+    def save(
+        self,
+        directory: Path,
+        *,
+        keep: int = 3,
+        keep_best: int = 0,
+        score: float | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Write a checkpoint of the current step, and keep the newest `keep` of this run. Collective.
 
-        Returns its folder. CheckpointError if it cannot be written, or if the directory has checkpoints of another run:
-        with `overwrite`, these are removed afterwards.
+        Also the `keep_best` with the lowest `score`, of those that have one. Returns its folder. CheckpointError if it
+        cannot be written, or if the directory has checkpoints of another run: with `overwrite`, these are removed
+        afterwards.
         """
-        return save_engine(self.engine, directory, self.facts(), keep, Owner(self.run_id, overwrite))
+        facts = self.facts() | score_facts(score)
+        return save_engine(self.engine, directory, facts, Kept(keep, keep_best), Owner(self.run_id, overwrite))
 
     def facts(self) -> dict[str, Any]:
         """State of a checkpoint besides the engine's: settings, position in the data, and what they belong to."""
@@ -208,9 +228,22 @@ class Training(TrainingPlan):
             "sampler": self.sampler.position(),
             "random": {"seed": self.settings.seed, "step": self.done},
             "optimizer": self._job.optimizer.describe(),
+            "watched": {name: one.state() for name, one in self._watched.items()},
             "ranks": self._comm.Get_size(),
             "task": {"inputs": self.task.inputs, "outputs": self.task.outputs, "steps": self.steps},
         }
+
+    @property
+    def _watched(self) -> dict[str, Any]:
+        """Watches of scores, by setting."""
+        every = {"plateau": self._plateau, "early_stop": self._early_stop}
+        return {name: one for name, one in every.items() if one is not None}
+
+    def _load_watched(self, found: Checkpoint) -> None:
+        states = expect_mapping(found.facts.get("watched", {}), "watched")
+        for name, one in self._watched.items():
+            if name in states:
+                one.load(states[name])
 
     def resume(self, found: Checkpoint) -> None:
         """Load a checkpoint, written with any number of ranks and layout, to continue from it. Collective.
@@ -233,6 +266,10 @@ class Training(TrainingPlan):
                 f"{found.path}: {found.step} steps were made already, and this training is to have {self.steps}; "
                 f"expected {found.step} or more, since steps and epochs count from the beginning"
             )
+        try:
+            self._load_watched(found)
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} is no training's: {error}") from error
         restore_engine(found, self.engine, lambda: self.sampler.load(found.facts["sampler"]))
         self.run_id = found.run
 

@@ -223,20 +223,6 @@ def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, 
     return narrow(dscores, scores.dtype)
 
 
-def squared_error(y: Array, targets: Array) -> float:
-    """Sum of squared errors (y - targets)^2, added in float64."""
-    difference = widen(y) - widen(targets)
-    total: float = number((difference * difference).sum(dtype=np.float64))
-    return total
-
-
-def squared_error_backward(scale: float, y: Array, targets: Array) -> Array:
-    """Gradient of `scale` * `squared_error` by y: 2 scale (y - targets)."""
-    difference = widen(y) - widen(targets)
-    difference *= 2 * scale
-    return narrow(difference, y.dtype)
-
-
 # ------------------------------------------------------------------------------------------ embedding
 
 

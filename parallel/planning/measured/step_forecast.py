@@ -143,7 +143,7 @@ class StepForecaster:
         task, model, optimizer = collective_call(
             self.record.comm or MPI.COMM_SELF, lambda: prepare(settings, self.ranks), "this cannot be trained"
         )
-        job = Job(task, model, loss_of(task), optimizer)
+        job = Job(task, model, loss_of(task, settings), optimizer)
         if strategy_of(settings).measures and settings.cuts is None:
             settings = replace(settings, cuts=self._cuts(settings, job))
         return settings, job

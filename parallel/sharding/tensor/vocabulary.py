@@ -76,6 +76,8 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
     ):
         self.axis, self.units, self.algorithm = axis, tuple(units), algorithm
         self._whole = whole or SoftmaxCrossEntropy()
+        if not self._whole.is_plain:
+            raise PlacementError(f"loss: weights need whole scores, and these are cut along {axis.name}")
         each = len(units) // axis.size
         self.lengths = [sum(units[rank * each : (rank + 1) * each]) for rank in range(axis.size)]
         ends, here = list(accumulate(units)), slice(axis.rank * each, (axis.rank + 1) * each)

@@ -26,7 +26,7 @@ METHODS = (
 """Methods of `Engine` with options."""
 
 INTERFACES = (
-    *("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode", "StateBuffer", "generate"),
+    *("Operator", "Loss", "ArraySpec", "OperatorOutline", "PassMode", "StateBuffer", "generate", "with_weights"),
     *("from_autograd", "from_torch"),
 )
 """Public names of `parallel.nn` without options of a training. `test_torch_modules` has the last two in all layouts."""

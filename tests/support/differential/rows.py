@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from parallel import LAMB, SGD, Adam, AdamW, LRSchedule, ParamGroup, Settings
+from parallel import LAMB, SGD, Adam, AdamW, LRSchedule, ParamGroup, ReduceLROnPlateau, Settings
 from parallel.nn.depth_layers import DepthLayers
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
@@ -36,10 +36,14 @@ from support.differential.tasks import (
     GATED_TASKS,
     GPT,
     HEADS,
+    LOSS_TASKS,
     MIXTURE,
     MLP,
+    NORMED,
     REGRESSION,
     SHARED_DROPOUT,
+    SYNCHRONISED,
+    TEXT_LOSS_TASKS,
     WEIGHTED,
     Task,
     full_tokens,
@@ -204,6 +208,12 @@ row("accumulate", settings={"accumulate": 2, "batch": 8})
 row("microbatches", settings={"microbatches": 3}, one_rank={"microbatches": None, "micro_batch": 2})
 row("batch", settings={"batch": 8, "micro_batch": 2}, program=(do("epoch", samples=20, shuffle=False), TEST, STATE))
 row(
+    "drop_last",
+    settings={"drop_last": True, "batch": 8, "micro_batch": 2},
+    program=(do("epoch", samples=20, shuffle=False), TEST, STATE),
+    in_torch=False,
+)
+row(
     "window",
     settings={"window": 4, "batch": 8, "micro_batch": 2},
     program=(do("epoch", samples=20), TEST, STATE),
@@ -313,10 +323,22 @@ for name, schedule in SCHEDULES.items():
     )
 
 
+def plateaued() -> ReduceLROnPlateau:
+    """Schedule that has lowered its rate."""
+    made = ReduceLROnPlateau(SCHEDULES["cosine"], patience=0, factor=0.3, cooldown=1, threshold=0.01, least=0.01)
+    for loss in (2.0, 2.0, 1.0, 3.0):
+        made.observe(loss)
+    return made
+
+
 def halving(step: int) -> float:
     return 0.4 / (1 + step)
 
 
+row(
+    "schedule on a plateau",
+    optimizer=lambda model: SGD(lr=plateaued(), momentum=0.5),
+)
 row("schedule function", optimizer=lambda model: AdamW(lr=halving), **ADAMW)
 row("rate between steps", program=(STEP, do("rate", value=0.4), STEP, do("rate", value=0.0), STEP, TEST, STATE))
 GROUPS = {
@@ -463,7 +485,16 @@ row(
 )
 row(
     "saved twice",
-    program=(STEP, do("save", keep=1), STEP, do("save", keep=1, note="later"), do("reopen"), STEP, TEST, STATE),
+    program=(
+        STEP,
+        do("save", keep=1),
+        STEP,
+        do("save", keep=1, keep_best=1, score=2.0, note="later"),
+        do("reopen"),
+        STEP,
+        TEST,
+        STATE,
+    ),
 )
 row(
     "saved over another run",
@@ -505,6 +536,29 @@ row(
     refusals=(along("Scale 1: expected another placement along tp, found a value sharded along dimension -1", "tp"),),
 )
 row("regression", tasks=(REGRESSION,))
+NOT_NORMED = (
+    on("expected operators without buffers, which it does not update", *STYLES, "ps"),
+    along("BatchNorm 1: expected another placement along tp", "tp"),
+)
+for task in NORMED:
+    row(
+        f"batch norm of {task.name}",
+        settings={"micro_batch": 4, "batch": 8},
+        tasks=(task,),
+        refusals=(
+            *NOT_NORMED,
+            where(
+                "microbatches: 2 of a step do not divide among 3 pipelines",
+                lambda column: column.kind == "pp" and 2 % column.teams > 0,
+            ),
+        ),
+    )
+row(
+    "batch norm of all replicas",
+    settings={"accumulate": 1, "batch": 8},
+    tasks=(SYNCHRONISED,),
+    refusals=(*NOT_NORMED, on("layout: pp.* is for BatchNorm without sync", "pp")),
+)
 row(
     "smoothing",
     tasks=(
@@ -513,6 +567,16 @@ row(
     ),
 )
 row("weighted loss", tasks=(WEIGHTED,))
+for task in LOSS_TASKS:
+    row(f"loss of {task.name}", tasks=(task,))
+for task in TEXT_LOSS_TASKS:
+    row(
+        f"loss of {task.name}",
+        tasks=(task,),
+        refusals=(
+            along("loss: weights need whole scores|VocabularyCrossEntropy: expected targets that are integers", "tp"),
+        ),
+    )
 row(
     "depths",
     tasks=(
@@ -658,6 +722,11 @@ OTHERS: dict[str, Any] = {
     "warm_up": 3,
     "length": 16,
     "tokenizer": "t.json",
+    "loss": "l1",
+    "class_weights": "1,2",
+    "plateau": 2,
+    "plateau_factor": 0.5,
+    "early_stop": 3,
     "dropout": 0.1,
     "experts": "4",
     "depths": "0.5",

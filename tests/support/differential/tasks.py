@@ -138,30 +138,6 @@ def images(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.nd
     return random.normal(size=(samples, 2, 8, 8)), random.integers(0, 5, samples)
 
 
-class WeightedCrossEntropy(SoftmaxCrossEntropy):
-    """Cross-entropy with a weight for each class: the count of targets, the sum of their weights, is no integer."""
-
-    def __init__(self, weights: np.ndarray):
-        super().__init__()
-        self.weights = weights
-
-    def forward(self, y: Any, targets: Any) -> tuple[float, Any]:
-        shifted = y - y.max(axis=-1, keepdims=True)
-        logs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-        rows, flat = logs.reshape(-1, logs.shape[-1]), targets.reshape(-1)
-        weights = np.where(flat >= 0, self.weights[flat], 0.0)
-        return float(-(rows[np.arange(len(flat)), flat] * weights).sum()), (y, logs, targets, weights)
-
-    def backward(self, scale: float, saved: Any) -> Any:
-        y, logs, targets, weights = saved
-        gradient = np.exp(logs).reshape(-1, logs.shape[-1])
-        gradient[np.arange(len(weights)), targets.reshape(-1)] -= 1
-        return (scale * weights[:, None] * gradient).reshape(y.shape).astype(y.dtype)
-
-    def count(self, targets: Any) -> float:
-        return float(np.where(targets >= 0, self.weights[targets], 0.0).sum())
-
-
 def shared_dropout() -> Any:
     """Multilayer perceptron with one Dropout object at three places."""
     drop = nn.Dropout(0.4)
@@ -214,8 +190,70 @@ BUILT = (
 )
 FROZEN_GAIN = Task("scaled", frozen_gain, vectors)
 REGRESSION = Task("mlp regression", lambda: mlp(WIDTHS), values, MSE)
-WEIGHTED = Task(
-    "mlp weighted", lambda: mlp(WIDTHS), vectors, lambda: WeightedCrossEntropy(np.array([0.3, 0.5, 0.2, 1.7, 0.1]))
+
+
+def normed(sync: bool = False) -> Callable[[], Any]:
+    """Maker of a multilayer perceptron with batch normalisation, or with that of all replicas."""
+    return lambda: nn.Sequential(
+        [nn.Linear(6, 8), nn.BatchNorm(8, eps=1e-3, momentum=0.3, sync=sync), nn.ReLU(), nn.Linear(8, 5)],
+        cuts={"0": "column", "3": "row"},
+    )
+
+
+def normed_images() -> Any:
+    unit = nn.Sequential([nn.Conv2d(2, 3, 3), nn.BatchNorm(3), nn.ReLU()])
+    return nn.Sequential([unit, nn.Recompute(nn.BatchNorm(3)), nn.Sequential([nn.Flatten(), nn.Linear(108, 5)])])
+
+
+NORMED = (Task("mlp normed", normed(), vectors), Task("convnet normed", normed_images, images))
+SYNCHRONISED = Task("mlp synchronised", normed(sync=True), vectors)
+CLASS_WEIGHTS = [0.3, 0.5, 0.2, 1.7, 0.1]
+WEIGHTED = Task("mlp weighted", lambda: mlp(WIDTHS), vectors, lambda: SoftmaxCrossEntropy(class_weights=CLASS_WEIGHTS))
+
+
+def soft(classes: int, data: Callable[..., Any] = vectors) -> Callable[..., Any]:
+    """Data with distributions in the place of classes."""
+
+    def made(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = data(random, samples)
+        return x, random.dirichlet(np.ones(classes), y.shape)
+
+    return made
+
+
+def weighted(data: Callable[..., Any], of_samples: bool = False) -> Callable[..., Any]:
+    """Data with a weight for each target, some of them 0, or for each sample."""
+
+    def made(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = data(random, samples)
+        shape = y.shape[: 1 if of_samples or y.dtype.kind == "f" else y.ndim]
+        return x, nn.with_weights(y, random.uniform(0.1, 2, shape) * (random.random(shape) < 0.8))
+
+    return made
+
+
+def shares(random: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors and targets from 0 to 1."""
+    return random.normal(size=(samples, WIDTHS[0])), random.random((samples, WIDTHS[-1]))
+
+
+LOSS_TASKS = (
+    Task("mlp l1", lambda: mlp(WIDTHS), values, nn.L1),
+    Task("mlp l1 weighted", lambda: mlp(WIDTHS), weighted(values), lambda: nn.L1(weighted=True)),
+    Task("mlp huber", lambda: mlp(WIDTHS), values, lambda: nn.Huber(0.7)),
+    Task("mlp huber weighted", lambda: mlp(WIDTHS), weighted(values), lambda: nn.Huber(0.7, weighted=True)),
+    Task("mlp mse weighted", lambda: mlp(WIDTHS), weighted(values), lambda: MSE(weighted=True)),
+    Task("mlp bce", lambda: mlp(WIDTHS), shares, lambda: nn.BCEWithLogits(pos_weights=CLASS_WEIGHTS)),
+    Task("mlp bce weighted", lambda: mlp(WIDTHS), weighted(shares), lambda: nn.BCEWithLogits(weighted=True)),
+    Task("mlp soft", lambda: mlp(WIDTHS), soft(5), lambda: SoftmaxCrossEntropy(0.1, class_weights=CLASS_WEIGHTS)),
+    Task("mlp soft weighted", lambda: mlp(WIDTHS), weighted(soft(5)), lambda: SoftmaxCrossEntropy(weighted=True)),
+    Task("mlp rows weighted", lambda: mlp(WIDTHS), weighted(vectors), lambda: SoftmaxCrossEntropy(0.2, weighted=True)),
+)
+TEXT_LOSS_TASKS = (
+    Task("gpt soft", gpt(), soft(WORDS, tokens), SoftmaxCrossEntropy),
+    Task("gpt weighted", gpt(), weighted(tokens), lambda: SoftmaxCrossEntropy(0.1, weighted=True)),
+    Task("gpt samples weighted", gpt(), weighted(tokens, True), lambda: SoftmaxCrossEntropy(weighted=True)),
+    Task("gpt classes", gpt(), tokens, lambda: SoftmaxCrossEntropy(class_weights=np.linspace(0, 2, WORDS))),
 )
 SHARED_DROPOUT = Task("mlp shared dropout", shared_dropout, vectors)
 GATED_TASKS = (

@@ -188,7 +188,6 @@ def test_cross_entropy_of_large_scores():
 
 def test_no_samples():
     assert reference_kernels.softmax_cross_entropy(np.zeros((0, 4)), np.zeros(0, int))[0] == 0
-    assert reference_kernels.squared_error(np.zeros((0, 4)), np.zeros((0, 4))) == 0
 
 
 @pytest.mark.parametrize("tokens", [[], [3], [3, 3, 3], [5, 0, 5, 2, 0, 5]])

@@ -13,6 +13,7 @@ import pytest
 from parallel.nn import kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention
+from parallel.nn.batch_norm import BatchNorm
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
@@ -34,6 +35,8 @@ LARGE = {
     "relu": (ReLU, (500, 300)),
     "silu": (SiLU, (500, 300)),
     "layer norm": (partial(LayerNorm, 300), (500, 300)),
+    "batch norm": (partial(BatchNorm, 300), (500, 300)),
+    "batch norm of images": (partial(BatchNorm, 30), (50, 30, 10, 10)),
     "rms norm": (partial(RMSNorm, 300), (500, 300)),
     "dropout": (partial(Dropout, 0.1), (500, 300)),
     "attention": (partial(CausalAttention, 4), (4, 192, 192)),

@@ -26,6 +26,7 @@ CALLS = {
     "AvgPool2d": partial(nn.AvgPool2d, window=2, stride=1),
     "Embedding": partial(nn.Embedding, vocabulary=5, width=4),
     "PositionEmbedding": partial(nn.PositionEmbedding, context=5, width=4),
+    "BatchNorm": partial(nn.BatchNorm, features=4),
     "LayerNorm": partial(nn.LayerNorm, width=4),
     "RMSNorm": partial(nn.RMSNorm, width=4),
     "CausalAttention": partial(nn.CausalAttention, heads=2),
