@@ -14,7 +14,8 @@ def chain(pool: object) -> np.ndarray:
     sampler = emcee.EnsembleSampler(16, 3, log_density, pool=pool)
     start = emcee.State(generator.normal(size=(16, 3)), random_state=generator.get_state())
     sampler.run_mcmc(start, 20)
-    return sampler.get_chain()
+    found: np.ndarray = sampler.get_chain()
+    return found
 
 
 if __name__ == "__main__":
