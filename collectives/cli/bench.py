@@ -32,6 +32,7 @@ from collectives.benchmark.result_rows import KEY, Report, Row, checked_report, 
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES, Contestant, race
 from collectives.cli import launcher
+from collectives.cli.algorithm_file import entry_name
 from collectives.cli.arguments import expect_writable, names_of, picture_file, words
 from collectives.selection.timing_table import NATIVE
 
@@ -149,14 +150,23 @@ REPORT = "a report of chorus bench collectives --json"
 
 MODE_HELP = ("plain calls, the default", "time I... and Wait", "time Start and Wait")
 
+USUAL = ("collective", "algorithm", "sizes", "against", "dtype", "seconds", "full", "json", "plot", "merge")
+"""Options in --help. --help-all has the others."""
+
 collective_list = names_of("collective", CASES)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = launcher.LauncherParser(__doc__)
+    parser = launcher.LauncherParser(__doc__, USUAL)
     add, count = parser.add_argument, launcher.at_least(1, int)
     add("--collective", type=collective_list, default="allreduce", metavar="NAME,...", help="names, or all")
-    add("--algorithm", type=words, default="auto", metavar="NAME,...", help="auto, names, or all (default auto)")
+    add(
+        "--algorithm",
+        type=words,
+        default="auto",
+        metavar="NAME,...",
+        help="auto, names, file.py:function, or all (default auto)",
+    )
     add("--segments", type=launcher.at_least(1, int, 1 << 16), metavar="K", help="pipeline each message in K segments")
     add("--sizes", type=parse_sizes, default="8:64M", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:64M)")
     add("--against", choices=("native", "none", "gloo"), default="native", help="what to race (default native)")
@@ -199,7 +209,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
     """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one. ValueError for unknown ones."""
-    known = ["auto", *catalog.names(even_form(collective))]
+    even = even_form(collective)
+    wanted = [
+        entry_name(even, name, launcher.world_size()) if name.partition(":")[0].endswith(".py") else name
+        for name in wanted
+    ]
+    known = ["auto", *catalog.names(even)]
     for name in wanted:
         if name not in ("all", *known):
             raise ValueError(f"{collective} has no algorithm {name!r}; known: {', '.join(known)}")

@@ -20,6 +20,8 @@ from tqdm import tqdm
 from collectives.algorithms import catalog
 from collectives.analysis.matching import ScheduleError
 from collectives.analysis.prove import Proof, prove
+from collectives.cli.algorithm_file import entry_name
+from collectives.cli.arguments import words
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule import semantics
 from collectives.schedule.topology import Nodes, numbered
@@ -121,7 +123,7 @@ def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorith
                     most = tuple(map(max, most, costs(vector * segments, proof)))
                 if nodes is None and segments == 1:
                     worst = most
-                if (segments == 1 or entry.cuts) and nodes_alike(nodes) and size > 1:
+                if entry.rounds and (segments == 1 or entry.cuts) and nodes_alike(nodes) and size > 1:
                     check_costs(collective, name, size, most, segments, nodes_alike(nodes))
     except ScheduleError as fault:
         raise ScheduleError(f"{where}: {fault}") from fault
@@ -137,9 +139,19 @@ def main() -> int:
     count = at_least(1, int, 1 << 12)
     parser.add_argument("--max-size", type=count, default=64, help="largest number of ranks (default 64)")
     parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
+    parser.add_argument("--algorithm", type=words, metavar="NAME,...", help="only these, or file.py:function")
     arguments = parser.parse_args()
     collectives = arguments.collective or list(catalog.CATALOG)
-    entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
+    if arguments.algorithm and not arguments.collective:
+        parser.error("--algorithm: expected --collective NAME as well")
+    try:
+        entries = [
+            (collective, entry_name(collective, name))
+            for collective in collectives
+            for name in arguments.algorithm or catalog.names(collective)
+        ]
+    except ValueError as error:
+        parser.error(f"--algorithm: {error}")
     began, size = time.perf_counter(), arguments.max_size
     todo = tqdm(entries, desc="proving", unit="algorithm", disable=None)
     try:

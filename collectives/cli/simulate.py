@@ -21,7 +21,8 @@ from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
 from collectives.analysis.simulate_large import VectorSimulator
 from collectives.benchmark.size_arguments import format_size, format_time, parse_size, parse_sizes
-from collectives.cli.arguments import picture_file
+from collectives.cli.algorithm_file import entry_name
+from collectives.cli.arguments import picture_file, words
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import regular
@@ -259,7 +260,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
-    add("--algorithm", metavar="NAME,...", help="only these")
+    add("--algorithm", type=words, metavar="NAME,...", help="only these, or file.py:function")
     count = at_least(1, int)
     add("--ranks", type=count, default=4096, metavar="P", help="ranks (default 4096)")
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
@@ -274,11 +275,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--up-to", type=count, default=1 << 16, metavar="P", help="ranks in the picture (default 65536)")
     add("--sizes", type=parse_sizes, default="8:256M:8", metavar="SIZES", help="in the picture (8:256M:8)")
     arguments = parser.parse_args(argv)
-    known = catalog.names(arguments.collective)
-    wanted = arguments.algorithm.split(",") if arguments.algorithm else known
-    if unknown := [name for name in wanted if name not in known]:
-        parser.error(f"--algorithm: {arguments.collective} has no {', '.join(unknown)}; known: {', '.join(known)}")
-    arguments.algorithm = wanted
+    wanted = arguments.algorithm or catalog.names(arguments.collective)
+    try:
+        arguments.algorithm = [entry_name(arguments.collective, name, arguments.ranks) for name in wanted]
+    except ValueError as error:
+        parser.error(f"--algorithm: {error}")
+    for name in arguments.algorithm:
+        if arguments.plot and catalog.find(arguments.collective, name).rounds.isdecimal():
+            parser.error(f"--plot: expected algorithms with cost formulas for other numbers of ranks, found {name!r}")
     return arguments
 
 

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
     add("--mesh", default="dp=2,tp=2", metavar="AXES", help="as of chorus train (default dp=2,tp=2)")
-    add("--parallel", default="pp", metavar="LAYOUT", help="of stages, as of chorus train, such as pp:zb-v")
+    add("--layout", "--parallel", default="pp", metavar="LAYOUT", help="of stages, as of chorus train, such as pp:zb-v")
     add("--model", default="gpt:tiny", metavar="NAME", help="as of chorus train (default gpt:tiny)")
     add("--classes", type=at_least(1, int), default=256, metavar="N", help="tokens or classes (default 256)")
     add("-o", "--output", type=picture_file, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
@@ -123,7 +123,7 @@ def main() -> int:
     arguments = command.parse_args()
     try:
         mesh = Mesh.parse(arguments.mesh)
-        held = drawn(mesh, arguments.model, arguments.classes, arguments.parallel)
+        held = drawn(mesh, arguments.model, arguments.classes, arguments.layout)
     except ValueError as error:
         command.error(str(error))
     if arguments.output is None:

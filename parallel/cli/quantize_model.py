@@ -61,8 +61,12 @@ NEEDED: dict[tuple[str, ...], tuple[str, ...]] = {
 """Options that are refused unless one of those before the colon is given."""
 
 
+USUAL = ("checkpoint", "load", "spec", "method", "activations", "calibrate", "samples", "tune", "report", "output")
+"""Options in --help. --help-all has the others."""
+
+
 def parser() -> launcher.LauncherParser:
-    result = launcher.LauncherParser(__doc__, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
+    result = launcher.LauncherParser(__doc__, USUAL, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
     source = result.add_mutually_exclusive_group(required=True).add_argument
     source("--checkpoint", type=Path, metavar="DIR", help="checkpoint of chorus train, or a folder: its newest")
     source("--load", type=Path, metavar="FILE", help="test a model that -o has written")

@@ -2,7 +2,7 @@
 
 chorus train -n 4 --data digits --model mlp
 chorus train -n 2 --data pydoc --model gpt --checkpoint out/gpt --plot out/gpt.png
-chorus train -n 4 --checkpoint out/gpt --resume --parallel zero3
+chorus train -n 4 --checkpoint out/gpt --resume --layout zero3
 
 Options that are not given come from the resumed checkpoint, else from defaults for the data and the model. Ctrl-C ends
 a training with a checkpoint, if --checkpoint names a folder.
@@ -41,6 +41,9 @@ from parallel.runtime.vector_memory import keep_freed_memory, namespace
 from parallel.trainer.recipes import complete
 from parallel.trainer.state_keeper import StateKeeper
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
+
+USUAL = ("data", "model", "layout", "mesh", "batch", "epochs", "steps", "rate", "checkpoint", "resume")
+"""Options in --help. --help-all has the others."""
 
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
@@ -191,7 +194,7 @@ FILE_CHECKS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Train. Exit status 2 if the training cannot begin, 1 if it fails, 128 + signal number after a signal."""
-    parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
+    parser = launcher.LauncherParser(__doc__, USUAL, usage="%(prog)s [options]")
     add_settings(parser)
     add_files(parser)
     add_survive(parser)

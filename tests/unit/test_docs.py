@@ -165,10 +165,10 @@ def run_program(program, *arguments):
 
 @cache
 def options_of(program):
-    """Text with all options of a program: its --help, or the source of a shell script."""
+    """Text with all options of a program: its --help-all, or the source of a shell script."""
     if program.startswith("scripts/") and not program.endswith(".py"):
         return (ROOT / program).read_text()
-    done = run_program(program, "--help")
+    done = run_program(program, *["--help-all"] if program.startswith("chorus ") else ["--help"])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
