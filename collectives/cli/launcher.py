@@ -284,13 +284,24 @@ def launcher_stream(descriptor: int) -> TextIO | None:
     return None
 
 
-def progress(total: int, description: str, unit: str = "it") -> tqdm[Any] | ProgressLines:
-    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every tenth."""
+def progress(total: int, description: str, unit: str = "it", prints: bool = False) -> tqdm[Any] | ProgressLines:
+    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every tenth.
+
+    With `prints` the program itself prints lines, such as rows of a table. There are then none without a terminal.
+    """
     root = MPI.COMM_WORLD.Get_rank() == 0
-    if root and not on_terminal():
+    if root and not on_terminal() and not prints:
         return ProgressLines(total, description, unit)
     look: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "leave": False}
-    return tqdm(total=total, desc=description, unit=unit, disable=not root, **look)
+    return tqdm(total=total, desc=description, unit=unit, disable=not root or not on_terminal(), **look)
+
+
+def followed(items: Sequence[Any], description: str, unit: str) -> Iterator[Any]:
+    """Yield the items, with a progress display."""
+    with progress(len(items), description, unit) as bar:
+        for item in items:
+            yield item
+            bar.update()
 
 
 PLAIN = 1.0

@@ -15,16 +15,15 @@ from fractions import Fraction
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
-from tqdm import tqdm
-
 from collectives.algorithms import catalog
 from collectives.analysis.matching import ScheduleError
 from collectives.analysis.prove import Proof, prove
 from collectives.cli.algorithm_file import entry_name
 from collectives.cli.arguments import words
-from collectives.cli.launcher import ProgramParser, at_least
+from collectives.cli.launcher import ProgramParser, at_least, followed
 from collectives.schedule import semantics
 from collectives.schedule.topology import Nodes, numbered
+from collectives.units import format_time
 
 SEGMENTS = (1, 2, 3)
 """Numbers of segments in the proofs of few ranks."""
@@ -153,9 +152,10 @@ def main() -> int:
     except ValueError as error:
         parser.error(f"--algorithm: {error}")
     began, size = time.perf_counter(), arguments.max_size
-    todo = tqdm(entries, desc="proving", unit="algorithm", disable=None)
     try:
-        rows = [prove_algorithm(collective, name, size) for collective, name in todo]
+        rows = [
+            prove_algorithm(collective, name, size) for collective, name in followed(entries, "proving", "algorithm")
+        ]
     except ScheduleError as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -163,7 +163,7 @@ def main() -> int:
     print(f"{'collective':<16}{'algorithm':<20}{'rounds':>14}{'volume':>18}{'combined':>18}  rank order")
     print(*(row.line(size) for row in rows), sep="\n")
     proved, seconds = sum(row.schedules for row in rows), time.perf_counter() - began
-    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s")
+    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {format_time(seconds)}")
     return 0
 
 

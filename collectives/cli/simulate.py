@@ -15,20 +15,19 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
 from collectives.analysis.simulate_large import VectorSimulator
-from collectives.benchmark.size_arguments import format_size, format_time, parse_size, parse_sizes
+from collectives.benchmark.size_arguments import parse_size, parse_sizes
 from collectives.cli.algorithm_file import entry_name
 from collectives.cli.arguments import picture_file, words
-from collectives.cli.launcher import ProgramParser, at_least
+from collectives.cli.launcher import ProgramParser, at_least, followed
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import regular
 from collectives.selection.expected_time import TimedCall
 from collectives.selection.timing_file import TableError, default_path, read
 from collectives.selection.timing_table import TimingTable
+from collectives.units import format_bytes, format_time
 
 FEW_ROUNDS, LARGEST = 6, 1 << 17
 """A schedule of up to `LARGEST` ranks is simulated if it has at most `FEW_ROUNDS` times log2 p rounds."""
@@ -222,14 +221,15 @@ def describe(model: CostPrediction) -> str:
 
 def table(rows: list[PredictionRow]) -> list[str]:
     best = min(rows, key=lambda row: row.seconds)
-    heading = f"{'algorithm':<22}{'rounds':>10}{'bytes':>16}{'all ranks':>16}{'time':>12}{'/ best':>9}{'bound':>12}"
+    heading = f"{'algorithm':<22}{'rounds':>10}{'busiest':>12}{'all ranks':>12}{'time':>12}{'/ best':>9}{'bound':>12}"
     lines = [f"{heading}{'/ bound':>9}  priced by"]
     for row in rows:
         to_best = f"{row.seconds / best.seconds:.2f}" if best.seconds else "-"
         to_bound = f"{row.seconds / row.bound:.2f}" if row.bound else "-"
-        together = "-" if row.traffic is None else row.traffic
+        together = "-" if row.traffic is None else format_bytes(row.traffic)
         lines.append(
-            f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}{row.volume:>16}{together:>16}"
+            f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}"
+            f"{format_bytes(row.volume):>12}{together:>12}"
             f"{format_time(row.seconds):>12}{to_best:>9}{format_time(row.bound):>12}{to_bound:>9}  "
             f"{'clock' if row.simulated else 'formula'}"
         )
@@ -239,12 +239,8 @@ def table(rows: list[PredictionRow]) -> list[str]:
 def sweep(
     collective: str, points: Iterable[tuple[int, int]], names: list[str], model: CostPrediction
 ) -> list[PredictionRow]:
-    todo = tqdm([(name, *point) for point in points for name in names], desc="pricing", unit="price", disable=None)
-    rows = []
-    for name, size, nbytes in todo:
-        todo.set_postfix_str(name)
-        rows.append(row(collective, name, size, nbytes, model))
-    return rows
+    todo = [(name, *point) for point in points for name in names]
+    return [row(collective, *one, model) for one in followed(todo, "pricing", "price")]
 
 
 def rank_counts(most: int) -> list[int]:
@@ -290,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     collective, ranks, names = arguments.collective, arguments.ranks, arguments.algorithm
     model = cost_model(arguments)
-    title = f"{collective}, {ranks} ranks on {-(-ranks // model.per_node)} nodes, {format_size(arguments.bytes)} bytes"
+    title = f"{collective}, {ranks} ranks on {-(-ranks // model.per_node)} nodes, {format_bytes(arguments.bytes)}"
     costs = describe(model)
     print(f"# {title}\n# {costs}")
     print("\n".join(table(sweep(collective, [(ranks, arguments.bytes)], names, model))))

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.cli.reports.training_output import short
+from collectives.units import short
 from parallel.cli.train import describe, limit_threads
 from parallel.cli.train_arguments import add_settings, threads_error
 from parallel.engine import settings

@@ -24,12 +24,13 @@ from collectives.benchmark.reports import check_folder, check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.errors import OutOfMemory
+from collectives.units import short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
 from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
 from parallel.cli.batch_job import BatchJob, cpus_of, find_job
 from parallel.cli.reports.metrics import check_tensorboard
-from parallel.cli.reports.training_output import OutputError, short
+from parallel.cli.reports.training_output import OutputError
 from parallel.cli.restarts import add_survive, survive_error
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from collectives.benchmark.reports import save_figure
-from collectives.benchmark.size_arguments import format_time
+from collectives.units import format_bytes, format_time
 from parallel.cli.reports.attention_plots import COLOURS
 from parallel.nn.placement import Shard
 from parallel.planning.analytic.graph_costs import HALF, GraphOption, GraphPlan
@@ -121,18 +121,6 @@ def _weight_parts(kind: str, option: GraphOption, sizes: tuple[int, ...]) -> dic
 
 DIMENSIONS = (0, 1, -1)
 """Dimensions of values that can be cut: samples, positions, features."""
-
-
-def format_bytes(nbytes: float) -> str:
-    """Bytes in decimal units.
-
-    >>> format_bytes(1.5e6), format_bytes(0), format_bytes(999)
-    ('1.5 MB', '0', '999 B')
-    """
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B" if nbytes else "0"
 
 
 def sent(plan: GraphPlan) -> tuple[float, float]:
