@@ -39,10 +39,10 @@ def format_bytes(nbytes: float) -> str:
 def format_time(seconds: float) -> str:
     """Format a duration with a unit.
 
-    >>> format_time(0.0015), format_time(90), format_time(14 * 86400), format_time(0)
-    ('1.5 ms', '1.5 min', '14 days', '0 s')
+    >>> format_time(0.0015), format_time(64), format_time(14 * 86400), format_time(0)
+    ('1.5 ms', '64 s', '14 days', '0 s')
     """
-    return " ".join(_in_unit(seconds, TIMES)) if seconds else "0 s"
+    return " ".join(_in_unit(seconds, TIMES if seconds >= 120 else TIMES[4:])) if seconds else "0 s"
 
 
 def short(number: float) -> str:

@@ -1,6 +1,7 @@
 """Plots of benchmark results against the MPI library, and of predicted times."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,7 @@ def _size_axis(axis: Axes, sizes: list[int]) -> None:
     every = max(1, math.ceil(len(sizes) / 7))
     axis.xaxis.set_major_locator(FixedLocator(sizes[::every]))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_bytes(round(x)).replace("iB", "")))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: re.sub("[ iB]", "", format_bytes(round(x)))))
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:

@@ -3,6 +3,7 @@
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from collectives.algorithms import catalog
 from collectives.algorithms.catalog import CATALOG, Algorithm
@@ -27,7 +28,8 @@ def entry_name(collective: str, text: str, size: int | None = None) -> str:
     if not path.endswith(".py"):
         catalog.find(collective, text)
         return text
-    found = getattr(module := _loaded(Path(path)), attribute, None)
+    module = _loaded(Path(path))
+    found: Any = getattr(module, attribute, None)
     if not callable(getattr(found, "generate", found)):
         own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
         known = ", ".join([*own, *(name for name, value in vars(module).items() if isinstance(value, Algorithm))])
@@ -44,8 +46,8 @@ def entry_name(collective: str, text: str, size: int | None = None) -> str:
 def _proved(collective: str, name: str, size: int, entry: Algorithm) -> Algorithm:
     """The entry, with the costs of its proof where it has no formulas. ValueError if it is wrong for `size` ranks."""
     if size > MOST:
-        costs = "an Algorithm with cost formulas (docs/how-to/write_algorithm.md)"
-        raise ValueError(f"{name}: expected at most {MOST} ranks for a function, or {costs}; found {size} ranks")
+        other = "an Algorithm with cost formulas (docs/how-to/write_algorithm.md)"
+        raise ValueError(f"{name}: expected at most {MOST} ranks for a function, or {other}; found {size} ranks")
     blocks = catalog.blocks(collective, name, size)
     try:
         proof = prove(collective, catalog.build_all(collective, name, size), blocks=blocks)

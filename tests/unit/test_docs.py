@@ -60,7 +60,7 @@ CHEAP = {
 """Programs whose commands are run, with arguments appended that keep them short. Commands under mpiexec are not run."""
 
 EXTERNAL = ("srun", "sbatch", "squeue", "scancel", "scontrol", "qsub", "kubectl", "podman", "apptainer")
-EXTERNAL += ("export", "module", "mkdocs", "python -m build", "    {")
+EXTERNAL += ("export", "module", "mkdocs", "python -m build", "tail -q", "    {")
 """Commands of other programs, which are not checked."""
 
 RUNNER = """

@@ -66,6 +66,22 @@ def draw_plans(
                 colour = COLOURS[device % len(COLOURS)] if device >= 0 else "lightgrey"
                 place = column + 0.78 + 0.18 * x, row - 0.36 + 0.72 * y
                 axes.add_patch(Rectangle(place, 0.18 * width, 0.72 * height, fc=colour, ec="black", linewidth=0.6))
+    count = max(prod(sizes), len(staged.stages) if staged else 0)
+    looks = {
+        **{f"on device {device}": COLOURS[device % len(COLOURS)] for device in range(min(count, 8))},
+        "on all": "lightgrey",
+    }
+    parts = [Rectangle((0, 0), 1, 1, fc=colour, ec="black", lw=0.6, label=label) for label, colour in looks.items()]
+    note = "red: exchange before the operator, ↓ forward ↑ backward, of mesh axis (0), bytes each device sends"
+    figure.legend(
+        handles=parts,
+        title=note,
+        loc="outside lower center",
+        ncols=len(parts),
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+    )
     axes.set(xlim=(0, len(columns)), ylim=(len(graph.operators) - 0.4, -1.1))
     axes.axis("off")
     save_figure(path, figure, 100)

@@ -97,7 +97,7 @@ def _draw_speeds(axis: Any, plans: Sequence[tuple[PlanQuestion, PlanChoice | Non
     speeds = [(place, one.devices, one.tokens / choice.time.total) for place, one, choice in found if choice]
     places, devices, tokens = zip(*speeds)
     ideal = [tokens[0] * count / devices[0] for count in devices]
-    axis.plot(places, ideal, color="grey", lw=0.8, ls="--", label="efficiency of the first")
+    axis.plot(places, ideal, color="grey", lw=0.8, ls="--", label="linear scaling of the first")
     axis.plot(places, tokens, marker="o", color="#0b6fbf", label="predicted")
     axis.set_yscale("log", base=10)
     axis.yaxis.set_major_formatter(lambda y, _: short(y))
