@@ -166,7 +166,9 @@ def one_line(message: str) -> str:
     line = " ".join(words)
     if (listed := LISTED.search(line)) and (wrong := re.search("'([^' ]+)'", line)) and "(perhaps " not in line:
         names = re.findall(r"[\w.+-]+", listed[1].replace(wrong[0], ""))
-        if close := get_close_matches(wrong[1].rpartition(":")[2], names, 1):
+        word = wrong[1].rpartition(":")[2]
+        begun = [name for name in names if name[:1] == word[:1]]  # cpu is not meant by gpu, but mlp by mpl
+        if close := get_close_matches(word, names, 1, ALIKE) or get_close_matches(word, begun, 1):
             line += f" (perhaps {close[0]})"
     return line
 

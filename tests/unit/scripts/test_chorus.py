@@ -124,6 +124,8 @@ def test_short_and_full_help(in_process, capsys):
         ("argument --m: invalid choice: 'gtpq' (choose from rtn, gptq, awq)", "gptq"),
         ("layout: expected pp: and one of gpipe, 1f1b; found 'pp:1f1'", "1f1b"),
         ("unknown form 'blockng'; known: blocking, persistent, all", "blocking"),
+        ("invalid choice: 'gpu' (choose from 'cpu', 'cuda')", None),
+        ("expected one of mlp, gpt; found 'mpl'", "mlp"),
         ("expected a whole number from 1 on, found '-4'", None),
         ("expected one of ring, tree; found 'xyz'", None),
         ("expected one of ring, tree; found 'rin' (perhaps ring)", None),
