@@ -59,8 +59,10 @@ def _proved(collective: str, name: str, size: int, entry: Algorithm) -> Algorith
         return entry
     vector = semantics.vector(collective, size, blocks)
     volume, combined = max(*proof.sent, *proof.received), max(proof.combined)
-    costs = {"rounds": f"{proof.rounds}", "volume": f"{volume}/{vector}", "combined": f"{combined}/{vector}"}
-    return entry._replace(**costs, ordered=proof.ordered)
+    share = f"{volume}/{vector}"
+    return entry._replace(
+        rounds=str(proof.rounds), volume=share, combined=f"{combined}/{vector}", ordered=proof.ordered
+    )
 
 
 def _loaded(path: Path) -> ModuleType:

@@ -240,7 +240,8 @@ def sweep(
     collective: str, points: Iterable[tuple[int, int]], names: list[str], model: CostPrediction
 ) -> list[PredictionRow]:
     todo = [(name, *point) for point in points for name in names]
-    return [row(collective, *one, model) for one in followed(todo, "pricing", "price")]
+    priced = followed(todo, "pricing", "price")
+    return [row(collective, name, size, nbytes, model) for name, size, nbytes in priced]
 
 
 def rank_counts(most: int) -> list[int]:
