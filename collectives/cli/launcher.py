@@ -24,10 +24,8 @@ from tqdm import tqdm
 from collectives.errors import InvalidArgument
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
-
 OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
 """Launchers of Open MPI that a user starts."""
-
 
 ALIKE = 0.7
 """Least similarity of an option that is named in the place of an unknown one (`difflib`)."""
@@ -66,11 +64,9 @@ class ProgramParser(argparse.ArgumentParser):
         texts = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS
-        try:
-            text = super().format_help()
-        finally:
-            for action, kept in zip(hidden, texts):
-                action.help = kept
+        text = super().format_help()
+        for action, kept in zip(hidden, texts):
+            action.help = kept
         if self.selectors:
             width = max(map(len, self.selectors)) + 2
             rows = (f"  {option:<{width}}{summary}\n" for option, summary in self.selectors.items())
@@ -306,8 +302,7 @@ def followed(items: Sequence[Any], description: str, unit: str) -> Iterator[Any]
             bar.update()
 
 
-PLAIN = 1.0
-"""Least seconds between two lines of progress without a terminal."""
+PLAIN = 1.0  # least seconds between two lines of progress without a terminal
 
 
 class ProgressLines(AbstractContextManager["ProgressLines"]):

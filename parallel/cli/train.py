@@ -126,7 +126,7 @@ def begin(
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
     chosen = complete(given, settings_in(found) if found else None)
     if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in settings.MESHES:
-        raise ValueError(f"--survive: expected --parallel {', '.join(settings.MESHES)}, found {layout}")
+        raise ValueError(f"--survive: expected --layout {', '.join(settings.MESHES)}, found {layout}")
     limit_threads(comm, args, chosen)
     training = Training(chosen, comm, kept.resolved() if kept else None)
     if found is not None:

@@ -100,7 +100,9 @@ def slowness(rank: int, ranks: Sequence[Calls]) -> str:
     last = sorted(time for time in late if time > 0)
     if len(late) < FEW or len(last) < MOST * len(late) or last[len(last) // 2] < SLOW:
         return ""
-    return f", is slow (it came last to {len(last)} of {len(late)} calls, by {seconds(last[len(last) // 2])})"
+    return (
+        f", is slow (it came last to {len(last)} of {len(late)} calls, by {format_time(1e-9 * last[len(last) // 2])})"
+    )
 
 
 def _others(made: Mapping[int, int], rank: int) -> list[int]:
