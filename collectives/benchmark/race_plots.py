@@ -1,6 +1,7 @@
 """Plots of benchmark results against the MPI library, and of predicted times."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from collectives.benchmark.reports import save_figure
 from collectives.benchmark.result_rows import Report, Row
-from collectives.benchmark.size_arguments import format_size, format_time
+from collectives.units import format_bytes, format_time
 
 STYLE: Any = {
     "font.size": 10,
@@ -54,7 +55,7 @@ def _size_axis(axis: Axes, sizes: list[int]) -> None:
     every = max(1, math.ceil(len(sizes) / 7))
     axis.xaxis.set_major_locator(FixedLocator(sizes[::every]))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: re.sub("[ iB]", "", format_bytes(round(x)))))
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:
@@ -177,6 +178,6 @@ def plot_scale(path: Path, title: str, costs: str, across: list[Any], along: lis
         _scale(left, across, "size")
         _scale(right, along, "nbytes")
         left.set(xlabel="ranks", ylabel="time by the model")
-        left.set_title(f"{format_size(across[0].nbytes)} bytes", loc="left")
+        left.set_title(f"{format_bytes(across[0].nbytes)}", loc="left")
         right.set(xlabel="bytes")
         right.set_title(f"{along[0].size} ranks", loc="left")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from collectives.benchmark.result_rows import Report, Row
+from collectives.units import format_bytes, format_time
 
 
 def _text(value: Any) -> str:
@@ -27,7 +28,7 @@ Column = tuple[str, int, str | Callable[[Row], Any]]
 """Title, width (negative: aligned to the left), and the row's field or a function of the row."""
 
 COLUMNS: list[Column] = [
-    ("# Size", -10, "bytes"),
+    ("# Size", -10, lambda row: format_bytes(row["bytes"])),
     ("Algorithm", -24, _algorithm),
     ("Ours(us)", 11, "ours_us"),
     ("Native(us)", 11, "native_us"),
@@ -102,5 +103,5 @@ def preamble(report: Report) -> list[str]:
     if report["ranks"] > (cores := os.cpu_count() or 1):
         lines.append(f"# {report['ranks']} ranks share {cores} cores, so these times measure the scheduler as well")
     if seconds := report.get("flag_round_trip"):
-        lines.append(f"# round trip of a flag between ranks of a node: {seconds * 1e6:.2f} us")
+        lines.append(f"# round trip of a flag between ranks of a node: {format_time(seconds)}")
     return lines

@@ -1,4 +1,4 @@
-"""Parsing and formatting of message sizes, such as ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``, and of times."""
+"""Parsing of message sizes, such as ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``."""
 
 import argparse
 import re
@@ -41,21 +41,3 @@ def parse_sizes(text: str) -> list[int]:
             # 0 times any factor stays 0, so a range from 0 goes on at 1
             size = size * int(factor) or 1
     return sorted(found)
-
-
-def format_size(nbytes: float) -> str:
-    """Format a number of bytes in the largest unit that divides it: 8, 64K, 1M.
-
-    >>> format_size(65536), format_size(1000)
-    ('64K', '1000')
-    """
-    for unit in "GMK":
-        if nbytes >= UNITS[unit] and nbytes % UNITS[unit] == 0:
-            return f"{int(nbytes) // UNITS[unit]}{unit}"
-    return f"{nbytes:g}" if nbytes < 1e6 else f"{nbytes:.0f}"
-
-
-def format_time(seconds: float) -> str:
-    """Format a time with a unit, such as 1.5 ms."""
-    unit, length = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
-    return f"{seconds / length:.4g} {unit}"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from collectives.algorithms import catalog
 from collectives.benchmark.reports import PICTURES, check_writable
+from collectives.cli.algorithm_file import entry_name
 from collectives.compressed import QuantCodec
 from quant import PerGroup, PerTensor, QuantSpec, parse
 
@@ -22,9 +22,9 @@ def words(text: str) -> list[str]:
 
 
 def check_schedule(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with an error if `collective`, `algorithm` and `segments` name no schedule."""
+    """End with an error if `collective`, `algorithm` and `segments` name no schedule. Load an algorithm in a file."""
     try:
-        catalog.find(arguments.collective, arguments.algorithm)
+        arguments.algorithm = entry_name(arguments.collective, arguments.algorithm, MPI.COMM_WORLD.Get_size())
     except ValueError as error:
         parser.error(f"argument --algorithm: {error}")
     if arguments.segments > 1 and arguments.collective == "barrier":

@@ -29,11 +29,13 @@ from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, el
 from collectives.benchmark.measure import RaceOptions, enter, measure
 from collectives.benchmark.reports import read_report, write
 from collectives.benchmark.result_rows import KEY, Report, Row, checked_report, make_report, make_row, merge
-from collectives.benchmark.size_arguments import format_size, parse_sizes
+from collectives.benchmark.size_arguments import parse_sizes
 from collectives.benchmark.timing import MODES, Contestant, race
 from collectives.cli import launcher
+from collectives.cli.algorithm_file import entry_name
 from collectives.cli.arguments import expect_writable, names_of, picture_file, words
 from collectives.selection.timing_table import NATIVE
+from collectives.units import format_bytes
 
 TURNS = 15
 LENGTH = 256
@@ -149,14 +151,23 @@ REPORT = "a report of chorus bench collectives --json"
 
 MODE_HELP = ("plain calls, the default", "time I... and Wait", "time Start and Wait")
 
+USUAL = ("collective", "algorithm", "sizes", "against", "dtype", "seconds", "full", "json", "plot", "merge")
+"""Options in --help. --help-all has the others."""
+
 collective_list = names_of("collective", CASES)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = launcher.LauncherParser(__doc__)
+    parser = launcher.LauncherParser(__doc__, USUAL)
     add, count = parser.add_argument, launcher.at_least(1, int)
     add("--collective", type=collective_list, default="allreduce", metavar="NAME,...", help="names, or all")
-    add("--algorithm", type=words, default="auto", metavar="NAME,...", help="auto, names, or all (default auto)")
+    add(
+        "--algorithm",
+        type=words,
+        default="auto",
+        metavar="NAME,...",
+        help="auto, names, file.py:function, or all (default auto)",
+    )
     add("--segments", type=launcher.at_least(1, int, 1 << 16), metavar="K", help="pipeline each message in K segments")
     add("--sizes", type=parse_sizes, default="8:64M", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:64M)")
     add("--against", choices=("native", "none", "gloo"), default="native", help="what to race (default native)")
@@ -199,7 +210,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
     """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one. ValueError for unknown ones."""
-    known = ["auto", *catalog.names(even_form(collective))]
+    even = even_form(collective)
+    wanted = [
+        entry_name(even, name, launcher.world_size()) if name.partition(":")[0].endswith(".py") else name
+        for name in wanted
+    ]
+    known = ["auto", *catalog.names(even)]
     for name in wanted:
         if name not in ("all", *known):
             raise ValueError(f"{collective} has no algorithm {name!r}; known: {', '.join(known)}")
@@ -236,9 +252,9 @@ def bench(args: argparse.Namespace) -> Report:
     limits = {name: getattr(args, name) for name in ("iterations", "warmup", "seconds")}
     options = RaceOptions(args.memory, args.modes, args.in_place, args.segments, args.against, costs, limits)
     todo = list(configurations(args, plain.Get_size()))
-    with launcher.progress(len(todo), "racing", "row") as bar:
+    with launcher.progress(len(todo), "racing", "row", prints=True) as bar:
         for collective, dtype, nbytes in todo:
-            bar.set_postfix_str(f"{collective} {format_size(nbytes)}")
+            bar.set_postfix_str(f"{collective} {format_bytes(nbytes)}")
             rows, absent = measure(plain, comm, collective, args.algorithms[collective], nbytes, dtype, options)
             missing = [f"# {collective} {nbytes}: no {name}: {reason}" for name, reason in absent.items()]
             for line in (*style.lines(rows), *missing):
@@ -274,7 +290,7 @@ def show_overlap(args: argparse.Namespace) -> None:
     """Print how much of each collective's time is hidden beside other work."""
     plain = MPI.COMM_WORLD
     for collective, dtype, nbytes in configurations(args, plain.Get_size()):
-        launcher.say(f"# {collective} of {format_size(nbytes)}, {dtype}, beside work of {args.beside:g} ms")
+        launcher.say(f"# {collective} of {format_bytes(nbytes)}, {dtype}, beside work of {args.beside:g} ms")
         launcher.say(f"{'':>14} {'work':>7} {'alone':>8} {'work':>8} {'both':>8} {'hidden':>7}")
         for line in overlap_lines(plain, collective, nbytes, dtype, args.beside):
             launcher.say(line)

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.benchmark.reports import quartiles
-from collectives.benchmark.size_arguments import format_size, parse_sizes
+from collectives.benchmark.size_arguments import parse_sizes
 from collectives.cli import launcher
 from collectives.cli.arguments import names_of, shareable, specs
 from collectives.cli.launcher import say
@@ -36,6 +36,7 @@ from collectives.compressed import (
     run,
 )
 from collectives.compressed.compression_model import fitted, forecast
+from collectives.units import format_bytes
 
 WAYS = {
     "segmented": SegmentedAllreduce,
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     wire = fitted(comm)
     for nbytes in args.sizes:
         expected = {name: forecast(comm, nbytes // 4, QuantCodec(spec), wire) for name, spec in args.specs.items()}
-        say(f"\n{format_size(nbytes)}\n{'':28}{'ms':>9}  {'quartiles':>17}  {'/ plain':>7}  {'error':>8}")
+        say(f"\n{format_bytes(nbytes)}\n{'':28}{'ms':>9}  {'quartiles':>17}  {'/ plain':>7}  {'error':>8}")
         for row in race(comm, nbytes, args):
             spread = f"{1e3 * row['q1']:.3f} - {1e3 * row['q3']:.3f}"
             error = f"{row['error']:8.2%}" if row["name"] not in PLAIN else ""

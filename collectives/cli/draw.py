@@ -22,6 +22,7 @@ from collectives.algorithms.catalog import CATALOG, blocks, build_all, find
 from collectives.analysis import draw
 from collectives.analysis.matching import match
 from collectives.benchmark.reports import save_figure
+from collectives.cli.algorithm_file import entry_name
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule.semantics import MEANINGS
@@ -127,7 +128,12 @@ def parse() -> argparse.Namespace:
     parser = ProgramParser(__doc__)
     add, count = parser.add_argument, at_least(1, int, 1 << 12)
     add("--collective", required=True, choices=list(CATALOG), metavar="NAME", help=", ".join(CATALOG))
-    add("--algorithm", required=True, metavar="NAME", help="one of the catalogue's for the collective")
+    add(
+        "--algorithm",
+        required=True,
+        metavar="NAME",
+        help="one of the catalogue's for the collective, or file.py:function",
+    )
     add("--ranks", type=count, default=5, metavar="P", help="number of ranks (default 5)")
     add("--root", type=at_least(0, int), default=0, metavar="R", help="the root, where there is one (default 0)")
     add("--segments", type=count, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
@@ -138,7 +144,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     collective, size, root = arguments.collective, arguments.ranks, arguments.root
     try:
-        find(collective, arguments.algorithm)
+        arguments.algorithm = entry_name(collective, arguments.algorithm, size)
     except ValueError as error:
         parser.error(str(error))
     if arguments.segments > 1 and collective == "barrier":

@@ -29,13 +29,14 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
-from collectives.benchmark.size_arguments import format_size, parse_size
+from collectives.benchmark.size_arguments import parse_size
 from collectives.cli import launcher
 from collectives.cli.arguments import check_schedule
 from collectives.engine.assembly import Rows
 from collectives.engine.instructions import ABSOLUTE, COPY, LABELS, Kind
 from collectives.engine.row_operands import reductions
 from collectives.runtime.execution.program import Program
+from collectives.units import format_bytes
 
 COLUMNS = "row", "round", "stream", "kind", "peer", "operands", "reduction", "label", "after"
 
@@ -147,7 +148,7 @@ def bound(arguments: argparse.Namespace, plain: MPI.Intracomm) -> str:
     program: Program = request.program
     text = table(program.rows, peers_of(program))
     request.Free()
-    size = f"{format_size(n * dtype.itemsize)} bytes of {np.dtype(dtype)}"
+    size = f"{format_bytes(n * dtype.itemsize)} of {np.dtype(dtype)}"
     where = f"rank {plain.Get_rank()} of {plain.Get_size()}"
     return f"{arguments.collective}, {arguments.algorithm}, {size}, {where}\n{text}\n"
 

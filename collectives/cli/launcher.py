@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from functools import cache
@@ -23,27 +24,54 @@ from tqdm import tqdm
 from collectives.errors import InvalidArgument
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
-
 OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
 """Launchers of Open MPI that a user starts."""
-
 
 ALIKE = 0.7
 """Least similarity of an option that is named in the place of an unknown one (`difflib`)."""
 
 
+class FullHelp(argparse._HelpAction):
+    """Option that prints the help of all options."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any, **others: Any) -> None:
+        assert isinstance(parser, ProgramParser)
+        parser.usual = ()
+        super().__call__(parser, *rest, **others)
+
+
 class ProgramParser(argparse.ArgumentParser):
     """Argument parser of a program in one process. Its help text keeps the description's line breaks.
 
-    `selectors` are options of the same command that select other programs.
+    `selectors` are options of the same command that select other programs, with their help texts. `usual` are names of
+    options. If there are any, --help describes these only, and --help-all all.
     """
 
-    selectors: Sequence[str] = ()
+    selectors: Mapping[str, str] = {}
     _words: Sequence[str] = ()
 
-    def __init__(self, description: str | None, **options: Any):
+    def __init__(self, description: str | None, usual: Sequence[str] = (), **options: Any):
         options.setdefault("prog", os.path.basename(sys.argv[0]))
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.usual = usual
+        self.add_argument(
+            "--help-all", action=FullHelp, help="show all options and exit" if usual else argparse.SUPPRESS
+        )
+
+    def format_help(self) -> str:
+        shown = {"help", "help_all", *self.usual}
+        hidden = [action for action in self._actions if self.usual and action.dest not in shown]
+        texts = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        text = super().format_help()
+        for action, kept in zip(hidden, texts):
+            action.help = kept
+        if self.selectors:
+            width = max(map(len, self.selectors)) + 2
+            rows = (f"  {option:<{width}}{summary}\n" for option, summary in self.selectors.items())
+            text += f"\nother forms of this command, each with a --help of its own:\n{''.join(rows)}"
+        return text
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = sys.argv[1:] if args is None else args
@@ -58,8 +86,17 @@ class ProgramParser(argparse.ArgumentParser):
             if is_option and not any(option.startswith(name) for option in known):
                 if close := get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE):
                     message = f"unrecognized arguments: {name} (perhaps --{close[0]})"
+                elif described := self._described(name[2:].replace("-", " ")):
+                    message = f"unrecognized arguments: {name} (perhaps {described[0]})"
                 break
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+
+    def _described(self, words: str) -> list[str]:
+        """Options whose help texts contain the words, such as --rate for "learning rate"."""
+        found = re.compile(rf"\b{re.escape(words)}\b")
+        return [
+            each.option_strings[0] for each in self._actions if each.option_strings and found.search(each.help or "")
+        ]
 
 
 class LauncherParser(ProgramParser):
@@ -111,10 +148,25 @@ LONGEST_WORD = 400
 """Characters of a word in an error message. Of a longer one, such as a user's mistake, both ends are shown."""
 
 
+LISTED = re.compile(r"(?:one of|a size of|axes of|known:|choose from) ([^;)]+)")
+"""Names in an error message, one of which is expected."""
+
+
 def one_line(message: str) -> str:
-    """A message in one line that can be read."""
+    """A message in one line that can be read. Of the names that it lists, the one most like the wrong name is added.
+
+    >>> one_line("expected one of dp, zero1; found 'zero'")
+    "expected one of dp, zero1; found 'zero' (perhaps zero1)"
+    """
     words = (f"{w[:60]}...{w[-20:]}" if len(w) > LONGEST_WORD else w for w in message.split())
-    return " ".join(words)
+    line = " ".join(words)
+    if (listed := LISTED.search(line)) and (wrong := re.search("'([^' ]+)'", line)) and "(perhaps " not in line:
+        names = re.findall(r"[\w.+-]+", listed[1].replace(wrong[0], ""))
+        word = wrong[1].rpartition(":")[2]
+        begun = [name for name in names if name[:1] == word[:1]]  # cpu is not meant by gpu, but mlp by mpl
+        if close := get_close_matches(word, names, 1, ALIKE) or get_close_matches(word, begun, 1):
+            line += f" (perhaps {close[0]})"
+    return line
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -230,17 +282,27 @@ def launcher_stream(descriptor: int) -> TextIO | None:
     return None
 
 
-def progress(total: int, description: str, unit: str = "it") -> tqdm[Any] | ProgressLines:
-    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every tenth."""
+def progress(total: int, description: str, unit: str = "it", prints: bool = False) -> tqdm[Any] | ProgressLines:
+    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every tenth.
+
+    With `prints` the program itself prints lines, such as rows of a table. There are then none without a terminal.
+    """
     root = MPI.COMM_WORLD.Get_rank() == 0
-    if root and not on_terminal():
+    if root and not on_terminal() and not prints:
         return ProgressLines(total, description, unit)
     look: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "leave": False}
-    return tqdm(total=total, desc=description, unit=unit, disable=not root, **look)
+    return tqdm(total=total, desc=description, unit=unit, disable=not root or not on_terminal(), **look)
 
 
-PLAIN = 1.0
-"""Least seconds between two lines of progress without a terminal."""
+def followed(items: Sequence[Any], description: str, unit: str) -> Iterator[Any]:
+    """Yield the items, with a progress display."""
+    with progress(len(items), description, unit) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+PLAIN = 1.0  # least seconds between two lines of progress without a terminal
 
 
 class ProgressLines(AbstractContextManager["ProgressLines"]):

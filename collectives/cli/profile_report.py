@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.benchmark import reports, traces
-from collectives.benchmark.size_arguments import format_size
 from collectives.cli.call_profile import COLUMNS, CallKind, CallProfile, Sample
 from collectives.communicator import PREDEFINED
+from collectives.units import format_bytes
 
 PATIENCE = 10.0
 """Seconds that ranks wait at the end of the program for all to come."""
@@ -148,7 +148,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     ratio = "" if row["of_native"] is None else f"{row['of_native']:.2f}"
     name = row["collective"] + {"blocking": "", "non-blocking": ", non-blocking"}.get(row["form"], ", persistent")
     place = os.path.relpath(row["site"]) if os.path.isabs(row["site"]) else row["site"]
-    numbers = f"{row['seconds']:.3f}", f"{row['waiting']:.3f}", late, str(row["calls"]), format_size(row["bytes"])
+    numbers = f"{row['seconds']:.3f}", f"{row['waiting']:.3f}", late, str(row["calls"]), format_bytes(row["bytes"])
     return *numbers, ratio, f"{name} ({row['algorithm']})", place
 
 

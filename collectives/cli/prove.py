@@ -15,14 +15,15 @@ from fractions import Fraction
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
-from tqdm import tqdm
-
 from collectives.algorithms import catalog
 from collectives.analysis.matching import ScheduleError
 from collectives.analysis.prove import Proof, prove
-from collectives.cli.launcher import ProgramParser, at_least
+from collectives.cli.algorithm_file import entry_name
+from collectives.cli.arguments import words
+from collectives.cli.launcher import ProgramParser, at_least, followed
 from collectives.schedule import semantics
 from collectives.schedule.topology import Nodes, numbered
+from collectives.units import format_time
 
 SEGMENTS = (1, 2, 3)
 """Numbers of segments in the proofs of few ranks."""
@@ -121,7 +122,7 @@ def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorith
                     most = tuple(map(max, most, costs(vector * segments, proof)))
                 if nodes is None and segments == 1:
                     worst = most
-                if (segments == 1 or entry.cuts) and nodes_alike(nodes) and size > 1:
+                if entry.rounds and (segments == 1 or entry.cuts) and nodes_alike(nodes) and size > 1:
                     check_costs(collective, name, size, most, segments, nodes_alike(nodes))
     except ScheduleError as fault:
         raise ScheduleError(f"{where}: {fault}") from fault
@@ -137,13 +138,24 @@ def main() -> int:
     count = at_least(1, int, 1 << 12)
     parser.add_argument("--max-size", type=count, default=64, help="largest number of ranks (default 64)")
     parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
+    parser.add_argument("--algorithm", type=words, metavar="NAME,...", help="only these, or file.py:function")
     arguments = parser.parse_args()
     collectives = arguments.collective or list(catalog.CATALOG)
-    entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
-    began, size = time.perf_counter(), arguments.max_size
-    todo = tqdm(entries, desc="proving", unit="algorithm", disable=None)
+    if arguments.algorithm and not arguments.collective:
+        parser.error("--algorithm: expected --collective NAME as well")
     try:
-        rows = [prove_algorithm(collective, name, size) for collective, name in todo]
+        entries = [
+            (collective, entry_name(collective, name))
+            for collective in collectives
+            for name in arguments.algorithm or catalog.names(collective)
+        ]
+    except ValueError as error:
+        parser.error(f"--algorithm: {error}")
+    began, size = time.perf_counter(), arguments.max_size
+    try:
+        rows = [
+            prove_algorithm(collective, name, size) for collective, name in followed(entries, "proving", "algorithm")
+        ]
     except ScheduleError as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -151,7 +163,7 @@ def main() -> int:
     print(f"{'collective':<16}{'algorithm':<20}{'rounds':>14}{'volume':>18}{'combined':>18}  rank order")
     print(*(row.line(size) for row in rows), sep="\n")
     proved, seconds = sum(row.schedules for row in rows), time.perf_counter() - began
-    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s")
+    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {format_time(seconds)}")
     return 0
 
 

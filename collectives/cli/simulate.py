@@ -15,19 +15,19 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
 from collectives.analysis.simulate_large import VectorSimulator
-from collectives.benchmark.size_arguments import format_size, format_time, parse_size, parse_sizes
-from collectives.cli.arguments import picture_file
-from collectives.cli.launcher import ProgramParser, at_least
+from collectives.benchmark.size_arguments import parse_size, parse_sizes
+from collectives.cli.algorithm_file import entry_name
+from collectives.cli.arguments import picture_file, words
+from collectives.cli.launcher import ProgramParser, at_least, followed
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import regular
 from collectives.selection.expected_time import TimedCall
 from collectives.selection.timing_file import TableError, default_path, read
 from collectives.selection.timing_table import TimingTable
+from collectives.units import format_bytes, format_time
 
 FEW_ROUNDS, LARGEST = 6, 1 << 17
 """A schedule of up to `LARGEST` ranks is simulated if it has at most `FEW_ROUNDS` times log2 p rounds."""
@@ -221,14 +221,15 @@ def describe(model: CostPrediction) -> str:
 
 def table(rows: list[PredictionRow]) -> list[str]:
     best = min(rows, key=lambda row: row.seconds)
-    heading = f"{'algorithm':<22}{'rounds':>10}{'bytes':>16}{'all ranks':>16}{'time':>12}{'/ best':>9}{'bound':>12}"
+    heading = f"{'algorithm':<22}{'rounds':>10}{'busiest':>12}{'all ranks':>12}{'time':>12}{'/ best':>9}{'bound':>12}"
     lines = [f"{heading}{'/ bound':>9}  priced by"]
     for row in rows:
         to_best = f"{row.seconds / best.seconds:.2f}" if best.seconds else "-"
         to_bound = f"{row.seconds / row.bound:.2f}" if row.bound else "-"
-        together = "-" if row.traffic is None else row.traffic
+        together = "-" if row.traffic is None else format_bytes(row.traffic)
         lines.append(
-            f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}{row.volume:>16}{together:>16}"
+            f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}"
+            f"{format_bytes(row.volume):>12}{together:>12}"
             f"{format_time(row.seconds):>12}{to_best:>9}{format_time(row.bound):>12}{to_bound:>9}  "
             f"{'clock' if row.simulated else 'formula'}"
         )
@@ -238,12 +239,9 @@ def table(rows: list[PredictionRow]) -> list[str]:
 def sweep(
     collective: str, points: Iterable[tuple[int, int]], names: list[str], model: CostPrediction
 ) -> list[PredictionRow]:
-    todo = tqdm([(name, *point) for point in points for name in names], desc="pricing", unit="price", disable=None)
-    rows = []
-    for name, size, nbytes in todo:
-        todo.set_postfix_str(name)
-        rows.append(row(collective, name, size, nbytes, model))
-    return rows
+    todo = [(name, *point) for point in points for name in names]
+    priced = followed(todo, "pricing", "price")
+    return [row(collective, name, size, nbytes, model) for name, size, nbytes in priced]
 
 
 def rank_counts(most: int) -> list[int]:
@@ -259,7 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
-    add("--algorithm", metavar="NAME,...", help="only these")
+    add("--algorithm", type=words, metavar="NAME,...", help="only these, or file.py:function")
     count = at_least(1, int)
     add("--ranks", type=count, default=4096, metavar="P", help="ranks (default 4096)")
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
@@ -274,11 +272,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--up-to", type=count, default=1 << 16, metavar="P", help="ranks in the picture (default 65536)")
     add("--sizes", type=parse_sizes, default="8:256M:8", metavar="SIZES", help="in the picture (8:256M:8)")
     arguments = parser.parse_args(argv)
-    known = catalog.names(arguments.collective)
-    wanted = arguments.algorithm.split(",") if arguments.algorithm else known
-    if unknown := [name for name in wanted if name not in known]:
-        parser.error(f"--algorithm: {arguments.collective} has no {', '.join(unknown)}; known: {', '.join(known)}")
-    arguments.algorithm = wanted
+    wanted = arguments.algorithm or catalog.names(arguments.collective)
+    try:
+        arguments.algorithm = [entry_name(arguments.collective, name, arguments.ranks) for name in wanted]
+    except ValueError as error:
+        parser.error(f"--algorithm: {error}")
+    for name in arguments.algorithm:
+        if arguments.plot and catalog.find(arguments.collective, name).rounds.isdecimal():
+            parser.error(f"--plot: expected algorithms with cost formulas for other numbers of ranks, found {name!r}")
     return arguments
 
 
@@ -286,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     collective, ranks, names = arguments.collective, arguments.ranks, arguments.algorithm
     model = cost_model(arguments)
-    title = f"{collective}, {ranks} ranks on {-(-ranks // model.per_node)} nodes, {format_size(arguments.bytes)} bytes"
+    title = f"{collective}, {ranks} ranks on {-(-ranks // model.per_node)} nodes, {format_bytes(arguments.bytes)}"
     costs = describe(model)
     print(f"# {title}\n# {costs}")
     print("\n".join(table(sweep(collective, [(ranks, arguments.bytes)], names, model))))

@@ -17,11 +17,12 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.benchmark import traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
-from collectives.benchmark.size_arguments import format_size, parse_size
+from collectives.benchmark.size_arguments import parse_size
 from collectives.cli import launcher
 from collectives.cli.arguments import check_schedule, expect_writable
 from collectives.engine import interpreter
 from collectives.runtime.execution.program import Program
+from collectives.units import format_bytes
 
 WARMUP = 5
 POLLS = 1000
@@ -75,7 +76,7 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
     count = catalog.blocks(collective, name, size) * segments
     start = plain.allreduce(times[0] - ahead, MPI.MIN)
     aligned = [moment - ahead - start for moment in times]
-    title = f"{collective}, {name}, {format_size(n * kind.itemsize)} bytes"
+    title = f"{collective}, {name}, {format_bytes(n * kind.itemsize)}"
     mine = traces.of_calls(title, rank, nodes[rank], schedule, count, first_rows(program), kinds, aligned)
     request.Free()
     entries = plain.gather(mine)

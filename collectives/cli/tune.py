@@ -18,7 +18,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.benchmark.cases import CASES, DTYPES
 from collectives.benchmark.reports import check_writable
-from collectives.benchmark.size_arguments import format_size, parse_sizes
+from collectives.benchmark.size_arguments import parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, fastest, measure_costs
 from collectives.cli import launcher
@@ -27,6 +27,7 @@ from collectives.cli.bench import collective_list
 from collectives.selection import timing_file
 from collectives.selection.timing_file import DamagedTable, TableError
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Row, TimingKey, TimingTable, shape
+from collectives.units import format_bytes, format_time
 
 EVEN = [name for name in CASES if not name.endswith("v")]
 
@@ -96,14 +97,14 @@ def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Cou
         table = table._replace(costs=costs)
         for name, wire in costs._asdict().items():
             speed = f"{1e-9 / wire.beta:.2f} GB/s, combining {1e-9 / wire.gamma:.2f} GB/s"
-            launcher.say(f"{name:<16}{wire.alpha * 1e6:.2f} us a message, {speed}")
+            launcher.say(f"{name:<16}{format_time(wire.alpha)} a message, {speed}")
         todo, wrong = list(settings(args)), 0
         fields: defaultdict[tuple[str, ...], TunerCandidates] = defaultdict(TunerCandidates)
         wins: Counter[str] = Counter()
         limits = {"iterations": args.iterations, "seconds": args.seconds, "warmup": 10}
-        with launcher.progress(len(todo), "tuning", "row") as bar:
+        with launcher.progress(len(todo), "tuning", "row", prints=True) as bar:
             for setting in todo:
-                bar.set_postfix_str(f"{setting.collective} {format_size(setting.nbytes)}")
+                bar.set_postfix_str(f"{setting.collective} {format_bytes(setting.nbytes)}")
                 field = fields[setting[:3]]
                 able = candidates(setting.collective, setting.nbytes, size, comm.nodes, costs)
                 nbytes, row, absent = contest(plain, comm, setting, field.left(able), limits)
@@ -125,11 +126,11 @@ def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Cou
 def cells(nbytes: int, row: Row) -> str:
     """Format one size as a table row: the fastest algorithm and its time, the MPI's own time, and their ratio."""
     if not row:
-        return f"{nbytes:<12} no candidate took part"
+        return f"{format_bytes(nbytes):<12} no candidate took part"
     best = fastest(row)
     native = row.get(AlgorithmChoice(NATIVE))
     against = f"{native * 1e6:>12.2f} {row[best] / native:>7.2f}" if native else f"{'-':>12} {'-':>7}"
-    return f"{nbytes:<12} {best!s:<28} {row[best] * 1e6:>12.2f} {against}"
+    return f"{format_bytes(nbytes):<12} {best!s:<28} {row[best] * 1e6:>12.2f} {against}"
 
 
 HEADING = f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'Ratio':>7}"

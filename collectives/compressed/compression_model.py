@@ -17,6 +17,7 @@ from collectives.analysis.cost_functions import LinearCost
 from collectives.communicator import Communicator
 from collectives.compressed import Codec, VectorPartition, crowded
 from collectives.transport.node.machine import usable_cores
+from collectives.units import format_time
 
 LENGTHS = (1 << 14, 1 << 18)
 """Elements of the sums that the cost is fitted to: 64 KiB and 1 MiB."""
@@ -44,8 +45,8 @@ class CompressionForecast(NamedTuple):
         return self.encoded < self.plain
 
     def __str__(self) -> str:
-        text = f"plain {self.plain * 1e3:.3g} ms, encoded {self.encoded * 1e3:.3g} ms"
-        return f"{text} ({self.messages * 1e3:.3g} ms of messages, {self.kernels * 1e3:.3g} ms of kernels)"
+        text = f"plain {format_time(self.plain)}, encoded {format_time(self.encoded)}"
+        return f"{text} ({format_time(self.messages)} of messages, {format_time(self.kernels)} of kernels)"
 
 
 def _median(run: Callable[[], object]) -> float:

@@ -22,6 +22,7 @@ from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.arguments import names_of
 from collectives.cli.launcher import say
+from collectives.units import format_bytes
 from parallel.data.datasets import LearningTask, load
 from parallel.data.sampler import Batch, Sampler
 from parallel.engine.data_parallel.layouts import LAYOUTS
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         steps["exchange"] = exchange_step(Communicator(MPI.COMM_WORLD), length)
         turns = run_race(steps, source, [options.turn] * (options.turns + 1))
     ranks = f"{comm.Get_size()} ranks, {options.threads} threads each, {options.micro_batch} samples a rank"
-    say(f"{options.model}, {4e-6 * length:.1f} MB of gradients, {ranks}")
+    say(f"{options.model}, {format_bytes(4 * length)} of gradients, {ranks}")
     relative = f"{'x ' + FIRST:>10}  {'quartiles':>14}  {'comm':>5}  {'bound':>6}"
     say(f"{'':10}{'ms a step':>10}  {'quartiles':>16}  {relative}")
     seconds = {name: np.array([turn.seconds for turn in its[1:]]) for name, its in turns.items()}  # without warm-up

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
+from collectives.units import format_bytes
 from parallel.asynchronous.server.key_assignment import ServerKey
 from parallel.asynchronous.server.server_engine import ParameterServer
 from parallel.asynchronous.server.work_assignment import WorkPart
@@ -94,7 +95,7 @@ def main() -> int:
     nbytes = engine.flat.length * 4
     medians = comm.bcast(seconds, root=1)  # the worker's clock
     ratios = {what: medians[f"plain {what}"] / medians[what] for what in ("push", "pull")}
-    say(f"{nbytes / 1e6:.1f} MB in {len(engine.keys)} keys, {MPI.get_vendor()[0]}")
+    say(f"{format_bytes(nbytes)} in {len(engine.keys)} keys, {MPI.get_vendor()[0]}")
     for what, ratio in ratios.items():
         speeds = nbytes / 1e9 / medians[what], nbytes / 1e9 / medians[f"plain {what}"]
         say(f"{what}: {speeds[0]:.2f} GB/s, plain {speeds[1]:.2f} GB/s, ratio {ratio:.2f}")

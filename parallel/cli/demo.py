@@ -21,10 +21,10 @@ from collectives import Communicator
 from collectives.benchmark import result_table
 from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.result_rows import Report, make_report
-from collectives.benchmark.size_arguments import format_size
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
+from collectives.units import format_bytes
 from parallel.cli.reports.training_output import title_of
 from parallel.trainer.recipes import complete
 from parallel.trainer.records import EvalScore
@@ -58,7 +58,8 @@ def train(comm: Communicator, epochs: int, name: str, task: str = "digits") -> T
             if training.done % training.sampler.steps_per_epoch == 0:
                 score = training.score()
                 lines[-1] |= score.line()
-                text = f"loss {record.report.loss:.3f}, test accuracy {score.accuracy:.1%}"
+                epoch = training.done // training.sampler.steps_per_epoch
+                text = f"epoch {epoch}: loss {record.report.loss:.3f}, test accuracy {score.accuracy:.1%}"
                 bar.set_postfix_str(text, refresh=False)
             bar.update()
         seconds = time.perf_counter() - began
@@ -103,7 +104,7 @@ def race(plain: MPI.Intracomm, comm: MPI.Intracomm) -> Report:
         say(line)
     say(f"{'collective':16}{'bytes':>8}{'Chorus':>12}{'the MPI':>12}   {'Chorus / the MPI':19}  chosen algorithm")
     cases, options = list(product(RACE, RACE_SIZES)), RaceOptions(limits={"seconds": RACE_SECONDS})
-    with launcher.progress(len(cases), "racing", "race") as bar:
+    with launcher.progress(len(cases), "racing", "race", prints=True) as bar:
         for collective, nbytes in cases:
             rows, absent = measure(plain, comm, collective, ["auto"], nbytes, options=options)
             if "auto" in absent:
@@ -123,7 +124,7 @@ def race_line(row: dict[str, Any]) -> str:
     theirs = "-" if native is None else f"{native:.1f} us"
     verdict = "" if ratio is None else f"{ratio:5.2f} {'#' * min(12, round(4 * ratio))}"
     wrong = f"  WRONG: {row['wrong']} elements" if row["wrong"] else ""
-    name, size = row["collective"].replace("_", "-"), format_size(row["bytes"])
+    name, size = row["collective"].replace("_", "-"), format_bytes(row["bytes"])
     return f"{name:16}{size:>8}{row['ours_us']:>9.1f} us{theirs:>12}   {verdict:19} {row['chosen']}{wrong}"
 
 

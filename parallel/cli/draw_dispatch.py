@@ -26,6 +26,7 @@ from collectives.cli.draw import picture
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.topology import Nodes, regular
+from collectives.units import format_bytes, format_time
 from parallel.cli.reports.token_choices import token_choices
 from parallel.sharding.expert.dispatch import ROUTES
 from parallel.sharding.expert.dispatch_schedule import DispatchSchedule, combine_schedule, dispatch_schedule
@@ -72,8 +73,8 @@ def summary(schedule: DispatchSchedule, nodes: Nodes, row_bytes: int) -> str:
     network = ClusteredNetwork(nodes, INSIDE, BETWEEN, LinearCost(0, 0))
     seconds = price(schedule.schedules, ChunkLayout.packed((row_bytes,) * schedule.tokens), 1, network).seconds
     return (
-        f"{copies} copies of {schedule.tokens} tokens between {max(nodes) + 1} nodes; predicted {1e3 * seconds:.3g} ms "
-        f"for rows of {row_bytes} bytes"
+        f"{copies} copies of {schedule.tokens} tokens between {max(nodes) + 1} nodes; predicted {format_time(seconds)} "
+        f"for rows of {format_bytes(row_bytes)}"
     )
 
 

@@ -26,6 +26,8 @@ from parallel.nn.models import build
 from parallel.pipeline.config import schedule_of
 from parallel.sharding.mesh import Mesh
 
+GREY = "#c9c9c9"
+
 
 def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
     """Plot a column for each rank and a row for each tensor: its outline, and the part that the rank has, filled.
@@ -54,6 +56,13 @@ def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
     axes.set_xticks(range(mesh.size), [_label(mesh, rank) for rank in range(mesh.size)])
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
+    looks = {
+        "whole on this rank": GREY,
+        "part on this rank (a colour for each part)": COLOURS[0],
+        "on other ranks": "white",
+    }
+    patches = [Rectangle((0, 0), 1, 1, fc=colour, ec="black", lw=0.6, label=label) for label, colour in looks.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=1, frameon=False, fontsize=9)
     for side in axes.spines.values():
         side.set_visible(False)
     save_figure(path, figure, 90)
@@ -78,7 +87,7 @@ def _filled(one: Holding, rank: int) -> list[tuple[float, float, float, float]]:
 def _colour(one: Holding, rank: int) -> Any:
     cut = list(dict.fromkeys(part for part in one.parts if part is not None and part.ranges))
     part = one.parts[rank]
-    return "#c9c9c9" if part is None else COLOURS[cut.index(part) % len(COLOURS)]
+    return GREY if part is None else COLOURS[cut.index(part) % len(COLOURS)]
 
 
 def _label(mesh: Mesh, rank: int) -> str:
@@ -93,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     result = ProgramParser(__doc__)
     add = result.add_argument
     add("--mesh", default="dp=2,tp=2", metavar="AXES", help="as of chorus train (default dp=2,tp=2)")
-    add("--parallel", default="pp", metavar="LAYOUT", help="of stages, as of chorus train, such as pp:zb-v")
+    add("--layout", "--parallel", default="pp", metavar="LAYOUT", help="of stages, as of chorus train, such as pp:zb-v")
     add("--model", default="gpt:tiny", metavar="NAME", help="as of chorus train (default gpt:tiny)")
     add("--classes", type=at_least(1, int), default=256, metavar="N", help="tokens or classes (default 256)")
     add("-o", "--output", type=picture_file, metavar="FILE", help=f"a file {', '.join(PICTURES)}")
@@ -123,7 +132,7 @@ def main() -> int:
     arguments = command.parse_args()
     try:
         mesh = Mesh.parse(arguments.mesh)
-        held = drawn(mesh, arguments.model, arguments.classes, arguments.parallel)
+        held = drawn(mesh, arguments.model, arguments.classes, arguments.layout)
     except ValueError as error:
         command.error(str(error))
     if arguments.output is None:

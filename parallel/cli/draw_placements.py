@@ -16,6 +16,7 @@ from pathlib import Path
 from collectives.benchmark.reports import save_figure
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
+from collectives.units import format_bytes
 from parallel.sharding.expert.placements import ExpertPlacement, MixtureSize, placements
 
 
@@ -33,13 +34,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def as_text(every: Sequence[ExpertPlacement], ranks: int, size: MixtureSize) -> str:
-    """Experts of every rank, and megabytes that a rank sends, by placement."""
+    """Experts of every rank, and bytes that a rank sends, by placement."""
     blocks = []
     for placement in every:
         cut = f" (1/{placement.tp} of each)" if placement.tp > 1 else ""
         lines = [f"{placement}", *(f"  rank {rank}: {_experts(placement, rank, size)}{cut}" for rank in range(ranks))]
-        sent = {name: nbytes / 1e6 for name, nbytes in placement.sent(size).items()}
-        blocks.append("\n".join([*lines, "  " + ", ".join(f"{name} {mb:.2f} MB" for name, mb in sent.items())]))
+        sent = (f"{name} {format_bytes(nbytes)}" for name, nbytes in placement.sent(size).items())
+        blocks.append("\n".join([*lines, "  " + ", ".join(sent)]))
     return "\n\n".join(blocks)
 
 
@@ -48,7 +49,7 @@ def _experts(placement: ExpertPlacement, rank: int, size: MixtureSize) -> str:
 
 
 def picture(path: Path, every: Sequence[ExpertPlacement], ranks: int, size: MixtureSize) -> None:
-    """Grid of ranks and experts for each placement, filled where a rank has an expert. Below, megabytes sent."""
+    """Grid of ranks and experts for each placement, filled where a rank has an expert. Below, bytes sent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,7 +63,7 @@ def picture(path: Path, every: Sequence[ExpertPlacement], ranks: int, size: Mixt
                 color = f"C{rank // placement.tp % placement.ep % 10}"
                 axis.barh(rank, 0.9 / placement.tp, left=left, color=color)
         sent = placement.sent(size)
-        label = "\n".join(f"{name}: {nbytes / 1e6:.1f} MB" for name, nbytes in sent.items())
+        label = "\n".join(f"{name}: {format_bytes(nbytes)}" for name, nbytes in sent.items())
         axis.set(xlim=(-0.6, size.experts - 0.4), ylim=(ranks - 0.4, -0.6), yticks=range(ranks), ylabel="rank")
         axis.set_title(str(placement), fontsize=9)
         axis.set_xlabel(f"expert\n\n{label}", fontsize=9)

@@ -7,7 +7,7 @@ while MPI starts.
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -134,13 +134,13 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
 
 
 def run(
-    module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1, selectors: Sequence[str] = ()
+    module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1, selectors: Mapping[str, str] | None = None
 ) -> NoReturn:
     """Run the `main()` of a module in this process, and exit with the status that it returns.
 
     With `mpi` all ranks, at least `least`, run it, and an exception on one ends all. With `guarded` the watchdog starts
     before MPI, and rank 0 prints for which ranks it waits until all have started. `selectors` are options by which the
-    same command selects other programs.
+    same command selects other programs, with their help texts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C ends the process without a traceback
     if guarded:
@@ -151,7 +151,7 @@ def run(
         start_up.wait_for_all(nodes)
     from collectives.cli import launcher
 
-    launcher.ProgramParser.selectors = selectors
+    launcher.ProgramParser.selectors = selectors or {}
     if not mpi:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader of the output, such as head, has ended
         try:
@@ -191,8 +191,8 @@ def start(words: list[str]) -> None:
         raise UsageError(f"-n: chorus {name} runs in one process")
     if ranks is not None and rank is not None:
         raise UsageError("-n: this already runs under mpiexec; give the number of ranks there, or here, not twice")
-    if helps := not {"-h", "--help"}.isdisjoint(rest):
-        rest = ["--help"]  # beside an option that selects a program and lacks its value
+    if helps := [word for word in rest if word in ("-h", "--help", "--help-all")]:
+        rest = helps[-1:]  # beside an option that selects a program and lacks its value
     for word in rest:
         if word.startswith("--") and word.endswith("=--"):  # argparse would drop the value
             raise UsageError(f"argument {word.removesuffix('=--')}: expected a value, found '--'")
@@ -207,7 +207,8 @@ def start(words: list[str]) -> None:
             )
         print(f"chorus {name}: one rank, since no mpiexec has started it; -n 4 starts four", file=sys.stderr)
     sys.argv = [f"chorus {name}", *rest]
-    others = [option for other in members(name.split()[0]) if (option := other.split()[-1]).startswith("--")]
+    forms = members(name.split()[0]).items()
+    others = {option: each.summary for other, each in forms if (option := other.split()[-1]).startswith("--")}
     least = 1 if helps else program.least
     run(program.module, mpi=program.mpi, guarded=program.guarded, least=least, selectors=others)
 
@@ -224,6 +225,8 @@ def _loads(name: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `chorus`; exit status 2 for an invalid command line, else that of the subcommand."""
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["help"] and words[1:]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in HELP:
         print(usage(), end="")
         return 0 if words else 2

@@ -1,8 +1,8 @@
 """Forecast a training without running it: partition of the model, work per step, and memory of every rank.
 
 chorus plan -n 4 --data digits --model mlp
-chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
-chorus plan -n 4 --data pydoc --model gpt:small --parallel pp:zb-h1
+chorus plan -n 4 --data pydoc --model gpt:small --layout zero3
+chorus plan -n 4 --data pydoc --model gpt:small --layout pp:zb-h1
 
 Options and defaults are those of `chorus train`. A pipeline measures the units of the model to cut it, like the
 training. Nothing is written.
@@ -15,13 +15,16 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.cli.reports.training_output import short
+from collectives.units import short
 from parallel.cli.train import describe, limit_threads
 from parallel.cli.train_arguments import add_settings, threads_error
 from parallel.engine import settings
 from parallel.engine.memory_ledger import KINDS
 from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import TrainingPlan
+
+USUAL = ("data", "model", "layout", "mesh", "batch", "length", "precision", "optimizer", "recompute")
+"""Options in --help. --help-all has the others."""
 
 COLUMNS = (*KINDS, "temporaries")
 
@@ -48,7 +51,7 @@ def table(needed: list[dict[str, int]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the forecast of a training. Exit status 2 if the settings are invalid."""
-    parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
+    parser = launcher.LauncherParser(__doc__, USUAL, usage="%(prog)s [options]")
     add_settings(parser)
     args = parser.parse_args(argv)
     if problem := threads_error(args):

@@ -117,12 +117,15 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 MOST_DIGITS, EVEN = 9, "even"
+USUAL = ("cluster", "presets", "precision", "recipe", "model", "batch", "top", "tokens", "price", "plot")
+"""Options in --help. --help-all has the others."""
+
 READERS: dict[type, Callable[[str], Any]] = {str: str, int: whole_number, bool: truth, tuple: layer_numbers}
 """Readers of a layout's fields by their type."""
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ProgramParser(__doc__)
+    result = ProgramParser(__doc__, USUAL)
     add = result.add_argument
     add_setup(result, stack="megatron-core")
     add("--model", required=True, metavar="NAME", help="a preset, or a model of --presets")

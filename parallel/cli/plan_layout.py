@@ -37,6 +37,9 @@ from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.recipes import complete
 
+USUAL = ("search", "run", "top", "limit", "plan_plot", "plan_json", "data", "model", "batch", "steps", "checkpoint")
+"""Options in --help. --help-all has the others."""
+
 FOUND = ("layout", "mesh", "accumulate", "microbatches", "virtual", "cuts", "recompute")
 """Settings that are searched for."""
 
@@ -55,7 +58,7 @@ def words_of(found: Settings, compress: bool = False) -> list[str]:
     """Options of `chorus train` for a layout. With `compress`, also the option of no compression.
 
     >>> words_of(Settings(layout="dp", mesh="dp=2,tp=2", accumulate=2, recompute="none"))
-    ['--parallel', 'dp', '--mesh', 'dp=2,tp=2', '--accumulate', '2']
+    ['--layout', 'dp', '--mesh', 'dp=2,tp=2', '--accumulate', '2']
     """
     values = {name: getattr(found, name) for name in FOUND}
     values = {name: value for name, value in values.items() if value not in (None, NONE)}
@@ -98,7 +101,7 @@ def as_dict(fitting: list[LayoutForecast], refused: list[Refusal]) -> dict[str, 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the layouts, and train with --run. Exit status 1 if none fits, 2 if the settings are invalid."""
-    parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
+    parser = launcher.LauncherParser(__doc__, USUAL, usage="%(prog)s [options]")
     add_own(parser)
     add_settings(parser)
     add_files(parser)

@@ -13,9 +13,9 @@ from itertools import cycle
 from pathlib import Path
 
 from collectives.benchmark.reports import save_figure
-from collectives.benchmark.size_arguments import format_time
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
+from collectives.units import format_time
 from parallel.cli.plan_arguments import add_setup, check_files, expect_tokens, presets_of, setup_of
 from parallel.cli.reports.attention_plots import COLOURS
 from parallel.planning.analytic.checked import lookup

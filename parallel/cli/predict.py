@@ -1,7 +1,7 @@
 """Apply a trained model to inputs in a file, and write its scores, or values, to another.
 
-chorus predict --checkpoint out/digits --data images.npy --out scores.npy
-chorus predict -n 4 --checkpoint out/gpt --data tokens.npy --out scores.npy
+chorus predict --checkpoint out/digits --data images.npy -o scores.npy
+chorus predict -n 4 --checkpoint out/gpt --data tokens.npy -o scores.npy
 
 Any checkpoint of `chorus train` will do, whatever layout wrote it. FILE.npy has an axis of samples first, and then the
 shape of the samples of the training. Several ranks share the samples.
@@ -28,11 +28,11 @@ from parallel.runtime.validation import is_real
 
 
 def parser() -> launcher.LauncherParser:
-    result = launcher.LauncherParser(__doc__, usage="%(prog)s --checkpoint DIR --data FILE.npy --out FILE.npy")
+    result = launcher.LauncherParser(__doc__, usage="%(prog)s --checkpoint DIR --data FILE.npy --output FILE.npy")
     add = partial(result.add_argument, required=True, type=Path)
     add("--checkpoint", metavar="DIR", help="checkpoint of chorus train, or a folder: its newest")
     add("--data", metavar="FILE.npy", help="inputs")
-    add("--out", metavar="FILE.npy", help="results, float32, with as many samples")
+    add("-o", "--output", metavar="FILE.npy", help="results, float32, with as many samples")
     return result
 
 
@@ -65,14 +65,14 @@ def predict(comm: Communicator, args: argparse.Namespace) -> None:
     """Load model and inputs, compute this rank's part, and write the results of all on rank 0. Collective."""
     settings, model = model_alone(comm, args.checkpoint)
     x = collective_call(comm, partial(read, args.data), "--data")
-    collective_call(comm, partial(check_writable, args.out), "--out", root=0)
+    collective_call(comm, partial(check_writable, args.output), "--output", root=0)
     mine, family = contiguous(len(x), comm.Get_rank(), comm.Get_size()), settings.model.partition(":")[0]
     part = x[mine.start : mine.stop]
     compute = partial(scores_of, model, part, family, settings.batch)
     found = comm.gather(collective_call(comm, compute, f"{args.data} does not fit {settings.model}"), 0)
-    write = partial(save, args.out, found or [])
-    collective_call(comm, write, f"{args.out} was not written", OSError, root=0)
-    say(f"{settings.model}: {len(x)} samples, {args.out} written")
+    write = partial(save, args.output, found or [])
+    collective_call(comm, write, f"{args.output} was not written", OSError, root=0)
+    say(f"{settings.model}: {len(x)} samples, {args.output} written")
 
 
 def main(argv: list[str] | None = None) -> int:

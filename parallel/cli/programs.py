@@ -84,7 +84,7 @@ EXAMPLES = """\
   chorus demo
   chorus run -n 4 --profile program.py
   chorus train -n 4 --data digits --model mlp
-  chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
+  chorus plan -n 4 --data pydoc --model gpt:small --layout zero3
   chorus bench collectives -n 2 --collective allreduce
   chorus plan --cluster h100:64 --model llama-3-70b --batch 4M-tokens
   chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8

@@ -14,9 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from itertools import product
 
-from tqdm import tqdm
-
-from collectives.cli.launcher import ProgramParser, at_least
+from collectives.cli.launcher import ProgramParser, at_least, followed
+from collectives.units import format_time
 from parallel.pipeline.schedule.activation_memory import peaks
 from parallel.pipeline.schedule.formulas import FORMULAS, deviations
 from parallel.pipeline.schedule.lowering import lower
@@ -77,7 +76,8 @@ def main() -> int:
     jobs = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in SCHEDULES]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         answers = pool.map(first_fault, *zip(*jobs))
-        for found, plans in tqdm(answers, desc="proving", total=len(jobs), disable=None):
+        for _ in followed(jobs, "proving", "schedule"):
+            found, plans = next(answers)
             proved += plans
             if found:
                 print(found, file=sys.stderr)
@@ -87,5 +87,5 @@ def main() -> int:
     print(table(arguments.stages, arguments.microbatches))
     up_to = f"up to {arguments.stages} stages and {arguments.microbatches} micro-batches"
     seconds = time.perf_counter() - began
-    print(f"\nproved {proved} plans of {len(SCHEDULES)} schedules for {up_to} in {seconds:.0f} s")
+    print(f"\nproved {proved} plans of {len(SCHEDULES)} schedules for {up_to} in {format_time(seconds)}")
     return 0

@@ -25,6 +25,7 @@ from collectives.cli import launcher
 from collectives.cli.arguments import numbers
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine
+from collectives.units import format_bytes
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.cli.reports.training_output import format_score
 from parallel.cli.train_arguments import picture_error
@@ -61,8 +62,12 @@ NEEDED: dict[tuple[str, ...], tuple[str, ...]] = {
 """Options that are refused unless one of those before the colon is given."""
 
 
+USUAL = ("checkpoint", "load", "spec", "method", "activations", "calibrate", "samples", "tune", "report", "output")
+"""Options in --help. --help-all has the others."""
+
+
 def parser() -> launcher.LauncherParser:
-    result = launcher.LauncherParser(__doc__, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
+    result = launcher.LauncherParser(__doc__, USUAL, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
     source = result.add_mutually_exclusive_group(required=True).add_argument
     source("--checkpoint", type=Path, metavar="DIR", help="checkpoint of chorus train, or a folder: its newest")
     source("--load", type=Path, metavar="FILE", help="test a model that -o has written")
@@ -127,10 +132,11 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
         "  error of: weights  outputs (alone)  (all)"
     )
     for row, spec in zip(rows, specs):
+        sizes = format_bytes(row.nbytes), format_bytes(row.before)
         errors = ["-" if math.isnan(one) else f"{one:.2%}" for one in (row.weights, row.outputs, row.arriving)]
         say(
             f"{row.name:<{wide}}  {f'{row.shape[0]} x {row.shape[1]}':>11}  {spec:<{kind}}  {row.bits:>5.2f}"
-            f"  {row.nbytes:>9}  {row.before:>9}  {errors[0]:>17}  {errors[1]:>15}  {errors[2]:>5}"
+            f"  {sizes[0]:>9}  {sizes[1]:>9}  {errors[0]:>17}  {errors[1]:>15}  {errors[2]:>5}"
         )
 
 
@@ -255,7 +261,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     layers, name = layers_of(trained.model), f"{trained.settings.model} on {trained.task.name}"
     shown = min(args.samples, len(data.train))
     say(f"{name}: {len(layers)} layers, calibrated on {shown} samples of {data.name}")
-    say(f"float32: {job.score_text(trained.model)}, {nbytes(trained.model)} bytes")
+    say(f"float32: {job.score_text(trained.model)}, {format_bytes(nbytes(trained.model))}")
     if args.mixed is None:
         check(layers, spec, args.method, activations, args.observer)
         made, specs = quantise(trained.model, spec, mine, comm, method=args.method), [spec] * len(layers)
@@ -268,7 +274,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     made = made if activations is None else round_inputs(job, made, activations)
     text += f", inputs in {args.activations if args.mixed_inputs is None else 'mixed'}" if args.activations else ""
     smaller = nbytes(trained.model) / nbytes(made)
-    say(f"{text}: {job.score_text(made)}, {nbytes(made)} bytes ({smaller:.2f} times less)")
+    say(f"{text}: {job.score_text(made)}, {format_bytes(nbytes(made))} ({smaller:.2f} times less)")
     if args.report:
         rows = compare(trained.model, made, layers, mine, comm)
         print_layers(rows, [short_name(METHODS[args.method].spec(one)) for one in specs])
@@ -291,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             loaded = collective_call(comm, partial(load_model.load, args.load), f"{args.load} cannot be used")
             text = score_text(model_score(comm, loaded, loaded.model))
-            say(f"{loaded.settings.model} on {loaded.task.name}: {text}, {nbytes(loaded.model)} bytes")
+            say(f"{loaded.settings.model} on {loaded.task.name}: {text}, {format_bytes(nbytes(loaded.model))}")
     except (CheckpointError, ValueError, ImportError, OSError) as error:
         made.error(str(error))
     return 0

@@ -2,7 +2,7 @@
 
 chorus train -n 4 --data digits --model mlp
 chorus train -n 2 --data pydoc --model gpt --checkpoint out/gpt --plot out/gpt.png
-chorus train -n 4 --checkpoint out/gpt --resume --parallel zero3
+chorus train -n 4 --checkpoint out/gpt --resume --layout zero3
 
 Options that are not given come from the resumed checkpoint, else from defaults for the data and the model. Ctrl-C ends
 a training with a checkpoint, if --checkpoint names a folder.
@@ -24,12 +24,13 @@ from collectives.benchmark.reports import check_folder, check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.errors import OutOfMemory
+from collectives.units import short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
 from parallel.checkpoint.step_folders import origin_of, step_of
 from parallel.cli import watchdog
 from parallel.cli.batch_job import BatchJob, cpus_of, find_job
 from parallel.cli.reports.metrics import check_tensorboard
-from parallel.cli.reports.training_output import OutputError, short
+from parallel.cli.reports.training_output import OutputError
 from parallel.cli.restarts import add_survive, survive_error
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
@@ -41,6 +42,9 @@ from parallel.runtime.vector_memory import keep_freed_memory, namespace
 from parallel.trainer.recipes import complete
 from parallel.trainer.state_keeper import StateKeeper
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
+
+USUAL = ("data", "model", "layout", "mesh", "batch", "epochs", "steps", "rate", "checkpoint", "resume")
+"""Options in --help. --help-all has the others."""
 
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
@@ -122,7 +126,7 @@ def begin(
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
     chosen = complete(given, settings_in(found) if found else None)
     if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in settings.MESHES:
-        raise ValueError(f"--survive: expected --parallel {', '.join(settings.MESHES)}, found {layout}")
+        raise ValueError(f"--survive: expected --layout {', '.join(settings.MESHES)}, found {layout}")
     limit_threads(comm, args, chosen)
     training = Training(chosen, comm, kept.resolved() if kept else None)
     if found is not None:
@@ -191,7 +195,7 @@ FILE_CHECKS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Train. Exit status 2 if the training cannot begin, 1 if it fails, 128 + signal number after a signal."""
-    parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
+    parser = launcher.LauncherParser(__doc__, USUAL, usage="%(prog)s [options]")
     add_settings(parser)
     add_files(parser)
     add_survive(parser)

@@ -20,6 +20,7 @@ from collectives.cli import launcher
 from collectives.cli.exit_notice import ExitNotice
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
+from collectives.units import format_time
 from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
 from parallel.cli import watchdog
 from parallel.cli.batch_job import BatchJob, TimeLimit
@@ -186,13 +187,17 @@ class TrainingRun:
                 if args.checkpoint and (training.done % save_every == 0 or (score and args.keep_best)):
                     checkpoints.save(score)
                     notice.set_text(checkpoints.killed_text())
-                if score or self._meter.window_seconds > REFRESH:
+                is_tenth = training.done * INTERVALS % training.steps < INTERVALS
+                if score or is_tenth or self._meter.window_seconds > REFRESH:
                     loss, speed = format_loss(training, record.report.loss), self._meter.recent()
                     text = f"{loss}{self._test_text}, {format_speed(training, speed)}"
                     bar.set_postfix_str(text, refresh=False)
+                    self._test_text = ""
                 bar.update()
-                if score:
+                if score:  # its line stays
                     bar.refresh()
+                    if launcher.on_terminal():
+                        say(f"step {training.done} of {training.steps}, {text}")
             if args.checkpoint and training.done > checkpoints.tried:
                 checkpoints.save()
             number = int(self._comm.allreduce(interrupt.number, MPI.MAX))
@@ -284,7 +289,7 @@ class TrainingRun:
                 collective_call(comm, partial(log.copy, path), f"--{name}", OutputError)
         if checkpoints.problem and not training.fault_tolerant:  # else other ranks may not try again with this one
             checkpoints.save()
-        spent = f"{training.done} steps and {final['seconds']:.1f} s"
+        spent = f"{training.done} steps and {format_time(final['seconds'])}"
         part = f" on {count} of {every} samples" if count < every else ""
         say(f"{format_score(score)}{part} after {spent}; {format_speed(training, speed)}")
         if args.checkpoint and not checkpoints.problem:

@@ -30,6 +30,7 @@ class Option:
     choices: Collection[str] = ()  # all values, if there are few
     names: Collection[str] = ()  # values that `meaning` lists
     flag: str | None = None  # name of the argument if it is not `name`; "" if the command line has none
+    former: str = ""  # earlier name of the argument, which is also accepted
     bare: str | None = None  # value of the argument without a value, for an option that --no-... resets
     layouts: Collection[str] = ()  # that use the option; empty for all
     owner: str = ""  # what has the value in place of an engine's settings; "" for an option of engines
@@ -74,7 +75,7 @@ class Option:
             parser.add_argument(f"--no-{self.argument[2:]}", action="store_const", const=self.default, **facts)
         else:
             facts |= {"choices": [*self.choices] or None, "type": TYPES[kind][0], "metavar": self.metavar}
-            parser.add_argument(self.argument, **facts)
+            parser.add_argument(self.argument, *[f"--{self.former}"] * bool(self.former), **facts)
 
 
 def option(default: Any, meaning: str, metavar: str | None = None, **facts: Any) -> Any:

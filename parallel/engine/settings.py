@@ -53,7 +53,7 @@ of_program = partial(option, owner=PROGRAM)
 class ExecutionOptions(OptionGroup):
     """Execution."""
 
-    layout: str = option("dp", "strategy: {names} (default {default})", "LAYOUT", flag="parallel", names=LAYOUT_NAMES)
+    layout: str = option("dp", "strategy: {names} (default {default})", "LAYOUT", former="parallel", names=LAYOUT_NAMES)
     precision: str = option("fp32", "precision of weights and activations (default {default})", choices=PRECISIONS)
     device: str = option("cpu", "cuda is the current device (default {default})", choices=("cpu", "cuda"), one_run=True)
     reproducible: bool = option(False, "bitwise the same result on any number of ranks, in any layout")
@@ -120,7 +120,7 @@ class OptimizerOptions(OptionGroup):
     """Optimizer."""
 
     optimizer: str = of_optimizer("adamw", "default {default}", choices=OPTIMIZERS)
-    rate: float = of_optimizer(1e-3, "peak learning rate", "R", least=0)
+    rate: float = of_optimizer(1e-3, "peak learning rate (lr)", "R", least=0)
     warm_up: int = of_optimizer(0, "steps up to the peak rate; then half a cosine down to a tenth", "N", least=0)
     decay: float = of_optimizer(0.01, "weight decay", "D", least=0)
     momentum: float = of_optimizer(0.9, "momentum of sgd", "M", least=0, below=1)

@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.transport.memory.memory_limits import ControlGroup, control_groups
+from collectives.units import format_bytes
 from parallel.nn.kernels.storage import product_dtype
 from parallel.runtime.collective_errors import raise_on_all
 from parallel.runtime.vector_memory import namespace
@@ -112,19 +113,6 @@ def _too_little(kinds: Mapping[str, int], needed: list[int], place: str, limit: 
         f"{several} {format_bytes(sum(kinds.values()))} ({most}), and the {place} has {format_bytes(limit)}; "
         "a smaller model, length or micro-batch may do, or recompute"
     )
-
-
-UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes as text with a decimal unit.
-
-    >>> format_bytes(23_500_000_000)
-    '23.5 GB'
-    """
-    power = min((len(str(int(count))) - 1) // 3, len(UNITS) - 1)
-    return f"{count / 1000**power:.3g} {UNITS[power]}"
 
 
 MATRIX_SIZE = {"cpu": 512, "cuda": 4096}

@@ -20,6 +20,7 @@ import numpy as np
 
 from collectives.benchmark.size_arguments import parse_size
 from collectives.cli.launcher import ProgramParser, at_least
+from collectives.units import format_bytes
 from quant import Q4_0, Q8_0, QuantizedArray, QuantSpec, grouped, kernels, quantize
 from quant.io import ggml_blocks
 
@@ -124,9 +125,8 @@ def main() -> None:
     for name, spec in options.specs.items():
         contestants += chorus_side(name, spec, x)
     seconds = race(contestants, options.turns)
-    print(
-        f"# {x.nbytes} bytes of float32, one core of {platform.node()}, NumPy {np.__version__}, {options.turns} turns"
-    )
+    where = f"one core of {platform.node()}, NumPy {np.__version__}"
+    print(f"# {format_bytes(x.nbytes)} of float32, {where}, {options.turns} turns")
     print(f"# {'what':<34} {'GB/s':>7} {'least':>7} {'most':>7} {'of memcpy':>10}")
     memcpy = float(np.median(seconds["memcpy"]))
     for name, taken in seconds.items():

@@ -117,7 +117,6 @@ ALLOWED = {
     "parallel/planning/analytic/step_time.py message_seconds": COMPUTED,
     "parallel/ptq/calibration.py InputMoments.add": EXACT,
     "parallel/ptq/mixed_inputs.py _elements": COMPUTED,
-    "parallel/runtime/resources.py format_bytes": "for a message",
     "parallel/runtime/step_report.py in_units": "compared with the value itself",
     "parallel/runtime/validation.py real_number": "an array of one element",
     "parallel/runtime/validation.py widened": CHECKED,

@@ -60,7 +60,7 @@ CHEAP = {
 """Programs whose commands are run, with arguments appended that keep them short. Commands under mpiexec are not run."""
 
 EXTERNAL = ("srun", "sbatch", "squeue", "scancel", "scontrol", "qsub", "kubectl", "podman", "apptainer")
-EXTERNAL += ("export", "module", "mkdocs", "python -m build", "    {")
+EXTERNAL += ("export", "module", "mkdocs", "python -m build", "tail -q", "    {")
 """Commands of other programs, which are not checked."""
 
 RUNNER = """
@@ -165,10 +165,10 @@ def run_program(program, *arguments):
 
 @cache
 def options_of(program):
-    """Text with all options of a program: its --help, or the source of a shell script."""
+    """Text with all options of a program: its --help-all, or the source of a shell script."""
     if program.startswith("scripts/") and not program.endswith(".py"):
         return (ROOT / program).read_text()
-    done = run_program(program, "--help")
+    done = run_program(program, *["--help-all"] if program.startswith("chorus ") else ["--help"])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -26,6 +26,7 @@ LAYERS = [
     "quant.io",
     "collectives.errors",
     "collectives.types",
+    "collectives.units",
     "collectives.engine",
     "collectives.schedule",
     "collectives.buffers",

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.engine.instructions import CallState
-from collectives.runtime.record.conditions import condition, describe_call, is_stopped, seconds
+from collectives.runtime.record.conditions import condition, describe_call, is_stopped
 from collectives.runtime.record.layout import RankState
 from collectives.runtime.record.reader import RankRecord, is_active
+from collectives.units import format_time
 
 COMPARED = 32
 """Last calls of each rank that are compared with those of others."""
@@ -99,7 +100,9 @@ def slowness(rank: int, ranks: Sequence[Calls]) -> str:
     last = sorted(time for time in late if time > 0)
     if len(late) < FEW or len(last) < MOST * len(late) or last[len(last) // 2] < SLOW:
         return ""
-    return f", is slow (it came last to {len(last)} of {len(late)} calls, by {seconds(last[len(last) // 2])})"
+    return (
+        f", is slow (it came last to {len(last)} of {len(late)} calls, by {format_time(1e-9 * last[len(last) // 2])})"
+    )
 
 
 def _others(made: Mapping[int, int], rank: int) -> list[int]:
@@ -162,6 +165,6 @@ def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]
             yield f"  rank {one.rank} (pid {one.header['pid']}) {condition(one, now)}"
             for call in one.calls[-calls:] if calls else ():
                 end = CallState(call["state"]).name.lower().replace("_", " ")
-                took = seconds(call["ended"] - call["started"]) if call["ended"] else "under way"
+                took = format_time(1e-9 * (call["ended"] - call["started"])) if call["ended"] else "under way"
                 yield f"      {describe_call(call)}: {end}, {took}"
         yield from (f"  cause: {text}" for text in causes(ranks, now))

@@ -5,6 +5,7 @@ from typing import Any
 
 from collectives.runtime.record.layout import RankState
 from collectives.runtime.record.reader import ProcessState, RankRecord, is_active
+from collectives.units import format_bytes, format_time
 
 COUNT_MASK = (1 << 24) - 1
 """Bits of the number of a communicator that count those of its first rank, see `Transports`."""
@@ -17,24 +18,8 @@ def describe_call(call: Any) -> str:
     """Collective, algorithm and data of a call."""
     root = "" if call["root"] < 0 else f" with root {call['root']}"
     kinds = [text.decode() for text in (call["dtype"], call["op"]) if text]
-    data = ", ".join([size(call["nbytes"]), *[" ".join(kinds)] * bool(kinds)])
+    data = ", ".join([format_bytes(call["nbytes"]), *[" ".join(kinds)] * bool(kinds)])
     return f"{call['collective'].decode()}{root} ({call['algorithm'].decode()}, {data}) #{call['turn']}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes in a unit that suits them."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes} B"
-
-
-def seconds(nanoseconds: int) -> str:
-    """Duration in a unit that suits it."""
-    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if nanoseconds >= factor:
-            return f"{nanoseconds / factor:.3g} {unit}"
-    return f"{nanoseconds} ns"
 
 
 def condition(record: RankRecord, now: int) -> str:
@@ -53,10 +38,11 @@ def condition(record: RankRecord, now: int) -> str:
         return f"does not answer: it is stopped, or its node cannot be reached{_after(record)}{failed}"
     active = [call for call in calls if is_active(call)]
     if active:
-        text, since = f"waits {seconds(now - active[0]['started'])} in {_awaited(active[0])}", active[0]["started"]
+        since = active[0]["started"]
+        text = f"waits {format_time(1e-9 * (now - since))} in {_awaited(active[0])}"
     else:
         since = calls[-1]["ended"] if len(calls) else record.header["opened"]
-        text = f"is in its own code since {seconds(now - since)}{_after(record)}"
+        text = f"is in its own code since {format_time(1e-9 * (now - since))}{_after(record)}"
     line = f", at {record.text('line')}" if record.header["line_seen"] > since else ""
     return f"{stopped}{text}{line}{failed}"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from collectives.benchmark.reports import save_figure
-from collectives.benchmark.size_arguments import format_time
+from collectives.units import format_bytes, format_time
 from parallel.cli.reports.attention_plots import COLOURS
 from parallel.nn.placement import Shard
 from parallel.planning.analytic.graph_costs import HALF, GraphOption, GraphPlan
@@ -66,6 +66,22 @@ def draw_plans(
                 colour = COLOURS[device % len(COLOURS)] if device >= 0 else "lightgrey"
                 place = column + 0.78 + 0.18 * x, row - 0.36 + 0.72 * y
                 axes.add_patch(Rectangle(place, 0.18 * width, 0.72 * height, fc=colour, ec="black", linewidth=0.6))
+    count = max(prod(sizes), len(staged.stages) if staged else 0)
+    looks = {
+        **{f"on device {device}": COLOURS[device % len(COLOURS)] for device in range(min(count, 8))},
+        "on all": "lightgrey",
+    }
+    parts = [Rectangle((0, 0), 1, 1, fc=colour, ec="black", lw=0.6, label=label) for label, colour in looks.items()]
+    note = "red: exchange before the operator, ↓ forward ↑ backward, of mesh axis (0), bytes each device sends"
+    figure.legend(
+        handles=parts,
+        title=note,
+        loc="outside lower center",
+        ncols=len(parts),
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+    )
     axes.set(xlim=(0, len(columns)), ylim=(len(graph.operators) - 0.4, -1.1))
     axes.axis("off")
     save_figure(path, figure, 100)
@@ -121,18 +137,6 @@ def _weight_parts(kind: str, option: GraphOption, sizes: tuple[int, ...]) -> dic
 
 DIMENSIONS = (0, 1, -1)
 """Dimensions of values that can be cut: samples, positions, features."""
-
-
-def format_bytes(nbytes: float) -> str:
-    """Bytes in decimal units.
-
-    >>> format_bytes(1.5e6), format_bytes(0), format_bytes(999)
-    ('1.5 MB', '0', '999 B')
-    """
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B" if nbytes else "0"
 
 
 def sent(plan: GraphPlan) -> tuple[float, float]:

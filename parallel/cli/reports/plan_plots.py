@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives.units import format_time, short
 from parallel.cli.reports.plan_report import PlanQuestion
 from parallel.cli.reports.plan_timeline import title
-from parallel.cli.reports.training_output import short
 from parallel.planning.analytic.layout import accumulation
 from parallel.planning.analytic.memory import MEMORY_KINDS, over_time
 from parallel.planning.analytic.search import PlanChoice
@@ -80,7 +80,7 @@ def draw_nodes(path: Path, plans: Sequence[tuple[PlanQuestion, PlanChoice | None
     names = []
     for place, (one, choice) in enumerate(plans):
         seconds = choice.time.total if choice else 0.0
-        text = f"{seconds:.3g} s, MFU {one.mfu(seconds):.0%}" if choice else "no layout\nfits"
+        text = f"{format_time(seconds)}, MFU {one.mfu(seconds):.0%}" if choice else "no layout\nfits"
         share.annotate(text, (place, 101 if choice else 3), ha="center", va="bottom", fontsize=7)
         nodes = f"{one.devices // question.setup.cluster.per_node} ({one.devices})"
         names.append("\n".join([nodes, "", *(str(choice.layout).split(", ") if choice else ())]))
@@ -97,7 +97,7 @@ def _draw_speeds(axis: Any, plans: Sequence[tuple[PlanQuestion, PlanChoice | Non
     speeds = [(place, one.devices, one.tokens / choice.time.total) for place, one, choice in found if choice]
     places, devices, tokens = zip(*speeds)
     ideal = [tokens[0] * count / devices[0] for count in devices]
-    axis.plot(places, ideal, color="grey", lw=0.8, ls="--", label="efficiency of the first")
+    axis.plot(places, ideal, color="grey", lw=0.8, ls="--", label="linear scaling of the first")
     axis.plot(places, tokens, marker="o", color="#0b6fbf", label="predicted")
     axis.set_yscale("log", base=10)
     axis.yaxis.set_major_formatter(lambda y, _: short(y))

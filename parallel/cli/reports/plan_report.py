@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from collectives.benchmark.size_arguments import format_time
-from parallel.cli.reports.training_output import format_share, short
+from collectives.units import format_time, short
+from parallel.cli.reports.training_output import format_share
 from parallel.planning.analytic.flops import CONVENTIONS, OperatorCost, forward_flops, operators, training_cost
 from parallel.planning.analytic.layout import accumulation
 from parallel.planning.analytic.memory import MEMORY_KINDS
@@ -109,7 +109,7 @@ def _choice_lines(question: PlanQuestion, found: SearchResult, top: int) -> Iter
         seconds = choice.time.total
         parts = {name: share for name in fields if (share := getattr(choice.time, name) / seconds) >= 0.005}
         shares = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda item: -item[1]))
-        speed = f"{short(seconds):>8}s{short(question.tokens / seconds):>10}{question.mfu(seconds):>6.0%}"
+        speed = f"{format_time(seconds):>9}{short(question.tokens / seconds):>10}{question.mfu(seconds):>6.0%}"
         yield f"{choice.nbytes / 1e9:>6.1f}{speed}  {choice.layout}"
         yield f"{'':33}{shares}"
 
@@ -128,9 +128,9 @@ def _training_lines(question: PlanQuestion, choice: PlanChoice, tokens: float, p
     cost = training_cost(flops, peak, question.devices, min(1.0, mfu), price)
     paid = "" if cost.price is None else f", at {price:g} an hour {short(cost.price)}"
     yield f"{short(tokens)} tokens ({short(tokens * BYTES_PER_TOKEN)}B of text): {flops:.3g} FLOPs"
-    yield f"  {cost.seconds / 86400:.3g} days, {short(cost.device_hours)} device-hours{paid}"
+    yield f"  {format_time(cost.seconds)}, {short(cost.device_hours)} device-hours{paid}"
     alone = training_cost(flops, peak, 1, 1.0)
-    yield f"  on one device at its peak: {short(alone.years)} years"
+    yield f"  on one device at its peak: {format_time(alone.seconds)}"
 
 
 def _rejection_lines(found: SearchResult) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from collectives.benchmark.reports import read_report, save_figure
+from collectives.units import format_time
 from parallel.pipeline.schedule.actions import Action, parse
 from parallel.pipeline.schedule.activation_memory import peaks, versions
 from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
@@ -74,7 +75,7 @@ def _last_step(trace: bytes) -> TimelineBand:
     shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]
     end, busy = _end(shifted), sum(map(_covered, shifted))
     idle = 1 - busy / (end * len(shifted))
-    return TimelineBand(f"measured: {end * 1e3:.3g} ms, idle {float(idle):.1%}", shifted, (), "s")
+    return TimelineBand(f"measured: {format_time(end)}, idle {float(idle):.1%}", shifted, (), "s")
 
 
 def _action(entry: dict[str, Any]) -> Action | None:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.benchmark import traces
 from collectives.cli import launcher
+from collectives.units import short
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.throughput import Throughput
@@ -28,19 +29,6 @@ def tokens(training: Training) -> int:
 
 def unit(training: Training) -> str:
     return "tokens" if training.task.is_text else "samples"
-
-
-def short(number: float) -> str:
-    """Format a number with three significant digits and a unit prefix (k, M, G, T).
-
-    >>> short(12345), short(7.25), short(999.9)
-    ('12.3k', '7.25', '1k')
-    """
-    rounded = float(f"{number:.3g}")
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rounded >= limit:
-            return f"{rounded / limit:.3g}{letter}"
-    return f"{rounded:.3g}"
 
 
 def format_share(share: float) -> str:

@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from collectives import Communicator
+from collectives.units import format_bytes
 from parallel.engine.grad_compression import AUTO, NONE
 from parallel.engine.grad_compression.auto_select import WIDTHS
 from parallel.engine.memory_ledger import MemoryLedger, Workload
@@ -113,8 +114,8 @@ class LayoutChoice:
         most = max(memory, key=lambda kinds: sum(kinds.values()))
         if (needed := sum(most.values())) > self._limit:
             kind = max(most, key=lambda name: most[name])
-            over = f"{(needed - self._limit) / 1e6:.1f} MB over {self._limit / 1e6:.1f} MB"
-            return Refusal(settings, f"{over}; {kind} {most[kind] / 1e6:.1f} MB")
+            over = f"{format_bytes(needed - self._limit)} over {format_bytes(self._limit)}"
+            return Refusal(settings, f"{over}; {kind} {format_bytes(most[kind])}")
         return LayoutForecast(settings, memory, self._forecaster.step(settings, job))
 
     def _memory(self, settings: Settings, job: Job) -> dict[str, int]:

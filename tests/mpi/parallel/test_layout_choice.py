@@ -42,7 +42,7 @@ def test_memory_is_the_ledgers(comm):
 
 def test_over_memory(comm):
     found = LayoutChoice(comm, 1000).judge(GIVEN)
-    assert isinstance(found, Refusal) and "MB over 0.0 MB; " in found.reason
+    assert isinstance(found, Refusal) and "iB over 1000 B; " in found.reason
 
 
 def test_search_is_in_order_of_time(comm):

@@ -79,5 +79,5 @@ def test_the_memory_of_a_container_is_that_of_its_ranks(monkeypatch, world):
         if enough:
             resources.check_memory(world, {"gradients": 1000})
         else:
-            with pytest.raises(ValueError, match=r"not enough memory: .*, and the container has 999 bytes"):
+            with pytest.raises(ValueError, match=r"not enough memory: .*, and the container has 999 B"):
                 resources.check_memory(world, {"gradients": 1000})

@@ -114,7 +114,7 @@ def test_too_large_for_the_machine(monkeypatch):
     monkeypatch.setattr(resources, "node_memory", lambda: 100_000)
     monkeypatch.setattr(comm, "zeros", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(
-        ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and the node has 100 kB; a smaller"
+        ValueError, match=r"not enough memory: it needs 21 MiB \(.*\), and the node has 97.7 KiB; a smaller"
     ):
         Training(complete(SAID | {"model": "mlp:medium"}), comm)
     monkeypatch.undo()
@@ -143,7 +143,7 @@ def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, lin
     assert sorted(found.values())[:2] == [100_000, 200_000]
     monkeypatch.setattr(resources, "container_limits", lambda groups: found)
     resources.check_memory(MPI.COMM_SELF, {"parameters": 100_000})
-    with pytest.raises(ValueError, match=r"it needs 100 kB \(.*\), and the container has 100 kB; a smaller"):
+    with pytest.raises(ValueError, match=r"it needs 97.7 KiB \(.*\), and the container has 97.7 KiB; a smaller"):
         resources.check_memory(MPI.COMM_SELF, {"parameters": 100_001})
 
 

@@ -14,6 +14,7 @@ from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
 from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, exact_pattern
 from collectives.cli import bench
 from collectives.schedule.chunks import even
+from collectives.units import format_bytes, format_time
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -47,9 +48,27 @@ def test_bad_sizes(text):
         size_arguments.parse_sizes(text)
 
 
-@pytest.mark.parametrize("nbytes", [0, 7, 8, 1000, 1024, 1536, 65536, 3 * 2**20, 2**30])
-def test_format_is_read_back(nbytes):
-    assert size_arguments.parse_size(size_arguments.format_size(nbytes)) == nbytes
+@pytest.mark.parametrize(
+    "value, text", [(0, "0 B"), (1000, "1000 B"), (1536, "1.5 KiB"), (535822336, "511 MiB"), (1072693248, "1023 MiB")]
+)
+def test_bytes_have_a_unit(value, text):
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0 s"),
+        (3e-9, "3 ns"),
+        (2e-6, "2 us"),
+        (0.0456, "45.6 ms"),
+        (119, "119 s"),
+        (7200, "2 h"),
+        (1.1e8, "3.49 years"),
+    ],
+)
+def test_times_have_a_unit(seconds, text):
+    assert format_time(seconds) == text
 
 
 def test_statistics():

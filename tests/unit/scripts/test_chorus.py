@@ -104,6 +104,39 @@ def test_help_of_groups(words, capsys):
         )
 
 
+def test_short_and_full_help(in_process, capsys):
+    def shown(*words):
+        with pytest.raises(SystemExit, match="0"):
+            chorus.main(list(words))
+        return capsys.readouterr().out
+
+    short = shown("plan", "--cluster", "--help")
+    assert "--batch SIZE" in short and "--help-all" in short and "  --fix" not in short
+    assert all(f"  {option} " in short for option in ("--graph", "--scaling", "--search", "--run"))
+    assert "  --fix" in shown("plan", "--cluster", "--help-all")
+    assert "--max-size" in shown("help", "prove", "collectives")
+
+
+@pytest.mark.parametrize(
+    "message, added",
+    [
+        ("argument --m: invalid choice: 'gtpq' (choose from 'rtn', 'gptq', 'awq')", "gptq"),
+        ("argument --m: invalid choice: 'gtpq' (choose from rtn, gptq, awq)", "gptq"),
+        ("layout: expected pp: and one of gpipe, 1f1b; found 'pp:1f1'", "1f1b"),
+        ("unknown form 'blockng'; known: blocking, persistent, all", "blocking"),
+        ("invalid choice: 'gpu' (choose from 'cpu', 'cuda')", None),
+        ("expected one of mlp, gpt; found 'mpl'", "mlp"),
+        ("expected a whole number from 1 on, found '-4'", None),
+        ("expected one of ring, tree; found 'xyz'", None),
+        ("expected one of ring, tree; found 'rin' (perhaps ring)", None),
+    ],
+)
+def test_the_listed_name_like_a_wrong_one_is_added(message, added):
+    from collectives.cli.launcher import one_line
+
+    assert one_line(message) == message + f" (perhaps {added})" * (added is not None)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -112,6 +145,7 @@ def test_help_of_groups(words, capsys):
             "unrecognized arguments: --colective (perhaps --collective)",
         ),
         (["plan", "--clustr=h100:8"], "unrecognized arguments: --clustr (perhaps --cluster)"),
+        (["plan", "--cluster", "h100:8", "--layouts", "8"], "unrecognized arguments: --layouts (perhaps --top)"),
         (["bench", "collectives", "--zzzz", "1"], "unrecognized arguments: --zzzz 1"),
     ],
 )

@@ -14,7 +14,7 @@ round  rank 0       rank 1      rank 2      rank 3
 1      →1 [0,2]     →0 [1,1,3]  →3 [0,0,2]  →2 [1,3]
        ←1 [1,1',3]  ←0 [0,2]    ←3 [1,3]    ←2 [0,0',2]
 
-4 copies of 4 tokens between 2 nodes; predicted 34.8 ms for rows of 4194304 bytes
+4 copies of 4 tokens between 2 nodes; predicted 34.8 ms for rows of 4 MiB
 """
 
 

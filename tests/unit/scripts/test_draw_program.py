@@ -80,7 +80,7 @@ def test_cells_of_every_kind():
 
 def test_the_program_of_one_rank():
     done = call(draw_program.main, "--collective", "allreduce", "--algorithm", "ring", "--bytes", "64", "--rank", "0")
-    assert done.returncode == 0 and done.stdout.startswith("allreduce, ring, 64 bytes of float32, rank 0 of 1")
+    assert done.returncode == 0 and done.stdout.startswith("allreduce, ring, 64 B of float32, rank 0 of 1")
     assert "64 B source+0 -> target+0" in done.stdout
 
 

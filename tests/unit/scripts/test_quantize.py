@@ -50,12 +50,12 @@ def test_from_a_checkpoint_to_a_file_and_back(folders, capsys, tmp_path, name):
     file = tmp_path / "m.safetensors"
     said = ["--spec", "int4_g16", "--method", "gptq", "--activations", "int8", "--samples", 64]
     output = run(capsys, "--checkpoint", folders[name], *said, "--report", "-o", file)
-    (whole,) = re.findall(r"float32: (.*), \d+ bytes", output)
-    score, size, times = re.findall(r"gptq, inputs in int8: (.*), (\d+) bytes \((.*) times less\)", output)[0]
+    (whole,) = re.findall(r"float32: (.*), [\d.]+ .?i?B", output)
+    score, size, times = re.findall(r"gptq, inputs in int8: (.*), ([\d.]+ (?:[KM]i)?B) \((.*) times less\)", output)[0]
     assert whole != score and float(times) > 3
     layers = re.findall(r"^([\w.]+\.weight) +\d+ x \d+  int4_g16 ", output, re.MULTILINE)
     assert len(layers) == {"classes": 2, "values": 2, "images": 3, "text": 10}[name]
-    assert f": {score}, {size} bytes" in run(capsys, "--load", file)
+    assert f": {score}, {size}" in run(capsys, "--load", file)
 
 
 def test_a_width_for_each_layer(folders, capsys, tmp_path):
@@ -78,8 +78,8 @@ def test_tuned_levels_and_widths_of_inputs(folders, capsys, tmp_path):
     assert tuned < rounded
     widths = re.findall(r" (\d+)(?:,|$)", re.findall(r"bits of inputs: (.*)", output)[0])
     assert len(widths) == 2 and set(widths) <= {"2", "4", "8"}
-    ((score, size),) = re.findall(r"kmeans2, rtn, tuned, inputs in mixed: (.*), (\d+) bytes", output)
-    assert f": {score}, {size} bytes" in run(capsys, "--load", file)
+    ((score, size),) = re.findall(r"kmeans2, rtn, tuned, inputs in mixed: (.*), ([\d.]+ (?:[KM]i)?B)", output)
+    assert f": {score}, {size}" in run(capsys, "--load", file)
 
 
 @pytest.mark.parametrize("said", [["--spec", "int3"], ["--spec", "int3", "--mixed", 3, "--widths", "2,4"]], ids=len)
@@ -91,8 +91,8 @@ def test_weights_trained_for_their_codes(folders, capsys, tmp_path, said):
         float(re.findall(rf"^{name}, rtn{how}: .*loss ([\d.]+)", output, re.MULTILINE)[0]) for how in ("", ", tuned")
     )
     assert tuned < rounded
-    ((score, size),) = re.findall(rf"{name}, rtn, tuned: (.*), (\d+) bytes", output)
-    assert f": {score}, {size} bytes" in run(capsys, "--load", file)
+    ((score, size),) = re.findall(rf"{name}, rtn, tuned: (.*), ([\d.]+ (?:[KM]i)?B)", output)
+    assert f": {score}, {size}" in run(capsys, "--load", file)
 
 
 def test_one_of_several_checkpoints(folders, capsys):

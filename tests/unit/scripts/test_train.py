@@ -295,6 +295,17 @@ def test_lines_of_progress_come_at_their_times(monkeypatch, capsys):
     ]
 
 
+def test_no_line_of_progress_is_inside_a_table(capsys, monkeypatch):
+    from collectives.cli import launcher
+
+    monkeypatch.setattr(launcher, "on_terminal", lambda descriptor=2: False)
+    for prints, shown in ((True, ""), (False, "race: turn 1 of 1 (100%), 00:00\n")):
+        monkeypatch.setattr(launcher, "PLAIN", 0.0)
+        with launcher.progress(1, "race", "turn", prints=prints) as bar:
+            bar.update()
+        assert capsys.readouterr().err == shown
+
+
 SHORT_OF_ROOM = """
 import json, resource, signal, sys
 from pathlib import Path

@@ -37,7 +37,7 @@ def test_words_give_the_settings():
     wanted = {"layout": "pp:1f1b", "mesh": "pp=2,dp=2", "microbatches": 4, "cuts": "0,1,2", "recompute": "full"}
     words = plan_layout.words_of(complete(wanted))
     assert dict(zip(words[::2], words[1::2])) == {
-        "--parallel": "pp:1f1b",
+        "--layout": "pp:1f1b",
         "--mesh": "pp=2,dp=2",
         "--microbatches": "4",
         "--cuts": "0,1,2",
@@ -61,7 +61,7 @@ def test_every_candidate_can_be_trained(ranks):
 def test_words_of_compressed_layouts():
     """With a compression to choose from, the words say that there is none."""
     none, some = (complete({"recompute": "none", "compress": each}) for each in ("none", "int8"))
-    assert plan_layout.words_of(none) == ["--parallel", "dp"]
+    assert plan_layout.words_of(none) == ["--layout", "dp"]
     assert plan_layout.words_of(none, compress=True)[-2:] == ["--compress", "none"]
     assert plan_layout.words_of(some)[-2:] == ["--compress", "int8"]
 
@@ -88,7 +88,7 @@ def test_own_options_are_not_for_the_training():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--parallel", "zero1"], "--parallel: expected none, as the search finds it; found zero1"),
+        (["--layout", "zero1"], "--layout: expected none, as the search finds it; found zero1"),
         (["--mesh", "tp=2"], "--mesh: expected none, as the search finds it; found tp=2"),
         (["--model", "gpt5"], "model: expected one of mlp, "),
         (["--top", "0"], "argument --top: "),

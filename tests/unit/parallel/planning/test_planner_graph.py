@@ -226,7 +226,7 @@ def test_program(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["plans"]["best"]["rules"]["B"] == ["row"] and len(found["stages"]["stages"]) == 2
     assert plan_graph.main([*words, "--resharding", "1M"]) == 0
-    assert "P         R            1.05 MB" in capsys.readouterr().out
+    assert "P         R              1 MiB" in capsys.readouterr().out
     for more, message in (
         (["--graph", "gpt-33"], "perhaps gpt-3"),
         (["--graph", ""], "--graph: expected one of "),
