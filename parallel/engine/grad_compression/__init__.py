@@ -46,7 +46,7 @@ NONE = "none"
 """Name for plain sums."""
 
 AUTO = "auto"
-"""Name for a choice by measurement (`parallel.engine.grad_compression.auto_select`)."""
+"""Name for a choice by measurement (`parallel.engine.compression`)."""
 
 
 class CompressorFactory(NamedTuple):

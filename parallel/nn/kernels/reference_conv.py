@@ -1,18 +1,16 @@
 """Reference kernels of convolution and pooling, on images of shape (batch, channels, height, width)."""
 
-from typing import Any
-
 import numpy as np
 
 from parallel.nn.kernels.storage import array_namespace, narrow, widen
 from quant.types import Array
 
 
-def _padded(x: Array, padding: int, fill: Any = 0) -> Array:
-    """Copy of x with `padding` rows and columns of `fill` added around each image; x itself without padding."""
+def _padded(x: Array, padding: int) -> Array:
+    """Copy of x with `padding` rows and columns of zeros added around each image; x itself without padding."""
     if not padding:
         return x
-    return array_namespace(x).pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=fill)
+    return array_namespace(x).pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
 
 
 def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list[tuple[slice, slice]]:

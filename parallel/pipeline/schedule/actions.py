@@ -32,8 +32,8 @@ Kind: TypeAlias = Literal["F", "B", "W", "BW", "U", "SF", "RF", "SB", "RB"]
 | ``SB``, ``RB`` | start sending the gradient of the chunk's B; post the receive for its B |
 """
 
-FORWARD, BACKWARD = ("F", "SF", "RF"), ("B", "BW", "SB", "RB")
-"""Kinds of the forward and of the backward pass, messages included."""
+FORWARD = ("F", "SF", "RF")
+"""Kinds of the forward pass, messages included."""
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 

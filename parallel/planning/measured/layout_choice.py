@@ -11,8 +11,8 @@ from math import prod
 from typing import NamedTuple
 
 from collectives import Communicator
+from parallel.engine.compression import WIDTHS
 from parallel.engine.grad_compression import AUTO, NONE
-from parallel.engine.grad_compression.auto_select import WIDTHS
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import Settings
 from parallel.nn.mixture import MixtureOfExperts
