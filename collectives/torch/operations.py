@@ -40,7 +40,7 @@ class Reduction(NamedTuple):
     is_mean: bool = False
 
     def operand(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
-        """The tensor times the factor, if there is one; TypeError for complex32, which NumPy does not have."""
+        """The tensor times the factor, if there is one. TypeError for complex32, which NumPy does not have."""
         if tensor.dtype == torch.complex32:
             raise TypeError("complex32: expected torch.view_as_real of it, as torch.distributed makes of sums")
         if self.factor is None:
@@ -48,7 +48,7 @@ class Reduction(NamedTuple):
         return tensor.mul_(self.factor) if in_place else tensor.mul(self.factor).to(tensor.dtype)
 
     def finish(self, tensor: torch.Tensor, size: int) -> None:
-        """Make a sum over `size` ranks the mean, if it is to be that; integers are rounded towards zero."""
+        """Make a sum over `size` ranks the mean, if it is to be that. Integers are rounded towards zero."""
         if self.is_mean:
             whole = not (tensor.is_floating_point() or tensor.is_complex())
             tensor.div_(size, rounding_mode="trunc" if whole else None)
@@ -59,7 +59,7 @@ del PLAIN[ReduceOp.PREMUL_SUM]  # each has a factor of its own
 
 
 def reduction_of(op: Any) -> Reduction:
-    """Reduction for a ReduceOp; TypeError if there is none."""
+    """Reduction for a ReduceOp. TypeError if there is none."""
     kind = op.op
     if (plain := PLAIN.get(kind)) is not None:
         return plain
@@ -69,7 +69,7 @@ def reduction_of(op: Any) -> Reduction:
 
 
 def sum_sparse(tensor: torch.Tensor, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-    """Replace a sparse COO tensor by the sum over ranks; `gather` collects a dense tensor of any length from each."""
+    """Replace a sparse COO tensor by the sum over ranks. `gather` collects a dense tensor of any length from each."""
     own = tensor.coalesce()
     lengths = torch.cat(gather(torch.tensor([own._nnz()]))).tolist()
     indices, values = gather(own.indices().t().contiguous().view(-1)), gather(own.values().reshape(-1))
@@ -225,7 +225,7 @@ def _all_to_all_single(
 
 
 def _elements(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Elements of each rank's block of a tensor; ValueError unless the blocks are the tensor."""
+    """Elements of each rank's block of a tensor. ValueError unless the blocks are the tensor."""
     length = tensor.shape[0]
     rows = rows or [length // size] * size
     if sum(rows) != length or len(rows) != size:
@@ -247,7 +247,7 @@ class GroupOperation(NamedTuple):
     fields: str
     """Options that may be given in place of that class, in this order."""
     nesting: tuple[int, ...]
-    """Depth of the lists of tensors that each argument before the options is; 0: a single tensor, or numbers."""
+    """Depth of the lists of tensors in each argument before the options. 0 for a single tensor, or numbers."""
     run: Callable[..., None]
     """Function (collectives, argument, ..., options)."""
 
