@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from collectives.communicator import Communicator
 from collectives.torch.tensors import Block, array_of
 
-OPERATIONS = {
+REDUCTIONS = {
     ReduceOp.SUM: MPI.SUM,
     ReduceOp.AVG: MPI.SUM,
     ReduceOp.PREMUL_SUM: MPI.SUM,
@@ -54,7 +54,7 @@ class Reduction(NamedTuple):
             tensor.div_(size, rounding_mode="trunc" if whole else None)
 
 
-PLAIN = {op: Reduction(mpi_op, None, op == ReduceOp.AVG) for op, mpi_op in OPERATIONS.items()}
+PLAIN = {op: Reduction(mpi_op, None, op == ReduceOp.AVG) for op, mpi_op in REDUCTIONS.items()}
 del PLAIN[ReduceOp.PREMUL_SUM]  # each has a factor of its own
 
 
@@ -64,7 +64,7 @@ def reduction_of(op: Any) -> Reduction:
     if (plain := PLAIN.get(kind)) is not None:
         return plain
     if kind != ReduceOp.PREMUL_SUM:
-        raise TypeError(f"op: expected one of {[each.name for each in OPERATIONS]}, found {kind}")
+        raise TypeError(f"op: expected one of {[each.name for each in REDUCTIONS]}, found {kind}")
     return Reduction(MPI.SUM, op.factor)
 
 
