@@ -17,7 +17,7 @@ from collectives import Communicator
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Sampler
 from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.settings import Settings
+from parallel.engine.settings import DEFAULTS, Settings
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from parallel.nn.transforms.quantizable_layers import from_matrix, kind_of, layers_of, to_matrix
 from parallel.nn.transforms.weight_transform import ComputedWeight, TransformedWeight, WeightFunction, rounding_to
@@ -36,11 +36,12 @@ RATE = 1e-3
 
 
 class FineTuning(NamedTuple):
-    """Length of a fine-tuning in epochs, samples per step over all ranks, and seed of their order."""
+    """Length of a fine-tuning in epochs, samples per step over all ranks, seed of their order, settings with a loss."""
 
     epochs: int
     batch: int
     seed: int = 0
+    settings: Settings = DEFAULTS
 
 
 def fine_tune(model: Operator, task: LearningTask, comm: Communicator, tuning: FineTuning) -> dict[str, np.ndarray]:
@@ -49,11 +50,11 @@ def fine_tune(model: Operator, task: LearningTask, comm: Communicator, tuning: F
     The training samples of the task are divided among the ranks. Parameters start at their initial values
     (`starting_at`), the learning rate at `RATE`.
     """
-    epochs, batch, seed = tuning
+    epochs, batch, seed, given = tuning
     sampler = Sampler(len(task.train), batch, -(-batch // comm.Get_size()), seed)
     schedule = LRSchedule("cosine", rate=RATE, steps=max(1, epochs * sampler.steps_per_epoch))
     settings = Settings(layout="dp", seed=seed, batch=batch)
-    with DataParallelEngine(model, loss_of(task), comm, Adam(rate=schedule), settings) as engine:
+    with DataParallelEngine(model, loss_of(task, given), comm, Adam(rate=schedule), settings) as engine:
         for epoch in range(epochs):
             for step in sampler.steps(epoch):
                 engine.step(step.batches(task.train, engine.share(len(step.parts))))
